@@ -1,0 +1,6 @@
+"""Numerical fragility in Transformers: what low precision does to a forward pass, layer by layer.
+
+Importing the package imports nothing heavy; take what you need from its modules.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,104 @@
+"""Eager attention that can be observed, registered with transformers as IMPLEMENTATION.
+
+It forms and rounds scores and probabilities kernel by kernel, as the library's eager attention does,
+but one block of query rows at a time: what is observed is still in cache, causal blocks skip the
+keys they may not see, and no T x T tensor ever exists.
+"""
+
+import weakref
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+IMPLEMENTATION = "observed_eager"
+BLOCK_ELEMENTS = 2**20  # scores formed at once: 2 MiB in 16 bits, about a second-level cache
+
+
+class AttentionObserver(Protocol):
+    """Sees every block of query rows of one attention module, in order."""
+
+    def begin(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """``query`` (B, H, T, d), ``key`` and ``value`` (B, H, T_kv, d), heads repeated for groups."""
+
+    def scores(self, scores: Tensor) -> None:
+        """Scaled scores (B, H, C, T_seen), masked entries 0; valid only during the call."""
+
+    def probabilities(self, first_row: int, probabilities: Tensor) -> None:
+        """Probabilities (B, H, C, T_seen); later keys have probability 0."""
+
+
+observers: "weakref.WeakKeyDictionary[nn.Module, AttentionObserver]" = weakref.WeakKeyDictionary()
+
+
+def row_blocks(rows: int, elements_per_row: int) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of rows, a power of two long, of at most about BLOCK_ELEMENTS elements."""
+    fitting = max(1, BLOCK_ELEMENTS // elements_per_row)
+    length = 1 << (fitting.bit_length() - 1)
+    for start in range(0, rows, length):
+        yield start, min(start + length, rows)
+
+
+@lru_cache(maxsize=32)
+def _future(rows: int, device: torch.device) -> Tensor:
+    """True above the diagonal of a (rows, rows) matrix."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
+
+
+def observed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_,
+) -> tuple[Tensor, None]:
+    """Attention of ``query`` (B, H, T, d) over ``key``, ``value`` (B, H_kv, T_kv, d) -> (B, T, H, d).
+
+    ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for
+    modules that are. Raises ValueError for dropout: what is observed must be the model itself.
+    """
+    if dropout:
+        raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    observer = observers.get(module)
+    if observer is not None:
+        observer.begin(query, key, value)
+    batch, heads, rows, width = query.shape
+    scaling = width**-0.5 if scaling is None else scaling
+    causal = attention_mask is None and rows > 1 and getattr(module, "is_causal", True)
+    cached = key.shape[2] - rows  # keys before the first query
+    transposed = key.transpose(-1, -2)
+
+    outputs = []
+    for start, stop in row_blocks(rows, batch * heads * key.shape[2]):
+        seen = cached + stop if causal else key.shape[2]
+        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen]) * scaling  # (B, H, C, seen)
+        maskable = hidden = None
+        if causal:
+            maskable, hidden = scores[..., cached + start :], _future(stop - start, scores.device)
+        elif attention_mask is not None:
+            maskable, hidden = scores, ~attention_mask[:, :, start:stop, :seen]
+        if observer is not None:
+            if hidden is not None:
+                maskable.masked_fill_(hidden, 0)
+            observer.scores(scores)
+        if hidden is not None:
+            maskable.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+        probabilities = torch.softmax(scores, -1)
+        if observer is not None:
+            observer.probabilities(start, probabilities)
+        outputs.append(torch.matmul(probabilities, value[:, :, :seen]))  # (B, H, C, d)
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(IMPLEMENTATION, observed_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

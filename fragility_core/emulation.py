@@ -1,0 +1,189 @@
+"""Run any PyTorch model in any number format, natively or emulated.
+
+Emulation (protocol section 1): tensors are stored in the low format, every kernel (ATen op) runs in
+fp32 and its result is rounded once. That is what native kernels do, which accumulate in fp32 and
+round on output. TF32 is the exception by its definition: only the operands of matrix products are
+rounded, everything else is fp32.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fragility_core.formats import Format, get_format, has_native_kernels
+
+aten = torch.ops.aten
+
+# Kernels that only move or select values make no rounding error; run as they are, they also keep
+# the aliasing of views. Leaving one out costs time, never accuracy: rounding twice changes nothing.
+EXACT = {
+    aten.clone, aten.cat, aten.stack, aten.index, aten.index_select, aten.gather, aten.embedding,
+    aten.where, aten.masked_fill, aten.neg, aten.abs, aten.relu, aten.copy_, aten.fill_, aten.zero_,
+    aten.masked_fill_, aten.empty_like, aten.zeros_like, aten.ones_like, aten.new_zeros, aten.new_ones,
+    aten.new_empty, aten.constant_pad_nd, aten.repeat, aten.flip, aten.roll, aten.topk, aten.amax,
+    aten._local_scalar_dense, aten.equal, aten.argmax, aten.sort, aten._unsafe_view,
+}  # fmt: skip
+
+# Positions of the two factors of a matrix product.
+FACTORS = {
+    aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2), aten.mv: (0, 1),
+    aten.dot: (0, 1), aten.convolution: (0, 1),
+    aten._scaled_dot_product_flash_attention_for_cpu: (0, 1, 2),
+    aten._scaled_dot_product_efficient_attention: (0, 1, 2),
+    aten._scaled_dot_product_flash_attention: (0, 1, 2),
+}  # fmt: skip
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``change`` applied to every tensor in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def floating_dtypes(value: Any) -> set[torch.dtype]:
+    """Floating dtypes of the tensors in nested tuples and lists.
+
+    Zero-dimensional tensors do not take part in type promotion, unless they stand alone.
+    """
+    if isinstance(value, Tensor):
+        return {value.dtype} if value.is_floating_point() and value.ndim else set()
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(floating_dtypes, value))
+    return set()
+
+
+class Emulation(TorchDispatchMode):
+    """Rounds the result of every kernel to ``format``; see the module docstring.
+
+    A kernel with an fp32 operand follows PyTorch's type promotion: its result is fp32 and stays so,
+    which is how models that compute a norm or a softmax in fp32 are emulated faithfully.
+    """
+
+    def __init__(self, format: Format):
+        super().__init__()
+        self.format = format
+        self.active = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Kernels inside run as they are (for statistics, which are not part of the model)."""
+        self.active, before = False, self.active
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.active or func.is_view or func.overloadpacket in EXACT:
+            return func(*args, **kwargs)
+        if self.format.name == "tf32":
+            return self._with_rounded_factors(func, args, kwargs)
+        if func.overloadpacket is aten._to_copy:
+            return self._convert(func, args, kwargs)
+        inputs = (*args, *kwargs.values())
+        if floating_dtypes(inputs) != {self.format.carrier}:
+            return func(*args, **kwargs)
+        return self._in_fp32(func, args, kwargs)
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        return self.format.round(x) if x.dtype == torch.float32 else x
+
+    def _widen(self, x: Tensor) -> Tensor:
+        return x.float() if x.dtype == self.format.carrier else x
+
+    def _in_fp32(self, func, args, kwargs):
+        wide_args = map_tensors(args, self._widen)
+        wide_kwargs = {name: map_tensors(value, self._widen) for name, value in kwargs.items()}
+        requested = kwargs.get("dtype")
+        if requested == self.format.carrier:
+            wide_kwargs["dtype"] = torch.float32
+        result = func(*wide_args, **wide_kwargs)
+        if func._schema.is_mutable:
+            return self._write_back(func, (args, kwargs), (wide_args, wide_kwargs), result)
+        return result if requested == torch.float32 else map_tensors(result, self._narrow)
+
+    def _write_back(self, func, given, wide, result):
+        """Store what an in-place kernel wrote to widened copies into the tensors it was given."""
+        written: dict[int, Tensor] = {}
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            key, part = (argument.name, 1) if argument.kwarg_only else (position, 0)
+            target, source = given[part][key], wide[part][key]
+            if isinstance(target, Tensor):
+                target.copy_(self._narrow(source))
+                written[id(source)] = target
+        return map_tensors(result, lambda x: written[id(x)] if id(x) in written else self._narrow(x))
+
+    def _convert(self, func, args, kwargs):
+        narrowed = kwargs.get("dtype") == self.format.carrier != args[0].dtype
+        if narrowed and self.format.is_narrower_than_carrier and args[0].is_floating_point():
+            return func(self.format.round(args[0]), **kwargs)
+        return func(*args, **kwargs)
+
+    def _with_rounded_factors(self, func, args, kwargs):
+        factors = FACTORS.get(func.overloadpacket, ())
+        rounded = [
+            self.format.round(x) if i in factors and x.dtype == torch.float32 else x for i, x in enumerate(args)
+        ]
+        return func(*rounded, **kwargs)
+
+
+def rounded_copy(model: nn.Module, format: Format) -> nn.Module:
+    """A copy of ``model`` whose parameters are rounded to ``format``; buffers stay as they are.
+
+    TF32 stores fp32, so its parameters keep every bit.
+    """
+    model = copy.deepcopy(model)
+    if format.name not in ("fp32", "tf32"):
+        for parameter in model.parameters():
+            parameter.data = format.round(parameter.data)
+    return model
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """A model whose parameters are rounded to a format, and how its kernels compute in it."""
+
+    model: nn.Module
+    format: Format
+    emulation: Emulation | None
+
+    @property
+    def execution(self) -> str:
+        """"native" or "emulated"."""
+        return "native" if self.emulation is None else "emulated"
+
+    def running(self):
+        """Context in which calling ``model`` computes in the format."""
+        return self.emulation or nullcontext()
+
+    def paused(self):
+        """Context, inside ``running``, in which kernels are not rounded."""
+        return nullcontext() if self.emulation is None else self.emulation.paused()
+
+
+def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecision:
+    """``model`` in low precision: native where its device has the kernels, else emulated.
+
+    ``execution`` may insist on "native" or "emulated". Raises ValueError for an unknown format or
+    execution, or when native kernels are asked for in a format that torch cannot compute in.
+    """
+    chosen = get_format(format)
+    if execution not in ("auto", "native", "emulated"):
+        raise ValueError(f'execution must be "auto", "native" or "emulated", got {execution!r}')
+    if execution == "native" and chosen.is_narrower_than_carrier:
+        raise ValueError(f'no device computes a whole model in {format}: use execution="emulated" or "auto"')
+    device = next(model.parameters()).device
+    native = execution == "native" or (execution == "auto" and has_native_kernels(chosen, device))
+    return LowPrecision(rounded_copy(model, chosen), chosen, None if native else Emulation(chosen))

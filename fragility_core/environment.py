@@ -1,0 +1,57 @@
+"""What runs here: package versions, device, and whether the declared dependencies are met.
+
+``python -m fragility_core.environment`` exits 0 where this interpreter satisfies pyproject.toml
+and otherwise names what is missing; the Makefile asks it before it makes an environment.
+"""
+
+import importlib.metadata
+import platform
+import sys
+import tomllib
+
+from fragility_core.paths import PROJECT
+
+RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
+
+
+def versions() -> dict[str, str]:
+    """Versions that can change a number: Python, the packages behind it, the operating system."""
+    packages = {name: importlib.metadata.version(name) for name in RECORDED}
+    return {"python": platform.python_version(), **packages, "platform": platform.platform()}
+
+
+def device_name(device: str) -> str:
+    """Human-readable name of a torch device."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def unmet() -> list[str]:
+    """Requirements of pyproject.toml that this interpreter's packages do not satisfy."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    missing = []
+    for line in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+        requirement = Requirement(line)
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(f"{line} (not installed)")
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            missing.append(f"{line} (found {found})")
+    return missing
+
+
+def main() -> None:
+    missing = unmet()
+    if missing:
+        sys.exit("packages missing here: " + ", ".join(missing))
+
+
+if __name__ == "__main__":
+    main()

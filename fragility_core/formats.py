@@ -1,0 +1,111 @@
+"""The number formats, in one table, and rounding to them.
+
+Two constants are easily confused: the *unit roundoff* u, the largest relative error of rounding to
+nearest (the paper's epsilon_mach), and the *spacing* 2u above one, which `torch.finfo(...).eps` names.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format.
+
+    ``significand`` counts the bits of the significand, the implicit one included. ``storage`` is the
+    torch dtype that holds its values; a format that torch only stores (fp8) is computed with in
+    ``carrier``, a wider dtype that represents each of its values exactly.
+    """
+
+    name: str
+    significand: int
+    smallest_normal: float
+    largest: float
+    storage: torch.dtype
+    carrier: torch.dtype
+    saturates: bool = False
+
+    @property
+    def unit_roundoff(self) -> float:
+        """u = 2^-significand."""
+        return 2.0**-self.significand
+
+    @property
+    def spacing(self) -> float:
+        """Distance from 1 to the next larger value, 2u."""
+        return 2 * self.unit_roundoff
+
+    @cached_property
+    def is_narrower_than_carrier(self) -> bool:
+        """Whether storing in the carrier alone does not round to this format."""
+        return self.storage != self.carrier or self.name == "tf32"
+
+    def round(self, x: Tensor) -> Tensor:
+        """``x`` rounded to nearest even in this format, as a tensor of the carrier dtype.
+
+        Out of range: formats with infinities give ±inf (fp16, bf16, tf32, fp8_e5m2); fp8_e4m3 has
+        none and saturates at ±448, as the saturating conversion of accelerators does. NaN stays NaN.
+        """
+        if self.name == "tf32":
+            return round_to_tf32(x.float())
+        if self.saturates:
+            x = x.clamp(-self.largest, self.largest)
+        return x.to(self.storage).to(self.carrier)
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """fp32 rounded to nearest even on 10 fraction bits; inf and NaN pass."""
+    bits = x.view(torch.int32)
+    dropped = 13  # fraction bits of fp32 beyond those of tf32
+    tie_to_even = (bits >> dropped) & 1
+    rounded = ((bits + (1 << (dropped - 1)) - 1 + tie_to_even) >> dropped) << dropped
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+
+
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("fp32", 24, 2.0**-126, (2 - 2.0**-23) * 2.0**127, _F32, _F32),
+        Format("tf32", 11, 2.0**-126, (2 - 2.0**-10) * 2.0**127, _F32, _F32),
+        Format("bf16", 8, 2.0**-126, (2 - 2.0**-7) * 2.0**127, _BF16, _BF16),
+        Format("fp16", 11, 2.0**-14, 65504.0, _F16, _F16),
+        Format("fp8_e4m3", 4, 2.0**-6, 448.0, _E4M3, _BF16, saturates=True),
+        Format("fp8_e5m2", 3, 2.0**-14, 57344.0, _E5M2, _BF16),
+    )
+}
+
+
+def get_format(name: str) -> Format:
+    """The format called ``name``; raises ValueError naming the known ones."""
+    if name not in FORMATS:
+        raise ValueError(f"a format must be one of {', '.join(FORMATS)}, got {name!r}")
+    return FORMATS[name]
+
+
+def _cpu_has_kernels(format: Format) -> bool:
+    """Whether this CPU multiplies matrices of the format at full speed (oneDNN's own test)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if format.name == "bf16":
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return format.name == "fp16" and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def has_native_kernels(format: Format, device: torch.device | str) -> bool:
+    """Whether ``device`` computes in ``format`` itself, fp32 accumulation included.
+
+    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats.
+    """
+    device = torch.device(device)
+    if format.name == "fp32":
+        return True
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return {"fp16": capability >= (5, 3), "bf16": capability >= (8, 0)}.get(format.name, False)
+    return device.type == "cpu" and _cpu_has_kernels(format)

@@ -1,0 +1,60 @@
+"""Load models and tokenizers by hub name or local path, or the embedded default."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from fragility_core.paths import EMBEDDED_CHECKPOINT
+
+EMBEDDED = "embedded"
+
+
+def resolve(name: str) -> str:
+    """The folder or hub name that ``name`` stands for ("embedded" is the shipped checkpoint)."""
+    return str(EMBEDDED_CHECKPOINT) if name == EMBEDDED else name
+
+
+def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
+    """One message for whatever the hub libraries raise when they cannot find or reach something."""
+    where = "the folder" if Path(name).exists() else "the model hub and this machine's cache"
+    return OSError(
+        f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {str(cause).splitlines()[0]}). "
+        f"Point {variable}= at a local copy (`make reproduce {variable}=path/to/copy`), "
+        f"or leave {variable} away: `make reproduce` runs on the embedded default, without a network."
+    )
+
+
+def default_device() -> str:
+    """"cuda" where there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_config(name: str):
+    """The model's configuration; raises OSError with the way out where there is none."""
+    try:
+        return AutoConfig.from_pretrained(resolve(name), trust_remote_code=False)
+    except (OSError, ValueError) as cause:
+        raise not_found("model", name, "MODEL", cause) from cause
+
+
+def load_model(name: str, device: str | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
+    """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
+
+    Raises OSError where it is not found, naming what was wanted and how to go on without it.
+    """
+    try:
+        model = auto_class.from_pretrained(
+            resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as cause:
+        raise not_found("model", name, "MODEL", cause) from cause
+    return model.eval().requires_grad_(False).to(device or default_device())
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to the model ``name``."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=False)
+    except (OSError, ValueError) as cause:
+        raise not_found("tokenizer", name, "MODEL", cause) from cause

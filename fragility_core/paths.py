@@ -1,0 +1,21 @@
+"""Where the project keeps its files, independent of the working directory."""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+PROJECT = PACKAGE.parent
+ASSETS = PACKAGE / "assets"
+NOTEBOOKS = PROJECT / "notebooks"
+PROFILES = NOTEBOOKS / "profiles"
+OUTPUTS = PROJECT / "outputs"
+
+EMBEDDED_CHECKPOINT = ASSETS / "checkpoint"
+EVALUATION_TEXT = ASSETS / "evaluation.txt"
+TRAINING_TEXT = ASSETS / "training.txt"
+
+
+def output_folder(profile: str, *parts: str) -> Path:
+    """Create and return ``outputs/<profile>/<parts...>``."""
+    folder = OUTPUTS.joinpath(profile, *parts)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,1 @@
+"""How the embedded checkpoint and its texts were made, and how to make them again."""

@@ -1,0 +1,103 @@
+"""From the statistics of a monitored pass to the risk score (subsec. bgss_estimation).
+
+Works on tidy rows, one per window and block, in fp64. The two readings of the LayerNorm term are
+``release`` (Proposition ln with a_ln = 1) and ``paper`` (the printed surrogate ||Z|| C_LN).
+"""
+
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+
+from fragility_core import theory
+from fragility_core.transport import residual_transport
+
+LAYERNORM_TERMS = ("release", "paper")
+SIGNALS = ("combined", "no_transport", "attention_only", "layernorm_only", "remainder_only")
+
+
+class Estimator(NamedTuple):
+    """Which reading of the LayerNorm term and which transport estimator the score uses."""
+
+    layernorm: str = "release"
+    transport: str = "release"
+
+
+def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
+    """M_LN of LayerNorm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading."""
+    variance, epsilon = layers[f"variance_{site}"], layers[f"epsilon_{site}"]
+    if reading == "release":
+        return theory.layernorm_magnitude(
+            layers[f"gamma_{site}_max"], variance, epsilon, layers[f"input_{site}_norm"]
+        )
+    if reading == "paper":
+        return layers[f"path_{site}_norm"] * theory.layernorm_factor(variance, epsilon)
+    raise ValueError(f"the LayerNorm term must be one of {', '.join(LAYERNORM_TERMS)}, got {reading!r}")
+
+
+def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator) -> pd.DataFrame:
+    """The per-block quantities of protocol section 3 that need no other block."""
+    s = layers
+    kappa = theory.kappa_softmax(s.score_norm, s.probability_norm, s.softmax_sensitivity)
+    chi = theory.chi_score(s.query_norm, s.key_norm, s.probability_norm, s.head_width, s.softmax_sensitivity)
+    attention = theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm)
+    layernorm = [layernorm_term(s, site, estimator.layernorm) for site in (1, 2)]
+    remainder = [
+        s.attention_out_weight_norm * s.context_norm,
+        s.mlp_in_weight_norm * s.norm_2_norm,
+        s.mlp_out_weight_norm * s.activation_norm,
+    ]
+    ratios = [
+        theory.layernorm_ratio(s[f"variance_{site}"], s[f"epsilon_{site}"], s.d_model, unit_roundoff)
+        for site in (1, 2)
+    ]
+    return pd.DataFrame(
+        {
+            "kappa_softmax": kappa,
+            "chi_score": chi,
+            "kappa_value": theory.kappa_value(s.probability_norm, s.value_spectral_norm, s.context_norm),
+            "attention_term": attention,
+            "layernorm_1_term": layernorm[0],
+            "layernorm_2_term": layernorm[1],
+            "layernorm_term": layernorm[0] + layernorm[1],
+            "remainder_term": remainder[0] + remainder[1] + remainder[2],
+            # pandas' max would skip a NaN, and an overflow must stay visible.
+            "layernorm_ratio": pd.concat(ratios, axis=1).max(axis=1, skipna=False),
+            "transport": residual_transport(s, estimator.transport),
+        }
+    )
+
+
+def score(
+    layers: pd.DataFrame, windows: pd.DataFrame, unit_roundoff: float, estimator: Estimator = Estimator()
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Risk of every block and signals of every window.
+
+    ``layers`` and ``windows`` are those of ``monitor.Observation`` (any number of windows, each with
+    all blocks in order). Returns them with the terms, risk G (eq. alg-risk) and dominance phi
+    (eq. alg-phi) of each block, and the signals of each window: ``combined`` = u sum(G),
+    ``no_transport`` without the product over later blocks, the parts of M alone, and the unscaled
+    ``raw`` = sum(G). Nonfinite statistics give nonfinite risk, never a smaller one.
+    """
+    terms = local_terms(layers, unit_roundoff, estimator)
+    shape = (len(windows), len(layers) // len(windows))  # (windows, blocks)
+
+    def grid(column: pd.Series) -> torch.Tensor:
+        return torch.tensor(column.to_numpy()).view(shape)
+
+    final_norm = torch.tensor(windows.final_norm.to_numpy())[:, None]
+    downstream = theory.downstream_transport(grid(terms.transport))
+    parts = {name: grid(terms[f"{name}_term"]) for name in ("attention", "layernorm", "remainder")}
+    magnitude = theory.local_magnitude(parts["remainder"], parts["attention"], parts["layernorm"])
+    risk = theory.layer_risk(magnitude, downstream, final_norm)
+    block = terms.assign(
+        magnitude=magnitude.flatten(),
+        downstream_transport=downstream.flatten(),
+        risk=risk.flatten(),
+        dominance=theory.layernorm_dominance(parts["layernorm"], magnitude).flatten(),
+    )
+    signals = {"combined": risk, "no_transport": theory.layer_risk(magnitude, 1.0, final_norm)} | {
+        f"{name}_only": theory.layer_risk(part, downstream, final_norm) for name, part in parts.items()
+    }
+    sums = {name: unit_roundoff * value.sum(-1).numpy() for name, value in signals.items()}
+    return layers.join(block), windows.assign(**sums, raw=risk.sum(-1).numpy())

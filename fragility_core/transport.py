@@ -1,0 +1,124 @@
+"""Three estimators of residual transport rho = ||J_f||_2 of a block x -> x + f(x) (app. estimation).
+
+``release`` and ``operator_norm`` follow from statistics and weights alone; ``power_iteration`` needs
+products with the block's Jacobian. Only ``operator_norm`` bounds ||J_f||_2 from above.
+"""
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vjp
+
+from fragility_core.architectures import Block
+from fragility_core.reductions import spectral_norm
+
+TRANSPORTS = ("release", "operator_norm", "power_iteration")
+
+
+def in_sequence(alpha, beta):
+    """Gain of f for x -> r = x + a(x) -> r + b(r) with gains alpha of a and beta of b."""
+    return alpha + beta * (1 + alpha)
+
+
+def release_transport(layers: pd.DataFrame) -> pd.Series:
+    """Norm ratios, rho = alpha + beta (1 + alpha) (protocol section 3).
+
+    alpha = (||Z_1|| / ||h||)(||a|| / ||Z_1||) and beta likewise for the MLP; the norms of the
+    LayerNorm outputs cancel.
+    """
+    return in_sequence(layers.attention_norm / layers.input_1_norm, layers.mlp_norm / layers.input_2_norm)
+
+
+def operator_norm_transport(layers: pd.DataFrame) -> pd.Series:
+    """Upper bound of ||J_f||_2 from the constituent maps (app. estimation, option ii).
+
+    LayerNorm: max|gamma| / sqrt(min sigma^2 + epsilon). Attention: the differentials of P and V,
+    with ||J(p)|| <= 1/2 and Frobenius norms over all heads above each head's spectral norm.
+    """
+    norm_1 = layers.gamma_1_max / (layers.variance_1_min + layers.epsilon_1) ** 0.5
+    norm_2 = layers.gamma_2_max / (layers.variance_2_min + layers.epsilon_2) ** 0.5
+    through_scores = (
+        0.5
+        * layers.score_scaling
+        * layers.value_spectral_norm
+        * (layers.key_norm * layers.query_weight_norm + layers.query_norm * layers.key_weight_norm)
+    )
+    through_values = layers.probability_norm * layers.value_weight_norm
+    attention = layers.attention_out_weight_norm * (through_scores + through_values)
+    mlp = layers.mlp_out_weight_norm * layers.activation_lipschitz * layers.mlp_in_weight_norm
+    return in_sequence(norm_1 * attention, norm_2 * mlp)
+
+
+def residual_transport(layers: pd.DataFrame, estimator: str) -> pd.Series:
+    """rho of every row of ``layers`` by the named estimator.
+
+    Raises ValueError for an unknown estimator, and where power iterations were not measured.
+    """
+    if estimator == "release":
+        return release_transport(layers)
+    if estimator == "operator_norm":
+        return operator_norm_transport(layers)
+    if estimator == "power_iteration":
+        if "branch_jacobian_norm" not in layers:
+            raise ValueError(
+                'transport "power_iteration" needs the column branch_jacobian_norm, which was not measured: '
+                "monitor with power_iteration=True"
+            )
+        return layers.branch_jacobian_norm
+    raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {estimator!r}")
+
+
+@torch.no_grad()
+def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int = 2) -> Tensor:
+    """||J_f||_2 of each window by power iteration with JVPs and VJPs, (B,) (app. estimation, option i).
+
+    ``args`` and ``kwargs`` are those of the observed call, the block input (B, T, d_model) first. The
+    low-precision weights compute in fp32 here: the Jacobian is the model's, not its rounding's. Never
+    above the exact norm.
+    """
+    x = args[0].float()
+    parameters = {name: parameter.float() for name, parameter in block.named_parameters()}
+
+    def branch(x: Tensor) -> Tensor:
+        return functional_call(block, parameters, (x, *args[1:]), kwargs) - x
+
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(x.shape[1:], generator=generator).to(x.device).expand_as(x)
+    norm = torch.ones(x.shape[0], device=x.device)
+    for _ in range(steps):
+        direction = direction / torch.linalg.vector_norm(direction.flatten(1), dim=-1)[:, None, None]
+        _, image = jvp(branch, (x,), (direction,))
+        norm = torch.linalg.vector_norm(image.flatten(1), dim=-1)
+        _, pull_back = vjp(branch, x)
+        (direction,) = pull_back(image)
+    return norm
+
+
+def activation_lipschitz(activation: nn.Module, reach: float = 20.0) -> float:
+    """Largest |slope| of a pointwise activation on [-reach, reach], on a grid of 1e-3."""
+    x = torch.arange(-reach, reach, 1e-3, dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(activation(x).sum(), x)
+    return slope.abs().max().item()
+
+
+def weight_statistics(block: Block) -> dict[str, float]:
+    """The statistics of a GPT-2 block that depend on its weights alone."""
+    # Conv1D keeps (in, out), query, key and value side by side.
+    query, key, value = block.attention.c_attn.weight.chunk(3, dim=1)
+    norms = {
+        "query_weight_norm": query,
+        "key_weight_norm": key,
+        "value_weight_norm": value,
+        "attention_out_weight_norm": block.attention_out.weight,
+        "mlp_in_weight_norm": block.mlp_in.weight,
+        "mlp_out_weight_norm": block.mlp_out.weight,
+    }
+    return {name: spectral_norm(weight).item() for name, weight in norms.items()} | {
+        "gamma_1_max": block.norm_1.weight.abs().max().item(),
+        "gamma_2_max": block.norm_2.weight.abs().max().item(),
+        "activation_lipschitz": activation_lipschitz(block.activation),
+        "score_scaling": block.attention.scaling,
+        "head_width": block.attention.head_dim,
+        "d_model": block.norm_1.weight.numel(),
+    }
