@@ -88,7 +88,9 @@ def observed_attention(
         elif attention_mask is not None:
             maskable, hidden = scores, ~attention_mask[:, :, start:stop, :seen]
         if observer is not None:
-            if hidden is not None:
+            if causal:
+                maskable.tril_()
+            elif hidden is not None:
                 maskable.masked_fill_(hidden, 0)
             observer.scores(scores)
         if hidden is not None:

@@ -27,7 +27,7 @@ EXACT = {
     aten.where, aten.masked_fill, aten.neg, aten.abs, aten.relu, aten.copy_, aten.fill_, aten.zero_,
     aten.masked_fill_, aten.empty_like, aten.zeros_like, aten.ones_like, aten.new_zeros, aten.new_ones,
     aten.new_empty, aten.constant_pad_nd, aten.repeat, aten.flip, aten.roll, aten.topk, aten.amax,
-    aten._local_scalar_dense, aten.equal, aten.argmax, aten.sort, aten._unsafe_view,
+    aten.tril_, aten.tril, aten.triu, aten._local_scalar_dense, aten.equal, aten.argmax, aten.sort, aten._unsafe_view,
 }  # fmt: skip
 
 # Positions of the two factors of a matrix product.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from fragility_core.architectures import Block, blocks
 from fragility_core.attention import IMPLEMENTATION, observers
 from fragility_core.emulation import LowPrecision
 from fragility_core.reductions import (
-    Reductions,
+    blocks_at_once,
+    layernorm_path,
     sampled_rows,
     softmax_sensitivity_estimate,
     spectral_norm_from_gram,
+    window_norm,
 )
 from fragility_core.theory import mismatch
 from fragility_core.transport import branch_jacobian_norm, weight_statistics
@@ -31,47 +34,66 @@ from fragility_core.transport import branch_jacobian_norm, weight_statistics
 class AttentionStatistics:
     """Accumulates the statistics of one attention module over its blocks of query rows."""
 
-    def __init__(self, reductions: Reductions, paused: Callable[[], AbstractContextManager]):
-        self.reductions = reductions
+    def __init__(self, paused: Callable[[], AbstractContextManager]):
         self.paused = paused
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         batch, heads, rows, _ = query.shape
-        reduce = self.reductions
         with self.paused():
-            self.query_norm, self.key_norm = reduce.norm(query), reduce.norm(key)
-            wide = reduce.widen(value)  # (B, H, T, d)
-            self.value_norm = torch.linalg.vector_norm(wide.flatten(1), dim=-1)
-            self.value_gram = wide.transpose(-1, -2) @ wide  # (B, H, d, d)
+            self.query_norm, self.key_norm = window_norm(query), window_norm(key)
+            wide = value.float()
+            self.value_gram = wide.mT @ wide  # (B, H, d, d)
         self.score_norms: list[Tensor] = []
         self.probability_norms: list[Tensor] = []
         self.rows = sampled_rows(rows)
-        self.sample = torch.zeros(batch, heads, len(self.rows), key.shape[2], device=query.device)
+        self.sample = query.new_zeros(batch, heads, len(self.rows), key.shape[2])
 
     def scores(self, scores: Tensor) -> None:
         with self.paused():
-            self.score_norms.append(self.reductions.norm(scores))
+            self.score_norms.append(window_norm(scores))
 
     def probabilities(self, first_row: int, probabilities: Tensor) -> None:
         _, _, rows, seen = probabilities.shape
         inside = [i for i, row in enumerate(self.rows) if first_row <= row < first_row + rows]
         with self.paused():
-            self.probability_norms.append(self.reductions.norm(probabilities))
+            self.probability_norms.append(window_norm(probabilities))
             if inside:
                 chosen = probabilities[:, :, [self.rows[i] - first_row for i in inside]]
                 self.sample[:, :, inside[0] : inside[-1] + 1, :seen] = chosen
 
     def result(self) -> dict[str, Tensor]:
-        """Statistics (B,) of the whole module; ``value_gram`` still (B, H, d, d)."""
+        """Statistics of the whole module, in part still to be finished (see ``finished``)."""
         return {
             "query_norm": self.query_norm,
             "key_norm": self.key_norm,
-            "value_norm": self.value_norm,
             "score_norm": torch.linalg.vector_norm(torch.stack(self.score_norms), dim=0),
             "probability_norm": torch.linalg.vector_norm(torch.stack(self.probability_norms), dim=0),
-            "softmax_sensitivity": softmax_sensitivity_estimate(self.sample).amax((1, 2)),
+            "probability_sample": self.sample,
             "value_gram": self.value_gram,
         }
+
+
+def finished(records: list[dict[str, Tensor]], epsilons: Tensor, width: int) -> dict[str, Tensor]:
+    """All statistics (L, B) from the records of L blocks, small kernels once for all blocks.
+
+    ``epsilons`` (L, 2) are those of the two LayerNorm sites, ``width`` is d_model.
+    """
+    stacked = {name: torch.stack([record[name] for record in records]) for name in records[0]}
+    grams = stacked.pop("value_gram")  # (L, B, H, d, d)
+    stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).sum((-2, -1)).sqrt()
+    stacked["value_spectral_norm"] = spectral_norm_from_gram(grams).amax(-1)
+    samples = stacked.pop("probability_sample")  # (L, B, H, 16, T)
+    stacked["softmax_sensitivity"] = torch.cat(
+        [softmax_sensitivity_estimate(part).amax((-2, -1)) for part in samples.split(blocks_at_once(samples))]
+    )
+    for site in ("1", "2"):
+        mean, scale = stacked.pop(f"mean_{site}"), stacked.pop(f"scale_{site}")  # (L, B, T)
+        # The kernel's scale is 1 / sqrt(sigma^2 + epsilon).
+        variance = (scale**-2 - epsilons[:, int(site) - 1, None, None]).clamp_min(0)
+        stacked[f"input_{site}_norm"] = (width * (variance + mean**2)).sum(-1).sqrt()
+        stacked[f"variance_{site}"] = variance.mean(-1)
+        stacked[f"variance_{site}_min"] = variance.amin(-1)
+    return stacked
 
 
 @dataclass(frozen=True)
@@ -104,12 +126,12 @@ class Monitor:
         self.blocks = blocks(self.model)
         self.power_iteration = power_iteration
         self.model.set_attn_implementation(IMPLEMENTATION)
-        self.reductions = Reductions()
         self.refresh()
 
     def refresh(self) -> None:
         """Measure the statistics that belong to the weights again."""
-        self.weights = pd.DataFrame([weight_statistics(block) for block in self.blocks])
+        rows = [weight_statistics(block) for block in self.blocks]
+        self.weights = {name: [row[name] for row in rows] for name in rows[0]}
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, reference: Tensor | None = None, loss: bool = False) -> Observation:
@@ -126,38 +148,35 @@ class Monitor:
         with self._observing(records, inputs), self.low.running():
             hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
             logits = self.model.get_output_embeddings()(hidden) if loss else None
-        grams = torch.stack([record.pop("value_gram") for record in records])  # (L, B, H, d, d)
-        spectral = spectral_norm_from_gram(grams).amax(-1)  # (L, B)
-        for i, record in enumerate(records):
-            record["value_spectral_norm"] = spectral[i]
-            if self.power_iteration:
-                record["branch_jacobian_norm"] = branch_jacobian_norm(self.blocks[i].module, *inputs[i])
+        epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], device=hidden.device)
+        statistics = finished(records, epsilons, hidden.shape[-1])
+        if self.power_iteration:
+            norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, inputs)]
+            statistics["branch_jacobian_norm"] = torch.stack(norms)
         window = {"final_norm": torch.linalg.vector_norm(hidden.float().flatten(1), dim=-1)}
         if reference is not None:
             window["mismatch"] = mismatch(hidden, reference)
         if logits is not None:
             window["loss"] = window_losses(logits, tokens)
-        return Observation(*self._collect(records, window), hidden)
+        return Observation(*self._collect(statistics, window), hidden)
 
-    def _collect(self, records, window) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Statistics as DataFrames, through a single transfer from the device."""
-        names = list(records[0])
-        block_values = torch.stack([torch.stack([record[name] for record in records]) for name in names])  # (S, L, B)
-        window_values = torch.stack(list(window.values()))  # (W, B)
-        values = torch.cat([block_values.flatten(), window_values.flatten()]).cpu().double().numpy()
-        _, depth, batch = block_values.shape
-        per_block = values[: block_values.numel()].reshape(len(names), depth, batch).transpose(2, 1, 0)
-        layers = pd.DataFrame(per_block.reshape(batch * depth, len(names)), columns=names)
-        layers.insert(0, "window", [w for w in range(batch) for _ in range(depth)])
-        layers.insert(1, "layer", list(range(depth)) * batch)
-        constants = self.weights.assign(
-            epsilon_1=[block.norm_1.eps for block in self.blocks], epsilon_2=[block.norm_2.eps for block in self.blocks]
+    def _collect(self, statistics: dict[str, Tensor], window: dict[str, Tensor]) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Statistics (L, B) and (B,) as tidy rows, through a single transfer from the device."""
+        depth, batch = next(iter(statistics.values())).shape
+        per_block = torch.stack(list(statistics.values())).flatten()
+        values = torch.cat([per_block, *window.values()]).cpu().double().numpy()
+        columns = values[: per_block.numel()].reshape(-1, depth, batch).transpose(0, 2, 1).reshape(-1, batch * depth)
+        constants = self.weights | {
+            "epsilon_1": [block.norm_1.eps for block in self.blocks],
+            "epsilon_2": [block.norm_2.eps for block in self.blocks],
+        }
+        layers = pd.DataFrame(
+            {"window": np.repeat(np.arange(batch), depth), "layer": np.tile(np.arange(depth), batch)}
+            | dict(zip(statistics, columns))
+            | {name: np.tile(column, batch) for name, column in constants.items()}
         )
-        layers = layers.join(constants, on="layer")
-        per_window = values[block_values.numel() :].reshape(len(window), batch)
-        windows = pd.DataFrame(dict(zip(window, per_window)))
-        windows.insert(0, "window", range(batch))
-        return layers, windows
+        windows = dict(zip(window, values[per_block.numel() :].reshape(len(window), batch)))
+        return layers, pd.DataFrame({"window": np.arange(batch)} | windows)
 
     @contextmanager
     def _observing(self, records: list[dict[str, Tensor]], inputs: list) -> Iterator[None]:
@@ -177,30 +196,29 @@ class Monitor:
 
     def _attach(self, block: Block, record: dict[str, Tensor]):
         """Observe ``block`` into ``record``; yields the handles of the hooks."""
-        reduce, paused = self.reductions, self.low.paused
-        observers[block.attention] = attention = AttentionStatistics(reduce, paused)
+        paused = self.low.paused
+        observers[block.attention] = attention = AttentionStatistics(paused)
 
         def norm_site(site: str):
             def hook(module, args, output):
                 with paused():
-                    record[f"input_{site}_norm"], variance = reduce.moments(args[0])
-                    record[f"variance_{site}"] = variance.mean(-1)
-                    record[f"variance_{site}_min"] = variance.amin(-1)
-                    norms = reduce.norm_and_centred(output, module.bias)
-                    record[f"norm_{site}_norm"], record[f"path_{site}_norm"] = norms
+                    path, mean, scale = layernorm_path(args[0], module.weight, module.eps)
+                    record[f"mean_{site}"], record[f"scale_{site}"] = mean, scale
+                    record[f"path_{site}_norm"] = window_norm(path)
+                    record[f"norm_{site}_norm"] = window_norm(output)
 
             return hook
 
         def attention_site(module, args, output):
             with paused():
                 record.update(attention.result())
-                record["context_norm"] = reduce.norm(args[0])
-                record["attention_norm"] = reduce.norm(output)
+                record["context_norm"] = window_norm(args[0])
+                record["attention_norm"] = window_norm(output)
 
         def mlp_site(module, args, output):
             with paused():
-                record["activation_norm"] = reduce.norm(args[0])
-                record["mlp_norm"] = reduce.norm(output)
+                record["activation_norm"] = window_norm(args[0])
+                record["mlp_norm"] = window_norm(output)
 
         yield block.norm_1.register_forward_hook(norm_site("1"))
         yield block.attention_out.register_forward_hook(attention_site)

@@ -7,41 +7,28 @@ SAMPLED_ROWS = 16  # probability rows per head on which the softmax differential
 POWER_STEPS = 2
 
 
-class Reductions:
-    """Norms and moments in fp32 of tensors (B, ...) in any format, without a fresh copy each time.
+def window_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of each window, (B, ...) -> (B,), accumulated in fp32.
 
-    Widening to fp32 goes through one buffer that is used again and again: at these sizes the page
-    faults of a fresh allocation cost more than the arithmetic.
+    Rows first: the row-wise kernel reads 16-bit tensors as they are, the whole-tensor one would
+    make an fp32 copy, at five to ten times the cost.
     """
+    rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    return torch.linalg.vector_norm(rows.flatten(1), dim=-1)
 
-    def __init__(self):
-        self._buffer: Tensor | None = None
 
-    def widen(self, x: Tensor) -> Tensor:
-        """``x`` in fp32; the result is overwritten by the next call."""
-        if self._buffer is None or self._buffer.numel() < x.numel() or self._buffer.device != x.device:
-            self._buffer = torch.empty(x.numel(), dtype=torch.float32, device=x.device)
-        return self._buffer[: x.numel()].view(x.shape).copy_(x)
+def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Z_eps(x) in the format of ``x`` (B, T, d), mean and 1 / sqrt(sigma^2 + epsilon) (B, T) in fp32.
 
-    def norm(self, x: Tensor) -> Tensor:
-        """Frobenius norm of each window, (B, ...) -> (B,)."""
-        return torch.linalg.vector_norm(self.widen(x).flatten(1), dim=-1)
+    The library's own kernel in one pass; fp32 weights make it return its statistics in fp32.
+    """
+    path, mean, scale = torch.native_layer_norm(x, x.shape[-1:], gamma.float(), None, epsilon)
+    return path, mean.squeeze(-1), scale.squeeze(-1)
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm (B,) and biased variance at each position (B, T) of ``x`` (B, T, d)."""
-        wide = self.widen(x)
-        mean = wide.mean(-1, keepdim=True)
-        deviation = torch.linalg.vector_norm(wide.sub_(mean), dim=-1).square()  # (B, T)
-        width = x.shape[-1]
-        return (deviation + width * mean.squeeze(-1).square()).sum(-1).sqrt(), deviation / width
 
-    def norm_and_centred(self, x: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Norms (B,) of ``x`` and of ``x - shift``."""
-        wide = self.widen(x)
-        norm = torch.linalg.vector_norm(wide.flatten(1), dim=-1)
-        if shift is None:
-            return norm, norm
-        return norm, torch.linalg.vector_norm(wide.sub_(shift.float()).flatten(1), dim=-1)
+def blocks_at_once(samples: Tensor) -> int:
+    """How many blocks of ``samples`` (L, ...) to reduce together so that they stay in cache."""
+    return max(1, 2**19 // samples[0].numel())
 
 
 def sampled_rows(rows: int) -> list[int]:
@@ -57,6 +44,7 @@ def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
     POWER_STEPS steps from the centred linspace(-1, 1), with J(p) v = p v - p (p . v). Never above
     the exact value.
     """
+    p = p.float()
     v = torch.linspace(-1, 1, p.shape[-1], device=p.device)
     v = (v - v.mean()).expand_as(p)
     v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True)
@@ -67,15 +55,24 @@ def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
 
 
 def spectral_norm(weight: Tensor) -> Tensor:
-    """||W||_2 of a matrix, from the smaller of its two Gram matrices, in fp32; NaN if not finite."""
+    """||W||_2 of a matrix, exactly, from the smaller of its two Gram matrices; NaN if not finite."""
     weight = weight.detach().float()
     gram = weight @ weight.T if weight.shape[0] < weight.shape[1] else weight.T @ weight
-    return spectral_norm_from_gram(gram)
+    if not gram.isfinite().all():  # LAPACK refuses it
+        return gram.new_tensor(torch.nan)
+    return torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt()
 
 
 def spectral_norm_from_gram(gram: Tensor) -> Tensor:
-    """||V||_2 from V^T V (..., d, d) -> (...); NaN where an entry is not finite."""
-    finite = gram.isfinite().all(-1).all(-1)
-    # LAPACK refuses nonfinite input.
-    eigenvalues = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0.0))
-    return torch.where(finite, eigenvalues[..., -1].clamp_min(0).sqrt(), torch.nan)
+    """||V||_2 from G = V^T V (..., d, d) -> (...): the Rayleigh quotient of G over the columns of G^256.
+
+    Never above the exact value, and below it by at most 0.4 % for d <= 128 (mostly by rounding
+    alone): batches of small exact eigenproblems would cost a tenth of a forward pass on a CPU.
+    Nonfinite entries give NaN.
+    """
+    tiny = torch.finfo(gram.dtype).tiny
+    power = gram
+    for _ in range(2):
+        power = torch.linalg.matrix_power(power / torch.linalg.matrix_norm(power, keepdim=True).clamp_min(tiny), 16)
+    numerator = (power * (gram @ power)).sum((-2, -1))
+    return (numerator / power.square().sum((-2, -1)).clamp_min(tiny)).sqrt()
