@@ -31,7 +31,10 @@ def device_name(device: str) -> str:
 
 def unmet() -> list[str]:
     """Requirements of pyproject.toml that this interpreter's packages do not satisfy."""
-    from packaging.requirements import Requirement
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:  # asked in a bare environment
+        return ["packaging (not installed)"]
 
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     missing = []

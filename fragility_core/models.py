@@ -1,9 +1,12 @@
 """Load models and tokenizers by hub name or local path, or the embedded default."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from fragility_core.paths import EMBEDDED_CHECKPOINT
 
@@ -25,6 +28,18 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     )
 
 
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No progress bar per weight: a load takes seconds, and the bar would stay in the notebook."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def default_device() -> str:
     """"cuda" where there is one, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,9 +59,10 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     Raises OSError where it is not found, naming what was wanted and how to go on without it.
     """
     try:
-        model = auto_class.from_pretrained(
-            resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        )
+        with quiet_loading():
+            model = auto_class.from_pretrained(
+                resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            )
     except (OSError, ValueError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
     return model.eval().requires_grad_(False).to(device or default_device())

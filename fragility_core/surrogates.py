@@ -15,6 +15,13 @@ from fragility_core.transport import residual_transport
 LAYERNORM_TERMS = ("release", "paper")
 SIGNALS = ("combined", "no_transport", "attention_only", "layernorm_only", "remainder_only")
 
+# Columns that ``score`` adds to the statistics of a block.
+DERIVED = (
+    "kappa_softmax", "chi_score", "kappa_value", "attention_term", "layernorm_1_term", "layernorm_2_term",
+    "layernorm_term", "remainder_term", "layernorm_ratio", "transport",
+    "magnitude", "downstream_transport", "risk", "dominance",
+)  # fmt: skip
+
 
 class Estimator(NamedTuple):
     """Which reading of the LayerNorm term and which transport estimator the score uses."""
@@ -91,10 +98,10 @@ def score(
     magnitude = theory.local_magnitude(parts["remainder"], parts["attention"], parts["layernorm"])
     risk = theory.layer_risk(magnitude, downstream, final_norm)
     block = terms.assign(
-        magnitude=magnitude.flatten(),
-        downstream_transport=downstream.flatten(),
-        risk=risk.flatten(),
-        dominance=theory.layernorm_dominance(parts["layernorm"], magnitude).flatten(),
+        magnitude=magnitude.flatten().numpy(),
+        downstream_transport=downstream.flatten().numpy(),
+        risk=risk.flatten().numpy(),
+        dominance=theory.layernorm_dominance(parts["layernorm"], magnitude).flatten().numpy(),
     )
     signals = {"combined": risk, "no_transport": theory.layer_risk(magnitude, 1.0, final_norm)} | {
         f"{name}_only": theory.layer_risk(part, downstream, final_norm) for name, part in parts.items()

@@ -17,8 +17,9 @@ import pandas as pd
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional
-from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from fragility_core.progress import progress
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -136,7 +137,7 @@ def train(
     log, recent, best, weights = [], [], math.inf, {}
     begin = time.perf_counter()
     source = batches(stream, config)
-    for step in tqdm(range(config.steps), desc="training", unit="step"):
+    for step in progress(range(config.steps), desc="training", unit="step"):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         parts = next(source).split(config.micro_batch)

@@ -1,0 +1,85 @@
+# Every target makes what it needs on first use; `make help` lists them.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Given on the command line only (`make reproduce PROFILE=laptop MODEL=gpt2`): a variable DATA that happens to be
+# in the caller's environment does not change a result.
+PROFILE = embedded
+MODEL =
+DATA =
+export PROFILE MODEL DATA
+
+# An activated environment that has the packages works even without the package installed into it.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# The activated environment where it satisfies pyproject.toml, otherwise .venv.
+ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+LACKS := $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" -m fragility_core.environment 2>&1 || echo "(unmet)"))
+USABLE := $(if $(ACTIVE),$(if $(LACKS),,yes))
+PYTHON := $(if $(USABLE),"$(ACTIVE)/bin/python",.venv/bin/python)
+ENVIRONMENT := $(if $(USABLE),,.venv/installed)
+export LACKS
+
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+EXECUTE = $(PYTHON) -m fragility_core.execute
+
+# The values come through the shell's variables, so that spaces and quotes in them survive.
+GIVEN = --profile "$$PROFILE" $${MODEL:+--if-present "model=$$MODEL"} $${DATA:+--if-present "data=$$DATA"}
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path"
+
+.PHONY: reproduce
+reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures under outputs/PROFILE
+	@$(EXECUTE) e1_controlled_sweeps $(GIVEN)
+	@$(EXECUTE) e2_predictor $(GIVEN)
+	@printf '%s\n' "" "tables and figures:"
+	@find "outputs/$$PROFILE/tables" "outputs/$$PROFILE/figures" -type f | sort
+
+.PHONY: pretrain
+pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU)
+	@$(EXECUTE) pretrain_embedded $(GIVEN)
+
+.PHONY: test
+test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
+	$(PYTHON) -m pytest tests
+	$(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS)
+
+.PHONY: bench
+bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
+	$(PYTHON) -m fragility_core.bench
+
+.PHONY: lab
+lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
+	$(PYTHON) -m jupyter lab --notebook-dir notebooks
+
+.PHONY: lint
+lint: $(ENVIRONMENT)  ## check the code's style
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+.PHONY: env
+env: $(ENVIRONMENT)  ## make the environment, without running anything
+	@echo "environment: $$($(PYTHON) -c 'import sys; print(sys.prefix)')"
+
+# The stamp comes last, so an interrupted installation is taken up again.
+.venv/installed: pyproject.toml constraints.txt
+	@$(if $(ACTIVE),printf '%s\n' "not using the active environment $(ACTIVE):" "$$LACKS" "using .venv instead")
+	@for python in python3.12 python3.11 python3; do \
+	    if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "installing into .venv with $$python"; exec $$python -m venv .venv; \
+	    fi; \
+	done; \
+	echo "No Python >= 3.11 with venv found (tried python3.12, python3.11, python3)." \
+	    "Install one, or activate an environment made from environment.yml." >&2; exit 1
+	.venv/bin/python -m pip install -c constraints.txt -e '.[test]'
+	@touch $@
+
+.PHONY: clean
+clean:  ## remove .venv and caches; outputs stay
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find fragility_core tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -1,0 +1,140 @@
+"""What observation and emulation cost: ``make bench``.
+
+GPT-2's real size with random weights, in bf16 (monitored pass) and fp16 (emulation). Times are
+medians of interleaved repetitions, so that a drift of the machine's speed hits both sides; memory is
+the peak of a fresh process during the pass alone.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import torch
+from transformers import GPT2Config, GPT2Model
+
+from fragility_core.emulation import lower
+from fragility_core.environment import device_name
+from fragility_core.models import default_device
+from fragility_core.monitor import Monitor
+
+LENGTHS = (128, 512, 1024)
+TIME_LIMITS = {128: 1.2, 512: 1.2, 1024: 1.5}
+EMULATION_LIMIT = 1.6
+MEMORY_LIMIT = 1.3
+
+
+def random_gpt2() -> GPT2Model:
+    """GPT-2's architecture (124 M parameters) with random weights."""
+    torch.manual_seed(0)
+    return GPT2Model(GPT2Config()).eval().requires_grad_(False).to(default_device())
+
+
+def medians(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """Median seconds of each call, the calls taking turns after one warm-up each."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repetitions + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@torch.no_grad()
+def time_passes(repetitions: int) -> pd.DataFrame:
+    """Monitored over plain in bf16, and emulated fp16 over plain fp32, by window length."""
+    model = random_gpt2()
+    plain, observed = lower(model, "bf16"), lower(model, "bf16")
+    emulated, monitor = lower(model, "fp16", "emulated"), Monitor(observed)
+    rows = []
+    for length in LENGTHS:
+        tokens = torch.randint(50000, (1, length), device=default_device())
+
+        def emulated_pass(tokens=tokens):
+            with emulated.running():
+                emulated.model(tokens)
+
+        def plain_pass(tokens=tokens):
+            with plain.running():
+                plain.model(tokens)
+
+        calls = {
+            "plain bf16": plain_pass,
+            "monitored bf16": lambda tokens=tokens: monitor(tokens),
+            "plain fp32": lambda tokens=tokens: model(tokens),
+            "emulated fp16": emulated_pass,
+        }
+        seconds = medians(calls, repetitions)
+        for slow, fast, limit in (
+            ("monitored bf16", "plain bf16", TIME_LIMITS[length]),
+            ("emulated fp16", "plain fp32", EMULATION_LIMIT),
+        ):
+            rows.append(
+                {"pass": f"{slow} / {fast}", "T": length, "seconds": seconds[slow], "base_seconds": seconds[fast],
+                 "ratio": seconds[slow] / seconds[fast], "limit": limit}
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def peak_megabytes(kind: str, length: int = 1024) -> float:
+    """Peak memory during one bf16 pass ("plain" eager or "monitored"), the loaded model included."""
+    low = lower(random_gpt2(), "bf16")
+    if kind == "plain":
+        low.model.set_attn_implementation("eager")
+    monitor = Monitor(low) if kind == "monitored" else None
+    tokens = torch.randint(50000, (1, length), device=default_device())
+    _reset_peak()
+    with torch.no_grad(), low.running():
+        monitor(tokens) if monitor else low.model(tokens)
+    return _peak()
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
+
+
+def _peak() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 2**10
+
+
+def memory_passes() -> pd.DataFrame:
+    """Peak of the monitored pass over that of the plain eager pass, each in a fresh process."""
+    peaks = {
+        kind: float(subprocess.check_output([sys.executable, "-m", __spec__.name, "--peak", kind], text=True))
+        for kind in ("plain", "monitored")
+    }
+    row = {"pass": "monitored / plain eager, peak MiB", "T": 1024, "monitored": peaks["monitored"],
+           "plain": peaks["plain"], "ratio": peaks["monitored"] / peaks["plain"], "limit": MEMORY_LIMIT}  # fmt: skip
+    return pd.DataFrame([row])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--peak", choices=("plain", "monitored"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peak:
+        print(peak_megabytes(arguments.peak))
+        return
+    print(f"GPT-2's size, random weights, {device_name(default_device())}, torch {torch.__version__}")
+    print(time_passes(arguments.repetitions).round(3).to_string(index=False))
+    if torch.cuda.is_available() or sys.platform == "linux":
+        print(memory_passes().round(2).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""How well signals predict mismatch: correlations, retrieval, and their spread over runs."""
+
+from itertools import product
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from fragility_core.experiments.runs import IDENTITY, window_rows
+from fragility_core.formats import get_format
+from fragility_core.surrogates import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
+from fragility_core.transport import TRANSPORTS
+
+RETRIEVED = 0.125  # share of the windows counted as the worst ones
+RESAMPLES = 9999
+
+
+def top_windows(values: pd.Series, count: int) -> set[int]:
+    """Positions of the ``count`` largest values, ties by position."""
+    return set(np.argsort(-values.to_numpy(), kind="stable")[:count].tolist())
+
+
+def retrieval(signal: pd.Series, mismatch: pd.Series) -> float:
+    """Share of the windows of highest mismatch that are also those of highest signal."""
+    count = max(1, round(RETRIEVED * len(mismatch)))
+    return len(top_windows(signal, count) & top_windows(mismatch, count)) / count
+
+
+def run_agreement(windows: pd.DataFrame) -> pd.Series:
+    """Pearson, Spearman and retrieval of every signal against the mismatch of one run's windows.
+
+    Windows that overflowed have no finite mismatch to compare with; they are left out and counted.
+    """
+    kept = windows[~windows.overflow]
+    row = {"windows": len(kept), "overflowed": len(windows) - len(kept)}
+    for signal in SIGNALS:
+        enough = len(kept) > 2
+        row[f"{signal}_pearson"] = stats.pearsonr(kept[signal], kept.mismatch).statistic if enough else np.nan
+        row[f"{signal}_spearman"] = stats.spearmanr(kept[signal], kept.mismatch).statistic if enough else np.nan
+        row[f"{signal}_retrieval"] = retrieval(kept[signal], kept.mismatch) if enough else np.nan
+    for measure in ("pearson", "spearman", "retrieval"):
+        row[f"delta_{measure}"] = row[f"combined_{measure}"] - row[f"no_transport_{measure}"]
+    row["mean_mismatch"] = kept.mismatch.mean()
+    row["mean_combined"] = kept.combined.mean()
+    return pd.Series(row)
+
+
+def agreement_by_run(windows: pd.DataFrame) -> pd.DataFrame:
+    """``run_agreement`` of every run in ``windows``, one row per run."""
+    rows = [
+        dict(zip(IDENTITY, identity)) | run_agreement(group).to_dict()
+        for identity, group in windows.groupby(list(IDENTITY), sort=True)
+    ]
+    table = pd.DataFrame(rows)
+    return table.astype({"windows": int, "overflowed": int})
+
+
+def spread(values: pd.Series) -> dict[str, float]:
+    """Mean, standard deviation, number of runs, and a 95 % bootstrap interval of the mean (BCa)."""
+    values = values.dropna().to_numpy()
+    low = high = np.nan
+    if len(values) > 2 and np.ptp(values) > 0:
+        interval = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, rng=0).confidence_interval
+        low, high = interval.low, interval.high
+    return {
+        "mean": values.mean() if len(values) else np.nan,
+        "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
+        "low": low,
+        "high": high,
+        "runs": len(values),
+    }
+
+
+def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:
+    """Mean signal and mismatch in bins of equal count, all windows sorted by ``combined``."""
+    kept = windows[~windows.overflow].sort_values("combined", kind="stable").reset_index(drop=True)
+    groups = kept.groupby(kept.index * bins // len(kept))
+    return groups.agg(combined=("combined", "mean"), mismatch=("mismatch", "mean"), windows=("mismatch", "size"))
+
+
+def compare_estimators(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean agreement over runs of the ``combined`` signal under every reading of the score.
+
+    ``rows`` are those of ``e2.run_grid``; statistics are used as measured, no model is run.
+    """
+    transports = [name for name in TRANSPORTS if name != "power_iteration" or "branch_jacobian_norm" in rows]
+    table = []
+    for layernorm, transport in product(LAYERNORM_TERMS, transports):
+        signals = _rescored(rows, Estimator(layernorm, transport))
+        runs = agreement_by_run(signals)
+        table.append(
+            {"layernorm": layernorm, "transport": transport}
+            | {name: runs[name].mean() for name in ("combined_pearson", "combined_spearman", "combined_retrieval")}
+            | {"median_ratio": (signals.combined / signals.mismatch).median()}
+        )
+    return pd.DataFrame(table)
+
+
+def _rescored(rows: pd.DataFrame, estimator: Estimator) -> pd.DataFrame:
+    """The window rows of ``rows`` with signals computed by ``estimator``."""
+    scored = []
+    for (precision, *_), run in rows.groupby(list(IDENTITY), sort=True):
+        windows = window_rows(run)[["window", "final_norm", "mismatch", "overflow", *IDENTITY]]
+        statistics = run[[name for name in run if name not in DERIVED]].reset_index(drop=True)
+        scored.append(score(statistics, windows, get_format(precision).unit_roundoff, estimator)[1])
+    return pd.concat(scored, ignore_index=True)

@@ -1,0 +1,196 @@
+"""E2: does the score of one low-precision pass predict the mismatch? (protocol section 5)"""
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core import models
+from fragility_core.emulation import lower
+from fragility_core.environment import device_name, versions
+from fragility_core.experiments.runs import RunSpec, RunStore, spec_columns
+from fragility_core.formats import get_format, has_native_kernels
+from fragility_core.monitor import Monitor
+from fragility_core.progress import progress
+from fragility_core.surrogates import score
+from fragility_core.windows import load_rows, select_windows, tokenize
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The runs of one E2 experiment."""
+
+    model: str
+    data: str
+    precisions: tuple[str, ...]
+    lengths: tuple[int, ...]
+    seeds: tuple[int, ...]
+    windows: int
+    batch_tokens: int = 2048
+    layernorm: str = "release"
+    transport: str = "release"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The loaded model and text of a grid, and the digest that identifies them."""
+
+    model: PreTrainedModel
+    stream: Tensor
+    digest: str
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
+    """Load and check everything a grid needs, before any work.
+
+    Raises OSError where the model or text is not found, and ValueError for windows longer than the
+    model's context, fewer windows than asked, an unknown precision or an empty grid.
+    """
+    context = models.load_config(grid.model).max_position_embeddings
+    for axis in ("precisions", "lengths", "seeds"):
+        if not getattr(grid, axis):
+            raise ValueError(f"{axis} must name at least one value, got none")
+    if max(grid.lengths) > context:
+        raise ValueError(
+            f"windows must fit the context of {grid.model!r}, {context} tokens, got lengths {list(grid.lengths)}"
+        )
+    for precision in grid.precisions:
+        get_format(precision)
+    stream = tokenize(load_rows(grid.data), models.load_tokenizer(grid.model))
+    for length in grid.lengths:
+        select_windows(stream, length, grid.windows, seed=0)
+    model = models.load_model(grid.model, device)
+    return Inputs(model, stream, digest(model, stream))
+
+
+def digest(model: PreTrainedModel, stream: Tensor) -> str:
+    """Identifies weights and token stream, wherever they were loaded from."""
+    sha = hashlib.sha256(stream.numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        sha.update(name.encode())
+        sha.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
+    """One specification per run; runs that share the fp32 reference follow one another."""
+    device = inputs.device
+    return [
+        RunSpec(
+            model=grid.model,
+            data=grid.data,
+            precision=precision,
+            length=length,
+            seed=seed,
+            windows=grid.windows,
+            batch=max(1, grid.batch_tokens // length),
+            device=device.type,
+            execution="native" if has_native_kernels(get_format(precision), device) else "emulated",
+            layernorm=grid.layernorm,
+            transport=grid.transport,
+            inputs=inputs.digest,
+        )
+        for length, seed, precision in product(grid.lengths, grid.seeds, grid.precisions)
+    ]
+
+
+class Passes:
+    """The reference and monitored passes over a grid's inputs, sharing what runs have in common.
+
+    bf16 and fp16 share the fp32 hidden states of a window, all runs of a precision its model.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self._monitors: dict[tuple, Monitor] = {}
+        self._hidden: dict[int, Tensor] = {}
+        self._selection: tuple | None = None
+
+    def monitor(self, spec: RunSpec) -> Monitor:
+        """The monitor of the model in the precision of ``spec``."""
+        key = (spec.precision, spec.execution, spec.transport)
+        if key not in self._monitors:
+            low = lower(self.model, spec.precision, spec.execution)
+            self._monitors[key] = Monitor(low, power_iteration=spec.transport == "power_iteration")
+        return self._monitors[key]
+
+    @torch.no_grad()
+    def reference(self, spec: RunSpec, first: int, tokens: Tensor) -> Tensor:
+        """fp32 hidden states (B, T, d_model) of the windows of ``spec`` from ``first`` on.
+
+        Those of one selection of windows are kept until another selection is asked for.
+        """
+        selection = (spec.length, spec.seed)
+        if selection != self._selection:
+            self._selection, self._hidden = selection, {}
+        if first not in self._hidden:
+            self._hidden[first] = self.model.base_model(tokens, use_cache=False).last_hidden_state
+        return self._hidden[first]
+
+
+def run(spec: RunSpec, inputs: Inputs, passes: Passes) -> pd.DataFrame:
+    """Tidy rows, one per window and block: statistics, terms, risk, and the window's signals.
+
+    A window with a nonfinite statistic or mismatch is flagged in ``overflow``, never left out.
+    """
+    starts, tokens = select_windows(inputs.stream, spec.length, spec.windows, spec.seed)
+    monitor = passes.monitor(spec)
+    unit_roundoff = get_format(spec.precision).unit_roundoff
+    frames = []
+    with progress(total=spec.windows, desc=spec.label, unit="window", leave=False) as bar:
+        for first in range(0, spec.windows, spec.batch):
+            batch = tokens[first : first + spec.batch].to(inputs.device)
+            reference = passes.reference(spec, first, batch)
+            observed = monitor(batch, reference)
+            layers, windows = score(observed.layers, observed.windows, unit_roundoff, spec.estimator)
+            frame = layers.merge(windows, on="window")
+            frames.append(frame.assign(window=frame.window + first))
+            bar.update(len(batch))
+    rows = pd.concat(frames, ignore_index=True)
+    finite = torch.tensor(rows.drop(columns="window").to_numpy(dtype="float64")).isfinite().all(-1)
+    rows["overflow"] = (~pd.Series(finite.numpy())).groupby(rows.window).transform("any")
+    rows.insert(0, "start", rows.window.map(dict(enumerate(starts))))
+    return rows.assign(**spec_columns(spec))
+
+
+def run_grid(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:
+    """All runs of ``grid``, those already finished in ``folder`` not computed again."""
+    store, passes = RunStore(folder), Passes(inputs.model)
+    specs = specifications(grid, inputs)
+    finished = {spec: frame for spec in specs if (frame := store.load(spec)) is not None}
+    with progress(total=len(specs), initial=len(finished), desc="E2", unit="run") as bar:
+        for spec in specs:
+            if spec in finished:
+                continue
+            begin = time.perf_counter()
+            frame = run(spec, inputs, passes)
+            metadata = {
+                "versions": versions(),
+                "device_name": device_name(spec.device),
+                "attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation},
+                "seconds": round(time.perf_counter() - begin, 3),
+            }
+            store.save(spec, frame, metadata)
+            finished[spec] = frame
+            bar.update()
+    return pd.concat([finished[spec] for spec in specs], ignore_index=True)
+
+
+def records(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:
+    """What was recorded with each finished run of ``grid``: execution, device, wall time."""
+    store = RunStore(folder)
+    rows: Iterable[dict] = (
+        spec_columns(spec) | {"execution": spec.execution} | store.metadata(spec) for spec in specifications(grid, inputs)
+    )
+    return pd.DataFrame(rows).drop(columns=["specification", "versions", "attention"])

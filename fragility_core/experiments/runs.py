@@ -1,0 +1,117 @@
+"""Runs: what determines one, and where its result is kept.
+
+A run is a pure function of its specification. Results are one Parquet file per run, written
+atomically, so that a rerun skips what is finished and an interrupted one goes on from there.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fragility_core.formats import get_format
+from fragility_core.surrogates import LAYERNORM_TERMS, Estimator
+from fragility_core.transport import TRANSPORTS
+
+METADATA_KEY = b"fragility"
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything a run's numbers depend on; raises ValueError for values outside the choices."""
+
+    model: str
+    data: str
+    precision: str
+    length: int  # tokens a window
+    seed: int
+    windows: int
+    batch: int  # windows computed at once; changes results by rounding noise only
+    device: str
+    execution: str  # "native" or "emulated"
+    layernorm: str = "release"
+    transport: str = "release"
+    inputs: str = ""  # digest of the weights and the token stream
+
+    def __post_init__(self):
+        get_format(self.precision)
+        for name in ("length", "windows", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        choices = {"layernorm": LAYERNORM_TERMS, "transport": TRANSPORTS, "execution": ("native", "emulated")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    @property
+    def estimator(self) -> Estimator:
+        """The reading of the score that this run uses."""
+        return Estimator(self.layernorm, self.transport)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that identify the specification."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def label(self) -> str:
+        """Short name for people, unique within one grid."""
+        return f"{self.precision}-T{self.length}-seed{self.seed}"
+
+
+IDENTITY = ("precision", "length", "seed")  # columns that tell the runs of one grid apart
+
+
+class RunStore:
+    """Finished runs in a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, spec: RunSpec) -> Path:
+        return self.folder / f"{spec.label}-{spec.digest}.parquet"
+
+    def load(self, spec: RunSpec) -> pd.DataFrame | None:
+        """The finished run of ``spec``, or None. An unreadable file counts as unfinished."""
+        path = self.path(spec)
+        if not path.exists():
+            return None
+        try:
+            return pd.read_parquet(path)
+        except (OSError, pa.ArrowInvalid) as cause:
+            warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
+            return None
+
+    def metadata(self, spec: RunSpec) -> dict:
+        """What was recorded with the run: specification, versions, device, wall time."""
+        return json.loads(pq.read_schema(self.path(spec)).metadata[METADATA_KEY])
+
+    def save(self, spec: RunSpec, frame: pd.DataFrame, metadata: dict) -> None:
+        """Write ``frame`` with its specification; the file appears complete or not at all."""
+        table = pa.Table.from_pandas(frame, preserve_index=False)
+        record = json.dumps({"specification": asdict(spec), **metadata}).encode()
+        table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: record})
+        path = self.path(spec)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            pq.write_table(table, partial, compression="zstd")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def window_rows(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row per window from rows per window and block: the columns that do not vary over blocks."""
+    return runs[runs.layer == 0].drop(columns="layer")
+
+
+def spec_columns(spec: RunSpec) -> dict:
+    """The identity of a run as constant columns."""
+    return {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in IDENTITY}

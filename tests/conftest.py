@@ -1,0 +1,80 @@
+"""Models and reference values shared by the tests; see data/README.md for where the values come from."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test touches a network
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from fragility_core.models import load_model
+
+DATA = Path(__file__).parent / "data"
+TINY = GPT2Config(
+    n_layer=3, n_embd=32, n_head=2, n_positions=64, vocab_size=101, bos_token_id=0, eos_token_id=0,
+    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+
+
+def random_gpt2(config: GPT2Config, weight_scale: float = 8.0) -> GPT2LMHeadModel:
+    """A GPT-2 whose statistics are far from degenerate.
+
+    Freshly initialised weights give uniform probabilities and LayerNorms with gamma = 1, beta = 0,
+    on which several wrong definitions would agree with the right one.
+    """
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "ln_" in name:
+            parameter.copy_(name.endswith("weight") + 0.4 * torch.randn_like(parameter))
+        elif "h." in name:
+            parameter.copy_(weight_scale * 0.02 * torch.randn_like(parameter))
+        else:
+            parameter.mul_(10)
+    return model
+
+
+@pytest.fixture
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Three blocks of width 32 and random LayerNorms, fresh for every test."""
+    return random_gpt2(TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokens() -> torch.Tensor:
+    """Three windows of 40 tokens for ``tiny_gpt2``."""
+    return torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def reference_model_path() -> Path:
+    """The folder of the release's reference checkpoint."""
+    return DATA / "model"
+
+
+@pytest.fixture(scope="session")
+def reference_model(reference_model_path) -> PreTrainedModel:
+    """The release's reference checkpoint with its language-model head, in fp32; not to be changed."""
+    return load_model(str(reference_model_path), "cpu", AutoModelForCausalLM)
+
+
+@pytest.fixture(scope="session")
+def reference_e1() -> dict:
+    """The tables of E1."""
+    return json.loads((DATA / "e1.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def reference_e2() -> list[dict]:
+    """One record per window and format of E2."""
+    return json.loads((DATA / "e2.json").read_text())["e2"]
+
+
+@pytest.fixture(scope="session")
+def reference_windows() -> dict[int, torch.Tensor]:
+    """Token windows (B, T) by their length T."""
+    windows = json.loads((DATA / "e2.json").read_text())["windows"]
+    return {int(length): torch.tensor(tokens) for length, tokens in windows.items()}

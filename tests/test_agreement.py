@@ -1,0 +1,78 @@
+"""Agreement of signals with mismatch, on windows whose answers are known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fragility_core.experiments.agreement import (
+    agreement_by_run,
+    binned_trend,
+    retrieval,
+    run_agreement,
+    spread,
+)
+from fragility_core.surrogates import SIGNALS
+
+
+def windows(mismatch, overflow=None, **signals) -> pd.DataFrame:
+    mismatch = np.asarray(mismatch, dtype=float)
+    frame = pd.DataFrame({"mismatch": mismatch, "overflow": False if overflow is None else overflow})
+    for signal in SIGNALS:
+        frame[signal] = signals.get(signal, mismatch)
+    return frame.assign(precision="bf16", length=16, seed=0)
+
+
+def test_perfect_and_inverted_signals():
+    m = np.arange(1.0, 17)
+    row = run_agreement(windows(m, combined=2 * m + 1, no_transport=-(m**3)))
+    assert row.combined_pearson == pytest.approx(1)
+    assert row.no_transport_spearman == pytest.approx(-1)
+    assert row.delta_spearman == pytest.approx(2)
+    assert (row.combined_retrieval, row.no_transport_retrieval) == (1, 0)
+
+
+def test_retrieval_counts_the_worst_eighth():
+    mismatch = pd.Series(np.arange(96.0))
+    signal = mismatch.copy()
+    signal[95], signal[94] = -1, -2  # two of the twelve worst are missed
+    assert retrieval(signal, mismatch) == pytest.approx(10 / 12)
+
+
+def test_ties_go_to_the_earlier_window():
+    assert retrieval(pd.Series([1.0] * 16), pd.Series(-np.arange(16.0))) == 1  # windows 0 and 1 of both
+
+
+def test_overflowed_windows_are_left_out_and_counted():
+    m = np.arange(1.0, 17)
+    overflow = m > 14
+    row = run_agreement(windows(np.where(overflow, np.nan, m), overflow=overflow, combined=m))
+    assert (row.windows, row.overflowed) == (14, 2)
+    assert row.combined_pearson == pytest.approx(1)
+
+
+def test_a_run_that_overflowed_everywhere_has_no_correlation():
+    table = agreement_by_run(windows([np.nan] * 4, overflow=True))
+    assert table.overflowed.tolist() == [4]
+    assert table.combined_pearson.isna().all()
+
+
+def test_spread_is_the_sample_mean_and_its_interval():
+    values = pd.Series([0.1, 0.2, 0.4, 0.3, np.nan])
+    result = spread(values)
+    assert result["mean"] == pytest.approx(0.25)
+    assert result["sd"] == pytest.approx(0.1290994, rel=1e-6)  # sqrt(0.05 / 3)
+    assert result["low"] < 0.25 < result["high"]
+    assert result["runs"] == 4
+    assert spread(values) == result  # the bootstrap is seeded
+
+
+def test_spread_of_a_single_run_has_no_interval():
+    assert np.isnan(spread(pd.Series([0.5]))["low"])
+
+
+def test_trend_bins_hold_equal_counts_in_order_of_risk():
+    m = np.random.default_rng(0).permutation(24.0 + np.arange(24))
+    bins = binned_trend(windows(m, combined=m), bins=12)
+    assert bins.windows.tolist() == [2] * 12
+    assert bins.combined.is_monotonic_increasing
+    assert bins.mismatch.tolist() == [24.5 + 2 * i for i in range(12)]

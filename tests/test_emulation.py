@@ -1,0 +1,413 @@
+"""Emulated execution against PyTorch's native kernels."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fragility_core.emulation import Emulation, LowPrecision, lower, rounded_copy
+from fragility_core.formats import FORMATS, get_format
+from fragility_core.theory import mismatch
+
+HALF = ["bf16", "fp16"]
+FP8 = ["fp8_e4m3", "fp8_e5m2"]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Standard normal fp32 numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def low(format: str, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Standard normal numbers rounded to ``format``."""
+    return get_format(format).round(normal(*shape, seed=seed))
+
+
+def emulated(format: str, kernel, *inputs):
+    """``kernel`` of ``inputs`` under emulation."""
+    with Emulation(get_format(format)):
+        return kernel(*inputs)
+
+
+# --- Single kernels ------------------------------------------------------------------------------
+
+# Measured over 1.6e5 results each: the native CPU kernel computes in fp32 and rounds once, and has
+# nothing to sum in an order of its own. Not so natively, and so not here: x + 0.3 (rounds the 0.3 to
+# the format; a GPU does not), x ** 3 (bf16 rounds x * x), erf, log_softmax, prod, logsumexp, fused attention.
+ROUNDED_ONCE = {
+    "add": lambda x, y: x + y,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * y,
+    "multiply by a number": lambda x, y: x * 0.044715,  # the constant of gelu_new
+    "add a representable number": lambda x, y: x + 1.0,
+    "divide": lambda x, y: x / y,
+    "addcmul": lambda x, y: torch.addcmul(x, y, y, value=0.7),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "square": lambda x, y: x**2,
+    "reciprocal square root": lambda x, y: x.abs().rsqrt(),
+    "exp": lambda x, y: x.exp(),
+    "log": lambda x, y: x.abs().log(),
+    "tanh": lambda x, y: x.tanh(),
+    "sigmoid": lambda x, y: x.sigmoid(),
+    "silu": lambda x, y: functional.silu(x),
+    "gelu by tanh": lambda x, y: functional.gelu(x, approximate="tanh"),
+    "softmax": lambda x, y: x.softmax(-1),
+    "sum": lambda x, y: x.sum(-1),
+    "mean": lambda x, y: x.mean(-1),
+    "norm": lambda x, y: torch.linalg.vector_norm(x, dim=-1),
+}
+# Products and sums of small integers are exact in fp32 in any order, so only the rounding is left.
+MATRIX_PRODUCTS = {
+    "mm": lambda x, y, b: x @ y,
+    "bmm": lambda x, y, b: x.expand(3, -1, -1) @ y.expand(3, -1, -1),
+    "mv": lambda x, y, b: x @ y[:, 0],
+    "addmm": lambda x, y, b: torch.addmm(b, x, y),
+    "linear": lambda x, y, b: functional.linear(x, y.T, b),
+}
+
+
+@pytest.mark.parametrize("format", HALF)
+@pytest.mark.parametrize("kernel", ROUNDED_ONCE.values(), ids=ROUNDED_ONCE.keys())
+def test_kernel_that_rounds_once_agrees_bit_for_bit(format, kernel):
+    x, y = low(format, 64, 64), low(format, 64, 64, seed=1)
+    assert torch.equal(emulated(format, kernel, x, y), kernel(x, y))
+
+
+@pytest.mark.parametrize("format", HALF)
+@pytest.mark.parametrize("kernel", MATRIX_PRODUCTS.values(), ids=MATRIX_PRODUCTS.keys())
+def test_matrix_product_agrees_bit_for_bit(format, kernel):
+    # Sums reach about 500, with halves in them: more than the 8 or 11 bits of the formats hold.
+    generator = torch.Generator().manual_seed(0)
+    x, y, b = (torch.randint(-64, 65, shape, generator=generator) for shape in ((48, 32), (32, 40), (40,)))
+    x, y, b = (n.to(get_format(format).storage) for n in (x, y / 2, b))
+    exact = kernel(x.double(), y.double(), b.double())
+    assert torch.equal(emulated(format, kernel, x, y, b), kernel(x, y, b))
+    assert torch.equal(emulated(format, kernel, x, y, b), get_format(format).round(exact.float()))
+    assert (emulated(format, kernel, x, y, b) != exact).any()  # something was there to round
+
+
+@pytest.mark.parametrize("format", HALF)
+@pytest.mark.parametrize("kernel", [
+    lambda x: x @ x.T,
+    lambda x: functional.layer_norm(x, x.shape[-1:], x[0], x[1]),
+    lambda x: functional.gelu(x),
+], ids=["mm", "layer_norm", "gelu"])  # fmt: skip
+def test_kernel_with_an_order_of_its_own_agrees_but_for_ties(format, kernel):
+    # Measured: at most 1 result in 1,000 falls on the other side of a rounding boundary.
+    x = low(format, 256, 256)
+    got, native = emulated(format, kernel, x), kernel(x)
+    assert (got != native).float().mean() <= 2e-3
+    assert (got - native).abs().max() <= 2 * FORMATS[format].spacing * native.abs().max()
+
+
+# --- Whole models --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def final_hidden(lowered: LowPrecision, tokens: torch.Tensor) -> torch.Tensor:
+    with lowered.running():
+        return lowered.model.base_model(tokens).last_hidden_state
+
+
+@pytest.fixture(scope="module")
+def eager_reference_model(reference_model_path):
+    """The reference checkpoint with the attention that the protocol measures."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(reference_model_path, attn_implementation="eager").eval()
+
+
+# The mismatch of one window scatters, between equally good roundings of it, by 3 % in bf16 and by 1.7 % in
+# fp16 (measured over 64 windows): the mean of so many scatters by 0.4 %. The 2 % are issue 2's. Every CPU
+# has some native kernels, slow ones for fp16.
+@pytest.mark.parametrize(("format", "windows"), [("bf16", 64), ("fp16", 20)])
+def test_emulated_mismatch_is_the_native_one(format, windows, eager_reference_model):
+    tokens = torch.randint(257, (windows, 64), generator=torch.Generator().manual_seed(0))
+    reference = final_hidden(lower(eager_reference_model, "fp32"), tokens)
+    native, emulation = (
+        mismatch(final_hidden(lower(eager_reference_model, format, execution), tokens), reference).mean().item()
+        for execution in ("native", "emulated")
+    )
+    assert emulation == pytest.approx(native, rel=0.02)
+    assert emulation > FORMATS[format].unit_roundoff  # something was rounded
+
+
+def test_mismatch_grows_with_the_unit_roundoff(eager_reference_model, reference_windows):
+    """The formats in the order of their roundoffs; tf32 rounds less often than fp16 at the same u."""
+    reference = final_hidden(lower(eager_reference_model, "fp32"), reference_windows[64])
+    measured = {
+        format: mismatch(final_hidden(lower(eager_reference_model, format, "emulated"), reference_windows[64]), reference)
+        for format in FORMATS
+    }
+    for better, worse in zip(FORMATS, list(FORMATS)[1:]):
+        if (better, worse) != ("bf16", "fp16"):
+            assert (measured[better] < measured[worse]).all(), (better, worse)
+    assert (measured["fp16"] < measured["bf16"]).all() and (measured["tf32"] < measured["fp16"]).all()
+
+
+def test_emulated_fp32_is_plain_fp32(tiny_gpt2, tiny_tokens):
+    plain = tiny_gpt2.base_model(tiny_tokens).last_hidden_state
+    assert torch.equal(final_hidden(lower(tiny_gpt2, "fp32", "emulated"), tiny_tokens), plain)
+
+
+@pytest.mark.parametrize("format", ["tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_grad_mode_changes_nothing(format, context, tiny_gpt2, tiny_tokens):
+    lowered = lower(tiny_gpt2, format, "emulated")
+    with context(), lowered.running():
+        hidden = lowered.model.base_model(tiny_tokens).last_hidden_state
+    assert hidden.dtype == FORMATS[format].carrier
+    assert torch.equal(hidden, final_hidden(lowered, tiny_tokens))
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_inference_mode_rounds_kernels_not_whole_functions(format):
+    """There PyTorch hands over functions that it decomposes into kernels otherwise."""
+    x, wide = low(format, 8, 8), normal(8, 8, seed=1)
+
+    def several(x):
+        return x.float().exp(), wide.to(x.dtype), torch.linalg.multi_dot([x, x, x]), torch.einsum("ij,jk->ik", x, x)
+
+    want = emulated(format, several, x)
+    with torch.inference_mode():
+        got = emulated(format, several, x)
+        flat = emulated(format, lambda x: x.reshape(-1), x)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, want))
+    assert flat.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("format", FP8)
+def test_every_tensor_of_an_fp8_model_lies_on_the_grid(format, tiny_gpt2, tiny_tokens):
+    lowered = lower(tiny_gpt2, format)
+    seen = []
+    for module in lowered.model.base_model.modules():
+        module.register_forward_hook(lambda module, args, output: seen.append(output))
+    final_hidden(lowered, tiny_tokens)
+    tensors = [output for output in seen if isinstance(output, torch.Tensor)] + list(lowered.model.parameters())
+    for tensor in tensors:
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(lowered.format.round(tensor), tensor)
+    assert len(seen) > 20  # 3 blocks of 8 modules each, and the embeddings
+
+
+def test_overflow_in_fp16_is_infinite_never_zero():
+    x = torch.tensor([60000.0, -60000.0, 1.0]).half()
+    assert emulated("fp16", lambda x: x * 2, x).tolist() == [math.inf, -math.inf, 2.0]
+    assert emulated("fp16", lambda x: x.expand(4, 3).sum(0), x).tolist() == [math.inf, -math.inf, 4.0]
+    assert emulated("fp16", lambda x: (x * 2).softmax(-1), x).isnan().all()
+
+
+def test_overflow_in_fp8_saturates_or_is_infinite():
+    x = torch.tensor([300.0, 40000.0])
+    assert emulated("fp8_e4m3", lambda x: x + x, get_format("fp8_e4m3").round(x)).tolist() == [448.0, 448.0]
+    # 300 lies between 256 and 320, 40000 between 32768 and 40960 on the grid of e5m2.
+    assert emulated("fp8_e5m2", lambda x: x + x, get_format("fp8_e5m2").round(x)).tolist() == [640.0, math.inf]
+
+
+# --- In-place kernels, views, promotion ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_in_place_kernels_write_to_the_tensor_they_were_given(format):
+    x, y = low(format, 8, 8), low(format, 8, 8, seed=1)
+    want = emulated(format, torch.add, x, y)
+    target = x.clone()
+    returned = emulated(format, lambda target, y: target.add_(y), target, y)
+    assert returned is target
+    assert torch.equal(target, want)
+    out = torch.empty_like(x)
+    emulated(format, lambda x, y, out: torch.add(x, y, out=out), x, y, out)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("format", HALF)
+def test_in_place_kernels_on_views_reach_the_base(format):
+    x, y = low(format, 8, 8), low(format, 4, 8, seed=1)
+    base = x.clone()
+    emulated(format, lambda base: base[2:6].mul_(y), base)
+    assert torch.equal(base, torch.cat([x[:2], x[2:6] * y, x[6:]]))
+
+
+@pytest.mark.parametrize("format", [*HALF, "fp8_e5m2"])
+def test_views_stay_views(format):
+    x = low(format, 4, 6)
+    with Emulation(get_format(format)):
+        for view in (x.T, x.view(24), x[1:], x.unsqueeze(0), x.expand(2, 4, 6), x.chunk(2)[0]):
+            assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        x.T[0, 0] = 2.0
+    assert x[0, 0] == 2
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_a_result_asked_for_in_fp32_stays_fp32(format):
+    x = low(format, 4, 300)
+    for kernel in (
+        lambda x: x.sum(-1, dtype=torch.float32),
+        lambda x: x.softmax(-1, dtype=torch.float32),
+        lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32),
+        lambda x: x.float().exp(),
+    ):
+        result = emulated(format, kernel, x)
+        assert result.dtype == torch.float32
+        assert torch.equal(result, kernel(x))
+        assert not torch.equal(result, get_format(format).round(result).float())
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_a_result_asked_for_in_the_format_is_rounded(format):
+    x, target = normal(64, 64), get_format(format)
+    assert torch.equal(emulated(format, lambda x: x.to(target.carrier), x), target.round(x))
+    rounded = target.round(x)
+    summed = emulated(format, lambda x: x.sum(-1, dtype=target.carrier), rounded)
+    assert torch.equal(summed, target.round(rounded.float().sum(-1)))
+
+
+@pytest.mark.parametrize("format", HALF)
+def test_mixed_operands_promote_to_fp32(format):
+    x, wide = low(format, 16, 16), normal(16, 16, seed=1)
+    result = emulated(format, torch.mul, x, wide)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, x.float() * wide)
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+@pytest.mark.parametrize("scalar", [0.1, torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), 3], ids=repr)
+def test_scalars_do_not_promote(format, scalar):
+    x = low(format, 16, 16)
+    result = emulated(format, torch.mul, x, scalar)
+    assert result.dtype == get_format(format).carrier
+    assert torch.equal(result, get_format(format).round(x.float() * scalar))
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_scalars_of_the_format_are_rounded_too(format):
+    """A 0-dimensional result feeds the next kernel like any other value."""
+    x = low(format, 16)
+    result = emulated(format, lambda x: x.square().sum().sqrt(), x)
+    rounded = get_format(format).round
+    assert torch.equal(result, rounded(rounded(rounded(x.float().square()).float().sum()).float().sqrt()))
+
+
+@pytest.mark.parametrize("format", FP8)
+def test_conversion_of_integers_to_fp8_lands_on_the_grid(format):
+    # Position numbers become floating tensors this way; 17 needs five significant bits.
+    result = emulated(format, lambda n: n.to(torch.bfloat16), torch.arange(32))
+    assert torch.equal(result, get_format(format).round(torch.arange(32.0)))
+
+
+@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("write", [
+    lambda target, wide: target.copy_(wide),
+    lambda target, wide: target.add_(wide),
+    lambda target, wide: target.fill_(0.3),
+    lambda target, wide: target.__setitem__(slice(0, 2), wide[:2]),
+], ids=["copy_", "add_", "fill_", "setitem"])  # fmt: skip
+def test_what_is_written_into_an_fp8_tensor_lands_on_the_grid(format, write):
+    target = low(format, 4, 4)
+    emulated(format, write, target, normal(4, 4, seed=1))
+    assert torch.equal(get_format(format).round(target), target)
+
+
+def test_tf32_rounds_the_factors_of_matrix_products_and_nothing_else():
+    x, y, b = normal(32, 32), normal(32, 32, seed=1), normal(32, seed=2)
+    tf32 = get_format("tf32").round
+    assert torch.equal(emulated("tf32", torch.mm, x, y), tf32(x) @ tf32(y))
+    assert torch.equal(emulated("tf32", functional.linear, x, y, b), functional.linear(tf32(x), tf32(y), b))
+    for kernel in (torch.add, torch.mul, lambda x, y: x.softmax(-1), lambda x, y: functional.layer_norm(x, (32,))):
+        assert torch.equal(emulated("tf32", kernel, x, y), kernel(x, y))
+    assert not torch.equal(tf32(x), x)
+
+
+def test_tf32_leaves_other_dtypes_alone():
+    x = normal(8, 8).double()
+    assert torch.equal(emulated("tf32", torch.mm, x, x), x @ x)
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_paused_kernels_are_not_rounded(format):
+    x, y = low(format, 16, 16), low(format, 16, 16, seed=1)
+    emulation = Emulation(get_format(format))
+    with emulation:
+        with emulation.paused():
+            with emulation.paused():
+                pass
+            inside = x.float() * y.float()
+            lowered = (x / y).to(torch.float32)
+        after = x / y
+    assert torch.equal(inside, x.float() * y.float())
+    assert torch.equal(lowered, (x / y).float())
+    assert torch.equal(after, get_format(format).round(x.float() / y.float()))
+
+
+def test_pause_ends_with_an_exception():
+    emulation = Emulation(get_format("fp8_e4m3"))
+    with pytest.raises(KeyError), emulation, emulation.paused():
+        raise KeyError
+    assert emulation.active
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8, "tf32"])
+def test_nested_emulation_rounds_like_one(format):
+    x = low(format, 16, 16)
+    emulation = Emulation(get_format(format))
+    with emulation:
+        once = (x @ x).softmax(-1)
+        with emulation:
+            twice = (x @ x).softmax(-1)
+    assert torch.equal(once, twice)
+
+
+# --- Lowering a model ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_parameters_of_a_rounded_copy_lie_on_the_grid_and_stay_tied(format, tiny_gpt2):
+    before = {name: parameter.clone() for name, parameter in tiny_gpt2.named_parameters()}
+    copy = rounded_copy(tiny_gpt2, get_format(format))
+    assert copy.lm_head.weight is copy.transformer.wte.weight
+    assert copy.lm_head.weight is not tiny_gpt2.lm_head.weight
+    for name, parameter in copy.named_parameters():
+        kept = format in ("fp32", "tf32")
+        want = before[name] if kept else get_format(format).round(before[name])
+        assert parameter.dtype == want.dtype and torch.equal(parameter, want)
+    for name, parameter in tiny_gpt2.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, before[name])
+
+
+def test_buffers_keep_their_values():
+    norm = nn.BatchNorm1d(4)
+    norm.running_mean.fill_(0.1)
+    assert rounded_copy(norm, get_format("fp16")).running_mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("format", "execution", "recorded"),
+    [
+        ("fp32", "auto", "native"),
+        ("fp16", "native", "native"),
+        ("fp16", "emulated", "emulated"),
+        ("bf16", "emulated", "emulated"),
+        ("tf32", "auto", "emulated"),
+        ("fp8_e4m3", "auto", "emulated"),
+    ],
+)
+def test_execution_is_recorded(format, execution, recorded, tiny_gpt2):
+    assert lower(tiny_gpt2, format, execution).execution == recorded
+
+
+def test_unknown_execution(tiny_gpt2):
+    with pytest.raises(ValueError, match='must be "auto", "native" or "emulated", got \'fast\''):
+        lower(tiny_gpt2, "bf16", "fast")
+
+
+def test_unknown_format(tiny_gpt2):
+    with pytest.raises(ValueError, match="a format must be one of fp32, .*, got 'fp4'"):
+        lower(tiny_gpt2, "fp4")
+
+
+@pytest.mark.parametrize("format", ["tf32", *FP8])
+def test_no_native_execution_where_there_are_no_kernels(format, tiny_gpt2):
+    with pytest.raises(ValueError, match=f'no device computes a whole model in {format}: use execution="emulated"'):
+        lower(tiny_gpt2, format, "native")

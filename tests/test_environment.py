@@ -1,0 +1,71 @@
+"""Dependencies are declared once, pinned once, and met by the environment that runs the tests."""
+
+import importlib.metadata
+import sys
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from fragility_core import environment
+from fragility_core.paths import PROJECT
+
+PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+DECLARED = [Requirement(line) for line in PYPROJECT["dependencies"] + PYPROJECT["optional-dependencies"]["test"]]
+PINNED = [
+    Requirement(line) for line in (PROJECT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+]
+
+
+def pins(python: str) -> dict[str, str]:
+    """Pinned version by canonical name, for one version of Python."""
+    applying = [pin for pin in PINNED if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+    names = [canonicalize_name(pin.name) for pin in applying]
+    assert len(set(names)) == len(names), "a package is pinned twice"
+    return {name: str(pin.specifier).removeprefix("==") for name, pin in zip(names, applying, strict=True)}
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("requirement", DECLARED, ids=str)
+def test_declared_dependency_is_pinned_within_its_range(requirement, python):
+    assert requirement.specifier.contains(pins(python)[canonicalize_name(requirement.name)])
+
+
+def test_constraints_are_exact_and_leave_cuda_to_torch():
+    assert all(str(pin.specifier).startswith("==") and "," not in str(pin.specifier) for pin in PINNED)
+    assert not [pin.name for pin in PINNED if pin.name.startswith(("nvidia", "cuda", "triton"))]
+    assert pins("3.11")["torch"] == "2.13.0"
+
+
+def test_conda_environment_repeats_no_dependency():
+    python, pip, through_pip = yaml.safe_load((PROJECT / "environment.yml").read_text())["dependencies"]
+    assert python in ("python=3.11", "python=3.12")
+    assert pip == "pip"
+    assert through_pip == {"pip": ["-c constraints.txt", "-e .[test]"]}
+
+
+def test_this_environment_meets_the_declared_dependencies(capsys):
+    assert environment.unmet() == []
+    environment.main()
+    assert capsys.readouterr().out == ""
+
+
+def test_unmet_dependencies_are_named(monkeypatch):
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "papermill":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.5.1+cpu" if name == "torch" else installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(SystemExit) as error:
+        environment.main()
+    assert str(error.value) == "packages missing here: papermill>=2.6 (not installed), torch>=2.6 (found 2.5.1+cpu)"
+
+
+def test_bare_environment_is_reported_without_a_traceback(monkeypatch):
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    assert environment.unmet() == ["packaging (not installed)"]

@@ -1,0 +1,163 @@
+"""The runner on a three-cell notebook: what it passes on, and every message that its user can meet."""
+
+import re
+import sys
+
+import nbformat
+import papermill
+import pytest
+import yaml
+
+from fragility_core import execute, paths
+
+PARAMETERS = """\
+steps = 3
+rate = 2.5e-3
+verbose = False
+model = "embedded"
+lengths = [64]
+"""
+
+
+def write_notebook(path, *sources, parameters=PARAMETERS):
+    tagged = nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})
+    cells = [tagged, *map(nbformat.v4.new_code_cell, sources)]
+    # A kernel that does not exist: the runner takes this interpreter whatever the notebook names.
+    metadata = {"kernelspec": {"name": "elsewhere", "display_name": "elsewhere", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), path)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with the notebooks tiny and bare and the profiles quick (of tiny) and other (of bare)."""
+    notebooks = tmp_path / "notebooks"
+    for profile, name in [("quick", "tiny"), ("other", "bare")]:
+        (notebooks / "profiles" / profile).mkdir(parents=True)
+        (notebooks / "profiles" / profile / f"{name}.yaml").write_text("")
+    (notebooks / "profiles" / "quick" / "tiny.yaml").write_text("steps: 5\nlengths: [128, 256]\n")
+    write_notebook(notebooks / "tiny.ipynb", "import sys; print(sys.executable, steps, model)", "assert steps > 1, 'few'")
+    write_notebook(notebooks / "bare.ipynb", parameters="")
+    monkeypatch.setattr(paths, "NOTEBOOKS", notebooks)
+    monkeypatch.setattr(paths, "PROFILES", notebooks / "profiles")
+    monkeypatch.setattr(paths, "OUTPUTS", tmp_path / "outputs")
+    monkeypatch.setenv(execute.TERMINAL, "")  # restored afterwards: the runner sets it
+    return tmp_path
+
+
+def test_profile_then_overrides(project):
+    assert execute.parameters("tiny", "smoke", []) == {}
+    assert execute.parameters("tiny", "quick", ["steps=7"]) == {"steps": 7, "lengths": [128, 256]}
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("steps=-2", -2),
+        ("rate=1", 1.0),
+        ("rate=1e-3", 1e-3),
+        ("verbose=true", True),
+        ("model=some/path with = and spaces", "some/path with = and spaces"),
+        ("model=1e3", "1e3"),
+        ("lengths=[128, 512]", [128, 512]),
+        ("lengths=[]", []),
+    ],
+)
+def test_override_takes_the_type_of_the_default(project, override, value):
+    (found,) = execute.parameters("tiny", "smoke", [override]).values()
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_if_present_is_dropped_where_the_notebook_has_no_such_parameter(project):
+    assert execute.parameters("tiny", "smoke", [], ["model=gpt2", "data=text"]) == {"model": "gpt2"}
+    assert execute.parameters("bare", "smoke", [], ["model=gpt2"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "unknown notebook 'none': choose one of bare, tiny"),
+        (["tiny", "--profile", "none"], "unknown profile 'none': choose one of smoke, other, quick"),
+        (["tiny", "-p", "widths=3"],
+         "unknown parameter 'widths' of notebook 'tiny': choose one of steps, rate, verbose, model, lengths"),
+        (["bare", "-p", "steps=3"], "unknown parameter 'steps' of notebook 'bare': choose one of (it has none)"),
+        (["tiny", "-p", "steps=1.5"],
+         "parameter 'steps' of notebook 'tiny' takes a value of type int, such as 3, got 1.5"),
+        (["tiny", "-p", "steps=yes"],
+         "parameter 'steps' of notebook 'tiny' takes a value of type int, such as 3, got True"),
+        (["tiny", "-p", "rate=fast"],
+         "parameter 'rate' of notebook 'tiny' takes a value of type float, such as 0.0025, got 'fast'"),
+        (["tiny", "-p", "lengths=128"],
+         "parameter 'lengths' of notebook 'tiny' takes a value of type list, such as [64], got 128"),
+        (["tiny", "-p", "lengths=[a]"],
+         "parameter 'lengths' of notebook 'tiny' takes a value of type list, such as [64], got ['a']"),
+        (["tiny", "-p", "lengths=[1"],
+         "parameter 'lengths' of notebook 'tiny' takes a value of type list, such as [64], got '[1'"),
+        (["tiny", "-p", "steps"], "a parameter is given as name=value, got 'steps'"),
+    ],
+)  # fmt: skip
+def test_bad_request_is_refused_before_any_work(project, arguments, message):
+    with pytest.raises(SystemExit) as error:
+        execute.main(arguments)
+    assert str(error.value) == message
+    assert not (project / "outputs").exists()
+
+
+def test_profile_without_a_file_for_the_notebook(project):
+    with pytest.raises(SystemExit, match=re.escape("profile 'other' has no parameters for notebook 'tiny' (tiny.yaml")):
+        execute.main(["tiny", "--profile", "other"])
+    with pytest.raises(SystemExit, match=r"choose one of smoke, quick$"):
+        execute.main(["tiny", "--profile", "other"])
+
+
+def test_executed_copy_is_kept_and_runs_this_interpreter(project, capsys):
+    execute.main(["tiny", "--profile", "quick", "-p", "model=gpt2"])
+    executed = project / "outputs" / "quick" / "notebooks" / "tiny.ipynb"
+    printed = capsys.readouterr().out
+    assert f"{sys.executable} 5 gpt2" in printed
+    assert printed.endswith(f"executed notebook: {executed}\n")
+    assert f"{sys.executable} 5 gpt2" in executed.read_text()
+
+
+def test_failure_ends_with_the_notebooks_own_error(project, capsys):
+    with pytest.raises(SystemExit) as error:
+        execute.main(["tiny", "-p", "steps=1"])
+    assert error.value.code == "AssertionError: few"  # printed last, and the exit status is 1
+    executed = project / "outputs" / "smoke" / "notebooks" / "tiny.ipynb"
+    assert f"tiny stopped; executed so far: {executed}" in capsys.readouterr().err
+    assert "AssertionError" in executed.read_text()
+
+
+def test_dead_kernel_is_reported(project):
+    write_notebook(paths.NOTEBOOKS / "tiny.ipynb", "import os; os._exit(1)")
+    with pytest.raises(SystemExit, match=r"DeadKernelError: Kernel died \(was memory short\?\)"):
+        execute.main(["tiny"])
+
+
+def test_interrupt_exits_with_130(project, monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(papermill, "execute_notebook", interrupted)
+    with pytest.raises(SystemExit) as error:
+        execute.main(["tiny"])
+    assert error.value.code == 130
+    assert capsys.readouterr().err == "\ninterrupted: finished runs are kept, and the same command resumes\n"
+
+
+PROFILE_FILES = sorted(paths.PROFILES.glob("*/*.yaml"))
+NOTEBOOKS = sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("file", PROFILE_FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_committed_profile_fits_its_notebook(file):
+    profile, name = file.parent.name, file.stem
+    assert set(yaml.safe_load(file.read_text())) <= set(papermill.inspect_notebook(paths.NOTEBOOKS / f"{name}.ipynb"))
+    assert execute.parameters(name, profile, [])["profile"] == profile
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_parameters_cell_holds_literals_only(name):
+    known = execute.defaults(paths.NOTEBOOKS / f"{name}.ipynb")  # raises on anything but literals
+    assert list(known) == list(papermill.inspect_notebook(paths.NOTEBOOKS / f"{name}.ipynb"))
+    assert known["profile"] == "smoke"

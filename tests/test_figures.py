@@ -1,0 +1,64 @@
+"""Figures show what their tables hold, labelled, and are written the same way twice."""
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from fragility_core import figures
+from fragility_core.experiments import e1
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def runs():
+    rng = np.random.default_rng(0)
+    grid = [(p, t, s) for p in ("bf16", "fp16") for t in (128, 512) for s in (0, 1)]
+    table = pd.DataFrame(grid, columns=["precision", "length", "seed"])
+    table["no_transport_pearson"] = rng.uniform(-0.2, 0.5, len(table))
+    table["combined_pearson"] = rng.uniform(0, 0.8, len(table))
+    table["delta_pearson"] = table.combined_pearson - table.no_transport_pearson
+    return table
+
+
+@pytest.mark.parametrize("sweep", ["attention", "layernorm", "residual"])
+def test_e1_figures_have_labels_and_a_title(sweep):
+    axes = getattr(figures, f"e1_{sweep}")(e1.sweeps()[sweep])
+    assert axes.get_xlabel()
+    assert axes.get_ylabel()
+    assert axes.get_title().startswith("E1")
+
+
+def test_transport_figure_shows_every_run_and_the_diagonal(runs):
+    axes = figures.e2_transport(runs)
+    points = axes.collections[0].get_offsets()
+    assert len(points) == len(runs)
+    np.testing.assert_allclose(points[:, 1], runs.combined_pearson)
+    diagonal = axes.lines[0].get_xydata()
+    np.testing.assert_array_equal(diagonal[:, 0], diagonal[:, 1])
+    assert axes.get_xlim()[0] < runs.no_transport_pearson.min()
+
+
+def test_delta_figure_has_a_bar_per_run(runs):
+    axes = figures.e2_delta(runs)
+    widths = sorted(bar.get_width() for bar in axes.patches if bar.get_width())
+    np.testing.assert_allclose(widths, sorted(runs.delta_pearson))
+
+
+def test_written_figures_are_reproducible(runs, tmp_path):
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        figures.save_figure(figures.e2_transport(runs), tmp_path / folder, "figure")
+    for suffix in ("png", "pdf"):
+        first, second = ((tmp_path / folder / f"figure.{suffix}").read_bytes() for folder in ("first", "second"))
+        assert first == second
+        assert len(first) > 5000

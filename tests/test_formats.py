@@ -1,0 +1,153 @@
+"""The format table and rounding, against torch.finfo and an exact fp64 oracle."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fragility_core.formats import FORMATS, Format, get_format, has_native_kernels
+
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+WITH_INFINITIES = ["fp32", "tf32", "bf16", "fp16", "fp8_e5m2"]
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+
+
+def round_exactly(x: float, format: Format) -> float:
+    """Round to nearest even in ``format`` by the definition, in fp64.
+
+    Every step is exact: scaling by a power of two, and Python's round, which is half to even. The
+    spacing is that of the binade of x, or of the smallest normal one where x lies below (subnormals).
+    """
+    if math.isnan(x) or x == 0:
+        return x
+    if math.isinf(x):
+        return math.copysign(format.largest, x) if format.saturates else x
+    binade = max(math.frexp(x)[1] - 1, int(math.log2(format.smallest_normal)))
+    spacing_exponent = binade - format.significand + 1
+    rounded = math.copysign(math.ldexp(round(math.ldexp(x, -spacing_exponent)), spacing_exponent), x)
+    if abs(rounded) > format.largest:
+        return math.copysign(format.largest if format.saturates else math.inf, x)
+    return rounded
+
+
+def assert_same(got: float, want: float):
+    """Equal with NaN equal to itself and the sign of zero significant."""
+    assert (math.isnan(got) and math.isnan(want)) or (got == want and math.copysign(1, got) == math.copysign(1, want))
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_table_agrees_with_torch(name):
+    format, info = get_format(name), torch.finfo(TORCH_DTYPES[name])
+    assert format.unit_roundoff == info.eps / 2
+    assert format.spacing == info.eps
+    assert format.largest == info.max
+    assert format.smallest_normal == info.smallest_normal
+    assert format.storage == TORCH_DTYPES[name]
+
+
+def test_tf32_has_the_exponent_of_fp32_and_the_significand_of_fp16():
+    tf32 = get_format("tf32")  # NVIDIA A100 whitepaper: 8 exponent bits, 10 fraction bits
+    assert tf32.unit_roundoff == 2.0**-11 == get_format("fp16").unit_roundoff
+    assert tf32.smallest_normal == get_format("fp32").smallest_normal
+    assert tf32.largest == 3.4011621342146535e38  # (2 - 2^-10) 2^127
+
+
+def test_unit_roundoffs_are_those_of_the_protocol():
+    published = {"fp16": 2**-11, "bf16": 2**-8, "fp32": 2**-24, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3, "tf32": 2**-11}
+    assert {name: format.unit_roundoff for name, format in FORMATS.items()} == published  # protocol section 1
+
+
+@every_format
+def test_carrier_holds_every_value(format):
+    values = torch.tensor([format.largest, 2 - format.spacing, format.smallest_normal * format.spacing])
+    assert torch.equal(format.round(values).to(torch.float64), values.double())
+    assert torch.finfo(format.carrier).eps <= format.spacing
+    assert format.round(values).dtype == format.carrier
+
+
+@every_format
+@given(x=st.floats(width=32))
+@example(x=math.nan)
+@example(x=math.inf)
+@example(x=-math.inf)
+@example(x=-0.0)
+@example(x=3.4028234663852886e38)  # largest fp32
+@example(x=1.401298464324817e-45)  # smallest subnormal of fp32
+@example(x=65520.0)  # tie between fp16's largest and overflow
+@example(x=464.0)  # tie between fp8_e4m3's largest and the first value it lacks
+@example(x=61440.0)  # tie between fp8_e5m2's largest and overflow
+@settings(max_examples=300, deadline=None)
+def test_rounds_like_the_oracle(format, x):
+    assert_same(format.round(torch.tensor(x)).item(), round_exactly(x, format))
+
+
+# Every fp32 number is a value of fp32: it has no midpoints to draw.
+@pytest.mark.parametrize("format", [f for name, f in FORMATS.items() if name != "fp32"], ids=lambda f: f.name)
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_rounds_ties_to_even(format, data):
+    """Midpoints of neighbouring values, subnormals included, and their fp32 neighbours."""
+    exponent = data.draw(st.integers(int(math.log2(format.smallest_normal)), math.frexp(format.largest)[1] - 1))
+    significand = data.draw(st.integers(0, 2**format.significand - 2))  # below 2^(s-1): subnormal scale
+    midpoint = math.ldexp(significand + 0.5, exponent - format.significand + 1)
+    tie = torch.tensor(midpoint)
+    assert tie.item() == midpoint
+    around = torch.stack([tie, torch.nextafter(tie, tie.new_tensor(0.0)), torch.nextafter(tie, tie.new_tensor(math.inf))])
+    for x, rounded in zip(around.tolist(), format.round(around).tolist()):
+        assert_same(rounded, round_exactly(x, format))
+        assert_same(-rounded, round_exactly(-x, format))
+
+
+@every_format
+@given(x=st.floats(width=32, allow_nan=False, allow_infinity=False))
+@example(x=1.0 + 2**-12)
+@settings(deadline=None)
+def test_unit_roundoff_bounds_the_relative_error(format, x):
+    """|round(x) - x| <= u |x| for normal x in range: what the paper's epsilon_mach means."""
+    if not format.smallest_normal <= abs(x) <= format.largest:
+        return
+    assert abs(format.round(torch.tensor(x)).item() - x) <= format.unit_roundoff * abs(x)
+
+
+@every_format
+@given(x=st.floats(width=32, allow_nan=False))
+@settings(deadline=None)
+def test_rounding_twice_changes_nothing(format, x):
+    once = format.round(torch.tensor(x))
+    assert_same(format.round(once).item(), once.item())
+
+
+@pytest.mark.parametrize("name", WITH_INFINITIES)
+def test_overflows_to_infinity(name):
+    format = get_format(name)
+    beyond = torch.tensor([format.largest, -format.largest], dtype=torch.float64) * (1 + format.unit_roundoff)
+    assert format.round(beyond.float()).tolist() == [math.inf, -math.inf]
+
+
+def test_fp8_e4m3_saturates():
+    beyond = torch.tensor([449.0, -1e30, math.inf, -math.inf, math.nan])
+    assert get_format("fp8_e4m3").round(beyond).tolist()[:4] == [448.0, -448.0, 448.0, -448.0]
+    assert get_format("fp8_e4m3").round(beyond)[4].isnan()
+
+
+def test_unknown_format_names_the_known_ones():
+    with pytest.raises(ValueError, match="must be one of fp32, tf32, bf16, fp16, fp8_e4m3, fp8_e5m2, got 'int8'"):
+        get_format("int8")
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"])
+def test_every_device_has_fp32(device):
+    assert has_native_kernels(get_format("fp32"), device)
+
+
+@pytest.mark.parametrize("name", ["tf32", "fp8_e4m3", "fp8_e5m2"])
+def test_formats_that_are_only_stored_or_only_multiplied_are_emulated(name):
+    assert not has_native_kernels(get_format(name), "cpu")

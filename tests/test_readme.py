@@ -1,0 +1,38 @@
+"""What README.md claims exists: notebooks, and the way from each equation to its code and test."""
+
+import importlib
+import re
+
+import pytest
+
+from fragility_core.paths import NOTEBOOKS, PROJECT
+
+README = (PROJECT / "README.md").read_text()
+ROWS = re.findall(r"^\| (.+?) \| `(fragility_core[\w.]+)` \| `(tests/\w+\.py)::(\w+)` \| (.+?) \|$", README, re.M)
+
+
+def test_table_was_found():
+    assert len(ROWS) >= 15
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1].removeprefix("fragility_core."))
+def test_equation_leads_to_function_test_and_notebook(row):
+    label, dotted, test_file, test_name, notebook = row
+    module, name = dotted.rsplit(".", 1)
+    function = getattr(importlib.import_module(module), name)
+    label_words = re.sub(r"`", "", label).split(" (")[0]
+    assert label_words in (function.__doc__ or ""), f"{dotted} does not cite {label_words!r}"
+    source = (PROJECT / test_file).read_text()
+    assert re.search(rf"^def {test_name}\(", source, re.M), f"no test {test_name} in {test_file}"
+    assert name in source, f"{test_file} does not use {name}"
+    assert (NOTEBOOKS / f"{notebook.strip('`')}.ipynb").is_file()
+
+
+def test_every_notebook_is_listed():
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        assert f"notebooks/{path.name}" in README
+
+
+def test_every_local_link_leads_somewhere():
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", README):
+        assert (PROJECT / target).exists(), target

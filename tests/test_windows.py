@@ -1,0 +1,76 @@
+"""Windows as protocol section 2 defines them, from every source a user may name."""
+
+import random
+
+import pytest
+import torch
+
+from fragility_core.models import load_tokenizer
+from fragility_core.windows import load_rows, select_windows, tokenize
+
+STREAM = torch.arange(1000)
+
+
+def test_windows_are_consecutive_slices_and_drop_the_tail():
+    starts, windows = select_windows(STREAM, length=300, count=3, seed=0)
+    assert starts == [0, 300, 600]
+    assert torch.equal(windows.flatten(), STREAM[:900])
+
+
+def test_more_windows_than_asked_are_sampled_by_the_seed_and_kept_in_text_order():
+    starts, windows = select_windows(STREAM, length=10, count=7, seed=5)
+    expected = sorted(random.Random(5).sample(range(100), 7))  # the protocol's own words
+    assert starts == [10 * index for index in expected]
+    assert torch.equal(windows[:, 0], torch.tensor(starts))
+
+
+def test_fewer_windows_than_asked_is_an_error_that_says_what_there_is():
+    with pytest.raises(ValueError, match="must hold 11 windows of 100 tokens, but its 1000 tokens make 10"):
+        select_windows(STREAM, length=100, count=11, seed=0)
+
+
+def test_text_file_rows_join_with_blank_lines(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("one line\n\n   \nanother line\n")
+    rows = load_rows(str(file))
+    tokenizer = load_tokenizer("embedded")
+    assert tokenizer.decode(tokenize(rows, tokenizer)) == "one line\n\nanother line"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_tabular_files_need_a_text_column(tmp_path, suffix):
+    good, bad = tmp_path / f"good.{suffix}", tmp_path / f"bad.{suffix}"
+    good.write_text('{"text": "hello"}\n' if suffix == "jsonl" else "text\nhello\n")
+    bad.write_text('{"words": "hello"}\n' if suffix == "jsonl" else "words\nhello\n")
+    assert load_rows(str(good)) == ["hello"]
+    with pytest.raises(ValueError, match='must have a column "text".*words'):
+        load_rows(str(bad))
+
+
+def test_missing_file_names_it_and_the_ways_out(tmp_path):
+    with pytest.raises(OSError, match=r"text .*nothing\.txt.*DATA=.*embedded default"):
+        load_rows(str(tmp_path / "nothing.txt"))
+
+
+def test_empty_file_is_named(tmp_path):
+    file = tmp_path / "empty.txt"
+    file.touch()
+    with pytest.raises(ValueError, match=r"must hold text, but .*empty\.txt is empty"):
+        load_rows(str(file))
+
+
+def test_absent_hub_gives_the_same_message():
+    with pytest.raises(OSError, match=r"text 'someone/some-corpus'.*DATA=.*embedded default"):
+        load_rows("someone/some-corpus:config:validation")
+
+
+def test_embedded_text_makes_the_windows_of_the_full_protocol():
+    stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
+    starts, windows = select_windows(stream, length=1024, count=96, seed=0)
+    assert windows.shape == (96, 1024)
+    assert all(start % 1024 == 0 for start in starts)
+
+
+def test_two_seeds_choose_different_windows():
+    first, second = (select_windows(STREAM, 10, 20, seed)[0] for seed in (0, 1))
+    assert first != second
