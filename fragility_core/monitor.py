@@ -8,6 +8,7 @@ window and block, and leave it once per batch.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,12 @@ from fragility_core.reductions import (
 )
 from fragility_core.theory import mismatch
 from fragility_core.transport import branch_jacobian_norm, weight_statistics
+
+
+@lru_cache(maxsize=1024)
+def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """Row numbers on the device; making them there again for every block would wait for the device."""
+    return torch.tensor(rows, device=device)
 
 
 class AttentionStatistics:
@@ -58,8 +65,9 @@ class AttentionStatistics:
         with self.paused():
             self.probability_norms.append(window_norm(probabilities))
             if inside:
-                chosen = probabilities[:, :, [self.rows[i] - first_row for i in inside]]
-                self.sample[:, :, inside[0] : inside[-1] + 1, :seen] = chosen
+                chosen = _index(tuple(self.rows[i] - first_row for i in inside), probabilities.device)
+                sampled = probabilities.index_select(2, chosen)
+                self.sample[:, :, inside[0] : inside[-1] + 1, :seen] = sampled
 
     def result(self) -> dict[str, Tensor]:
         """Statistics of the whole module, in part still to be finished (see ``finished``)."""

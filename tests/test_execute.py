@@ -35,7 +35,9 @@ def project(tmp_path, monkeypatch):
         (notebooks / "profiles" / profile).mkdir(parents=True)
         (notebooks / "profiles" / profile / f"{name}.yaml").write_text("")
     (notebooks / "profiles" / "quick" / "tiny.yaml").write_text("steps: 5\nlengths: [128, 256]\n")
-    write_notebook(notebooks / "tiny.ipynb", "import sys; print(sys.executable, steps, model)", "assert steps > 1, 'few'")
+    write_notebook(
+        notebooks / "tiny.ipynb", "import sys; print(sys.executable, steps, model)", "assert steps > 1, 'few'"
+    )
     write_notebook(notebooks / "bare.ipynb", parameters="")
     monkeypatch.setattr(paths, "NOTEBOOKS", notebooks)
     monkeypatch.setattr(paths, "PROFILES", notebooks / "profiles")

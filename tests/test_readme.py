@@ -3,9 +3,10 @@
 import importlib
 import re
 
+import pandas as pd
 import pytest
 
-from fragility_core.paths import NOTEBOOKS, PROJECT
+from fragility_core.paths import NOTEBOOKS, OUTPUTS, PROJECT
 
 README = (PROJECT / "README.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| `(fragility_core[\w.]+)` \| `(tests/\w+\.py)::(\w+)` \| (.+?) \|$", README, re.M)
@@ -36,3 +37,16 @@ def test_every_notebook_is_listed():
 def test_every_local_link_leads_somewhere():
     for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", README):
         assert (PROJECT / target).exists(), target
+
+
+def test_results_are_those_of_the_committed_tables():
+    tables = OUTPUTS / "embedded" / "tables"
+    summary = pd.read_csv(tables / "e2_summary.csv", index_col="quantity")
+    shown = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (-?[\d.]+) ± ([\d.]+) \| (-?[\d.]+) to (-?[\d.]+) \|$", README, re.M)
+    assert {name for name, *_ in shown} == set(summary.index)
+    for name, *numbers in shown:
+        expected = summary.loc[name, ["paper", "mean", "sd", "low", "high"]]
+        assert [float(number) for number in numbers] == pytest.approx(expected.round(3).tolist()), name
+    claims = pd.read_csv(tables / "e2_claims.csv")
+    for row in claims.itertuples():
+        assert f"| {row.claim} | {row.paper} | {row.here} |" in README

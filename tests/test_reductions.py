@@ -114,9 +114,9 @@ def test_softmax_sensitivity_estimate(seed, entries, sharpness):
     p = (sharpness * normal(3, entries, seed=seed)).softmax(-1).float()
     estimates = softmax_sensitivity_estimate(p)
     for row, estimate in zip(p.double(), estimates.tolist()):
-        # J(p) v subtracts numbers near each other: 1e-4 of what p itself is in fp32.
-        assert estimate == pytest.approx(two_power_steps(row), rel=1e-4, abs=1e-7)
-        assert estimate <= theory.softmax_sensitivity(row[None]).item() * (1 + 1e-5)
+        # J(p) v = p (v - p . v) subtracts numbers of at most 1, with an error of a few u in fp32.
+        assert estimate == pytest.approx(two_power_steps(row), rel=1e-4, abs=4 * U32)
+        assert estimate <= theory.softmax_sensitivity(row[None]).item() * (1 + 1e-5) + 4 * U32
 
 
 def test_softmax_sensitivity_estimate_is_exact_for_two_entries(reference_e1):
