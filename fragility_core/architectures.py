@@ -28,6 +28,4 @@ def blocks(model: PreTrainedModel) -> list[Block]:
     base = model.base_model
     if base.config.model_type != "gpt2":
         raise TypeError(f"the monitor knows the blocks of gpt2 models, got model_type {base.config.model_type!r}")
-    return [
-        Block(b, b.ln_1, b.attn, b.attn.c_proj, b.ln_2, b.mlp.c_fc, b.mlp.act, b.mlp.c_proj) for b in base.h
-    ]
+    return [Block(b, b.ln_1, b.attn, b.attn.c_proj, b.ln_2, b.mlp.c_fc, b.mlp.act, b.mlp.c_proj) for b in base.h]

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,16 +50,35 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def floating_dtypes(value: Any) -> set[torch.dtype]:
-    """Floating dtypes of the tensors in nested tuples and lists.
-
-    Zero-dimensional tensors do not take part in type promotion, unless they stand alone.
-    """
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
-        return {value.dtype} if value.is_floating_point() and value.ndim else set()
-    if isinstance(value, (tuple, list)):
-        return set().union(*map(floating_dtypes, value))
-    return set()
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def promoted_dtypes(arguments: Any) -> set[torch.dtype]:
+    """The floating dtypes that decide a kernel's result: zero-dimensional tensors only where alone."""
+    floating = [x for x in tensors(arguments) if x.is_floating_point()]
+    return {x.dtype for x in floating if x.ndim} or {x.dtype for x in floating}
+
+
+@cache
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether ``func`` is made of other kernels (autograd unfolds it, inference mode does not)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The arguments of an in-place or out= kernel that it writes to."""
+    arguments = [
+        kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return list(tensors(arguments))
 
 
 class Emulation(TorchDispatchMode):
@@ -84,14 +104,24 @@ class Emulation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.active or func.is_view or func.overloadpacket in EXACT:
+        if not self.active:
+            return func(*args, **kwargs)
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = self._rounded(func, args, kwargs)
+        if self.format.is_narrower_than_carrier and func._schema.is_mutable:
+            self._settle(func, args, kwargs)
+        return result
+
+    def _rounded(self, func, args, kwargs):
+        if func.is_view or func.overloadpacket in EXACT:
             return func(*args, **kwargs)
         if self.format.name == "tf32":
             return self._with_rounded_factors(func, args, kwargs)
         if func.overloadpacket is aten._to_copy:
             return self._convert(func, args, kwargs)
-        inputs = (*args, *kwargs.values())
-        if floating_dtypes(inputs) != {self.format.carrier}:
+        if promoted_dtypes((*args, *kwargs.values())) != {self.format.carrier}:
             return func(*args, **kwargs)
         return self._in_fp32(func, args, kwargs)
 
@@ -114,28 +144,26 @@ class Emulation(TorchDispatchMode):
 
     def _write_back(self, func, given, wide, result):
         """Store what an in-place kernel wrote to widened copies into the tensors it was given."""
-        written: dict[int, Tensor] = {}
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            key, part = (argument.name, 1) if argument.kwarg_only else (position, 0)
-            target, source = given[part][key], wide[part][key]
-            if isinstance(target, Tensor):
-                target.copy_(self._narrow(source))
-                written[id(source)] = target
-        return map_tensors(result, lambda x: written[id(x)] if id(x) in written else self._narrow(x))
+        targets = dict(zip(map(id, written(func, *wide)), written(func, *given)))
+        for source in written(func, *wide):
+            targets[id(source)].copy_(self._narrow(source))
+        return map_tensors(result, lambda x: targets[id(x)] if id(x) in targets else self._narrow(x))
+
+    def _settle(self, func, args, kwargs):
+        """Bring what was written into carrier tensors, from constants or wider ones, onto the grid."""
+        for target in written(func, args, kwargs):
+            if target.dtype == self.format.carrier:
+                target.copy_(self.format.round(target.float()))
 
     def _convert(self, func, args, kwargs):
         narrowed = kwargs.get("dtype") == self.format.carrier != args[0].dtype
-        if narrowed and self.format.is_narrower_than_carrier and args[0].is_floating_point():
-            return func(self.format.round(args[0]), **kwargs)
+        if narrowed and self.format.is_narrower_than_carrier:
+            return func(self.format.round(args[0].float()), **kwargs)
         return func(*args, **kwargs)
 
     def _with_rounded_factors(self, func, args, kwargs):
         factors = FACTORS.get(func.overloadpacket, ())
-        rounded = [
-            self.format.round(x) if i in factors and x.dtype == torch.float32 else x for i, x in enumerate(args)
-        ]
+        rounded = [self.format.round(x) if i in factors and x.dtype == torch.float32 else x for i, x in enumerate(args)]
         return func(*rounded, **kwargs)
 
 
@@ -161,7 +189,7 @@ class LowPrecision:
 
     @property
     def execution(self) -> str:
-        """"native" or "emulated"."""
+        """How kernels compute: "native" or "emulated"."""
         return "native" if self.emulation is None else "emulated"
 
     def running(self):
@@ -182,7 +210,7 @@ def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecisio
     chosen = get_format(format)
     if execution not in ("auto", "native", "emulated"):
         raise ValueError(f'execution must be "auto", "native" or "emulated", got {execution!r}')
-    if execution == "native" and chosen.is_narrower_than_carrier:
+    if execution == "native" and (chosen.is_narrower_than_carrier or chosen.name == "tf32"):
         raise ValueError(f'no device computes a whole model in {format}: use execution="emulated" or "auto"')
     device = next(model.parameters()).device
     native = execution == "native" or (execution == "auto" and has_native_kernels(chosen, device))

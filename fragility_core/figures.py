@@ -30,7 +30,14 @@ def e1_attention(table: pd.DataFrame) -> Axes:
     """Perturbation measured against the proxy; colour value scale, marker margin."""
     axes = _canvas()
     sns.scatterplot(
-        table.rename(columns={"value_scale": "value scale"}), x="proxy", y="measured", hue="value scale", style="margin", s=70, palette="viridis", ax=axes
+        table.rename(columns={"value_scale": "value scale"}),
+        x="proxy",
+        y="measured",
+        hue="value scale",
+        style="margin",
+        s=70,
+        palette="viridis",
+        ax=axes,
     )
     axes.set(
         xscale="log", yscale="log", xlabel=r"proxy $\kappa_{softmax}\,\|P\|\,\|V\|_2$",

@@ -40,8 +40,8 @@ class Format:
 
     @cached_property
     def is_narrower_than_carrier(self) -> bool:
-        """Whether storing in the carrier alone does not round to this format."""
-        return self.storage != self.carrier or self.name == "tf32"
+        """Whether storing in the carrier does not yet round to this format (fp8)."""
+        return self.storage != self.carrier
 
     def round(self, x: Tensor) -> Tensor:
         """``x`` rounded to nearest even in this format, as a tensor of the carrier dtype.

@@ -41,7 +41,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def default_device() -> str:
-    """"cuda" where there is one, else "cpu"."""
+    """The device that is used unless one is named: "cuda" where there is one, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -34,9 +34,7 @@ def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
     """M_LN of LayerNorm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading."""
     variance, epsilon = layers[f"variance_{site}"], layers[f"epsilon_{site}"]
     if reading == "release":
-        return theory.layernorm_magnitude(
-            layers[f"gamma_{site}_max"], variance, epsilon, layers[f"input_{site}_norm"]
-        )
+        return theory.layernorm_magnitude(layers[f"gamma_{site}_max"], variance, epsilon, layers[f"input_{site}_norm"])
     if reading == "paper":
         return layers[f"path_{site}_norm"] * theory.layernorm_factor(variance, epsilon)
     raise ValueError(f"the LayerNorm term must be one of {', '.join(LAYERNORM_TERMS)}, got {reading!r}")
@@ -55,8 +53,7 @@ def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator
         s.mlp_out_weight_norm * s.activation_norm,
     ]
     ratios = [
-        theory.layernorm_ratio(s[f"variance_{site}"], s[f"epsilon_{site}"], s.d_model, unit_roundoff)
-        for site in (1, 2)
+        theory.layernorm_ratio(s[f"variance_{site}"], s[f"epsilon_{site}"], s.d_model, unit_roundoff) for site in (1, 2)
     ]
     return pd.DataFrame(
         {

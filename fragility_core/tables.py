@@ -13,7 +13,9 @@ def e2_summary(runs: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for quantity, (mean, sd) in E2_PAPER.items():
         measured = spread(runs[quantity])
-        rows.append({"quantity": quantity, "paper": mean, "paper_sd": sd, **measured, "difference": measured["mean"] - mean})
+        rows.append(
+            {"quantity": quantity, "paper": mean, "paper_sd": sd, **measured, "difference": measured["mean"] - mean}
+        )
     return pd.DataFrame(rows).set_index("quantity")
 
 

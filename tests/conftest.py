@@ -19,6 +19,11 @@ TINY = GPT2Config(
 )  # fmt: skip
 
 
+def pytest_configure(config):
+    """PyTorch's own rules of forward differentiation, imported at the first JVP, use torch.jit.script."""
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
 def random_gpt2(config: GPT2Config, weight_scale: float = 8.0) -> GPT2LMHeadModel:
     """A GPT-2 whose statistics are far from degenerate.
 

@@ -47,9 +47,7 @@ def layernorm_case(epsilon: float) -> dict[str, float]:
     x, gamma = _double([1, 1.001, 0.999, 1.002]), _double([1, 0.9, 1.1, 1])
     dx = 1e-4 * _double([1, -1, 1, -1])
     change = theory.layernorm_path(x + dx, gamma, epsilon) - theory.layernorm_path(x, gamma, epsilon)
-    magnitude = theory.layernorm_magnitude(
-        gamma.abs().max(), x.var(correction=0), epsilon, torch.linalg.vector_norm(x)
-    )
+    magnitude = theory.layernorm_magnitude(gamma.abs().max(), x.var(correction=0), epsilon, torch.linalg.vector_norm(x))
     return {"epsilon": epsilon, "measured": torch.linalg.vector_norm(change).item(), "theory": magnitude.item()}
 
 

@@ -191,6 +191,7 @@ def records(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:
     """What was recorded with each finished run of ``grid``: execution, device, wall time."""
     store = RunStore(folder)
     rows: Iterable[dict] = (
-        spec_columns(spec) | {"execution": spec.execution} | store.metadata(spec) for spec in specifications(grid, inputs)
+        spec_columns(spec) | {"execution": spec.execution} | store.metadata(spec)
+        for spec in specifications(grid, inputs)
     )
     return pd.DataFrame(rows).drop(columns=["specification", "versions", "attention"])

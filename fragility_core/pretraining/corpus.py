@@ -51,9 +51,7 @@ class Document:
 
 def strings(tree: ast.AST) -> Iterator[str]:
     """Docstrings and multi-line string constants of a syntax tree, in source order."""
-    constants = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     docstrings = {
         node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }

@@ -1,0 +1,84 @@
+"""Loading models: by path, offline, from safetensors only, with one clear message."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from fragility_core.models import default_device, load_config, load_model, load_tokenizer, resolve
+from fragility_core.paths import EMBEDDED_CHECKPOINT
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+def test_a_local_model_is_loaded_in_fp32_for_evaluation(auto_class, reference_model_path):
+    model = load_model(str(reference_model_path), "cpu", auto_class)
+    assert not model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert load_config(str(reference_model_path)).n_layer == len(model.base_model.h) == 4
+
+
+def test_the_embedded_default_has_a_name():
+    assert resolve("embedded") == str(EMBEDDED_CHECKPOINT)
+    assert resolve("gpt2") == "gpt2"
+
+
+def test_default_device():
+    assert default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def assert_says_how_to_go_on(error: pytest.ExceptionInfo, kind: str, name: str, where: str):
+    message = str(error.value)
+    assert message.startswith(f"cannot load the {kind} {name!r} from {where} (")
+    assert "(`make reproduce MODEL=path/to/copy`), or leave MODEL away: `make reproduce` runs" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("kind", "load"), [("model", load_model), ("model", load_config), ("tokenizer", load_tokenizer)])
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "./no/such/folder"])
+def test_what_is_not_found_is_named_with_the_way_out(kind, load, name):
+    """conftest.py sets HF_HUB_OFFLINE, as on a machine without a network."""
+    with pytest.raises(OSError) as error:
+        load(name)
+    assert_says_how_to_go_on(error, kind, name, "the model hub and this machine's cache")
+
+
+@pytest.fixture
+def folder(tmp_path, reference_model_path):
+    """A copy of the reference checkpoint to spoil."""
+    return shutil.copytree(reference_model_path, tmp_path / "model")
+
+
+def test_pickled_weights_are_refused(folder, reference_model):
+    (folder / "model.safetensors").unlink()
+    torch.save(reference_model.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors") as error:
+        load_model(str(folder))
+    assert_says_how_to_go_on(error, "model", str(folder), "the folder")
+
+
+def test_remote_code_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(OSError) as error:
+        load_model(str(folder))
+    assert_says_how_to_go_on(error, "model", str(folder), "the folder")
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_damaged_weights_are_named(content, folder):
+    """An interrupted download or a Git LFS pointer in place of the file."""
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(OSError) as error:
+        load_model(str(folder))
+    assert_says_how_to_go_on(error, "model", str(folder), "the folder")
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(OSError) as error:
+        load_model(str(tmp_path))
+    assert_says_how_to_go_on(error, "model", str(tmp_path), "the folder")

@@ -1,0 +1,160 @@
+"""Residual transport: the three estimators against the exact Jacobian of the library's own block."""
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from fragility_core.architectures import blocks
+from fragility_core.emulation import lower
+from fragility_core.monitor import Monitor
+from fragility_core.transport import (
+    TRANSPORTS,
+    activation_lipschitz,
+    branch_jacobian_norm,
+    in_sequence,
+    operator_norm_transport,
+    release_transport,
+    residual_transport,
+    weight_statistics,
+)
+
+LENGTH = 6  # the exact Jacobian of a block is (6 * 32) x (6 * 32)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(101, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def exact_norms(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """||J_f||_2 of f(x) = block(x) - x at every block's input, by autograd in fp64, (B * L,)."""
+    base = model.base_model.double()
+    base.set_attn_implementation("eager")
+    causal = torch.zeros(1, 1, LENGTH, LENGTH).double().masked_fill_(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e300)
+    norms = []
+    for window in tokens:
+        hidden = base(window[None], output_hidden_states=True).hidden_states
+        for x, block in zip(hidden, base.h):
+
+            def branch(x, block=block):
+                return block(x, attention_mask=causal) - x
+
+            jacobian = torch.autograd.functional.jacobian(branch, x).view(x.numel(), x.numel())
+            norms.append(torch.linalg.matrix_norm(jacobian, 2))
+    return torch.stack(norms)
+
+
+@pytest.mark.parametrize("weight_scale", [0.1, 1.0])
+def test_estimators_enclose_the_exact_norm(weight_scale, tiny_gpt2, tokens):
+    """power_iteration <= ||J_f||_2 <= operator_norm, at contracting and at expanding blocks."""
+    for block in tiny_gpt2.transformer.h:
+        for name, parameter in block.named_parameters():
+            if "ln_" not in name:
+                parameter.mul_(weight_scale)
+    layers = Monitor(lower(tiny_gpt2, "fp32"), power_iteration=True)(tokens).layers
+    exact = exact_norms(tiny_gpt2, tokens).numpy()
+    below, above = (residual_transport(layers, name).to_numpy() for name in ("power_iteration", "operator_norm"))
+    assert (below <= exact * (1 + 1e-4)).all()  # fp32
+    assert (below >= 0.3 * exact).all()  # two steps from a random direction: measured 0.5 and more
+    assert (above >= exact).all()
+
+
+def test_power_iteration_converges_to_the_exact_norm(tiny_gpt2, tokens):
+    calls = []
+    for block in blocks(tiny_gpt2):
+        block.module.register_forward_pre_hook(lambda module, args, kwargs: calls.append((module, args, kwargs)), with_kwargs=True)
+    tiny_gpt2.base_model.set_attn_implementation("eager")
+    tiny_gpt2.base_model(tokens, use_cache=False)
+    calls = calls[:3]
+    for module, *_ in calls:
+        module._forward_pre_hooks.clear()
+    by_steps = [torch.stack([branch_jacobian_norm(*call, steps=steps) for call in calls]) for steps in (1, 2, 8, 200)]
+    for fewer, more in zip(by_steps, by_steps[1:]):
+        assert (fewer <= more * (1 + 1e-5)).all()  # a power iteration never falls back
+    torch.testing.assert_close(
+        by_steps[-1].T.flatten().double(), exact_norms(tiny_gpt2, tokens), rtol=2e-3, atol=0
+    )
+
+
+def test_power_iteration_under_emulation_is_of_the_exact_function(tiny_gpt2, tokens):
+    """Near the fp32 model's: weights and inputs are rounded, the products with the Jacobian are not."""
+    exact, rounded = (
+        Monitor(lower(tiny_gpt2, format, "emulated"), power_iteration=True)(tokens).layers.branch_jacobian_norm
+        for format in ("fp32", "bf16")
+    )
+    assert rounded.tolist() == pytest.approx(exact.tolist(), rel=0.1)
+    assert rounded.tolist() != exact.tolist()
+
+
+def row(**columns: float) -> pd.DataFrame:
+    return pd.DataFrame({name: [value] for name, value in columns.items()})
+
+
+def test_in_sequence_by_hand():
+    assert in_sequence(0.5, 2.0) == 3.5  # 0.5 + 2 * 1.5
+
+
+def test_release_transport_by_hand():
+    layers = row(attention_norm=1.0, input_1_norm=2.0, mlp_norm=6.0, input_2_norm=3.0)
+    assert release_transport(layers).tolist() == [3.5]  # alpha = 1/2, beta = 2
+    assert residual_transport(layers, "release").tolist() == [3.5]
+
+
+def test_operator_norm_transport_by_hand():
+    # LayerNorms 2 / sqrt(3 + 1) = 1 and 3 / sqrt(8 + 1) = 1; scores 0.5 * 0.5 * 4 (3 * 1 + 2 * 2) = 7;
+    # values 5 * 2 = 10; attention 0.1 * 17 = 1.7; MLP 0.5 * 1 * 2 = 1; 1.7 + 1 * 2.7 = 4.4.
+    layers = row(
+        gamma_1_max=2.0, variance_1_min=3.0, epsilon_1=1.0, gamma_2_max=3.0, variance_2_min=8.0, epsilon_2=1.0,
+        score_scaling=0.5, value_spectral_norm=4.0, key_norm=3.0, query_weight_norm=1.0, query_norm=2.0,
+        key_weight_norm=2.0, probability_norm=5.0, value_weight_norm=2.0, attention_out_weight_norm=0.1,
+        mlp_out_weight_norm=0.5, activation_lipschitz=1.0, mlp_in_weight_norm=2.0,
+    )  # fmt: skip
+    assert operator_norm_transport(layers).tolist() == [pytest.approx(4.4, rel=1e-14)]
+    assert residual_transport(layers, "operator_norm").tolist() == operator_norm_transport(layers).tolist()
+
+
+def test_unknown_transport():
+    with pytest.raises(ValueError, match="transport must be one of release, operator_norm, power_iteration, got 'exact'"):
+        residual_transport(row(), "exact")
+    assert TRANSPORTS == ("release", "operator_norm", "power_iteration")
+
+
+def test_power_iteration_that_was_not_measured():
+    with pytest.raises(ValueError, match="branch_jacobian_norm, which was not measured: monitor with power_iteration=True"):
+        residual_transport(row(attention_norm=1.0), "power_iteration")
+
+
+@pytest.mark.parametrize(
+    ("activation", "slope"),
+    [
+        (nn.ReLU(), 1.0),
+        (nn.Tanh(), 1.0),
+        (nn.Sigmoid(), 0.25),
+        # erf GELU: Phi(x) + x phi(x), whose derivative (2 - x^2) phi(x) vanishes at sqrt 2: 1.12890.
+        (nn.GELU(), 1.1289),
+    ],
+    ids=["relu", "tanh", "sigmoid", "gelu"],
+)
+def test_activation_lipschitz(activation, slope):
+    assert activation_lipschitz(activation) == pytest.approx(slope, abs=1e-4)
+
+
+def test_weight_statistics(tiny_gpt2):
+    """Against SVDs in fp64, with query, key and value cut out of c_attn by hand."""
+    block = blocks(tiny_gpt2)[1]
+    measured = weight_statistics(block)
+    joint = block.attention.c_attn.weight.double()  # (32, 96)
+    want = {
+        "query_weight_norm": joint[:, :32],
+        "key_weight_norm": joint[:, 32:64],
+        "value_weight_norm": joint[:, 64:],
+        "attention_out_weight_norm": block.attention_out.weight.double(),
+        "mlp_in_weight_norm": block.mlp_in.weight.double(),
+        "mlp_out_weight_norm": block.mlp_out.weight.double(),
+    }
+    for name, weight in want.items():
+        assert measured[name] == pytest.approx(torch.linalg.matrix_norm(weight, 2).item(), rel=1e-6), name
+    assert measured["gamma_1_max"] == block.norm_1.weight.abs().max().item()
+    assert measured["gamma_2_max"] == block.norm_2.weight.abs().max().item()
+    assert (measured["head_width"], measured["d_model"], measured["score_scaling"]) == (16, 32, 0.25)
