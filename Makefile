@@ -49,6 +49,10 @@ test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed d
 	$(PYTHON) -m pytest tests
 	$(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS)
 
+.PHONY: notebooks
+notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and store clean outputs
+	$(PYTHON) -m fragility_core.refresh
+
 .PHONY: bench
 bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
 	$(PYTHON) -m fragility_core.bench

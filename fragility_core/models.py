@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -30,14 +31,19 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bar per weight: a load takes seconds, and the bar would stay in the notebook."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    """No progress bars while loading: it takes seconds, and the bars would stay in the notebook."""
+    bars = [
+        (logging.is_progress_bar_enabled(), logging.disable_progress_bar, logging.enable_progress_bar),
+        (datasets.are_progress_bars_disabled() is False, datasets.disable_progress_bars, datasets.enable_progress_bars),
+    ]
+    for _, disable, _ in bars:
+        disable()
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        for shown, _, enable in bars:
+            if shown:
+                enable()
 
 
 def default_device() -> str:

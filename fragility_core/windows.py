@@ -8,7 +8,7 @@ from datasets import DatasetDict, load_dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fragility_core.models import EMBEDDED, not_found
+from fragility_core.models import EMBEDDED, not_found, quiet_loading
 from fragility_core.paths import EVALUATION_TEXT, TRAINING_TEXT
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -21,12 +21,13 @@ def load_rows(data: str) -> list[str]:
     Local files are .txt (a row per line) or .jsonl, .json, .csv, .parquet with a column ``text``.
     Raises OSError where the data cannot be found, ValueError where it holds no text.
     """
-    if data in EMBEDDED_TEXTS:
-        rows = load_dataset("text", data_files=str(EMBEDDED_TEXTS[data]), split="train", sample_by="paragraph")
-    elif Path(data).suffix in LOADERS:
-        rows = _load_local(Path(data))
-    else:
-        rows = _load_from_hub(*data.split(":"))
+    with quiet_loading():
+        if data in EMBEDDED_TEXTS:
+            rows = load_dataset("text", data_files=str(EMBEDDED_TEXTS[data]), split="train", sample_by="paragraph")
+        elif Path(data).suffix in LOADERS:
+            rows = _load_local(Path(data))
+        else:
+            rows = _load_from_hub(*data.split(":"))
     if "text" not in rows.column_names:
         raise ValueError(f'data must have a column "text", {data!r} has {", ".join(rows.column_names)}')
     return rows["text"][:]

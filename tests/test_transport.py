@@ -69,7 +69,7 @@ def test_power_iteration_converges_to_the_exact_norm(tiny_gpt2, tokens):
     calls = calls[:3]
     for module, *_ in calls:
         module._forward_pre_hooks.clear()
-    by_steps = [torch.stack([branch_jacobian_norm(*call, steps=steps) for call in calls]) for steps in (1, 2, 8, 200)]
+    by_steps = [torch.stack([branch_jacobian_norm(*call, steps=steps) for call in calls]) for steps in (1, 2, 8, 60)]
     for fewer, more in zip(by_steps, by_steps[1:]):
         assert (fewer <= more * (1 + 1e-5)).all()  # a power iteration never falls back
     torch.testing.assert_close(
