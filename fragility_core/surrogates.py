@@ -75,7 +75,7 @@ def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator
 def score(
     layers: pd.DataFrame, windows: pd.DataFrame, unit_roundoff: float, estimator: Estimator = Estimator()
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Risk of every block and signals of every window.
+    """Risk of every block and signals of every window (subsec. bgss_estimation).
 
     ``layers`` and ``windows`` are those of ``monitor.Observation`` (any number of windows, each with
     all blocks in order). Returns them with the terms, risk G (eq. alg-risk) and dominance phi

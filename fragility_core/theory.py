@@ -68,7 +68,7 @@ def downstream_transport(rho: Tensor) -> Tensor:
 
 
 def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """Z_eps(x) = Diag(gamma) (x - mu) / sqrt(sigma^2 + epsilon), rows ``x`` (..., d_model), no bias."""
+    """Z_eps(x) = Diag(gamma) (x - mu) / sqrt(sigma^2 + epsilon) of rows (..., d_model) (subsec. ln)."""
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     return gamma * (x - mean) / (variance + epsilon).sqrt()
 
