@@ -31,6 +31,8 @@ EXACT = {
     aten.tril_, aten.tril, aten.triu, aten._local_scalar_dense, aten.equal, aten.argmax, aten.sort, aten._unsafe_view,
 }  # fmt: skip
 
+SOFTMAXES = {aten._softmax, aten._log_softmax}
+
 # Positions of the two factors of a matrix product.
 FACTORS = {
     aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2), aten.mv: (0, 1),
@@ -135,6 +137,8 @@ class Emulation(TorchDispatchMode):
         wide_args = map_tensors(args, self._widen)
         wide_kwargs = {name: map_tensors(value, self._widen) for name, value in kwargs.items()}
         requested = kwargs.get("dtype")
+        if func.overloadpacket in SOFTMAXES and wide_args[2]:  # half_to_float: fp32 on output, on CUDA
+            wide_args, requested = (*wide_args[:2], False), torch.float32
         if requested == self.format.carrier:
             wide_kwargs["dtype"] = torch.float32
         result = func(*wide_args, **wide_kwargs)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import datasets
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -22,8 +23,9 @@ def resolve(name: str) -> str:
 def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     """One message for whatever the hub libraries raise when they cannot find or reach something."""
     where = "the folder" if Path(name).exists() else "the model hub and this machine's cache"
+    reason = (str(cause).splitlines() or ["no message"])[0]
     return OSError(
-        f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {str(cause).splitlines()[0]}). "
+        f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {reason}). "
         f"Point {variable}= at a local copy (`make reproduce {variable}=path/to/copy`), "
         f"or leave {variable} away: `make reproduce` runs on the embedded default, without a network."
     )
@@ -69,7 +71,7 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
             model = auto_class.from_pretrained(
                 resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
             )
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, SafetensorError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
     return model.eval().requires_grad_(False).to(device or default_device())
 

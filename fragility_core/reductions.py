@@ -47,10 +47,11 @@ def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
     p = p.float()
     v = torch.linspace(-1, 1, p.shape[-1], device=p.device)
     v = (v - v.mean()).expand_as(p)
-    v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    tiny = torch.finfo(p.dtype).tiny
+    v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(tiny)
     for _ in range(POWER_STEPS):
         v = p * (v - (p * v).sum(-1, keepdim=True))
-        v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+        v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(tiny)
     return torch.linalg.vector_norm(p * (v - (p * v).sum(-1, keepdim=True)), dim=-1)
 
 
@@ -72,7 +73,7 @@ def spectral_norm_from_gram(gram: Tensor) -> Tensor:
     """
     tiny = torch.finfo(gram.dtype).tiny
     power = gram
-    for _ in range(2):
-        power = torch.linalg.matrix_power(power / torch.linalg.matrix_norm(power, keepdim=True).clamp_min(tiny), 16)
-    numerator = (power * (gram @ power)).sum((-2, -1))
-    return (numerator / power.square().sum((-2, -1)).clamp_min(tiny)).sqrt()
+    for exponent in (16, 16, 1):
+        unit = power / torch.linalg.matrix_norm(power, keepdim=True).clamp_min(tiny)
+        power = torch.linalg.matrix_power(unit, exponent)
+    return (power * (gram @ power)).sum((-2, -1)).sqrt()

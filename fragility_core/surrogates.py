@@ -83,6 +83,7 @@ def score(
     ``no_transport`` without the product over later blocks, the parts of M alone, and the unscaled
     ``raw`` = sum(G). Nonfinite statistics give nonfinite risk, never a smaller one.
     """
+    layers, windows = layers.reset_index(drop=True), windows.reset_index(drop=True)
     terms = local_terms(layers, unit_roundoff, estimator)
     shape = (len(windows), len(layers) // len(windows))  # (windows, blocks)
 

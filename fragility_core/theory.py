@@ -69,6 +69,7 @@ def downstream_transport(rho: Tensor) -> Tensor:
 
 def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     """Z_eps(x) = Diag(gamma) (x - mu) / sqrt(sigma^2 + epsilon) of rows (..., d_model) (subsec. ln)."""
+    x, gamma = x.double(), gamma.double()
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     return gamma * (x - mean) / (variance + epsilon).sqrt()
 
@@ -111,5 +112,6 @@ def layernorm_dominance(layernorm: Tensor, magnitude: Tensor) -> Tensor:
 
 def mismatch(low: Tensor, reference: Tensor) -> Tensor:
     """m = ||X~ - X|| / ||X|| over the last two dimensions (..., T, d_model), in fp32 or wider (eq. pf_mismatch)."""
-    low = low.to(reference.dtype)
+    dtype = torch.promote_types(reference.dtype, torch.float32)
+    low, reference = low.to(dtype), reference.to(dtype)
     return torch.linalg.matrix_norm(low - reference) / torch.linalg.matrix_norm(reference)

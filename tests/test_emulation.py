@@ -411,3 +411,10 @@ def test_unknown_format(tiny_gpt2):
 def test_no_native_execution_where_there_are_no_kernels(format, tiny_gpt2):
     with pytest.raises(ValueError, match=f'no device computes a whole model in {format}: use execution="emulated"'):
         lower(tiny_gpt2, format, "native")
+
+
+def test_softmax_with_fp32_output_stays_fp32():
+    """On CUDA, softmax(x, dtype=float32) of 16-bit input is one kernel, half_to_float=True."""
+    x = low("fp16", 8, 8)
+    result = emulated("fp16", lambda x: torch.ops.aten._softmax(x, -1, True), x)
+    assert torch.equal(result, x.float().softmax(-1))
