@@ -6,6 +6,8 @@ the peak of a fresh process during the pass alone.
 """
 
 import argparse
+import ctypes
+import gc
 import statistics
 import subprocess
 import sys
@@ -101,6 +103,8 @@ def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what loading the model freed is not the pass's
         Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
 
 

@@ -8,13 +8,14 @@ window and block, and leave it once per batch.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from fragility_core.architectures import Block, blocks
@@ -38,55 +39,75 @@ def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, device=device)
 
 
+class Records:
+    """Named tensors of every block, each name in one tensor (L, ...) from the first block on.
+
+    Tensors that outlive a block, allocated between its large temporary ones, would leave holes in a
+    CPU's heap that the next block's do not fit into: a third more memory at the peak.
+    """
+
+    def __init__(self, depth: int):
+        self.depth = depth
+        self.tensors: dict[str, Tensor] = {}
+
+    def write(self, layer: int, **values: Tensor) -> None:
+        for name, value in values.items():
+            if name not in self.tensors:
+                self.tensors[name] = value.new_empty(self.depth, *value.shape)
+            self.tensors[name][layer].copy_(value)
+
+
 class AttentionStatistics:
     """Accumulates the statistics of one attention module over its blocks of query rows."""
 
     def __init__(self, paused: Callable[[], AbstractContextManager]):
         self.paused = paused
+        self.statistics: dict[str, Tensor] = {}
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         batch, heads, rows, _ = query.shape
-        with self.paused():
-            self.query_norm, self.key_norm = window_norm(query), window_norm(key)
-            wide = value.float()
-            self.value_gram = wide.mT @ wide  # (B, H, d, d)
-        self.score_norms: list[Tensor] = []
-        self.probability_norms: list[Tensor] = []
         self.rows = sampled_rows(rows)
-        self.sample = query.new_zeros(batch, heads, len(self.rows), key.shape[2])
+        with self.paused():
+            wide = value.float()
+            self.statistics = {
+                "query_norm": window_norm(query),
+                "key_norm": window_norm(key),
+                "value_gram": wide.mT @ wide,  # (B, H, d, d)
+                "score_norm": torch.zeros(batch, device=query.device),
+                "probability_norm": torch.zeros(batch, device=query.device),
+                "probability_sample": query.new_zeros(batch, heads, len(self.rows), key.shape[2]),
+            }
 
     def scores(self, scores: Tensor) -> None:
-        with self.paused():
-            self.score_norms.append(window_norm(scores))
+        self._accumulate("score_norm", scores)
 
     def probabilities(self, first_row: int, probabilities: Tensor) -> None:
+        self._accumulate("probability_norm", probabilities)
         _, _, rows, seen = probabilities.shape
         inside = [i for i, row in enumerate(self.rows) if first_row <= row < first_row + rows]
-        with self.paused():
-            self.probability_norms.append(window_norm(probabilities))
-            if inside:
+        if inside:
+            with self.paused():
                 chosen = _index(tuple(self.rows[i] - first_row for i in inside), probabilities.device)
-                sampled = probabilities.index_select(2, chosen)
-                self.sample[:, :, inside[0] : inside[-1] + 1, :seen] = sampled
+                sampled = self.statistics["probability_sample"][:, :, inside[0] : inside[-1] + 1, :seen]
+                sampled.copy_(probabilities.index_select(2, chosen))
+
+    def _accumulate(self, name: str, part: Tensor) -> None:
+        with self.paused():
+            total = self.statistics[name]
+            torch.hypot(total, window_norm(part), out=total)
 
     def result(self) -> dict[str, Tensor]:
-        """Statistics of the whole module, in part still to be finished (see ``finished``)."""
-        return {
-            "query_norm": self.query_norm,
-            "key_norm": self.key_norm,
-            "score_norm": torch.linalg.vector_norm(torch.stack(self.score_norms), dim=0),
-            "probability_norm": torch.linalg.vector_norm(torch.stack(self.probability_norms), dim=0),
-            "probability_sample": self.sample,
-            "value_gram": self.value_gram,
-        }
+        """Statistics of the whole module, in part still to be finished (see ``finished``); asked once."""
+        statistics, self.statistics = self.statistics, {}
+        return statistics
 
 
-def finished(records: list[dict[str, Tensor]], epsilons: Tensor, width: int) -> dict[str, Tensor]:
+def finished(records: Records, epsilons: Tensor, width: int) -> dict[str, Tensor]:
     """All statistics (L, B) from the records of L blocks, small kernels once for all blocks.
 
     ``epsilons`` (L, 2) are those of the two LayerNorm sites, ``width`` is d_model.
     """
-    stacked = {name: torch.stack([record[name] for record in records]) for name in records[0]}
+    stacked = dict(records.tensors)
     grams = stacked.pop("value_gram")  # (L, B, H, d, d)
     stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).sum((-2, -1)).sqrt()
     stacked["value_spectral_norm"] = spectral_norm_from_gram(grams).amax(-1)
@@ -151,7 +172,7 @@ class Monitor:
         """
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
-        records: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        records = Records(len(self.blocks))
         inputs: list[tuple[tuple, dict]] = []
         with self._observing(records, inputs), self.low.running():
             hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
@@ -187,11 +208,11 @@ class Monitor:
         return layers, pd.DataFrame({"window": np.arange(batch)} | windows)
 
     @contextmanager
-    def _observing(self, records: list[dict[str, Tensor]], inputs: list) -> Iterator[None]:
+    def _observing(self, records: Records, inputs: list) -> Iterator[None]:
         """Hooks on every site of every block, for one pass."""
         with ExitStack() as stack:
-            for block, record in zip(self.blocks, records):
-                for handle in self._attach(block, record):
+            for layer, block in enumerate(self.blocks):
+                for handle in self._attach(block, partial(records.write, layer)):
                     stack.callback(handle.remove)
                 stack.callback(observers.pop, block.attention, None)
                 if self.power_iteration:
@@ -202,8 +223,8 @@ class Monitor:
                     stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
             yield
 
-    def _attach(self, block: Block, record: dict[str, Tensor]):
-        """Observe ``block`` into ``record``; yields the handles of the hooks."""
+    def _attach(self, block: Block, write: Callable[..., None]) -> Iterator[RemovableHandle]:
+        """Observe ``block``, giving its statistics to ``write``; yields the handles of the hooks."""
         paused = self.low.paused
         observers[block.attention] = attention = AttentionStatistics(paused)
 
@@ -211,22 +232,19 @@ class Monitor:
             def hook(module, args, output):
                 with paused():
                     path, mean, scale = layernorm_path(args[0], module.weight, module.eps)
-                    record[f"mean_{site}"], record[f"scale_{site}"] = mean, scale
-                    record[f"path_{site}_norm"] = window_norm(path)
-                    record[f"norm_{site}_norm"] = window_norm(output)
+                    norms = {f"path_{site}_norm": window_norm(path), f"norm_{site}_norm": window_norm(output)}
+                    write(**{f"mean_{site}": mean, f"scale_{site}": scale}, **norms)
 
             return hook
 
         def attention_site(module, args, output):
             with paused():
-                record.update(attention.result())
-                record["context_norm"] = window_norm(args[0])
-                record["attention_norm"] = window_norm(output)
+                norms = {"context_norm": window_norm(args[0]), "attention_norm": window_norm(output)}
+                write(**attention.result(), **norms)
 
         def mlp_site(module, args, output):
             with paused():
-                record["activation_norm"] = window_norm(args[0])
-                record["mlp_norm"] = window_norm(output)
+                write(activation_norm=window_norm(args[0]), mlp_norm=window_norm(output))
 
         yield block.norm_1.register_forward_hook(norm_site("1"))
         yield block.attention_out.register_forward_hook(attention_site)
