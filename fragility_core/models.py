@@ -33,7 +33,7 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bars while loading: it takes seconds, and the bars would stay in the notebook."""
+    """No progress bars while loading or saving, which takes seconds: they would stay in the notebook."""
     bars = [
         (logging.is_progress_bar_enabled(), logging.disable_progress_bar, logging.enable_progress_bar),
         (datasets.are_progress_bars_disabled() is False, datasets.disable_progress_bars, datasets.enable_progress_bars),

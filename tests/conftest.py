@@ -1,5 +1,6 @@
 """Models and reference values shared by the tests; see data/README.md for where the values come from."""
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -31,7 +32,7 @@ def random_gpt2(config: GPT2Config, weight_scale: float = 8.0) -> GPT2LMHeadMode
     on which several wrong definitions would agree with the right one.
     """
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval().requires_grad_(False)
+    model = GPT2LMHeadModel(copy.deepcopy(config)).eval().requires_grad_(False)  # attention is set on configurations
     for name, parameter in model.named_parameters():
         if "ln_" in name:
             parameter.copy_(name.endswith("weight") + 0.4 * torch.randn_like(parameter))

@@ -138,7 +138,9 @@ def test_mismatch_grows_with_the_unit_roundoff(eager_reference_model, reference_
     """The formats in the order of their roundoffs; tf32 rounds less often than fp16 at the same u."""
     reference = final_hidden(lower(eager_reference_model, "fp32"), reference_windows[64])
     measured = {
-        format: mismatch(final_hidden(lower(eager_reference_model, format, "emulated"), reference_windows[64]), reference)
+        format: mismatch(
+            final_hidden(lower(eager_reference_model, format, "emulated"), reference_windows[64]), reference
+        )
         for format in FORMATS
     }
     for better, worse in zip(FORMATS, list(FORMATS)[1:]):

@@ -100,7 +100,9 @@ def test_rounds_ties_to_even(format, data):
     midpoint = math.ldexp(significand + 0.5, exponent - format.significand + 1)
     tie = torch.tensor(midpoint)
     assert tie.item() == midpoint
-    around = torch.stack([tie, torch.nextafter(tie, tie.new_tensor(0.0)), torch.nextafter(tie, tie.new_tensor(math.inf))])
+    around = torch.stack(
+        [tie, torch.nextafter(tie, tie.new_tensor(0.0)), torch.nextafter(tie, tie.new_tensor(math.inf))]
+    )
     for x, rounded in zip(around.tolist(), format.round(around).tolist()):
         assert_same(rounded, round_exactly(x, format))
         assert_same(-rounded, round_exactly(-x, format))

@@ -36,7 +36,9 @@ def assert_says_how_to_go_on(error: pytest.ExceptionInfo, kind: str, name: str, 
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(("kind", "load"), [("model", load_model), ("model", load_config), ("tokenizer", load_tokenizer)])
+@pytest.mark.parametrize(
+    ("kind", "load"), [("model", load_model), ("model", load_config), ("tokenizer", load_tokenizer)]
+)
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "./no/such/folder"])
 def test_what_is_not_found_is_named_with_the_way_out(kind, load, name):
     """conftest.py sets HF_HUB_OFFLINE, as on a machine without a network."""

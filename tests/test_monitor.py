@@ -113,9 +113,7 @@ def implied_weight_norms(recorded, monitored):
     def norms(format: str) -> pd.DataFrame:
         layers = monitored(format, "native", 64).layers.query("window == 0")
         rows = pd.DataFrame(recorded(format, 64)[0]["layer_rows"])
-        return pd.DataFrame(
-            {weight: rows[field] / layers[norm] for field, (weight, norm) in REMAINDERS.items()}
-        )
+        return pd.DataFrame({weight: rows[field] / layers[norm] for field, (weight, norm) in REMAINDERS.items()})
 
     return norms
 
@@ -574,9 +572,7 @@ def test_training_mode_is_refused(tiny_gpt2, tiny_tokens):
 
 
 def test_other_architectures_are_refused():
-    config = LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
+    config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     with pytest.raises(TypeError, match="knows the blocks of gpt2 models, got model_type 'llama'"):
         Monitor(lower(LlamaModel(config), "fp32"))
 
@@ -608,9 +604,7 @@ def test_an_overflow_in_one_window_leaves_the_others_alone(tiny_gpt2, tiny_token
     finite = torch.tensor(windows[list(SIGNALS)].to_numpy()).isfinite()
     assert not finite[0].any() and finite[1:].all()
     assert not torch.tensor(layers.query("window == 0").risk.to_numpy()).isfinite().any()
-    pd.testing.assert_frame_equal(
-        observation.layers.query("window > 0"), want.layers.query("window > 0"), rtol=LOOSE
-    )
+    pd.testing.assert_frame_equal(observation.layers.query("window > 0"), want.layers.query("window > 0"), rtol=LOOSE)
 
 
 def test_score_of_several_observations(tiny_gpt2, tiny_tokens):

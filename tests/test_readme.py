@@ -42,7 +42,9 @@ def test_every_local_link_leads_somewhere():
 def test_results_are_those_of_the_committed_tables():
     tables = OUTPUTS / "embedded" / "tables"
     summary = pd.read_csv(tables / "e2_summary.csv", index_col="quantity")
-    shown = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (-?[\d.]+) ± ([\d.]+) \| (-?[\d.]+) to (-?[\d.]+) \|$", README, re.M)
+    shown = re.findall(
+        r"^\| `(\w+)` \| ([\d.]+) \| (-?[\d.]+) ± ([\d.]+) \| (-?[\d.]+) to (-?[\d.]+) \|$", README, re.M
+    )
     assert {name for name, *_ in shown} == set(summary.index)
     for name, *numbers in shown:
         expected = summary.loc[name, ["paper", "mean", "sd", "low", "high"]]

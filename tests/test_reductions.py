@@ -32,7 +32,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arrange", [
-    lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[:, ::2, 1:], lambda x: x.mT, lambda x: x[:1].expand(4, -1, -1, -1),
+    lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[:, ::2, 1:], lambda x: x.mT,
+    lambda x: x[:1].expand(4, -1, -1, -1),
 ], ids=["contiguous", "heads first", "strided", "transposed", "expanded"])  # fmt: skip
 def test_window_norm(dtype, arrange):
     x = arrange(normal(3, 17, 4, 50).to(dtype))
@@ -135,7 +136,9 @@ def test_softmax_sensitivity_estimate_of_an_overflow_is_nonfinite():
     assert softmax_sensitivity_estimate(torch.full((4,), math.nan)).isnan()
 
 
-@pytest.mark.parametrize(("shape", "blocks"), [((12, 1, 12, 16, 1024), 2), ((12, 8, 12, 16, 1024), 1), ((4, 1, 4, 16, 64), 128)])
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [((12, 1, 12, 16, 1024), 2), ((12, 8, 12, 16, 1024), 1), ((4, 1, 4, 16, 64), 128)]
+)
 def test_blocks_at_once(shape, blocks):
     # 2^19 fp32 elements (2 MiB) hold 2.67, a third and 128 blocks of these samples; never fewer than one.
     assert blocks_at_once(torch.empty(shape, device="meta")) == blocks
@@ -182,7 +185,9 @@ SPECTRA = {
     "wide": lambda d: torch.logspace(-12, 0, d, dtype=torch.float64),
     "tied in pairs": lambda d: torch.linspace(0, 1, d // 2, dtype=torch.float64).repeat_interleave(2),
 } | {
-    f"one above the rest by {gap}": lambda d, gap=gap: torch.cat([torch.ones(1).double(), torch.full((d - 1,), 1.0 - gap).double()])
+    f"one above the rest by {gap}": lambda d, gap=gap: torch.cat(
+        [torch.ones(1).double(), torch.full((d - 1,), 1.0 - gap).double()]
+    )
     for gap in (1e-4, 1e-3, 3e-3, 6e-3, 1e-2, 3e-2, 0.1)
 }  # fmt: skip
 

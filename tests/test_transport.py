@@ -1,5 +1,7 @@
 """Residual transport: the three estimators against the exact Jacobian of the library's own block."""
 
+import itertools
+
 import pandas as pd
 import pytest
 import torch
@@ -63,14 +65,16 @@ def test_estimators_enclose_the_exact_norm(weight_scale, tiny_gpt2, tokens):
 def test_power_iteration_converges_to_the_exact_norm(tiny_gpt2, tokens):
     calls = []
     for block in blocks(tiny_gpt2):
-        block.module.register_forward_pre_hook(lambda module, args, kwargs: calls.append((module, args, kwargs)), with_kwargs=True)
+        block.module.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append((module, args, kwargs)), with_kwargs=True
+        )
     tiny_gpt2.base_model.set_attn_implementation("eager")
     tiny_gpt2.base_model(tokens, use_cache=False)
     calls = calls[:3]
     for module, *_ in calls:
         module._forward_pre_hooks.clear()
     by_steps = [torch.stack([branch_jacobian_norm(*call, steps=steps) for call in calls]) for steps in (1, 2, 40)]
-    for fewer, more in zip(by_steps, by_steps[1:]):
+    for fewer, more in itertools.pairwise(by_steps):
         assert (fewer <= more * (1 + 1e-5)).all()  # a power iteration never falls back
     # The two largest singular values lie near each other: measured 0.9 % below after 60 steps, 0.2 % after 200.
     torch.testing.assert_close(by_steps[-1].T.flatten().double(), exact_norms(tiny_gpt2, tokens), rtol=0.02, atol=0)
@@ -114,13 +118,17 @@ def test_operator_norm_transport_by_hand():
 
 
 def test_unknown_transport():
-    with pytest.raises(ValueError, match="transport must be one of release, operator_norm, power_iteration, got 'exact'"):
+    with pytest.raises(
+        ValueError, match="transport must be one of release, operator_norm, power_iteration, got 'exact'"
+    ):
         residual_transport(row(), "exact")
     assert TRANSPORTS == ("release", "operator_norm", "power_iteration")
 
 
 def test_power_iteration_that_was_not_measured():
-    with pytest.raises(ValueError, match="branch_jacobian_norm, which was not measured: monitor with power_iteration=True"):
+    with pytest.raises(
+        ValueError, match="branch_jacobian_norm, which was not measured: monitor with power_iteration=True"
+    ):
         residual_transport(row(attention_norm=1.0), "power_iteration")
 
 

@@ -19,6 +19,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from fragility_core.models import quiet_loading
 from fragility_core.progress import progress
 
 END_OF_TEXT = "<|endoftext|>"
@@ -181,7 +182,8 @@ def save_checkpoint(
 ) -> dict:
     """Write model, tokenizer, ``log.csv`` and ``record.json``; return the record."""
     model.config.activation_function = "gelu_new"
-    model.save_pretrained(folder)
+    with quiet_loading():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     log.to_csv(folder / "log.csv", index=False, float_format="%.6g")
     best = log.loc[log.validation_loss.idxmin()]
