@@ -39,23 +39,25 @@ def test_rerun_skips_finished_runs_and_resumes_identically(inputs, tmp_path, mon
     missing = e2.specifications(GRID, inputs)[3]
     RunStore(tmp_path).path(missing).unlink()
     computed = []
-    original = e2.run
-    monkeypatch.setattr(e2, "run", lambda spec, *rest: computed.append(spec) or original(spec, *rest))
+    original = e2.Passes.run
+    monkeypatch.setattr(
+        e2.Passes, "run", lambda passes, spec, advance: computed.append(spec) or original(passes, spec, advance)
+    )
     resumed = e2.run_grid(GRID, inputs, tmp_path)
     assert computed == [missing]
     pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
 
 
 def test_interrupt_keeps_the_runs_before_it(inputs, tmp_path, monkeypatch):
-    original, done = e2.run, []
+    original, done = e2.Passes.run, []
 
-    def interrupted(spec, *rest):
+    def interrupted(passes, spec, advance):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(spec)
-        return original(spec, *rest)
+        return original(passes, spec, advance)
 
-    monkeypatch.setattr(e2, "run", interrupted)
+    monkeypatch.setattr(e2.Passes, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         e2.run_grid(GRID, inputs, tmp_path)
     assert len(list(tmp_path.glob("*.parquet"))) == 2

@@ -1,10 +1,10 @@
 """E2: does the score of one low-precision pass predict the mismatch? (protocol section 5)"""
 
 import hashlib
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 
 import pandas as pd
@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 
 from fragility_core import models
 from fragility_core.emulation import lower
-from fragility_core.environment import device_name, versions
+from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import RunSpec, RunStore, spec_columns
 from fragility_core.formats import get_format, has_native_kernels
 from fragility_core.monitor import Monitor
-from fragility_core.progress import progress
 from fragility_core.surrogates import score
 from fragility_core.windows import load_rows, select_windows, tokenize
 
@@ -106,13 +105,15 @@ def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
 
 
 class Passes:
-    """The reference and monitored passes over a grid's inputs, sharing what runs have in common.
+    """Computes the runs of a grid, sharing what they have in common (a ``pool.Worker``).
 
     bf16 and fp16 share the fp32 hidden states of a window, all runs of a precision its model.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
+    def __init__(self, inputs: Inputs):
+        self.inputs = inputs
+        self.model = inputs.model
+        self.record = {"attention": {"monitored": "eager", "reference": self.model.config._attn_implementation}}
         self._monitors: dict[tuple, Monitor] = {}
         self._hidden: dict[int, Tensor] = {}
         self._selection: tuple | None = None
@@ -138,53 +139,38 @@ class Passes:
             self._hidden[first] = self.model.base_model(tokens, use_cache=False).last_hidden_state
         return self._hidden[first]
 
+    def run(self, spec: RunSpec, advance: Advance) -> pd.DataFrame:
+        """Tidy rows, one per window and block: statistics, terms, risk, and the window's signals.
 
-def run(spec: RunSpec, inputs: Inputs, passes: Passes) -> pd.DataFrame:
-    """Tidy rows, one per window and block: statistics, terms, risk, and the window's signals.
-
-    A window with a nonfinite statistic or mismatch is flagged in ``overflow``, never left out.
-    """
-    starts, tokens = select_windows(inputs.stream, spec.length, spec.windows, spec.seed)
-    monitor = passes.monitor(spec)
-    unit_roundoff = get_format(spec.precision).unit_roundoff
-    frames = []
-    with progress(total=spec.windows, desc=spec.label, unit="window", leave=False) as bar:
+        A window with a nonfinite statistic or mismatch is flagged in ``overflow``, never left out.
+        """
+        starts, tokens = select_windows(self.inputs.stream, spec.length, spec.windows, spec.seed)
+        monitor = self.monitor(spec)
+        unit_roundoff = get_format(spec.precision).unit_roundoff
+        frames = []
         for first in range(0, spec.windows, spec.batch):
-            batch = tokens[first : first + spec.batch].to(inputs.device)
-            reference = passes.reference(spec, first, batch)
+            batch = tokens[first : first + spec.batch].to(self.inputs.device)
+            reference = self.reference(spec, first, batch)
             observed = monitor(batch, reference)
             layers, windows = score(observed.layers, observed.windows, unit_roundoff, spec.estimator)
             frame = layers.merge(windows, on="window")
             frames.append(frame.assign(window=frame.window + first))
-            bar.update(len(batch))
-    rows = pd.concat(frames, ignore_index=True)
-    finite = torch.tensor(rows.drop(columns="window").to_numpy(dtype="float64")).isfinite().all(-1)
-    rows["overflow"] = (~pd.Series(finite.numpy())).groupby(rows.window).transform("any")
-    rows.insert(0, "start", rows.window.map(dict(enumerate(starts))))
-    return rows.assign(**spec_columns(spec))
+            advance(batch.numel())
+        rows = pd.concat(frames, ignore_index=True)
+        finite = torch.tensor(rows.drop(columns="window").to_numpy(dtype="float64")).isfinite().all(-1)
+        rows["overflow"] = (~pd.Series(finite.numpy())).groupby(rows.window).transform("any")
+        rows.insert(0, "start", rows.window.map(dict(enumerate(starts))))
+        return rows.assign(**spec_columns(spec))
 
 
-def run_grid(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:
-    """All runs of ``grid``, those already finished in ``folder`` not computed again."""
-    store, passes = RunStore(folder), Passes(inputs.model)
+def run_grid(grid: Grid, inputs: Inputs, folder: Path, workers: int = 1) -> pd.DataFrame:
+    """All runs of ``grid``, those already finished in ``folder`` not computed again.
+
+    ``workers`` processes share them out, 0 being one a CPU core (see ``pool.complete``).
+    """
     specs = specifications(grid, inputs)
-    finished = {spec: frame for spec in specs if (frame := store.load(spec)) is not None}
-    with progress(total=len(specs), initial=len(finished), desc="E2", unit="run") as bar:
-        for spec in specs:
-            if spec in finished:
-                continue
-            begin = time.perf_counter()
-            frame = run(spec, inputs, passes)
-            metadata = {
-                "versions": versions(),
-                "device_name": device_name(spec.device),
-                "attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation},
-                "seconds": round(time.perf_counter() - begin, 3),
-            }
-            store.save(spec, frame, metadata)
-            finished[spec] = frame
-            bar.update()
-    return pd.concat([finished[spec] for spec in specs], ignore_index=True)
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.length, spec.seed))]
+    return complete(groups, RunStore(folder), partial(Passes, inputs), inputs.device, workers, "E2")
 
 
 def records(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:

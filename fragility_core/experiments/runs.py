@@ -10,6 +10,7 @@ import os
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import pandas as pd
 import pyarrow as pa
@@ -22,9 +23,35 @@ from fragility_core.transport import TRANSPORTS
 METADATA_KEY = b"fragility"
 
 
+class Specification:
+    """Everything that the numbers of a run depend on; its kinds are frozen dataclasses.
+
+    ``size`` is the run's work in multiples of ``unit``, for progress and for sharing runs out.
+    """
+
+    device: str
+    unit: ClassVar[str]
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that identify the specification."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def label(self) -> str:
+        """Short name for people, unique within one experiment."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class RunSpec:
-    """Everything a run's numbers depend on; raises ValueError for values outside the choices."""
+class RunSpec(Specification):
+    """One run of E2; raises ValueError for values outside the choices."""
+
+    unit = "token"
 
     model: str
     data: str
@@ -55,14 +82,12 @@ class RunSpec:
         return Estimator(self.layernorm, self.transport)
 
     @property
-    def digest(self) -> str:
-        """Twelve hexadecimal digits that identify the specification."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+    def label(self) -> str:
+        return f"{self.precision}-T{self.length}-seed{self.seed}"
 
     @property
-    def label(self) -> str:
-        """Short name for people, unique within one grid."""
-        return f"{self.precision}-T{self.length}-seed{self.seed}"
+    def size(self) -> int:
+        return self.windows * self.length
 
 
 IDENTITY = ("precision", "length", "seed")  # columns that tell the runs of one grid apart
@@ -75,10 +100,10 @@ class RunStore:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def path(self, spec: RunSpec) -> Path:
+    def path(self, spec: Specification) -> Path:
         return self.folder / f"{spec.label}-{spec.digest}.parquet"
 
-    def load(self, spec: RunSpec) -> pd.DataFrame | None:
+    def load(self, spec: Specification) -> pd.DataFrame | None:
         """The finished run of ``spec``, or None. An unreadable file counts as unfinished."""
         path = self.path(spec)
         if not path.exists():
@@ -89,11 +114,11 @@ class RunStore:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
 
-    def metadata(self, spec: RunSpec) -> dict:
+    def metadata(self, spec: Specification) -> dict:
         """What was recorded with the run: specification, versions, device, wall time."""
         return json.loads(pq.read_schema(self.path(spec)).metadata[METADATA_KEY])
 
-    def save(self, spec: RunSpec, frame: pd.DataFrame, metadata: dict) -> None:
+    def save(self, spec: Specification, frame: pd.DataFrame, metadata: dict) -> None:
         """Write ``frame`` with its specification; the file appears complete or not at all."""
         table = pa.Table.from_pandas(frame, preserve_index=False)
         record = json.dumps({"specification": asdict(spec), **metadata}).encode()
@@ -112,6 +137,6 @@ def window_rows(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[runs.layer == 0].drop(columns="layer")
 
 
-def spec_columns(spec: RunSpec) -> dict:
+def spec_columns(spec: Specification) -> dict:
     """The identity of a run as constant columns."""
     return {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in IDENTITY}

@@ -1,0 +1,159 @@
+"""Compute what is missing of a set of runs, in parallel where that helps.
+
+On a CPU one process with few threads a run beats one run on all threads, since most kernels of a small
+model are too short to be split; a GPU is one worker. Progress is counted in units of the runs' choosing.
+"""
+
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ProcessPoolExecutor, wait
+from multiprocessing.connection import wait as wait_for_connection
+from typing import Any, Protocol
+
+import pandas as pd
+import torch
+
+from fragility_core.environment import device_name, versions
+from fragility_core.experiments.runs import RunStore, Specification
+from fragility_core.progress import progress
+
+Advance = Callable[[int], None]
+
+
+class Worker(Protocol):
+    """What computes runs, once per process; keeps what they have in common."""
+
+    record: dict  # what is stored with each run beside versions, device and time
+
+    def run(self, spec: Specification, advance: Advance) -> pd.DataFrame:
+        """The result of ``spec``; calls ``advance(n)`` after every n units of progress."""
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_count(asked: int, groups: int, device: torch.device) -> int:
+    """Processes for ``groups`` groups of runs; ``asked`` = 0 means one a core. A GPU has one.
+
+    It depends on all groups, not on the unfinished ones, so that a resumed experiment computes with
+    as many threads as an uninterrupted one and gets the same values.
+    """
+    if asked < 0:
+        raise ValueError(f"workers must be 0 (one a core) or a number of processes, got {asked}")
+    return 1 if device.type != "cpu" else max(1, min(asked or cores(), groups))
+
+
+def complete(
+    groups: Sequence[Sequence[Specification]],
+    store: RunStore,
+    prepare: Callable[[], Worker],
+    device: torch.device,
+    workers: int = 1,
+    desc: str = "runs",
+) -> pd.DataFrame:
+    """All runs of ``groups``, in their order; those not in ``store`` are computed and kept there.
+
+    The runs of a group share work and stay in one process. ``prepare`` makes the worker of a process
+    and is pickled where there are several, as are the specifications. An interrupt keeps every
+    finished run.
+    """
+    specs = [spec for group in groups for spec in group]
+    missing = [[spec for spec in group if store.load(spec) is None] for group in groups]
+    missing = sorted(filter(None, missing), key=lambda group: -sum(spec.size for spec in group))
+    done = len(specs) - sum(map(len, missing))
+    total = sum(spec.size for spec in specs)
+    left = sum(spec.size for group in missing for spec in group)
+    count = worker_count(workers, len(groups), device)
+    with progress(total=total, initial=total - left, desc=desc, unit=specs[0].unit, unit_scale=True) as bar:
+        bar.set_postfix_str(f"{done}/{len(specs)} runs")
+
+        def finished() -> None:
+            nonlocal done
+            done += 1
+            bar.set_postfix_str(f"{done}/{len(specs)} runs")
+
+        if missing and count > 1:
+            _in_processes(missing, store, prepare, count, bar.update, finished)
+        elif missing:
+            worker = prepare()
+            for group in missing:
+                _compute(group, store, worker, bar.update, finished)
+    return pd.concat([store.load(spec) for spec in specs], ignore_index=True)
+
+
+def _compute(group, store: RunStore, worker: Worker, advance: Advance, finished: Callable[[], None]) -> None:
+    for spec in group:
+        begin = time.perf_counter()
+        frame = worker.run(spec, advance)
+        record = {
+            "versions": versions(),
+            "device_name": device_name(spec.device),
+            "threads": torch.get_num_threads(),
+            "seconds": round(time.perf_counter() - begin, 3),
+        }
+        store.save(spec, frame, record | worker.record)
+        finished()
+
+
+# --- Several processes ------------------------------------------------------------------------
+
+_process: dict[str, Any] = {}  # of a worker process: its Worker, its way to report, the signal to stop
+
+
+def _in_processes(missing, store, prepare, count, advance, finished) -> None:
+    """Spread ``missing`` over ``count`` processes, forwarding their reports until all are done."""
+    context = multiprocessing.get_context("spawn")
+    prepare = pickle.dumps(prepare)  # as bytes: torch would share tensors through /dev/shm, which may be small
+    reports, stop = context.Queue(), context.Event()
+    threads = max(1, cores() // count)
+    executor = ProcessPoolExecutor(min(count, len(missing)), context, _start_process, (prepare, reports, stop, threads))
+    try:
+        futures = {executor.submit(_compute_in_process, group, store) for group in missing}
+        while futures:
+            ended, futures = wait(futures, timeout=0.1, return_when=FIRST_EXCEPTION)
+            _forward(reports, advance, finished)
+            for future in ended:
+                future.result()
+    finally:
+        stop.set()
+        executor.shutdown(cancel_futures=True)
+        _forward(reports, advance, finished)
+
+
+def _forward(reports, advance: Advance, finished: Callable[[], None]) -> None:
+    while True:
+        try:
+            units = reports.get(timeout=0.05)
+        except queue.Empty:
+            return
+        finished() if units is None else advance(units)
+
+
+def _start_process(prepare: bytes, reports, stop, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and says when to stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    _process.update(worker=pickle.loads(prepare)(), reports=reports, stop=stop)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot say so; its workers would wait for it for ever."""
+    wait_for_connection([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _compute_in_process(group, store: RunStore) -> None:
+    def advance(units: int) -> None:
+        if _process["stop"].is_set():
+            raise CancelledError
+        _process["reports"].put(units)
+
+    _compute(group, store, _process["worker"], advance, lambda: _process["reports"].put(None))

@@ -1,0 +1,121 @@
+"""Runs shared out over processes: same values, no lost work, errors and interrupts that end them all."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+
+from fragility_core.experiments import pool
+from fragility_core.experiments.runs import RunStore, Specification
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Number(Specification):
+    """A run whose result is a number of its process and its own value."""
+
+    value: int
+    device: str = "cpu"
+    unit = "number"
+
+    @property
+    def label(self) -> str:
+        return f"number{self.value}"
+
+    @property
+    def size(self) -> int:
+        return 1
+
+
+class Square:
+    """Squares, and refuses or waits where a test wants it to."""
+
+    def __init__(self, refused: int = -1, endless: int = -1):
+        self.record = {"kind": "square"}
+        self.refused, self.endless = refused, endless
+
+    def run(self, spec, advance):
+        if spec.value == self.refused:
+            raise ValueError(f"no square of {spec.value}")
+        while spec.value == self.endless:
+            time.sleep(0.02)
+            advance(0)
+        advance(1)
+        return pd.DataFrame({"value": [spec.value], "square": [spec.value**2], "process": [os.getpid()]})
+
+
+GROUPS = [[Number(1), Number(2)], [Number(3)], [Number(4), Number(5)]]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_run_is_computed_once_and_kept_in_order(tmp_path, workers):
+    store = RunStore(tmp_path)
+    rows = pool.complete(GROUPS, store, Square, CPU, workers)
+    assert rows.value.tolist() == [1, 2, 3, 4, 5]
+    assert rows.square.tolist() == [1, 4, 9, 16, 25]
+    assert (rows.process == os.getpid()).all() == (workers == 1)
+    assert rows.process[0] == rows.process[1], "a group stays in one process"
+    assert store.metadata(Number(3))["kind"] == "square"
+    again = pool.complete(GROUPS, store, partial(Square, refused=1), CPU, workers)
+    pd.testing.assert_frame_equal(rows, again)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers):
+    store = RunStore(tmp_path)
+    with pytest.raises(ValueError, match="no square of 2"):
+        pool.complete(GROUPS, store, partial(Square, refused=2), CPU, workers)
+    assert store.load(Number(1)) is not None
+    assert store.load(Number(2)) is None
+
+
+def test_an_interrupt_ends_the_processes(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.complete(GROUPS, RunStore(tmp_path), partial(Square, endless=3), CPU, 2)
+    assert workers_of(os.getpid()) == []
+
+
+def test_processes_end_with_a_killed_parent(tmp_path):
+    context = pool.multiprocessing.get_context("spawn")
+    arguments = (GROUPS, RunStore(tmp_path), partial(Square, endless=3), CPU, 2)
+    parent = context.Process(target=pool.complete, args=arguments)
+    parent.start()
+    deadline = time.monotonic() + 60
+    while RunStore(tmp_path).load(Number(5)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = workers_of(parent.pid)
+    assert children
+    os.kill(parent.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Processes that compute for ``pid``; Python's own resource tracker is none of them."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("asked", "groups", "device", "count"),
+    [(1, 9, "cpu", 1), (0, 9, "cpu", 4), (0, 3, "cpu", 3), (8, 9, "cpu", 8), (0, 9, "cuda", 1), (8, 9, "cuda", 1)],
+)
+def test_worker_count(monkeypatch, asked, groups, device, count):
+    monkeypatch.setattr(pool, "cores", lambda: 4)
+    assert pool.worker_count(asked, groups, torch.device(device)) == count
+
+
+def test_negative_workers_are_refused():
+    with pytest.raises(ValueError, match=r"workers must be 0 \(one a core\) or a number of processes, got -1"):
+        pool.worker_count(-1, 3, CPU)
