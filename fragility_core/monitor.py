@@ -30,7 +30,8 @@ from fragility_core.reductions import (
     window_norm,
 )
 from fragility_core.theory import mismatch
-from fragility_core.transport import branch_jacobian_norm, weight_statistics
+from fragility_core.transport import branch_jacobian_norm
+from fragility_core.weights import WeightStatistics
 
 
 @lru_cache(maxsize=1024)
@@ -141,8 +142,8 @@ class Observation:
 class Monitor:
     """Monitored low-precision passes of a Hugging Face model (protocol section 3).
 
-    The model's weights may change between passes after ``refresh()``; LayerNorm's epsilon may change
-    at any time.
+    The model's weights may change between passes if ``refresh()`` or ``follow()`` is called; LayerNorm's
+    epsilon may change at any time.
     """
 
     def __init__(self, low: LowPrecision, power_iteration: bool = False):
@@ -155,12 +156,16 @@ class Monitor:
         self.blocks = blocks(self.model)
         self.power_iteration = power_iteration
         self.model.set_attn_implementation(IMPLEMENTATION)
+        self.weight_statistics = WeightStatistics(self.blocks)
         self.refresh()
 
     def refresh(self) -> None:
-        """Measure the statistics that belong to the weights again."""
-        rows = [weight_statistics(block) for block in self.blocks]
-        self.weights = {name: [row[name] for row in rows] for name in rows[0]}
+        """Measure the statistics that belong to the weights again, exactly."""
+        self.weights = self.weight_statistics.measure()
+
+    def follow(self) -> None:
+        """Bring them up to date after the weights moved a little (``WeightStatistics.follow``)."""
+        self.weights = self.weight_statistics.follow()
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, reference: Tensor | None = None, loss: bool = False) -> Observation:

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from fragility_core.architectures import Block
-from fragility_core.reductions import spectral_norm
-
 TRANSPORTS = ("release", "operator_norm", "power_iteration")
 
 
@@ -92,33 +89,3 @@ def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int
         _, pull_back = vjp(branch, x)
         (direction,) = pull_back(image)
     return norm
-
-
-def activation_lipschitz(activation: nn.Module, reach: float = 20.0) -> float:
-    """Largest |slope| of a pointwise activation on [-reach, reach], on a grid of 1e-3."""
-    x = torch.arange(-reach, reach, 1e-3, dtype=torch.float64, requires_grad=True)
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(activation(x).sum(), x)
-    return slope.abs().max().item()
-
-
-def weight_statistics(block: Block) -> dict[str, float]:
-    """The statistics of a GPT-2 block that depend on its weights alone."""
-    # Conv1D keeps (in, out), query, key and value side by side.
-    query, key, value = block.attention.c_attn.weight.chunk(3, dim=1)
-    norms = {
-        "query_weight_norm": query,
-        "key_weight_norm": key,
-        "value_weight_norm": value,
-        "attention_out_weight_norm": block.attention_out.weight,
-        "mlp_in_weight_norm": block.mlp_in.weight,
-        "mlp_out_weight_norm": block.mlp_out.weight,
-    }
-    return {name: spectral_norm(weight).item() for name, weight in norms.items()} | {
-        "gamma_1_max": block.norm_1.weight.abs().max().item(),
-        "gamma_2_max": block.norm_2.weight.abs().max().item(),
-        "activation_lipschitz": activation_lipschitz(block.activation),
-        "score_scaling": block.attention.scaling,
-        "head_width": block.attention.head_dim,
-        "d_model": block.norm_1.weight.numel(),
-    }

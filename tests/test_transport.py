@@ -12,13 +12,11 @@ from fragility_core.emulation import lower
 from fragility_core.monitor import Monitor
 from fragility_core.transport import (
     TRANSPORTS,
-    activation_lipschitz,
     branch_jacobian_norm,
     in_sequence,
     operator_norm_transport,
     release_transport,
     residual_transport,
-    weight_statistics,
 )
 
 LENGTH = 6  # the exact Jacobian of a block is (6 * 32) x (6 * 32)
@@ -130,38 +128,3 @@ def test_power_iteration_that_was_not_measured():
         ValueError, match="branch_jacobian_norm, which was not measured: monitor with power_iteration=True"
     ):
         residual_transport(row(attention_norm=1.0), "power_iteration")
-
-
-@pytest.mark.parametrize(
-    ("activation", "slope"),
-    [
-        (nn.ReLU(), 1.0),
-        (nn.Tanh(), 1.0),
-        (nn.Sigmoid(), 0.25),
-        # erf GELU: Phi(x) + x phi(x), whose derivative (2 - x^2) phi(x) vanishes at sqrt 2: 1.12890.
-        (nn.GELU(), 1.1289),
-    ],
-    ids=["relu", "tanh", "sigmoid", "gelu"],
-)
-def test_activation_lipschitz(activation, slope):
-    assert activation_lipschitz(activation) == pytest.approx(slope, abs=1e-4)
-
-
-def test_weight_statistics(tiny_gpt2):
-    """Against SVDs in fp64, with query, key and value cut out of c_attn by hand."""
-    block = blocks(tiny_gpt2)[1]
-    measured = weight_statistics(block)
-    joint = block.attention.c_attn.weight.double()  # (32, 96)
-    want = {
-        "query_weight_norm": joint[:, :32],
-        "key_weight_norm": joint[:, 32:64],
-        "value_weight_norm": joint[:, 64:],
-        "attention_out_weight_norm": block.attention_out.weight.double(),
-        "mlp_in_weight_norm": block.mlp_in.weight.double(),
-        "mlp_out_weight_norm": block.mlp_out.weight.double(),
-    }
-    for name, weight in want.items():
-        assert measured[name] == pytest.approx(torch.linalg.matrix_norm(weight, 2).item(), rel=1e-6), name
-    assert measured["gamma_1_max"] == block.norm_1.weight.abs().max().item()
-    assert measured["gamma_2_max"] == block.norm_2.weight.abs().max().item()
-    assert (measured["head_width"], measured["d_model"], measured["score_scaling"]) == (16, 32, 0.25)

@@ -1,0 +1,108 @@
+"""Statistics that belong to a model's weights alone: measured once, or followed while it trains.
+
+Exact spectral norms cost more than a training step of a small model. From one step to the next the
+weights move by a learning rate, so the singular vectors of the last step nearly fit: one subspace
+iteration from them keeps the norms current.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fragility_core.architectures import Block
+from fragility_core.reductions import spectral_norm
+
+FOLLOWED = 4  # singular vectors carried along: the largest may change places with one of the next
+
+
+def activation_lipschitz(activation: nn.Module, reach: float = 20.0) -> float:
+    """Largest |slope| of a pointwise activation on [-reach, reach], on a grid of 1e-3."""
+    x = torch.arange(-reach, reach, 1e-3, dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(activation(x).sum(), x)
+    return slope.abs().max().item()
+
+
+def matrices(block: Block) -> dict[str, Tensor]:
+    """The weight matrices of a GPT-2 block that the score and transport need, by the name of their norm."""
+    # Conv1D keeps (in, out), query, key and value side by side.
+    query, key, value = block.attention.c_attn.weight.detach().chunk(3, dim=1)
+    return {
+        "query_weight_norm": query,
+        "key_weight_norm": key,
+        "value_weight_norm": value,
+        "attention_out_weight_norm": block.attention_out.weight.detach(),
+        "mlp_in_weight_norm": block.mlp_in.weight.detach(),
+        "mlp_out_weight_norm": block.mlp_out.weight.detach(),
+    }
+
+
+class WeightStatistics:
+    """The statistics of the weights of ``blocks``, one list entry a block under each name.
+
+    ``subspaces`` holds what ``follow`` goes on from; a training run that is to be resumed bit for bit
+    keeps it with its other state.
+    """
+
+    def __init__(self, blocks: list[Block]):
+        self.blocks = blocks
+        self.subspaces: dict[tuple[int, int], Tensor] = {}
+        self._constants = {
+            "activation_lipschitz": [activation_lipschitz(block.activation) for block in blocks],
+            "score_scaling": [block.attention.scaling for block in blocks],
+            "head_width": [block.attention.head_dim for block in blocks],
+            "d_model": [block.norm_1.weight.numel() for block in blocks],
+        }
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, list[float]]:
+        """Exact spectral norms (see ``reductions.spectral_norm``), largest |gamma|, and constants."""
+        self.subspaces = {}
+        per_block = [matrices(block) for block in self.blocks]
+        return self._collected(
+            {name: torch.stack([spectral_norm(m[name]) for m in per_block]) for name in per_block[0]}
+        )
+
+    @torch.no_grad()
+    def follow(self) -> dict[str, list[float]]:
+        """As ``measure``, for weights that moved a little since the last call.
+
+        The norms are Ritz values of ``FOLLOWED`` vectors after one subspace iteration: never above the
+        exact ones, and below them in second order of the movement. The first call measures exactly.
+        """
+        stacks: dict[tuple, dict[str, Tensor]] = {}  # matrices of one shape are one batch
+        for layer, block in enumerate(self.blocks):
+            for name, weight in matrices(block).items():
+                stacks.setdefault(tuple(weight.shape), {})[f"{name} {layer}"] = weight
+        norms: dict[str, list[Tensor]] = {}
+        for shape, weights in stacks.items():
+            stacked = torch.stack(list(weights.values())).float()  # (N, m, n)
+            values, self.subspaces[shape] = followed_norms(stacked, self.subspaces.get(shape))
+            for key, value in zip(weights, values.unbind()):
+                norms.setdefault(key.split()[0], []).append(value)
+        return self._collected({name: torch.stack(values) for name, values in norms.items()})
+
+    def _collected(self, norms: dict[str, Tensor]) -> dict[str, list[float]]:
+        """``norms`` (L,) each and the largest |gamma|, through one transfer from the device."""
+        gammas = {
+            f"gamma_{site}_max": torch.stack([getattr(b, f"norm_{site}").weight for b in self.blocks]).abs().amax(-1)
+            for site in (1, 2)
+        }
+        measured = norms | gammas
+        values = torch.stack([value.float() for value in measured.values()]).tolist()
+        return dict(zip(measured, values)) | self._constants
+
+
+def followed_norms(weights: Tensor, subspace: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Largest singular values (N,) of ``weights`` (N, m, n) and their leading right vectors (N, n, k).
+
+    One subspace iteration with Rayleigh-Ritz from ``subspace`` (Golub & Van Loan, sec. 8.2), or a full
+    decomposition where it is None. Nonfinite weights give NaN, then and afterwards.
+    """
+    if subspace is None:  # LAPACK refuses nonfinite entries
+        subspace = torch.linalg.svd(weights.nan_to_num(), full_matrices=False)[2].mT[..., :FOLLOWED]
+    basis, _ = torch.linalg.qr(weights.mT @ (weights @ subspace))
+    image = weights @ basis
+    gram = image.mT @ image
+    finite = gram.isfinite().flatten(1).all(-1)
+    squares, rotation = torch.linalg.eigh(torch.where(finite[:, None, None], gram, 0.0))  # ascending
+    return torch.where(finite, squares[:, -1].clamp_min(0).sqrt(), torch.nan), basis @ rotation
