@@ -6,6 +6,7 @@ the peak of a fresh process during the pass alone.
 """
 
 import argparse
+import copy
 import ctypes
 import gc
 import statistics
@@ -17,17 +18,19 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers import GPT2Config, GPT2Model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from fragility_core.emulation import lower
 from fragility_core.environment import device_name
-from fragility_core.models import default_device
+from fragility_core.models import default_device, load_model
 from fragility_core.monitor import Monitor
+from fragility_core.shadow import ShadowTraining
 
 LENGTHS = (128, 512, 1024)
 TIME_LIMITS = {128: 1.2, 512: 1.2, 1024: 1.5}
 EMULATION_LIMIT = 1.6
 MEMORY_LIMIT = 1.3
+TRAINING_LENGTH, TRAINING_LIMIT = 256, 2.5
 
 
 def random_gpt2() -> GPT2Model:
@@ -86,6 +89,26 @@ def time_passes(repetitions: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def time_training_step(repetitions: int) -> pd.DataFrame:
+    """A step of E5 (training, shadow copy, monitored pass, reference) over a bare fp32 training step."""
+    model = load_model("embedded", auto_class=AutoModelForCausalLM)
+    shadowed, bare = ShadowTraining(model, "fp16"), ShadowTraining(model, "fp16")
+    bare.master = copy.deepcopy(model).requires_grad_(True)  # as the library ships it
+    bare.optimizer = torch.optim.AdamW(bare.master.parameters(), weight_decay=0.0, fused=True)
+    tokens = torch.randint(model.config.vocab_size, (1, TRAINING_LENGTH), device=default_device())
+
+    def step() -> None:
+        shadowed.train_step(tokens, 1e-5)
+        shadowed.observe(tokens)
+
+    calls = {"E5 step": step, "training step": lambda: bare.train_step(tokens, 1e-5)}
+    seconds = medians(calls, 2 * repetitions)
+    row = {"pass": "E5 step / training step", "T": TRAINING_LENGTH, "seconds": seconds["E5 step"],
+           "base_seconds": seconds["training step"], "ratio": seconds["E5 step"] / seconds["training step"],
+           "limit": TRAINING_LIMIT}  # fmt: skip
+    return pd.DataFrame([row])
+
+
 def peak_megabytes(kind: str, length: int = 1024) -> float:
     """Peak memory during one bf16 pass ("plain" eager or "monitored"), the loaded model included."""
     low = lower(random_gpt2(), "bf16")
@@ -136,6 +159,8 @@ def main() -> None:
         return
     print(f"GPT-2's size, random weights, {device_name(default_device())}, torch {torch.__version__}")
     print(time_passes(arguments.repetitions).round(3).to_string(index=False))
+    print("\nthe embedded checkpoint")
+    print(time_training_step(arguments.repetitions).round(3).to_string(index=False))
     if torch.cuda.is_available() or sys.platform == "linux":
         print(memory_passes().round(2).to_string(index=False))
 

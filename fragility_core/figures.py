@@ -1,5 +1,7 @@
 """Every figure of the project: tidy DataFrame in, matplotlib Axes out."""
 
+import textwrap
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -7,9 +9,11 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-sns.set_theme(context="notebook", style="whitegrid", palette="colorblind")
+# A title of fixed height is one that need not be searched for: the same picture, sooner.
+sns.set_theme(context="notebook", style="whitegrid", palette="colorblind", rc={"axes.titley": 1.0})
 
 PNG_DPI = 110
 
@@ -19,6 +23,46 @@ def save_figure(axes: Axes, folder: Path, name: str) -> None:
     figure = axes.get_figure()
     figure.savefig(folder / f"{name}.png", dpi=PNG_DPI, bbox_inches="tight", metadata={"Software": None})
     figure.savefig(folder / f"{name}.pdf", bbox_inches="tight", metadata={"CreationDate": None})
+
+
+def detached(columns: int = 1, width: float = 9.6, height: float = 3.6, right: float = 0.25) -> list[Axes]:
+    """Axes side by side for a figure that a slider redraws; ``width``, ``height``, margin ``right`` in inches.
+
+    Pyplot does not know the figure, so callbacks leave nothing open. Margins are fixed, because
+    finding them by a layout engine takes longer than drawing.
+    """
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(0.8 / width, 0.75 / height, 1 - right / width, 1 - 0.4 / height, wspace=0.28)
+    row = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in row:
+        axes.locator_params(nbins=5)
+    return row
+
+
+def log_scale(axes: Axes, directions: str = "xy") -> None:
+    """Few ticks at powers of ten, in plain text: mathtext takes milliseconds a label."""
+    for direction in directions:
+        axes.set(**{f"{direction}scale": "log"})
+        axis = getattr(axes, f"{direction}axis")
+        axis.set_major_locator(LogLocator(numticks=5))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(NullLocator())
+
+
+def png(axes: Axes) -> bytes:
+    """The figure of ``axes``, drawn and packed as fast as can be."""
+    buffer = BytesIO()
+    axes.get_figure().savefig(buffer, dpi=PNG_DPI, pil_kwargs={"compress_level": 1})
+    return buffer.getvalue()
+
+
+def captioned_png(axes: Axes, caption: str) -> bytes:
+    """The figure of ``axes`` with ``caption`` below it, to be kept."""
+    figure, buffer = axes.get_figure(), BytesIO()
+    lines = textwrap.fill(caption, round(12 * figure.get_figwidth()))
+    figure.text(0.02, 0, lines, fontsize="small", va="top")
+    figure.savefig(buffer, dpi=PNG_DPI, bbox_inches="tight", metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def _canvas(width: float = 5.6, height: float = 4.0) -> Axes:
@@ -118,6 +162,52 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
     return axes
 
 
+POLICY_NAMES = {
+    "none": "none", "static_global": "static", "random_same_budget": "random", "risk_only_same_budget": "risk only",
+    "bgss": "BGSS (released)", "bgss_printed": "BGSS (printed)", "eps_bump": "eps bump",
+}  # fmt: skip
+
+
+def e5_maximum(runs: pd.DataFrame) -> Axes:
+    """Largest mismatch of every run, by seed, with the mean of each policy as a bar."""
+    table = _with_policy_names(runs)
+    axes = _canvas(6.4, 3.8)
+    sns.barplot(table, x="policy", y="max_mismatch", color="0.85", errorbar=None, ax=axes)
+    sns.stripplot(table, x="policy", y="max_mismatch", hue="seed", size=8, palette="colorblind", ax=axes)
+    axes.set(xlabel=None, ylabel="largest mismatch of the run", title="E5: largest mismatch by seed (bar: mean)")
+    axes.set_xticks(axes.get_xticks(), axes.get_xticklabels(), rotation=20, ha="right", rotation_mode="anchor")
+    _legend_outside(axes)
+    return axes
+
+
+def e5_events(runs: pd.DataFrame) -> Axes:
+    """Onset events against final mismatch, mean over seeds and standard deviations."""
+    quantities = ["onsets", "final_mismatch"]
+    by_policy = _with_policy_names(runs).groupby("policy", observed=True)[quantities]
+    means, deviations = by_policy.mean().reset_index(), by_policy.std().fillna(0)
+    axes = _canvas(6.4, 4.0)
+    sns.scatterplot(means, x="onsets", y="final_mismatch", hue="policy", style="policy", s=110, zorder=3, ax=axes)
+    axes.errorbar(
+        means.onsets, means.final_mismatch, xerr=deviations.onsets, yerr=deviations.final_mismatch, fmt="none",
+        ecolor="0.6", elinewidth=1, capsize=3,
+    )  # fmt: skip
+    axes.set(xlabel="onset events a run", ylabel="final mismatch", title="E5: events and final mismatch (mean ± sd)")
+    _legend_outside(axes)
+    return axes
+
+
+def e5_course(steps: pd.DataFrame) -> Axes:
+    """Mismatch over the training steps, one curve a policy (mean over seeds, band from smallest to largest)."""
+    axes = _canvas(7.2, 3.8)
+    table = _with_policy_names(steps)
+    sns.lineplot(
+        table, x="step", y="mismatch", hue="policy", style="policy", errorbar=("pi", 100), linewidth=1.2, ax=axes
+    )
+    axes.set(yscale="log", xlabel="training step", ylabel="mismatch", title="E5: mismatch over training")
+    _legend_outside(axes)
+    return axes
+
+
 def training_curve(log: pd.DataFrame) -> Axes:
     """Training, validation and evaluation loss over tokens seen."""
     losses = log.melt("tokens", [name for name in log if name.endswith("_loss")], "text", "loss")
@@ -130,6 +220,12 @@ def training_curve(log: pd.DataFrame) -> Axes:
 
 def _named(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(**{"window length": runs.length.astype(str)})
+
+
+def _with_policy_names(table: pd.DataFrame) -> pd.DataFrame:
+    """Policies under the names that figures use, in the order of ``POLICY_NAMES``."""
+    present = [name for policy, name in POLICY_NAMES.items() if policy in set(table.policy)]
+    return table.assign(policy=pd.Categorical(table.policy.map(POLICY_NAMES), present, ordered=True))
 
 
 def _plain_log_ticks(axis: Axis) -> None:

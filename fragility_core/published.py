@@ -25,3 +25,23 @@ E2_PAPER_COUNTS = {
     "transport improves Pearson": (17, 18),
     "transport improves retrieval": (12, 18),
 }
+
+# E5 of the paper: policy -> quantity -> (mean over seeds, standard deviation or None).
+E5_PAPER = {
+    "random_same_budget": {
+        "onsets": (11.67, None), "final_mismatch": (1.284e-3, None), "max_mismatch": (8.49e-3, None),
+        "protected_layer_steps": (2742, None),
+    },
+    "risk_only_same_budget": {
+        "onsets": (10.67, None), "final_mismatch": (1.221e-3, None), "max_mismatch": (5.71e-3, None),
+        "protected_layer_steps": (2742, None),
+    },
+    "bgss": {
+        "onsets": (10.67, 1.15), "final_mismatch": (1.243e-3, 2.87e-5), "max_mismatch": (3.14e-3, 1.01e-3),
+        "protected_layer_steps": (2742, None),
+    },
+    "static_global": {"protected_layer_steps": (3072, None)},
+}  # fmt: skip
+
+# E5 counts of the paper: claim -> (seeds in which it holds, all seeds).
+E5_PAPER_COUNTS = {"bgss has a smaller maximum mismatch than risk-only": (3, 3)}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from fragility_core.experiments.agreement import spread
-from fragility_core.published import E2_PAPER, E2_PAPER_COUNTS
+from fragility_core.published import E2_PAPER, E2_PAPER_COUNTS, E5_PAPER, E5_PAPER_COUNTS
 
 
 def e2_summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -34,7 +34,37 @@ def e2_counts(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("claim")
 
 
+def e5_summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Mean ± sd over seeds and bootstrap interval of every E5 quantity that the paper gives, the paper's beside it."""
+    rows = []
+    for policy, quantities in E5_PAPER.items():
+        for quantity, (mean, sd) in quantities.items():
+            measured = spread(runs.loc[runs.policy == policy, quantity])
+            difference = measured["mean"] - mean
+            rows.append(
+                {
+                    "policy": policy,
+                    "quantity": quantity,
+                    "paper": mean,
+                    "paper_sd": sd,
+                    **measured,
+                    "difference": difference,
+                }
+            )
+    return pd.DataFrame(rows).set_index(["policy", "quantity"])
+
+
+def e5_counts(runs: pd.DataFrame) -> pd.DataFrame:
+    """In how many seeds BGSS's largest mismatch is below that of risk-only, the paper's count beside it."""
+    largest = runs.pivot(index="seed", columns="policy", values="max_mismatch")
+    holds = largest.bgss < largest.risk_only_same_budget
+    ((claim, (count, total)),) = E5_PAPER_COUNTS.items()
+    row = {"claim": claim, "paper": f"{count}/{total}", "here": f"{int(holds.sum())}/{len(holds)}",
+           "majority here": bool(holds.mean() > 0.5)}  # fmt: skip
+    return pd.DataFrame([row]).set_index("claim")
+
+
 def save_table(table: pd.DataFrame, folder: Path, name: str) -> pd.DataFrame:
     """Write ``table`` as CSV with six significant digits and return it."""
-    table.to_csv(folder / f"{name}.csv", float_format="%.6g", index=table.index.name is not None)
+    table.to_csv(folder / f"{name}.csv", float_format="%.6g", index=any(table.index.names))
     return table

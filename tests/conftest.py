@@ -84,3 +84,9 @@ def reference_windows() -> dict[int, torch.Tensor]:
     """Token windows (B, T) by their length T."""
     windows = json.loads((DATA / "e2.json").read_text())["windows"]
     return {int(length): torch.tensor(tokens) for length, tokens in windows.items()}
+
+
+@pytest.fixture(scope="session")
+def reference_training() -> dict:
+    """The first steps of E5 under policy ``none``, and the mismatches and onsets of four policies."""
+    return json.loads((DATA / "e5_training.json").read_text())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fragility_core.experiments import e2
+from fragility_core.experiments.inputs import Inputs, digest
 from fragility_core.experiments.runs import RunStore, window_rows
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
@@ -16,7 +17,7 @@ GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, ba
 @pytest.fixture
 def inputs(tiny_gpt2):
     stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
-    return e2.Inputs(tiny_gpt2, stream, e2.digest(tiny_gpt2, stream))
+    return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
 
 
 def test_grid_gives_every_window_of_every_run_once(inputs, tmp_path):
@@ -95,7 +96,7 @@ def test_stored_run_records_how_it_was_computed(inputs, tmp_path):
 def test_other_weights_are_another_run(inputs):
     spec = e2.specifications(GRID, inputs)[0]
     inputs.model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1
-    changed = replace(inputs, digest=e2.digest(inputs.model, inputs.stream))
+    changed = replace(inputs, digest=digest(inputs.model, inputs.stream))
     assert e2.specifications(GRID, changed)[0] != spec
 
 

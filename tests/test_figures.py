@@ -62,3 +62,35 @@ def test_written_figures_are_reproducible(runs, tmp_path):
         first, second = ((tmp_path / folder / f"figure.{suffix}").read_bytes() for folder in ("first", "second"))
         assert first == second
         assert len(first) > 5000
+
+
+@pytest.fixture
+def policies():
+    table = pd.DataFrame([(p, s) for p in ("bgss", "none") for s in (0, 1)], columns=["policy", "seed"])
+    return table.assign(onsets=[3, 5, 8, 8], final_mismatch=[1e-3, 2e-3, 3e-3, 3e-3], max_mismatch=[2.0, 4.0, 5.0, 7.0])
+
+
+def test_e5_maximum_shows_every_seed_and_the_means(policies):
+    axes = figures.e5_maximum(policies)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["none", "BGSS (released)"]
+    assert [bar.get_height() for bar in axes.patches] == [6.0, 3.0]
+    points = np.concatenate([part.get_offsets() for part in axes.collections])
+    assert sorted(points[:, 1]) == [2.0, 4.0, 5.0, 7.0]
+
+
+def test_e5_events_shows_means_and_deviations(policies):
+    axes = figures.e5_events(policies)
+    points = axes.collections[0].get_offsets()
+    np.testing.assert_allclose(points, [[8, 3e-3], [4, 1.5e-3]])
+    assert axes.get_xlabel() == "onset events a run"
+    horizontal = axes.containers[0].lines[2][0].get_segments()
+    np.testing.assert_allclose(horizontal[1][:, 0], [4 - 2**0.5, 4 + 2**0.5])
+
+
+def test_e5_course_has_a_curve_a_policy():
+    steps = pd.DataFrame(
+        {"policy": ["none", "bgss"] * 4, "seed": 0, "step": [0, 0, 1, 1, 2, 2, 3, 3], "mismatch": 1e-3}
+    )
+    axes = figures.e5_course(steps)
+    assert axes.get_yscale() == "log"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["none", "BGSS (released)"]

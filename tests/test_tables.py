@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from fragility_core.published import E2_PAPER
-from fragility_core.tables import e2_counts, e2_summary, save_table
+from fragility_core.tables import e2_counts, e2_summary, e5_counts, e5_summary, save_table
 
 
 @pytest.fixture
@@ -33,3 +33,29 @@ def test_saved_table_reads_back(runs, tmp_path):
     save_table(e2_summary(runs), tmp_path, "summary")
     read = pd.read_csv(tmp_path / "summary.csv", index_col="quantity")
     assert read.loc["combined_spearman", "paper"] == 0.351
+
+
+@pytest.fixture
+def policies():
+    table = pd.DataFrame(
+        [(policy, seed) for policy in ("static_global", "random_same_budget", "risk_only_same_budget", "bgss")
+         for seed in range(3)], columns=["policy", "seed"],
+    )  # fmt: skip
+    measured = {"onsets": table.seed + 1.0, "final_mismatch": 1e-3, "protected_layer_steps": 100 * table.seed}
+    largest = table.seed.where(table.policy == "bgss", 1.5)
+    return table.assign(max_mismatch=largest, **measured)
+
+
+def test_e5_summary_sets_the_paper_beside_every_policy(policies, tmp_path):
+    summary = e5_summary(policies)
+    row = summary.loc[("bgss", "max_mismatch")]
+    assert (row.paper, row.paper_sd) == (3.14e-3, 1.01e-3)  # protocol section 7
+    assert (row["mean"], row.sd, row.runs) == (1.0, 1.0, 3)
+    assert summary.loc[("static_global", "protected_layer_steps"), "difference"] == 100 - 3072
+    save_table(summary, tmp_path, "summary")
+    read = pd.read_csv(tmp_path / "summary.csv", index_col=["policy", "quantity"])
+    assert read.loc[("random_same_budget", "onsets"), "mean"] == 2
+
+
+def test_e5_claim_counts_seeds(policies):
+    assert e5_counts(policies).iloc[0].to_dict() == {"paper": "3/3", "here": "2/3", "majority here": True}

@@ -1,6 +1,5 @@
 """E2: does the score of one low-precision pass predict the mismatch? (protocol section 5)"""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +9,15 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from fragility_core import models
 from fragility_core.emulation import lower
+from fragility_core.experiments.inputs import Inputs, load, require_values
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import RunSpec, RunStore, spec_columns
-from fragility_core.formats import get_format, has_native_kernels
+from fragility_core.formats import get_format
 from fragility_core.monitor import Monitor
 from fragility_core.surrogates import score
-from fragility_core.windows import load_rows, select_windows, tokenize
+from fragility_core.windows import select_windows
 
 
 @dataclass(frozen=True)
@@ -37,54 +35,14 @@ class Grid:
     transport: str = "release"
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The loaded model and text of a grid, and the digest that identifies them."""
-
-    model: PreTrainedModel
-    stream: Tensor
-    digest: str
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-
 def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
-    """Load and check everything a grid needs, before any work.
-
-    Raises OSError where the model or text is not found, and ValueError for windows longer than the
-    model's context, fewer windows than asked, an unknown precision or an empty grid.
-    """
-    context = models.load_config(grid.model).max_position_embeddings
-    for axis in ("precisions", "lengths", "seeds"):
-        if not getattr(grid, axis):
-            raise ValueError(f"{axis} must name at least one value, got none")
-    if max(grid.lengths) > context:
-        raise ValueError(
-            f"windows must fit the context of {grid.model!r}, {context} tokens, got lengths {list(grid.lengths)}"
-        )
-    for precision in grid.precisions:
-        get_format(precision)
-    stream = tokenize(load_rows(grid.data), models.load_tokenizer(grid.model))
-    for length in grid.lengths:
-        select_windows(stream, length, grid.windows, seed=0)
-    model = models.load_model(grid.model, device)
-    return Inputs(model, stream, digest(model, stream))
-
-
-def digest(model: PreTrainedModel, stream: Tensor) -> str:
-    """Identifies weights and token stream, wherever they were loaded from."""
-    sha = hashlib.sha256(stream.numpy().tobytes())
-    for name, parameter in model.named_parameters():
-        sha.update(name.encode())
-        sha.update(parameter.detach().cpu().contiguous().numpy().tobytes())
-    return sha.hexdigest()[:16]
+    """Load and check everything a grid needs, before any work (see ``inputs.load``)."""
+    require_values(precisions=grid.precisions, lengths=grid.lengths, seeds=grid.seeds)
+    return load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
 
 
 def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
     """One specification per run; runs that share the fp32 reference follow one another."""
-    device = inputs.device
     return [
         RunSpec(
             model=grid.model,
@@ -94,8 +52,8 @@ def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
             seed=seed,
             windows=grid.windows,
             batch=max(1, grid.batch_tokens // length),
-            device=device.type,
-            execution="native" if has_native_kernels(get_format(precision), device) else "emulated",
+            device=inputs.device.type,
+            execution=inputs.execution(precision),
             layernorm=grid.layernorm,
             transport=grid.transport,
             inputs=inputs.digest,

@@ -1,0 +1,154 @@
+"""The two controllers that the paper prints: Algorithm bgss, and the eps-bump policy of its appendix.
+
+One epsilon per block is shared by ln_1 and ln_2. Both therefore work with the larger of the sites'
+variances, for which sigma^2 d_model u = rho_LN eps (eq. alg-rho-ln, rho_LN being the larger of the two):
+what holds for it holds at both sites.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from fragility_core.bgss.ledger import Action, Limits, State, raising
+from fragility_core.bgss.policy import Policy, columns, window_columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Printed(Policy):
+    """What the two share: the interval, the target ratio rho_* and the bounds of the candidate."""
+
+    target_ratio: float
+    monitor_interval: int = 1
+    epsilon_min: float = 1e-5
+    epsilon_max: float = 1e-2
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._require("target_ratio", 0 < self.target_ratio < 1, "lie strictly between 0 and 1")
+        self._require("monitor_interval", self.monitor_interval >= 1, "be at least 1")
+        self._require("epsilon_min", 0 < self.epsilon_min <= self.epsilon_max, "be positive and at most epsilon_max")
+        self._require("epsilon_max", self.base_epsilon <= self.epsilon_max < math.inf, "be finite, not below the base")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max)
+
+    def looks(self, state: State) -> bool:
+        """Whether t mod m = 0, the paper's steps t counting from 1."""
+        return (state.step + 1) % self.monitor_interval == 0
+
+    def candidate(self, scaled_variance: np.ndarray) -> np.ndarray:
+        """clip(sigma^2 d_model u / rho_*, eps_min, eps_max) from sigma^2 d_model u (eq. alg-eps-cand)."""
+        return np.clip(scaled_variance / self.target_ratio, self.epsilon_min, self.epsilon_max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrintedBGSS(Printed):
+    """Algorithm bgss as printed.
+
+    The paper gives no values for its thresholds (``choose_thresholds`` proposes some); the budget B,
+    the cooldown c and the bounds default to the release's.
+    """
+
+    name = "bgss_printed"
+
+    risk_threshold: float  # tau_G
+    dominance_threshold: float  # tau_phi
+    budget: int = 2  # B, actions a step
+    cooldown: int = 10  # c, monitored steps
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._require("risk_threshold", 0 <= self.risk_threshold < math.inf, "be at least 0 and finite")
+        self._require("dominance_threshold", 0 <= self.dominance_threshold <= 1, "lie between 0 and 1")
+        for name in ("budget", "cooldown"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "be at least 0 and finite")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(per_step=self.budget, epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max)
+
+    def gates(self, state: State, rows: pd.DataFrame) -> pd.DataFrame:
+        """Which gates let each block through, whatever the others do: one row per block.
+
+        ``risk`` G >= tau_G, ``dominance`` phi >= tau_phi, ``regime`` rho_LN < 1, ``cooldown`` over,
+        and their conjunction ``eligible``; ``budget``: fewer than B eligible blocks have a larger G
+        (or, at equal G, come first). ``selected`` is eligible within the budget; ``raised`` is selected
+        with a ``candidate`` above its epsilon. A nonfinite value passes no gate that reads it. Raises
+        ValueError as ``decide`` does.
+        """
+        risk, dominance, ratio, epsilon = window_columns(
+            rows, state.layers, "risk", "dominance", "layernorm_ratio", "epsilon_1"
+        )
+        gates = {
+            "risk": np.isfinite(risk) & (risk >= self.risk_threshold),
+            "dominance": np.isfinite(dominance) & (dominance >= self.dominance_threshold),
+            "regime": np.isfinite(ratio) & (ratio < 1),
+            "cooldown": state.rested,
+        }
+        eligible = np.logical_and.reduce(list(gates.values()))
+        ranking = np.argsort(-risk, kind="stable")
+        ahead = np.empty(state.layers, dtype=int)  # eligible blocks ranked before each
+        ahead[ranking] = np.cumsum(eligible[ranking]) - eligible[ranking]
+        selected = eligible & (ahead < self.budget)
+        candidate = self.candidate(ratio * epsilon)
+        raised = selected & (candidate > np.array(state.epsilon))
+        gates |= {"eligible": eligible, "budget": ahead < self.budget, "selected": selected}
+        return pd.DataFrame(gates | {"candidate": candidate, "raised": raised})
+
+    def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
+        if not self.looks(state):
+            return ()
+        gates, risk = self.gates(state, rows), rows["risk"].to_numpy()
+        raised = np.flatnonzero(gates["raised"])
+        ranked = raised[np.argsort(-risk[raised], kind="stable")]
+        # A counter set to c and lowered by one at every look reaches zero c looks later.
+        rest = self.cooldown * self.monitor_interval
+        return raising(state, ranked, gates["candidate"].to_numpy(), risk, gates["eligible"].sum(), rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonBump(Printed):
+    """Algorithm eps-bump: every 5 steps, every block in the regime rho_LN < 1, without a budget.
+
+    Its rows may be those of several windows, the algorithm's minibatch of 16 examples: sigma^2 is the
+    median over them. ``epsilon_max`` is 5e-3 or 1e-2 in the paper.
+    """
+
+    name = "eps_bump"
+
+    monitor_interval: int = 5
+    epsilon_min: float = 1e-6
+
+    def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
+        """As ``Policy.decide``, for rows of one window or more."""
+        if not self.looks(state):
+            return ()
+        ratio, epsilon = np.median(columns(rows, state.layers, "layernorm_ratio", "epsilon_1"), axis=1)
+        candidate, regime = self.candidate(ratio * epsilon), np.isfinite(ratio) & (ratio < 1)
+        raised = np.flatnonzero(regime & (candidate > np.array(state.epsilon)))
+        return raising(state, raised, candidate, ratio, regime.sum(), rest=0)
+
+
+def choose_thresholds(layers: pd.DataFrame, quantile: float = 0.5, **parameters) -> PrintedBGSS:
+    """Algorithm bgss with thresholds from the monitored rows of policy ``none``, all steps and blocks.
+
+    tau_G and tau_phi are the ``quantile`` of G and of phi, so that by default each of the two gates
+    lets half of the layer-steps through. rho_* is the median of the rho_LN below 1, so that half of
+    the layer-steps that the regime gate lets through would have their epsilon raised; 1/2 where there are none.
+    B, c and the bounds are the release's. ``parameters`` replace any of these. Rows with a
+    nonfinite value are left out; raises ValueError where none is left.
+    """
+    rows = layers[["risk", "dominance", "layernorm_ratio"]]
+    rows = rows[np.isfinite(rows).all(axis=1)]
+    if rows.empty:
+        raise ValueError(f"thresholds need rows with finite risk, got {len(layers)} rows without: monitor again")
+    ratios = rows.layernorm_ratio[rows.layernorm_ratio.between(0, 1, inclusive="neither")]
+    chosen = {
+        "risk_threshold": float(rows.risk.quantile(quantile)),
+        "dominance_threshold": float(rows.dominance.quantile(quantile)),
+        "target_ratio": float(ratios.median()) if len(ratios) else 0.5,
+    }
+    return PrintedBGSS(**chosen | parameters)

@@ -1,0 +1,57 @@
+"""Events in a training run's series of mismatches and losses (protocol section 6)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SpikeRule:
+    """When a value stands out from those before it; raises ValueError for values out of range."""
+
+    ratio: float = 1.22  # of the value to the median of the last ``recent`` finite ones
+    recent: int = 12
+    warmup: int = 24  # finite values that must be there first
+    separation: int = 16  # steps within which a later spike is the same event
+
+    def __post_init__(self):
+        if not self.ratio > 0:
+            raise ValueError(f"ratio must be positive, got {self.ratio}")
+        for name in ("recent", "warmup", "separation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def relative_to_recent(values: np.ndarray, rule: SpikeRule) -> np.ndarray:
+    """Each of ``values`` (steps,) over the median of the last finite ones before it; NaN in the warm-up."""
+    ratios = np.full(len(values), np.nan)
+    finite: list[float] = []
+    for step, value in enumerate(values):
+        if len(finite) >= rule.warmup:
+            ratios[step] = value / np.median(finite[-rule.recent :])
+        if np.isfinite(value):
+            finite.append(value)
+    return ratios
+
+
+def onsets(values: np.ndarray, rule: SpikeRule = SpikeRule()) -> list[int]:
+    """Steps at which an event begins: a spike at least ``separation`` steps after the last onset."""
+    steps: list[int] = []
+    for step in np.flatnonzero(relative_to_recent(values, rule) > rule.ratio):
+        if not steps or step - steps[-1] >= rule.separation:
+            steps.append(int(step))
+    return steps
+
+
+def ratio_of_rate(runs: list[np.ndarray], target: float, rule: SpikeRule = SpikeRule()) -> float:
+    """The ratio, in steps of 0.005 from 1 on, at which ``runs`` have nearest to ``target`` onsets each on average.
+
+    Of several such ratios the largest. Raises ValueError where no ratio gives an onset.
+    """
+    peak = max(np.nanmax(relative_to_recent(values, rule), initial=1.0) for values in runs)
+    if peak <= 1:
+        raise ValueError("no value stands above the median of those before it: the runs are too short or constant")
+    grid = np.arange(1, peak + 0.005, 0.005)
+    rules = [SpikeRule(ratio, rule.recent, rule.warmup, rule.separation) for ratio in grid]
+    distance = np.array([abs(np.mean([len(onsets(values, r)) for values in runs]) - target) for r in rules])
+    return round(float(grid[np.flatnonzero(distance == distance.min())[-1]]), 3)

@@ -1,0 +1,200 @@
+"""E5 end to end on a tiny model: resuming bit for bit, policies, ends, and views of the rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fragility_core.bgss import get_policy
+from fragility_core.events import SpikeRule
+from fragility_core.experiments import e5, outcomes
+from fragility_core.experiments.inputs import Inputs, digest
+from fragility_core.experiments.runs import RunStore
+
+SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
+EAGER = {"warmup_steps": 2, "cooldown_steps": 2, "trigger_quantile": 0.0, "max_total_actions": 7}
+
+
+@pytest.fixture
+def inputs(tiny_gpt2):
+    for module in tiny_gpt2.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1  # so that the random generator matters
+    stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
+    return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
+
+
+def acting(name: str):
+    return get_policy(name, **EAGER)
+
+
+def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):
+    policies = e5.policies(e5.RELEASED, SETTING, inputs, **EAGER)
+    rows = e5.run_policies(SETTING, policies, (0, 1), inputs, tmp_path)
+    assert len(rows) == 5 * 2 * 10 * 3
+    assert not rows.duplicated(["policy", "seed", "step", "layer"]).any()
+    steps = outcomes.step_rows(rows)
+    assert (steps.groupby(["policy", "seed"]).step.apply(list).map(lambda s: s == list(range(10)))).all()
+    acted = outcomes.action_rows(rows)
+    assert set(acted.policy) == {"random_same_budget", "risk_only_same_budget", "bgss"}
+    assert (acted.groupby(["policy", "seed"]).size() == 7).all(), "the whole budget is spent and never more"
+    assert (steps[steps.policy == "static_global"].protected == 3).all()
+    assert (steps[steps.policy == "none"].protected == 0).all()
+
+
+def test_an_action_is_in_force_from_the_next_step_on(inputs, tmp_path):
+    rows = e5.run_policies(SETTING, [acting("bgss")], (0,), inputs, tmp_path)
+    epsilon = rows.pivot(index="step", columns="layer", values="epsilon").to_numpy()
+    wanted = rows.pivot(index="step", columns="layer", values="new_epsilon").to_numpy()
+    np.testing.assert_array_equal(epsilon[1:], np.where(np.isnan(wanted), epsilon, wanted)[:-1])
+    assert (rows.epsilon == rows.epsilon_1).all() and (rows.epsilon == rows.epsilon_2).all()
+    unmoved = e5.run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path)
+    first = outcomes.action_rows(rows).step.min()
+    same = ["mismatch", "loss", "combined", "risk", "epsilon"]
+    pd.testing.assert_frame_equal(rows[rows.step <= first][same], unmoved[unmoved.step <= first][same])
+    assert (rows[rows.step > first].mismatch != unmoved[unmoved.step > first].mismatch).any()
+
+
+def interrupted_after(monkeypatch, steps: int):
+    """The training of a run is interrupted at its step number ``steps``."""
+    original, done = e5.one_step, []
+
+    def step(*arguments):
+        if len(done) == steps:
+            raise KeyboardInterrupt
+        done.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(e5, "one_step", step)
+    return done
+
+
+@pytest.mark.parametrize("steps", [2, 5, 9])
+@pytest.mark.parametrize("policy", ["random_same_budget", "bgss"])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path, monkeypatch, policy, steps):
+    """The checkpoint holds model, optimizer, random generators, controller and followed norms."""
+    run = [acting(policy)], (3,), inputs
+    whole = e5.run_policies(SETTING, *run, tmp_path / "whole", checkpoint_interval=2)
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, steps)
+        with pytest.raises(KeyboardInterrupt):
+            e5.run_policies(SETTING, *run, tmp_path / "cut", checkpoint_interval=2)
+    assert len(list((tmp_path / "cut").glob("*.checkpoint"))) == 1
+    torch.manual_seed(12345)  # the caller's generator plays no part
+    with monkeypatch.context() as patch:
+        done = interrupted_after(patch, 100)
+        resumed = e5.run_policies(SETTING, *run, tmp_path / "cut", checkpoint_interval=2)
+    assert len(done) == 10 - steps // 2 * 2, "it went on from the last checkpoint"
+    pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
+    assert list((tmp_path / "cut").glob("*.checkpoint")) == []
+
+
+def test_an_unreadable_checkpoint_is_started_over(inputs, tmp_path):
+    policy = get_policy("none")
+    whole = e5.run_policies(SETTING, [policy], (0,), inputs, tmp_path / "whole")
+    (spec,) = e5.specifications(SETTING, [policy], (0,), inputs)
+    path = RunStore(tmp_path / "broken").path(spec).with_suffix(".checkpoint")
+    path.write_bytes(b"no checkpoint")
+    with pytest.warns(UserWarning, match="cannot be read, its run starts again"):
+        again = e5.run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken")
+    pd.testing.assert_frame_equal(whole, again, check_exact=True)
+
+
+def test_runs_do_not_touch_the_callers_random_generator(inputs, tmp_path):
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    e5.run_policies(replace(SETTING, steps=2), [get_policy("none")], (0,), inputs, tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_finished_runs_do_not_change_the_others(inputs, tmp_path):
+    short = replace(SETTING, steps=4)
+    policies = [get_policy("none"), acting("bgss")]
+    whole = e5.run_policies(short, policies, (0, 1), inputs, tmp_path / "whole")
+    e5.run_policies(short, policies[1:], (1,), inputs, tmp_path / "part")
+    part = e5.run_policies(short, policies, (0, 1), inputs, tmp_path / "part")
+    pd.testing.assert_frame_equal(whole, part, check_exact=True)
+
+
+def test_an_overflow_ends_its_run_and_no_other(inputs, tmp_path):
+    """Weights within fp32's range and beyond fp16's: the shadow's mismatch is not finite."""
+    for block in inputs.model.transformer.h:
+        block.mlp.c_proj.weight.mul_(3e5)
+    rows = e5.run_policies(SETTING, [get_policy("none"), acting("bgss")], (0,), inputs, tmp_path)
+    steps = outcomes.step_rows(rows)
+    assert steps.groupby("policy").size().to_dict() == {"none": 1, "bgss": 1}
+    assert (steps.event == "nonfinite mismatch").all()
+    runs = outcomes.run_summary(steps)
+    assert (runs.onsets == 1).all() and (runs.ended == "nonfinite mismatch").all()
+    assert not np.isfinite(runs.max_mismatch).any()
+    assert runs.final_mismatch.isna().all()
+
+
+def test_a_nonfinite_loss_ends_the_run_before_the_shadow_is_asked(inputs, tmp_path):
+    inputs.model.transformer.ln_f.weight[0] = torch.inf
+    rows = e5.run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path)
+    assert len(rows) == 3 and (rows.event == "nonfinite loss").all()
+    assert outcomes.step_rows(rows).mismatch.isna().all()
+
+
+def test_a_policy_that_never_acts_has_the_run_of_none(inputs, tmp_path, monkeypatch):
+    """Trained in earnest in an empty folder, taken over where ``none`` is there: the same rows bit for bit."""
+    printed = get_policy("bgss_printed", risk_threshold=0.0, dominance_threshold=0.0, target_ratio=0.5)
+    trained = e5.run_policies(SETTING, [printed], (0,), inputs, tmp_path / "alone")
+    assert (trained.layernorm_ratio > 1).all()
+    e5.run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path / "both")
+    done = interrupted_after(monkeypatch, 100)
+    taken = e5.run_policies(SETTING, [printed], (0,), inputs, tmp_path / "both")
+    assert done == []
+    pd.testing.assert_frame_equal(trained, taken, check_exact=True)
+    e5.run_policies(SETTING, [acting("bgss")], (0,), inputs, tmp_path / "both")
+    assert len(done) == 10, "a policy that acts is trained"
+    rates = outcomes.gate_rates(printed, taken).iloc[0]
+    assert rates.layer_steps == 30
+    assert (rates.risk, rates.regime, rates.selected, rates.raised) == (1, 0, 0, 0)
+
+
+def test_summaries_by_hand():
+    steps = pd.DataFrame(
+        {"policy": "none", "seed": 0, "step": range(30), "mismatch": [1.0] * 25 + [9.0, 1.0, 1.0, 1.0, 2.0],
+         "shadow_loss": [2.0] * 29 + [4.0], "actions": [0] * 29 + [2], "protected": [1] * 30, "event": ""}
+    )  # fmt: skip
+    run = outcomes.run_summary(steps, SpikeRule(1.5)).iloc[0]
+    assert (run.onsets, run.first_onset, run.loss_spikes, run.actions, run.protected_layer_steps) == (1, 25, 1, 2, 30)
+    assert (run.max_mismatch, run.final_mismatch) == (9.0, 2.0)
+    both = pd.concat([steps, steps.assign(seed=1, mismatch=1.0)])
+    summary = outcomes.policy_summary(outcomes.run_summary(both, SpikeRule(1.5))).loc["none"]
+    assert (summary.onsets, summary.final_mismatch, summary.max_mismatch) == (0.5, 1.5, 5.0)
+    assert summary.onsets_sd == pytest.approx(0.5**0.5)
+    assert outcomes.chosen_ratio(both, target=0.5) > 1
+
+
+def test_windows_are_selected_then_shuffled(inputs):
+    windows = e5.training_windows(inputs.stream, SETTING, seed=0)
+    again = e5.training_windows(inputs.stream, SETTING, seed=0)
+    other = e5.training_windows(inputs.stream, SETTING, seed=1)
+    assert windows.shape == (12, 16) and torch.equal(windows, again)
+    starts = [((inputs.stream.unfold(0, 16, 1) == window).all(-1)).nonzero()[0].item() for window in windows]
+    assert starts != sorted(starts) and all(start % 16 == 0 for start in starts)
+    assert not torch.equal(windows, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": 2048}, r"must fit the context of 'embedded', 1024 tokens, got lengths \[2048\]"),
+        ({"windows": 40000}, "must hold 40000 windows of 256 tokens"),
+        ({"precision": "bf17"}, "a format must be one of .* got 'bf17'"),
+    ],
+)
+def test_impossible_settings_are_refused_before_any_work(change, message):
+    with pytest.raises(ValueError, match=message):
+        e5.load_inputs(replace(e5.Setting("embedded", "embedded"), **change))
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("learning_rate", 0.0), ("learning_rate", float("inf"))])
+def test_bad_settings_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        replace(SETTING, **{name: value})
