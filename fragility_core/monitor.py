@@ -237,7 +237,9 @@ class Monitor:
             def hook(module, args, output):
                 with paused():
                     path, mean, scale = layernorm_path(args[0], module.weight, module.eps)
-                    norms = {f"path_{site}_norm": window_norm(path), f"norm_{site}_norm": window_norm(output)}
+                    norms = {f"path_{site}_norm": window_norm(path)}
+                    if site == "2":  # of ln_1's output, nothing in the score needs the norm
+                        norms["norm_2_norm"] = window_norm(output)
                     write(**{f"mean_{site}": mean, f"scale_{site}": scale}, **norms)
 
             return hook

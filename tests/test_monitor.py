@@ -281,6 +281,7 @@ def oracle(model: nn.Module, tokens: torch.Tensor) -> list[dict[str, float]]:
             "attention_norm": a.norm(),
             "activation_norm": seen[block.mlp.c_proj][0].norm(),
             "mlp_norm": m.norm(),
+            "norm_2_norm": seen[block.ln_2][1].norm(),
         }
         row |= {f"{name}_norm": torch.stack(x).norm() for name, x in zip(("query", "key", "value"), split)}
         for site, x, norm in (("1", h, block.ln_1), ("2", r, block.ln_2)):
@@ -288,7 +289,6 @@ def oracle(model: nn.Module, tokens: torch.Tensor) -> list[dict[str, float]]:
             path = norm.weight * (x - x.mean(-1, keepdim=True)) / (variance[:, None] + norm.eps).sqrt()
             row |= {
                 f"input_{site}_norm": x.norm(),
-                f"norm_{site}_norm": seen[norm][1].norm(),
                 f"path_{site}_norm": path.norm(),
                 f"variance_{site}": variance.mean(),
                 f"variance_{site}_min": variance.min(),
