@@ -4,12 +4,14 @@
 and otherwise names what is missing; the Makefile asks it before it makes an environment.
 """
 
+import hashlib
 import importlib.metadata
 import platform
 import sys
 import tomllib
+from functools import cache
 
-from fragility_core.paths import PROJECT
+from fragility_core.paths import PACKAGE, PROJECT
 
 RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
 
@@ -18,6 +20,15 @@ def versions() -> dict[str, str]:
     """Versions that can change a number: Python, the packages behind it, the operating system."""
     packages = {name: importlib.metadata.version(name) for name in RECORDED}
     return {"python": platform.python_version(), **packages, "platform": platform.platform()}
+
+
+@cache
+def code_digest() -> str:
+    """Twelve hexadecimal digits that identify the source of this package."""
+    sha = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        sha.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return sha.hexdigest()[:12]
 
 
 def device_name(device: str) -> str:

@@ -67,6 +67,15 @@ def test_every_run_is_computed_once_and_kept_in_order(tmp_path, workers):
     pd.testing.assert_frame_equal(rows, again)
 
 
+def test_runs_of_other_code_are_named(tmp_path, monkeypatch):
+    store = RunStore(tmp_path)
+    pool.complete(GROUPS[:1], store, Square, CPU)
+    assert store.metadata(Number(1))["code"] == pool.code_digest()
+    monkeypatch.setattr(pool, "code_digest", lambda: "other")
+    with pytest.warns(UserWarning, match="2 finished runs were computed by another version of this code"):
+        pool.complete(GROUPS, store, Square, CPU)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers):
     store = RunStore(tmp_path)

@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ProcessPoolExecutor, wait
 from multiprocessing.connection import wait as wait_for_connection
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import pandas as pd
 import torch
 
-from fragility_core.environment import device_name, versions
+from fragility_core.environment import code_digest, device_name, versions
 from fragility_core.experiments.runs import RunStore, Specification
 from fragility_core.progress import progress
 
@@ -66,7 +67,9 @@ def complete(
     finished run.
     """
     specs = [spec for group in groups for spec in group]
-    missing = [[spec for spec in group if store.load(spec) is None] for group in groups]
+    unfinished = {spec for spec in specs if store.load(spec) is None}
+    _warn_of_other_code(store, [spec for spec in specs if spec not in unfinished])
+    missing = [[spec for spec in group if spec in unfinished] for group in groups]
     missing = sorted(filter(None, missing), key=lambda group: -sum(spec.size for spec in group))
     done = len(specs) - sum(map(len, missing))
     total = sum(spec.size for spec in specs)
@@ -89,12 +92,24 @@ def complete(
     return pd.concat([store.load(spec) for spec in specs], ignore_index=True)
 
 
+def _warn_of_other_code(store: RunStore, finished: Sequence[Specification]) -> None:
+    """Finished runs belong to their specification, and the code is no part of it: say so where it changed."""
+    others = sum(store.metadata(spec).get("code") != code_digest() for spec in finished)
+    if others:
+        warnings.warn(
+            f"{others} finished runs were computed by another version of this code and are taken as they are: "
+            f"remove {store.folder} to compute them again",
+            stacklevel=3,
+        )
+
+
 def _compute(group, store: RunStore, worker: Worker, advance: Advance, finished: Callable[[], None]) -> None:
     for spec in group:
         begin = time.perf_counter()
         frame = worker.run(spec, advance)
         record = {
             "versions": versions(),
+            "code": code_digest(),
             "device_name": device_name(spec.device),
             "threads": torch.get_num_threads(),
             "seconds": round(time.perf_counter() - begin, 3),
