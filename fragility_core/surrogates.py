@@ -36,7 +36,7 @@ def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
     if reading == "release":
         return theory.layernorm_magnitude(layers[f"gamma_{site}_max"], variance, epsilon, layers[f"input_{site}_norm"])
     if reading == "paper":
-        return layers[f"path_{site}_norm"] * theory.layernorm_factor(variance, epsilon)
+        return theory.layernorm_surrogate(layers[f"path_{site}_norm"], variance, epsilon)
     raise ValueError(f"the LayerNorm term must be one of {', '.join(LAYERNORM_TERMS)}, got {reading!r}")
 
 
