@@ -48,7 +48,7 @@ ACTION_FIELDS = {  # of our action table, and the release's
     "priority": "trigger_score", "rests_until": "cooldown_after", "earlier": "layer_action_count_prev",
 }  # fmt: skip
 seeds = st.integers(0, 2**32 - 1)
-closed_loop = settings(deadline=None, max_examples=30)  # each example is a whole run
+closed_loop = settings(deadline=None, max_examples=20)  # each example is a whole run
 
 
 # --- Recorded runs (tests/data/e5.json.gz) -------------------------------------------------------
@@ -446,14 +446,14 @@ def test_gates_by_hand():
     state = policy.start(7)
     state = advance(state, 1.0, [Action(0, 6, 1e-5, 2e-5, 9.0, 1, rests_until=3)])
     rows = rows_of(
-        risk=[0.5, 9.0, 8.0, 2.0, 3.0, 4.0, 7.0],
+        risk=[0.5, 9.0, 8.0, 1.0, 3.0, 4.0, 7.0],
         dominance=[0.5, 0.1, 0.5, 0.5, 0.3, 0.5, 0.5],
         layernorm_ratio=[0.8, 0.8, 1.0, 0.8, 0.8, 0.4, 0.8],
     )
-    gates = policy.gates(state, rows).drop(columns="candidate")
+    gates = policy.gates(state, rows).drop(columns="target")
     passes = {
-        "risk": [0, 1, 1, 1, 1, 1, 1],  # tau_G = 1
-        "dominance": [1, 0, 1, 1, 1, 1, 1],  # tau_phi = 0.3 itself passes
+        "risk": [0, 1, 1, 1, 1, 1, 1],  # tau_G = 1 itself passes
+        "dominance": [1, 0, 1, 1, 1, 1, 1],  # so does tau_phi = 0.3
         "regime": [1, 1, 0, 1, 1, 1, 1],  # rho_LN = 1 does not
         "cooldown": [1, 1, 1, 1, 1, 1, 0],
         "eligible": [0, 0, 0, 1, 1, 1, 0],
@@ -548,26 +548,26 @@ def test_the_updated_ratio_meets_its_target_where_that_is_feasible(ratio, target
 
 @given(
     variance=st.floats(1e-9, 1e2), remainder=st.floats(0, 1e3), attention=st.floats(0, 1e3),
-    input_norm=st.floats(1e-3, 1e3), transport=st.floats(1, 1e3), final_norm=st.floats(1e-2, 1e3), seed=seeds,
+    input_norm=st.floats(1e-3, 1e3), transport=st.floats(1, 1e3), final_norm=st.floats(1e-2, 1e3),
 )  # fmt: skip
 def test_an_action_lowers_the_frozen_score_by_the_reduction_formula(
-    variance, remainder, attention, input_norm, transport, final_norm, seed
+    variance, remainder, attention, input_norm, transport, final_norm
 ):
     """Eq. bgss-reduction: with everything else held fixed, G falls by M_LN's fall, transported."""
 
     def layernorm(epsilon: float) -> float:
-        return theory.layernorm_magnitude(1.5, variance, epsilon, input_norm)
+        return theory.frozen_magnitude(1.5, variance, epsilon, input_norm)
 
     def risk(epsilon: float) -> float:
-        magnitude = theory.local_magnitude(remainder, attention, layernorm(epsilon))
-        return theory.layer_risk(magnitude, transport, final_norm)
+        return theory.frozen_risk(remainder + attention, layernorm(epsilon), transport, final_norm)
 
     policy = get_policy("bgss", warmup_steps=0)
     state = advance(policy.start(1), 1.0)
     rows = rows_of(risk=[risk(1e-5)], dominance=[layernorm(1e-5) / (layernorm(1e-5) + remainder + attention)])
     (action,) = policy.decide(state, rows, 2.0)
     fall = risk(action.old_epsilon) - risk(action.new_epsilon)
-    reduction = theory.layer_risk(layernorm(action.old_epsilon) - layernorm(action.new_epsilon), transport, final_norm)
+    before, after = layernorm(action.old_epsilon), layernorm(action.new_epsilon)
+    reduction = theory.frozen_risk_reduction(before, after, transport, final_norm)
     assert reduction >= 0
     assert fall == pytest.approx(reduction, rel=1e-9, abs=1e-12 * risk(1e-5))
 

@@ -12,7 +12,7 @@ from fragility_core.bgss.ledger import Action, Limits, State, advance, raising
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """When and where LayerNorm's epsilon is raised; raises ValueError for values out of range."""
+    """When and where LayerNorm's epsilon is raised: here, never. Raises ValueError for values out of range."""
 
     name: ClassVar[str]
 
@@ -48,7 +48,7 @@ class Policy:
         that window's ``combined``. A value that is not finite is never acted on. Raises ValueError for
         rows that are not those of one window.
         """
-        raise NotImplementedError
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,6 @@ class Uncontrolled(Policy):
     @property
     def limits(self) -> Limits:
         return Limits(actions=0)
-
-    def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
-        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +83,6 @@ class StaticGlobal(Policy):
     def opening(self, state: State) -> tuple[Action, ...]:
         blocks = range(state.layers)
         return raising(state, blocks, np.full(state.layers, self.static_epsilon), np.zeros(state.layers), state.layers)
-
-    def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
-        return ()
 
 
 def columns(rows: pd.DataFrame, layers: int, *names: str) -> np.ndarray:

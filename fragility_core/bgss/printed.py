@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from fragility_core import theory
 from fragility_core.bgss.ledger import Action, Limits, State, raising
 from fragility_core.bgss.policy import Policy, columns, window_columns
 
@@ -39,9 +40,15 @@ class Printed(Policy):
         """Whether t mod m = 0, the paper's steps t counting from 1."""
         return (state.step + 1) % self.monitor_interval == 0
 
-    def candidate(self, scaled_variance: np.ndarray) -> np.ndarray:
-        """clip(sigma^2 d_model u / rho_*, eps_min, eps_max) from sigma^2 d_model u (eq. alg-eps-cand)."""
-        return np.clip(scaled_variance / self.target_ratio, self.epsilon_min, self.epsilon_max)
+    def target(self, state: State, ratio: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
+        """max(eps, clip(sigma^2 d_model u / rho_*, eps_min, eps_max)) of every block (eq. alg-eps-update).
+
+        ``ratio`` is rho_LN as measured under ``epsilon``, each (layers,).
+        """
+        candidate = theory.epsilon_candidate(
+            ratio * epsilon, 1, 1, target=self.target_ratio, epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max
+        )
+        return theory.epsilon_update(np.array(state.epsilon), candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +83,7 @@ class PrintedBGSS(Printed):
         ``risk`` G >= tau_G, ``dominance`` phi >= tau_phi, ``regime`` rho_LN < 1, ``cooldown`` over,
         and their conjunction ``eligible``; ``budget``: fewer than B eligible blocks have a larger G
         (or, at equal G, come first). ``selected`` is eligible within the budget; ``raised`` is selected
-        with a ``candidate`` above its epsilon. A nonfinite value passes no gate that reads it. Raises
+        with a ``target`` epsilon above its own. A nonfinite value passes no gate that reads it. Raises
         ValueError as ``decide`` does.
         """
         risk, dominance, ratio, epsilon = window_columns(
@@ -92,11 +99,11 @@ class PrintedBGSS(Printed):
         ranking = np.argsort(-risk, kind="stable")
         ahead = np.empty(state.layers, dtype=int)  # eligible blocks ranked before each
         ahead[ranking] = np.cumsum(eligible[ranking]) - eligible[ranking]
-        selected = eligible & (ahead < self.budget)
-        candidate = self.candidate(ratio * epsilon)
-        raised = selected & (candidate > np.array(state.epsilon))
-        gates |= {"eligible": eligible, "budget": ahead < self.budget, "selected": selected}
-        return pd.DataFrame(gates | {"candidate": candidate, "raised": raised})
+        target = self.target(state, ratio, epsilon)
+        gates |= {"eligible": eligible, "budget": ahead < self.budget}
+        gates["selected"] = gates["eligible"] & gates["budget"]
+        gates["raised"] = gates["selected"] & (target > np.array(state.epsilon))
+        return pd.DataFrame(gates | {"target": target})
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
         if not self.looks(state):
@@ -106,7 +113,7 @@ class PrintedBGSS(Printed):
         ranked = raised[np.argsort(-risk[raised], kind="stable")]
         # A counter set to c and lowered by one at every look reaches zero c looks later.
         rest = self.cooldown * self.monitor_interval
-        return raising(state, ranked, gates["candidate"].to_numpy(), risk, gates["eligible"].sum(), rest)
+        return raising(state, ranked, gates["target"].to_numpy(), risk, gates["eligible"].sum(), rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +134,19 @@ class EpsilonBump(Printed):
         if not self.looks(state):
             return ()
         ratio, epsilon = np.median(columns(rows, state.layers, "layernorm_ratio", "epsilon_1"), axis=1)
-        candidate, regime = self.candidate(ratio * epsilon), np.isfinite(ratio) & (ratio < 1)
-        raised = np.flatnonzero(regime & (candidate > np.array(state.epsilon)))
-        return raising(state, raised, candidate, ratio, regime.sum(), rest=0)
+        target, regime = self.target(state, ratio, epsilon), np.isfinite(ratio) & (ratio < 1)
+        raised = np.flatnonzero(regime & (target > np.array(state.epsilon)))
+        return raising(state, raised, target, ratio, regime.sum())
 
 
 def choose_thresholds(layers: pd.DataFrame, quantile: float = 0.5, **parameters) -> PrintedBGSS:
     """Algorithm bgss with thresholds from the monitored rows of policy ``none``, all steps and blocks.
 
-    tau_G and tau_phi are the ``quantile`` of G and of phi, so that by default each of the two gates
-    lets half of the layer-steps through. rho_* is the median of the rho_LN below 1, so that half of
-    the layer-steps that the regime gate lets through would have their epsilon raised; 1/2 where there are none.
-    B, c and the bounds are the release's. ``parameters`` replace any of these. Rows with a
-    nonfinite value are left out; raises ValueError where none is left.
+    tau_G and tau_phi are the ``quantile`` of G and of phi: by default each of these two gates lets half
+    of the layer-steps through. rho_* is the median of the rho_LN below 1, so that half of what the
+    regime gate lets through would have its epsilon raised, and 1/2 where none is below 1. B, c and the
+    bounds are the release's. ``parameters`` replace any of these. Rows with a nonfinite value are left
+    out; raises ValueError where no row is left.
     """
     rows = layers[["risk", "dominance", "layernorm_ratio"]]
     rows = rows[np.isfinite(rows).all(axis=1)]
