@@ -663,6 +663,41 @@ def test_epsilon_bump_takes_the_median_of_the_minibatch():
 
 # --- The ledger ----------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("name", ["bgss", "risk_only_same_budget", "random_same_budget"])
+@given(
+    limit=st.integers(0, 80),
+    layers=st.integers(1, 5),
+    steps=st.integers(3, 25),
+    seed=st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=40)
+def test_protected_layer_steps_stay_within_their_budget(name, limit, layers, steps, seed):
+    policy = get_policy(
+        name, warmup_steps=1, trigger_quantile=0.0, cooldown_steps=0, max_protected_layer_steps=limit, steps=steps
+    )
+    generator = np.random.default_rng(seed)
+    state = policy.start(layers, seed)
+    for signal in range(steps):
+        state = advance(state, signal, policy.decide(state, rows_of(risk=generator.uniform(1, 2, layers)), signal))
+    assert state.protected_layer_steps <= limit
+    if steps - 2 <= limit:
+        assert state.protected_layer_steps > 0, "what the budget allows is used"
+
+
+def test_the_ledger_refuses_more_protection_than_its_budget():
+    limits = Limits(protected_layer_steps=11, steps=8)
+    state = advance(State(3, 1e-5, limits, step=1), 1.0)  # step 2: an action protects steps 3 to 7
+    actions = [Action(2, layer, 1e-5, 1e-4, 1.0, 3, 2) for layer in range(3)]
+    assert state.protectable == 2
+    with pytest.raises(ValueError, match="at step 2 the budget of 11 protected layer-steps allows 2.* more layers"):
+        advance(state, 1.0, actions)
+    after = advance(state, 1.0, actions[:2])
+    assert after.protectable == 0
+    again = Action(3, 0, 1e-4, 1e-3, 1.0, 3, 3)
+    assert advance(after, 1.0, [again]).protected_layer_steps == 2, "what is protected may be raised further"
+
+
 LIMITS = Limits(actions=3, per_step=2, per_layer=1, epsilon_min=1e-5, epsilon_max=1e-2)
 
 
@@ -822,6 +857,12 @@ def test_rows_that_are_not_one_window_are_refused(name, rows, message):
         ("bgss", {"unit_roundoff": 1.0}, "unit_roundoff .* must lie strictly between 0 and 1"),
         ("bgss", {"max_total_actions": -1}, "max_total_actions .* must be at least 0 and finite, got -1"),
         ("bgss", {"update_repetition_penalty": math.nan}, "update_repetition_penalty .* got nan"),
+        (
+            "bgss",
+            {"max_protected_layer_steps": -1, "steps": 9},
+            "max_protected_layer_steps .* must be at least 0, got -1",
+        ),
+        ("bgss", {"max_protected_layer_steps": 100}, "steps .* must be given with that limit, got inf"),
         ("bgss", {"ln_bonus_weight": -1.0}, "ln_bonus_weight .* must be at least 0"),
         ("eps_bump", {"target_ratio": 1.0}, "target_ratio .* must lie strictly between 0 and 1, got 1.0"),
         ("eps_bump", {"monitor_interval": 0}, "monitor_interval .* must be at least 1, got 0"),
@@ -850,7 +891,7 @@ def test_the_defaults_are_the_protocols():
         "base_epsilon": 1e-5, "epsilon_max": 1e-2, "warmup_steps": 24, "trigger_quantile": 0.8,
         "max_total_actions": 24, "max_actions_per_step": 2, "max_actions_per_layer": 6, "cooldown_steps": 10,
         "epsilon_multiplier": 4.0, "update_headroom_weight": 0.75, "update_repetition_penalty": 0.6,
-        "unit_roundoff": 2.0**-11, "ln_bonus_weight": 1.0,
+        "unit_roundoff": 2.0**-11, "max_protected_layer_steps": math.inf, "steps": math.inf, "ln_bonus_weight": 1.0,
     }  # fmt: skip
     assert asdict(get_policy("static_global")) == {"base_epsilon": 1e-5, "static_epsilon": 1e-3}
     bump = get_policy("eps_bump", target_ratio=0.5)

@@ -14,13 +14,19 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Limits:
-    """How many actions a run may take, and between which epsilons; no limit unless given."""
+    """How many actions a run may take, and between which epsilons; no limit unless given.
+
+    An epsilon never falls, so a layer once raised stays protected to the end: a limit on protected
+    layer-steps needs the number of monitored ``steps`` of the run, and commits them with the action.
+    """
 
     actions: float = math.inf
     per_step: float = math.inf
     per_layer: float = math.inf
     epsilon_min: float = 0.0
     epsilon_max: float = math.inf
+    protected_layer_steps: float = math.inf
+    steps: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,15 @@ class State:
         """The number of blocks above the base epsilon."""
         return sum(epsilon > self.base_epsilon for epsilon in self.epsilon)
 
+    @property
+    def protectable(self) -> float:
+        """How many more blocks this step may raise above the base, within the limit of protected layer-steps."""
+        if self.limits.protected_layer_steps == math.inf:
+            return math.inf
+        left = self.limits.steps - self.step  # this step and those after it
+        free = self.limits.protected_layer_steps - self.protected_layer_steps - self.protected * left
+        return free // (left - 1) if left > 1 else math.inf
+
     def to_dict(self) -> dict:
         """The state as nested dictionaries, tuples and numbers."""
         return asdict(self)
@@ -147,6 +162,12 @@ def _check_budget(state: State, actions: Sequence[Action]) -> None:
         raise ValueError(
             f"at step {state.step} the budget allows {state.allowance} more actions ({state.limits.per_step} a step, "
             f"{state.limits.actions} in all, {len(state.actions)} spent), got {len(actions)}: take fewer"
+        )
+    fresh = sum(action.old_epsilon == state.base_epsilon for action in actions)
+    if fresh > state.protectable:
+        raise ValueError(
+            f"at step {state.step} the budget of {state.limits.protected_layer_steps} protected layer-steps allows "
+            f"{state.protectable} more layers to the end of the run, got {fresh}: take fewer"
         )
     layers = [action.layer for action in actions]
     if len(set(layers)) < len(layers):

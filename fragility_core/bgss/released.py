@@ -36,6 +36,8 @@ class Released(Policy):
     update_headroom_weight: float = 0.75
     update_repetition_penalty: float = 0.6
     unit_roundoff: float = 2.0**-11  # of the monitored pass, fp16
+    max_protected_layer_steps: float = math.inf  # the release has no such limit
+    steps: float = math.inf  # monitored steps of a run, needed for that limit
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,6 +49,9 @@ class Released(Policy):
         counts = ("warmup_steps", "max_total_actions", "max_actions_per_step", "max_actions_per_layer")
         for name in (*counts, "cooldown_steps", "update_repetition_penalty"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "be at least 0 and finite")
+        self._require("max_protected_layer_steps", self.max_protected_layer_steps >= 0, "be at least 0")
+        limited = self.max_protected_layer_steps < math.inf
+        self._require("steps", self.steps >= 1 and not (limited and self.steps == math.inf), "be given with that limit")
 
     @property
     def limits(self) -> Limits:
@@ -56,6 +61,8 @@ class Released(Policy):
             per_layer=self.max_actions_per_layer,
             epsilon_min=self.base_epsilon,
             epsilon_max=self.epsilon_max,
+            protected_layer_steps=self.max_protected_layer_steps,
+            steps=self.steps,
         )
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
@@ -69,8 +76,10 @@ class Released(Policy):
             priority = self.priority(state, scaled, dominance, ratio)
         candidates = np.flatnonzero(state.available & np.isfinite(priority))
         ranked = candidates[np.lexsort((-transport[candidates], -scaled[candidates], -priority[candidates]))]
+        fresh = np.array(state.epsilon)[ranked] == self.base_epsilon
+        ranked = ranked[~fresh | (np.cumsum(fresh) <= state.protectable)]
         chosen = self.choose(state, ranked, min(state.allowance, len(ranked)))
-        return raising(state, chosen, self.updated(state), priority, len(candidates), self.cooldown_steps)
+        return raising(state, chosen, self.updated(state), priority, len(ranked), self.cooldown_steps)
 
     def triggered(self, state: State, signal: float) -> bool:
         """Whether the signal reaches the quantile of its earlier finite values, after the warm-up."""
