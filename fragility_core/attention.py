@@ -44,7 +44,7 @@ def row_blocks(rows: int, elements_per_row: int) -> Iterator[tuple[int, int]]:
 
 
 @lru_cache(maxsize=32)
-def _future(rows: int, device: torch.device) -> Tensor:
+def future(rows: int, device: torch.device) -> Tensor:
     """True above the diagonal of a (rows, rows) matrix."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
 
@@ -84,7 +84,7 @@ def observed_attention(
         scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen]) * scaling  # (B, H, C, seen)
         maskable = hidden = None
         if causal:
-            maskable, hidden = scores[..., cached + start :], _future(stop - start, scores.device)
+            maskable, hidden = scores[..., cached + start :], future(stop - start, scores.device)
         elif attention_mask is not None:
             maskable, hidden = scores, ~attention_mask[:, :, start:stop, :seen]
         if observer is not None:

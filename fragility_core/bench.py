@@ -24,6 +24,7 @@ from fragility_core.emulation import lower
 from fragility_core.environment import device_name
 from fragility_core.models import default_device, load_model
 from fragility_core.monitor import Monitor
+from fragility_core.patching import Patching
 from fragility_core.shadow import ShadowTraining
 
 LENGTHS = (128, 512, 1024)
@@ -31,6 +32,7 @@ TIME_LIMITS = {128: 1.2, 512: 1.2, 1024: 1.5}
 EMULATION_LIMIT = 1.6
 MEMORY_LIMIT = 1.3
 TRAINING_LENGTH, TRAINING_LIMIT = 256, 2.5
+PATCHING_LENGTH, PATCHING_LIMIT = 512, 0.75
 
 
 def random_gpt2() -> GPT2Model:
@@ -86,6 +88,30 @@ def time_passes(repetitions: int) -> pd.DataFrame:
                 {"pass": f"{slow} / {fast}", "T": length, "seconds": seconds[slow], "base_seconds": seconds[fast],
                  "ratio": seconds[slow] / seconds[fast], "limit": limit}
             )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def time_patching(repetitions: int) -> pd.DataFrame:
+    """Base and all L patched passes of one window over L plain passes with the library's default attention."""
+    model = load_model("embedded")
+    tokens = torch.randint(model.config.vocab_size, (1, PATCHING_LENGTH), device=default_device())
+    rows = []
+    for format in ("bf16", "fp16"):
+        plain, patching = lower(model, format), Patching(model, lower(model, format))
+        layers = len(patching.pairs)
+
+        @torch.no_grad()
+        def plain_pass(plain=plain):
+            with plain.running():
+                plain.model(tokens)
+
+        seconds = medians({"patched": lambda p=patching: p(tokens), "plain": plain_pass}, repetitions)
+        base = layers * seconds["plain"]
+        rows.append(
+            {"pass": f"E3: all patched forwards / (L x plain), {format} {plain.execution}", "T": PATCHING_LENGTH,
+             "seconds": seconds["patched"], "base_seconds": base, "ratio": seconds["patched"] / base,
+             "limit": PATCHING_LIMIT}
+        )  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -161,6 +187,7 @@ def main() -> None:
     print(time_passes(arguments.repetitions).round(3).to_string(index=False))
     print("\nthe embedded checkpoint")
     print(time_training_step(arguments.repetitions).round(3).to_string(index=False))
+    print(time_patching(arguments.repetitions).round(3).to_string(index=False))
     if torch.cuda.is_available() or sys.platform == "linux":
         print(memory_passes().round(2).to_string(index=False))
 

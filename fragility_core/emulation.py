@@ -9,13 +9,14 @@ rounded, everything else is fp32.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from fragility_core.formats import Format, get_format, has_native_kernels
 
@@ -41,6 +42,9 @@ FACTORS = {
     aten._scaled_dot_product_efficient_attention: (0, 1, 2),
     aten._scaled_dot_product_flash_attention: (0, 1, 2),
 }  # fmt: skip
+
+
+PIECE = 2**17  # elements computed at once: 512 KiB in fp32, in reach of a second-level cache
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -73,6 +77,17 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
+def fits_in_pieces(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether ``func`` is an elementwise kernel over large contiguous tensors of one shape on the CPU."""
+    elementwise = torch.Tag.pointwise in func.tags and len(func._schema.returns) == 1 and not func._schema.is_mutable
+    if not elementwise or any(map(torch.is_tensor, kwargs.values())):
+        return False
+    arrays = [x for x in tensors(args) if x.ndim]
+    return len({x.shape for x in arrays}) == 1 and all(
+        x.numel() > PIECE and x.device.type == "cpu" and x.is_contiguous() for x in arrays
+    )
+
+
 def written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
     """The arguments of an in-place or out= kernel that it writes to."""
     arguments = [
@@ -88,20 +103,34 @@ class Emulation(TorchDispatchMode):
 
     A kernel with an fp32 operand follows PyTorch's type promotion: its result is fp32 and stays so,
     which is how models that compute a norm or a softmax in fp32 are emulated faithfully.
+
+    With a ``generator``, on the model's device, results are rounded stochastically: one random
+    realisation of the format's rounding errors. Only what an in-place kernel writes from a wider
+    tensor into one of the format is still rounded to nearest.
     """
 
-    def __init__(self, format: Format):
+    def __init__(self, format: Format, generator: torch.Generator | None = None):
         super().__init__()
         self.format = format
+        self.generator = generator
         self.active = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Kernels inside run as they are (for statistics, which are not part of the model)."""
+        """Kernels inside run as they are (for statistics, which are not part of the model).
+
+        Leaving the mode spares them the detour through Python, a quarter of a short monitored pass;
+        ``active`` is for a mode that has another one above it, or was entered twice.
+        """
         self.active, before = False, self.active
+        innermost = before and _get_current_dispatch_mode() is self
         try:
+            if innermost:
+                self.__exit__(None, None, None)
             yield
         finally:
+            if innermost:
+                self.__enter__()
             self.active = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -125,10 +154,13 @@ class Emulation(TorchDispatchMode):
             return self._convert(func, args, kwargs)
         if promoted_dtypes((*args, *kwargs.values())) != {self.format.carrier}:
             return func(*args, **kwargs)
-        return self._in_fp32(func, args, kwargs)
+        return (self._in_pieces if fits_in_pieces(func, args, kwargs) else self._in_fp32)(func, args, kwargs)
+
+    def _round(self, x: Tensor) -> Tensor:
+        return self.format.round(x, self.generator)
 
     def _narrow(self, x: Tensor) -> Tensor:
-        return self.format.round(x) if x.dtype == torch.float32 else x
+        return self._round(x) if x.dtype == torch.float32 else x
 
     def _widen(self, x: Tensor) -> Tensor:
         return x.float() if x.dtype == self.format.carrier else x
@@ -146,6 +178,17 @@ class Emulation(TorchDispatchMode):
             return self._write_back(func, (args, kwargs), (wide_args, wide_kwargs), result)
         return result if requested == torch.float32 else map_tensors(result, self._narrow)
 
+    def _in_pieces(self, func, args, kwargs):
+        """As ``_in_fp32``; what a piece is widened to stays in cache, where a whole tensor's would be new memory."""
+        whole = next(x for x in tensors(args) if x.ndim)
+        flat = (x.view(-1).split(PIECE) if torch.is_tensor(x) and x.ndim else repeat(x) for x in args)
+        parts = (self._in_fp32(func, piece, kwargs) for piece in zip(*flat))
+        first = next(parts)
+        result = torch.empty_like(whole, dtype=first.dtype)
+        for target, part in zip(result.view(-1).split(PIECE), chain([first], parts)):
+            target.copy_(part)
+        return result
+
     def _write_back(self, func, given, wide, result):
         """Store what an in-place kernel wrote to widened copies into the tensors it was given."""
         targets = dict(zip(map(id, written(func, *wide)), written(func, *given)))
@@ -157,17 +200,17 @@ class Emulation(TorchDispatchMode):
         """Bring what was written into carrier tensors, from constants or wider ones, onto the grid."""
         for target in written(func, args, kwargs):
             if target.dtype == self.format.carrier:
-                target.copy_(self.format.round(target.float()))
+                target.copy_(self._round(target.float()))
 
     def _convert(self, func, args, kwargs):
         narrowed = kwargs.get("dtype") == self.format.carrier != args[0].dtype
-        if narrowed and self.format.is_narrower_than_carrier:
-            return func(self.format.round(args[0].float()), **kwargs)
+        if narrowed and (self.format.is_narrower_than_carrier or self.generator is not None):
+            return func(self._round(args[0].float()), **kwargs)
         return func(*args, **kwargs)
 
     def _with_rounded_factors(self, func, args, kwargs):
         factors = FACTORS.get(func.overloadpacket, ())
-        rounded = [self.format.round(x) if i in factors and x.dtype == torch.float32 else x for i, x in enumerate(args)]
+        rounded = [self._narrow(x) if i in factors else x for i, x in enumerate(args)]
         return func(*rounded, **kwargs)
 
 
@@ -193,8 +236,18 @@ class LowPrecision:
 
     @property
     def execution(self) -> str:
-        """How kernels compute: "native" or "emulated"."""
-        return "native" if self.emulation is None else "emulated"
+        """How kernels compute: "native", "emulated", or "stochastic" (emulated with random rounding)."""
+        if self.emulation is None:
+            return "native"
+        return "emulated" if self.emulation.generator is None else "stochastic"
+
+    def stochastic(self, seed: int) -> "LowPrecision":
+        """The same rounded weights, each kernel's result rounded stochastically (Croci et al. 2022).
+
+        Equal seeds give equal passes in the same order; see ``formats.round_stochastically``.
+        """
+        generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
+        return replace(self, emulation=Emulation(self.format, generator))
 
     def running(self):
         """Context in which calling ``model`` computes in the format."""

@@ -15,6 +15,8 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodF
 # A title of fixed height is one that need not be searched for: the same picture, sooner.
 sns.set_theme(context="notebook", style="whitegrid", palette="colorblind", rc={"axes.titley": 1.0})
 
+COLOURS = sns.color_palette()  # "C0", "C1", ... as RGB, for pictures made of cells
+
 PNG_DPI = 110
 
 
@@ -32,7 +34,7 @@ def detached(columns: int = 1, width: float = 9.6, height: float = 3.6, right: f
     finding them by a layout engine takes longer than drawing.
     """
     figure = Figure(figsize=(width, height))
-    figure.subplots_adjust(0.8 / width, 0.75 / height, 1 - right / width, 1 - 0.4 / height, wspace=0.28)
+    figure.subplots_adjust(0.8 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height, wspace=0.28)
     row = list(figure.subplots(1, columns, squeeze=False)[0])
     for axes in row:
         axes.locator_params(nbins=5)
@@ -159,6 +161,53 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
     )  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
         _plain_log_ticks(axis)
+    return axes
+
+
+def e3_ranks(counts: pd.DataFrame) -> Axes:
+    """How often a block of each rank by the score (rows) has each rank by its exact effect (columns)."""
+    axes = _canvas(5.6, 4.6)
+    sns.heatmap(counts, cmap="viridis", square=True, linewidths=0.5, cbar_kws={"label": "blocks"}, ax=axes)
+    axes.set(
+        xlabel="rank by exact effect (1: largest)", ylabel="rank by the score (1: largest)",
+        title="E3: where the score puts the blocks",
+    )  # fmt: skip
+    axes.tick_params(axis="y", rotation=0)
+    return axes
+
+
+def e3_fidelity(runs: pd.DataFrame) -> Axes:
+    """Spearman against pairwise accuracy, one point a run; chance at the crossing of the lines."""
+    axes = _canvas()
+    sns.scatterplot(
+        _named(runs), x="spearman", y="pairwise_accuracy", hue="precision", style="window length", s=80, ax=axes
+    )
+    axes.axvline(0, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    axes.axhline(0.5, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    axes.set(
+        xlabel="Spearman of score and exact effect", ylabel="pairwise ordering accuracy", title="E3: fidelity by run",
+    )  # fmt: skip
+    _legend_outside(axes)
+    return axes
+
+
+def e3_noise_floor(windows: pd.DataFrame) -> Axes:
+    """Spearman of the score beside that of a second measurement of the same effects, by window length."""
+    names = {"spearman": "score", "noise_floor": "another rounding"}
+    measured = windows.dropna(subset="noise_floor")
+    table = measured.melt(["precision", "length"], list(names), "compared with", "value")
+    table["compared with"] = table["compared with"].map(names)
+    axes = _canvas(6.0, 4.0)
+    sns.stripplot(
+        table.assign(length=table.length.astype(str)), x="length", y="value", hue="compared with", dodge=True, size=7,
+        ax=axes,
+    )  # fmt: skip
+    axes.axhline(0, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    axes.set(
+        xlabel="window length (tokens)", ylabel="Spearman with the exact effect",
+        title="E3: the score, and what rounding noise allows",
+    )  # fmt: skip
+    _legend_outside(axes)
     return axes
 
 

@@ -43,12 +43,15 @@ class Format:
         """Whether storing in the carrier does not yet round to this format (fp8)."""
         return self.storage != self.carrier
 
-    def round(self, x: Tensor) -> Tensor:
+    def round(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """``x`` rounded to nearest even in this format, as a tensor of the carrier dtype.
 
+        With a ``generator``, on the device of ``x``, rounded stochastically (``round_stochastically``).
         Out of range: formats with infinities give ±inf (fp16, bf16, tf32, fp8_e5m2); fp8_e4m3 has
         none and saturates at ±448, as the saturating conversion of accelerators does. NaN stays NaN.
         """
+        if generator is not None:
+            x = round_stochastically(x.float(), self, generator)  # on the grid, where what follows is exact
         if self.name == "tf32":
             return round_to_tf32(x.float())
         if self.saturates:
@@ -63,6 +66,31 @@ def round_to_tf32(x: Tensor) -> Tensor:
     tie_to_even = (bits >> dropped) & 1
     rounded = ((bits + (1 << (dropped - 1)) - 1 + tie_to_even) >> dropped) << dropped
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+
+
+def round_stochastically(x: Tensor, format: Format, generator: torch.Generator) -> Tensor:
+    """fp32 ``x`` rounded up or down to a neighbour in ``format``, without bias; inf and NaN pass.
+
+    The probability of a neighbour is 1 minus its relative distance (Croci et al. 2022,
+    doi:10.1098/rsos.211631): as many random bits as the format drops are added to those it drops,
+    and may carry. Scaling lines the format's subnormals up with those of fp32, where fraction bits
+    that fp32 has no room for are rounded to nearest: half a unit of the random bits' resolution.
+    The exponent is not bounded above.
+    """
+    dropped = 24 - format.significand  # fraction bits of fp32 beyond those of the format
+    scale = 2.0**-126 / format.smallest_normal
+    bits = (x * scale).view(torch.int32)
+    bits += random_bits(dropped, x, generator)
+    rounded = bits.bitwise_and_(-1 << dropped).view(torch.float32) / scale
+    return torch.where(x.isnan(), x, rounded)
+
+
+def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """An int32 tensor of the shape of ``like``, each entry ``count`` random bits; two or four to a draw of 64."""
+    lane = torch.int16 if count <= 16 else torch.int32
+    draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=like.device)
+    lanes = draws.random_(-(2**63), None, generator=generator).view(lane)[: like.numel()]
+    return lanes.view(like.shape).to(torch.int32).bitwise_and_((1 << count) - 1)
 
 
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16

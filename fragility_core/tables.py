@@ -5,13 +5,22 @@ from pathlib import Path
 import pandas as pd
 
 from fragility_core.experiments.agreement import spread
-from fragility_core.published import E2_PAPER, E2_PAPER_COUNTS, E5_PAPER, E5_PAPER_COUNTS
+from fragility_core.published import E2_PAPER, E2_PAPER_COUNTS, E3_PAPER, E5_PAPER, E5_PAPER_COUNTS
 
 
 def e2_summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Mean ± sd over runs and 95 % bootstrap interval of every E2 quantity, the paper's beside it."""
+    return _summary(runs, E2_PAPER)
+
+
+def e3_summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """The same of every E3 quantity."""
+    return _summary(runs, E3_PAPER)
+
+
+def _summary(runs: pd.DataFrame, published: dict[str, tuple[float, float | None]]) -> pd.DataFrame:
     rows = []
-    for quantity, (mean, sd) in E2_PAPER.items():
+    for quantity, (mean, sd) in published.items():
         measured = spread(runs[quantity])
         rows.append(
             {"quantity": quantity, "paper": mean, "paper_sd": sd, **measured, "difference": measured["mean"] - mean}

@@ -80,6 +80,12 @@ def reference_e2() -> list[dict]:
 
 
 @pytest.fixture(scope="session")
+def reference_e3() -> list[dict]:
+    """One record per window and format of E3."""
+    return json.loads((DATA / "e3.json").read_text())
+
+
+@pytest.fixture(scope="session")
 def reference_windows() -> dict[int, torch.Tensor]:
     """Token windows (B, T) by their length T."""
     windows = json.loads((DATA / "e2.json").read_text())["windows"]

@@ -32,6 +32,7 @@ from fragility_core.bgss import (
     replay,
     trajectory,
 )
+from fragility_core.bgss.printed import EpsilonBump, PrintedBGSS
 from fragility_core.emulation import lower
 from fragility_core.monitor import Monitor
 from fragility_core.surrogates import score
@@ -226,7 +227,7 @@ def printed_by_the_book(p, run: Course) -> list[tuple[int, int, float, float]]:
 @given(given=printed, coarse=st.booleans(), **shape)
 @closed_loop
 def test_printed_controller_line_by_line(given, coarse, seed, steps, layers):
-    policy, run = get_policy("bgss_printed", **given), course(seed, steps, layers, coarse)
+    policy, run = PrintedBGSS(**given), course(seed, steps, layers, coarse)
     actions = final(policy, run).actions
     assert [(a.step, a.layer, a.old_epsilon, a.new_epsilon) for a in actions] == printed_by_the_book(policy, run)
 
@@ -250,7 +251,7 @@ def bump_by_the_book(p, run: Course) -> list[tuple[int, int, float, float]]:
 @given(given=parameters["eps_bump"], **shape)
 @closed_loop
 def test_epsilon_bump_line_by_line(given, seed, steps, layers):
-    policy, run = get_policy("eps_bump", **given), course(seed, steps, layers)
+    policy, run = EpsilonBump(**given), course(seed, steps, layers)
     actions = final(policy, run).actions
     assert [(a.step, a.layer, a.old_epsilon, a.new_epsilon) for a in actions] == bump_by_the_book(policy, run)
 

@@ -31,6 +31,13 @@ def emulated(format: str, kernel, *inputs):
         return kernel(*inputs)
 
 
+@torch.no_grad()
+def hidden_of(low: LowPrecision, tokens: torch.Tensor) -> torch.Tensor:
+    """Final hidden states of ``low`` on ``tokens``."""
+    with low.running():
+        return low.model.base_model(tokens).last_hidden_state
+
+
 # --- Single kernels ------------------------------------------------------------------------------
 
 # Measured over 1.6e5 results each: the native CPU kernel computes in fp32 and rounds once, and has
@@ -359,6 +366,102 @@ def test_nested_emulation_rounds_like_one(format):
         with emulation:
             twice = (x @ x).softmax(-1)
     assert torch.equal(once, twice)
+
+
+# --- Large tensors -------------------------------------------------------------------------------
+
+ELEMENTWISE = {
+    "times a number": lambda x, y: x * 0.3,
+    "times a 0-dimensional tensor": lambda x, y: x * torch.tensor(0.3),
+    "number to a power": lambda x, y: 2.0**x,
+    "sum": lambda x, y: torch.add(x, y, alpha=0.5),
+    "tanh": lambda x, y: x.tanh(),
+    "gelu": lambda x, y: functional.gelu(x, approximate="tanh"),
+    "comparison": lambda x, y: x < y,
+    "broadcast": lambda x, y: x + y[:1],
+    "transposed": lambda x, y: x.T + y.T,
+    "in place": lambda x, y: x.clone().mul_(y),
+    "promoted": lambda x, y: x + y.float(),
+}
+
+
+@pytest.mark.parametrize("format", ["fp16", "fp8_e5m2"])
+@pytest.mark.parametrize("kernel", ELEMENTWISE.values(), ids=ELEMENTWISE.keys())
+def test_large_tensors_are_computed_in_pieces_to_the_same_values(format, kernel, monkeypatch):
+    x, y = low(format, 37, 29), low(format, 37, 29, seed=1)
+    whole = emulated(format, kernel, x, y)
+    monkeypatch.setattr("fragility_core.emulation.PIECE", 100)
+    pieces = emulated(format, kernel, x, y)
+    assert pieces.dtype == whole.dtype and pieces.stride() == whole.stride()
+    assert torch.equal(pieces, whole)
+
+
+# --- Stochastic rounding -------------------------------------------------------------------------
+
+
+def stochastic(format: str, kernel, *inputs, seed: int = 0):
+    """``kernel`` of ``inputs`` under emulation with stochastic rounding."""
+    with Emulation(get_format(format), torch.Generator().manual_seed(seed)):
+        return kernel(*inputs)
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda x, y: x * y,
+        lambda x, y: x @ y,
+        lambda x, y: x.softmax(-1),
+        lambda x, y: x.sum(-1),
+        lambda x, y: x.clone().mul_(y),
+    ],
+    ids=["multiply", "mm", "softmax", "sum", "mul_"],
+)
+def test_results_are_rounded_to_a_neighbour_without_bias(format, kernel):
+    """Over 400 realisations, the mean of each result is the exact one within 6 standard deviations."""
+    x, y = low(format, 8, 8), low(format, 8, 8, seed=1)
+    exact = kernel(x.float(), y.float()).double()
+    drawn = torch.stack([stochastic(format, kernel, x, y, seed=seed) for seed in range(400)])
+    assert drawn.dtype == get_format(format).carrier
+    spacing = get_format(format).spacing * exact.abs().clamp_min(get_format(format).smallest_normal)  # at most
+    assert ((drawn.double() - exact).abs() <= spacing).all()
+    assert all(len(column.unique()) <= 2 for column in drawn.flatten(1).T)
+    assert ((drawn.double().mean(0) - exact).abs() <= 6 * 0.5 / 400**0.5 * spacing).all()
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_conversions_are_rounded_stochastically(format):
+    wide, carrier = normal(64, 64), get_format(format).carrier
+    drawn = [stochastic(format, lambda x: x.to(carrier), wide, seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(get_format(format).round(drawn[0].float()), drawn[0])
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+def test_what_needs_no_rounding_is_not_changed(format):
+    x = low(format, 16, 16)
+    for kernel in (lambda x: x.T.clone(), lambda x: x * 2, lambda x: x.relu(), lambda x: torch.cat([x, x])):
+        assert torch.equal(stochastic(format, kernel, x), kernel(x))
+
+
+def test_tf32_rounds_factors_stochastically():
+    x, y = normal(8, 8), normal(8, 8, seed=1)
+    assert not torch.equal(stochastic("tf32", torch.mm, x, y), emulated("tf32", torch.mm, x, y))
+    assert torch.equal(stochastic("tf32", torch.add, x, y), x + y)
+
+
+@pytest.mark.parametrize("execution", ["native", "emulated"])
+def test_realisations_share_the_model_and_follow_the_seed(execution, tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16", execution)
+    exact, nearest = hidden_of(lower(tiny_gpt2, "fp32"), tiny_tokens), hidden_of(low, tiny_tokens)
+    first, again, other = (low.stochastic(seed) for seed in (1, 1, 2))
+    assert first.model is low.model
+    assert (low.execution, first.execution) == (execution, "stochastic")
+    drawn = [hidden_of(realisation, tiny_tokens) for realisation in (first, again, other)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    # Stochastic rounding has twice the variance of rounding to nearest, and the weights' share stays.
+    ratio = mismatch(drawn[0], exact).mean() / mismatch(nearest, exact).mean()
+    assert 1.05 < ratio < 2**0.5
 
 
 # --- Lowering a model ----------------------------------------------------------------------------

@@ -64,6 +64,30 @@ def test_written_figures_are_reproducible(runs, tmp_path):
         assert len(first) > 5000
 
 
+def test_e3_ranks_shows_every_count():
+    counts = pd.DataFrame([[3.0, 1.0], [1.0, 3.0]], index=[1, 2], columns=[1, 2])
+    axes = figures.e3_ranks(counts)
+    assert axes.collections[0].get_array().ravel().tolist() == [3.0, 1.0, 1.0, 3.0]
+    assert axes.get_xlabel() and axes.get_ylabel() and axes.get_title().startswith("E3")
+
+
+def test_e3_fidelity_has_a_point_a_run(runs):
+    axes = figures.e3_fidelity(runs.assign(spearman=runs.delta_pearson, pairwise_accuracy=0.6))
+    points = axes.collections[0].get_offsets()
+    np.testing.assert_allclose(points[:, 0], runs.delta_pearson)
+    assert (points[:, 1] == 0.6).all()
+
+
+def test_e3_noise_floor_shows_measured_windows_only():
+    windows = pd.DataFrame(
+        {"precision": "fp16", "length": [128, 128, 512], "spearman": [0.1, 0.2, 0.3], "noise_floor": [0.7, np.nan, 0.9]}
+    )
+    axes = figures.e3_noise_floor(windows)
+    points = np.concatenate([part.get_offsets() for part in axes.collections])
+    assert sorted(points[:, 1]) == [0.1, 0.3, 0.7, 0.9]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["score", "another rounding"]
+
+
 @pytest.fixture
 def policies():
     table = pd.DataFrame([(p, s) for p in ("bgss", "none") for s in (0, 1)], columns=["policy", "seed"])

@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fragility_core.formats import FORMATS, Format, get_format, has_native_kernels
+from fragility_core import formats
+from fragility_core.formats import FORMATS, Format, get_format, has_native_kernels, random_bits
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -138,6 +139,102 @@ def test_fp8_e4m3_saturates():
     beyond = torch.tensor([449.0, -1e30, math.inf, -math.inf, math.nan])
     assert get_format("fp8_e4m3").round(beyond).tolist()[:4] == [448.0, -448.0, 448.0, -448.0]
     assert get_format("fp8_e4m3").round(beyond)[4].isnan()
+
+
+# --- Stochastic rounding -------------------------------------------------------------------------
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def neighbours(x: float, format: Format) -> set[float]:
+    """The values of ``format`` next to ``x`` below and above, in fp64 by the definition; ``x`` alone if it is one."""
+    binade = max(math.frexp(x)[1] - 1, int(math.log2(format.smallest_normal)))
+    spacing_exponent = binade - format.significand + 1
+    scaled = math.ldexp(x, -spacing_exponent)
+    around = {math.ldexp(count, spacing_exponent) for count in (math.floor(scaled), math.ceil(scaled))}
+    beyond = format.largest if format.saturates else math.inf
+    return {value if abs(value) <= format.largest else math.copysign(beyond, value) for value in around}
+
+
+@every_format
+@given(x=st.floats(width=32, allow_nan=False, allow_infinity=False))
+@example(x=65519.0)
+@example(x=450.0)
+@example(x=60000.0)
+@example(x=-0.0)
+@example(x=2.0**-25 + 2.0**-40)
+@settings(max_examples=200, deadline=None)
+def test_stochastic_rounding_gives_a_neighbour(format, x):
+    rounded = format.round(torch.full((50,), x), generator())
+    assert rounded.dtype == format.carrier
+    if neighbours(x, format) == {x}:
+        for value in rounded.tolist():
+            assert_same(value, x)
+    elif abs(x) <= 2 * format.largest:
+        assert set(rounded.tolist()) <= neighbours(x, format)
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_stochastic_rounding_is_unbiased(name, data):
+    """Over all values that the random bits can take, exactly the right share is rounded away from zero.
+
+    A subnormal is first brought to the resolution of those bits, by at most half a unit.
+    """
+    format = get_format(name)
+    resolution = 2 ** (24 - format.significand)
+    exponent = data.draw(st.integers(-3, math.frexp(format.largest)[1] - 2 if name != "tf32" else 10))
+    x = data.draw(st.floats(1, 2, exclude_max=True, width=32)) * 2.0**exponent
+    if data.draw(st.booleans()):
+        x = x / 2.0**exponent * format.smallest_normal / 4 if name not in ("bf16", "tf32") else x
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "random_bits", lambda count, *_: torch.arange(1 << count, dtype=torch.int32))
+        rounded = format.round(torch.full((resolution,), x), generator()).double()
+    below, above = min(neighbours(x, format)), max(neighbours(x, format))
+    share = (rounded > below).double().mean().item() if above > below else 0.0
+    exact = (x - below) / (above - below) if above > below else 0.0
+    assert share == exact or (abs(x) < format.smallest_normal and abs(share - exact) <= 0.5 / resolution)
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
+def test_stochastic_rounding_of_a_sample_keeps_its_mean(name):
+    format = get_format(name)
+    for x in (1 + 0.3 * format.spacing, -(1 + 0.3 * format.spacing), 0.3 * format.smallest_normal * format.spacing):
+        x = torch.tensor(x).item()
+        rounded = format.round(torch.full((2**16,), x), generator()).double()
+        below, above = min(neighbours(x, format)), max(neighbours(x, format))
+        assert abs((rounded.mean().item() - x) / (above - below)) < 5 * 0.5 / 2**8  # five standard deviations
+
+
+@pytest.mark.parametrize("count", [0, 8, 13, 16, 21])
+def test_random_bits_are_fair_and_independent(count):
+    drawn = random_bits(count, torch.empty(3, 2**14 + 1), generator())
+    assert drawn.shape == (3, 2**14 + 1) and drawn.dtype == torch.int32
+    assert ((drawn >= 0) & (drawn < 2**count)).all()
+    if count:
+        bits = (drawn.flatten() >> torch.arange(count)[:, None] & 1).double()  # (count, N)
+        assert ((bits.mean(-1) - 0.5).abs() < 5 * 0.5 / bits.shape[1] ** 0.5).all()
+        neighbours = torch.cat([bits[:, 1:], bits[:, :-1]]).corrcoef() - torch.eye(2 * count)
+        assert neighbours.abs().max() < 6 / bits.shape[1] ** 0.5
+
+
+@every_format
+def test_stochastic_rounding_is_drawn_from_the_generator(format):
+    x = torch.randn(1000, generator=generator(1))
+    drawn = [format.round(x, generator(seed)) for seed in (2, 2, 3)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert format.name == "fp32" or not torch.equal(drawn[0], drawn[2])
+
+
+@every_format
+def test_stochastic_rounding_passes_what_is_not_finite(format):
+    odd_nan = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert format.round(torch.cat([odd_nan, torch.tensor([math.nan])]), generator()).isnan().all()
+    infinite = torch.tensor([math.inf, -math.inf])
+    assert torch.equal(format.round(infinite, generator()), format.round(infinite))
 
 
 def test_unknown_format_names_the_known_ones():

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from fragility_core.published import E2_PAPER
-from fragility_core.tables import e2_counts, e2_summary, e5_counts, e5_summary, save_table
+from fragility_core.published import E2_PAPER, E3_PAPER
+from fragility_core.tables import e2_counts, e2_summary, e3_summary, e5_counts, e5_summary, save_table
 
 
 @pytest.fixture
@@ -20,6 +20,12 @@ def test_summary_sets_the_paper_beside_the_run(runs):
     assert row.difference == pytest.approx(-0.07)
     assert row.low <= row["mean"] <= row.high
     assert row.runs == 3
+
+
+def test_e3_summary_sets_the_paper_beside_the_run():
+    row = e3_summary(pd.DataFrame({quantity: [0.1, 0.2, 0.6] for quantity in E3_PAPER})).loc["top3_overlap"]
+    assert (row.paper, row.paper_sd, row.runs) == (0.505, 0.108, 3)  # Table gpt2_summary
+    assert row["mean"] == pytest.approx(0.3)
 
 
 def test_claims_count_runs_and_say_when_they_fail(runs):

@@ -53,7 +53,7 @@ class Printed(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class PrintedBGSS(Printed):
-    """Algorithm bgss as printed.
+    """Algorithm BGSS as printed (alg:bgss).
 
     The paper gives no values for its thresholds (``choose_thresholds`` proposes some); the budget B,
     the cooldown c and the bounds default to the release's.
@@ -118,7 +118,7 @@ class PrintedBGSS(Printed):
 
 @dataclass(frozen=True, kw_only=True)
 class EpsilonBump(Printed):
-    """Algorithm eps-bump: every 5 steps, every block in the regime rho_LN < 1, without a budget.
+    """Algorithm eps-bump (alg:eps-bump): every 5 steps, every block in the regime rho_LN < 1, without a budget.
 
     Its rows may be those of several windows, the algorithm's minibatch of 16 examples: sigma^2 is the
     median over them. ``epsilon_max`` is 5e-3 or 1e-2 in the paper.

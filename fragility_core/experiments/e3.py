@@ -1,0 +1,179 @@
+"""E3: does the score name the blocks whose rounding matters? (protocol section 5)
+
+It reads E2's runs: of each the windows of highest mismatch, and the risk of their blocks. What a block
+really costs is measured by patching it (``fragility_core.patching``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from fragility_core import rankings
+from fragility_core.emulation import LowPrecision, lower
+from fragility_core.experiments.inputs import Inputs
+from fragility_core.experiments.pool import Advance, complete
+from fragility_core.experiments.runs import IDENTITY, RunSpec, RunStore, Specification, spec_columns, window_rows
+from fragility_core.patching import Patching, patch_effects
+
+REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
+WINDOW = [*IDENTITY, "window"]
+
+
+@dataclass(frozen=True)
+class PatchSpec(Specification):
+    """One run of E3; raises ValueError for counts out of range."""
+
+    source: RunSpec  # the run of E2
+    windows: int = 8
+    noisy_windows: int = 1  # of these, how many are patched under stochastic rounding too
+    realisations: int = 2
+
+    unit = "token"
+
+    def __post_init__(self):
+        if not 1 <= self.windows <= self.source.windows:
+            raise ValueError(f"windows must be between 1 and E2's {self.source.windows}, got {self.windows}")
+        if not 0 <= self.noisy_windows <= self.windows:
+            raise ValueError(f"noisy_windows must be between 0 and windows, got {self.noisy_windows} of {self.windows}")
+        if self.realisations < 1:
+            raise ValueError(f"realisations must be at least 1, got {self.realisations}")
+
+    @property
+    def device(self) -> str:
+        return self.source.device
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    @property
+    def size(self) -> int:
+        return self.source.length * (self.windows + self.noisy_windows * self.realisations)
+
+
+def worst_windows(rows: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The ``count`` window rows of highest mismatch of one run, highest first, ties by window; overflows left out."""
+    windows = window_rows(rows)
+    return windows[~windows.overflow].sort_values(["mismatch", "window"], ascending=[False, True]).head(count)
+
+
+class Patches:
+    """Computes the runs of E3 (a ``pool.Worker``); runs of one precision share its model."""
+
+    def __init__(self, inputs: Inputs, source: Path):
+        """``source`` is the folder of E2's runs."""
+        self.inputs, self.source = inputs, RunStore(source)
+        self.record = {"attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation}}
+        self._lows: dict[tuple[str, str], LowPrecision] = {}
+
+    def low(self, spec: RunSpec) -> LowPrecision:
+        """The model in the precision of ``spec``."""
+        key = (spec.precision, spec.execution)
+        if key not in self._lows:
+            self._lows[key] = lower(self.inputs.model, *key)
+        return self._lows[key]
+
+    def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
+        """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
+
+        Raises FileNotFoundError where E2's run is not there.
+        """
+        rows = self.source.load(spec.source)
+        if rows is None:
+            raise FileNotFoundError(
+                f"E3 needs E2's run {spec.source.label}, which is not in {self.source.folder}: run e2_predictor first"
+            )
+        worst = worst_windows(rows, spec.windows)
+        frames, left = [], spec.size
+        for place, window in enumerate(worst.itertuples()):
+            realisations = spec.realisations if place < spec.noisy_windows else 0
+            effects = self._effects(spec.source, window.start, realisations)
+            frames.append(effects.assign(window=window.window, place=place, source_mismatch=window.mismatch))
+            advance(spec.source.length * (1 + realisations))
+            left -= spec.source.length * (1 + realisations)
+        advance(left)  # of windows that overflowed
+        if not frames:
+            return pd.DataFrame()
+        effects = pd.concat(frames, ignore_index=True)
+        effects["recompute_gap"] = (effects.base_mismatch - effects.source_mismatch).abs()
+        scores = rows[["window", "layer", "risk", "dominance", "combined"]]
+        return ranked(effects.merge(scores, on=["window", "layer"])).assign(**spec_columns(spec.source))
+
+    @torch.no_grad()
+    def _effects(self, source: RunSpec, start: int, realisations: int) -> pd.DataFrame:
+        """Effects of patching every block of one window, and those of ``realisations`` of stochastic rounding."""
+        tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
+        reference = self.inputs.model.base_model(tokens, use_cache=False).last_hidden_state
+        low = self.low(source)
+        effects = patch_effects(Patching(self.inputs.model, low)(tokens), reference).drop(columns="window")
+        for seed in range(realisations):
+            patched = Patching(self.inputs.model, low.stochastic(seed))(tokens)
+            effects[f"{REALISATION}{seed}"] = patch_effects(patched, reference).exact_reduction
+        return effects
+
+
+def ranked(rows: pd.DataFrame) -> pd.DataFrame:
+    """``rows`` with the ranks of each window's blocks by the score and by the exact effect, 1 the largest."""
+    columns = {"proxy_rank": "risk", "exact_rank": "exact_reduction"}
+    by_window = rows.groupby("window", sort=False)
+    return rows.assign(**{name: by_window[of].rank(ascending=False) for name, of in columns.items()})
+
+
+def specifications(sources: Sequence[RunSpec], **options) -> list[PatchSpec]:
+    """One specification per run of E2, with the ``options`` of ``PatchSpec``."""
+    return [PatchSpec(source, **options) for source in sources]
+
+
+def run_patches(
+    sources: Sequence[RunSpec], inputs: Inputs, source: Path, folder: Path, workers: int = 1, **options
+) -> pd.DataFrame:
+    """All runs of E3 on E2's ``sources``, kept in ``source``; those finished in ``folder`` are not computed again."""
+    specs = specifications(sources, **options)
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.source.length, spec.source.seed))]
+    return complete(groups, RunStore(folder), partial(Patches, inputs, source), inputs.device, workers, "E3")
+
+
+# --- Views of the rows ------------------------------------------------------------------------
+
+
+def window_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per window: how alike score and exact effect rank its blocks, and the noise floor where measured.
+
+    ``noise_floor`` is Spearman between the effects of two stochastic realisations, averaged over pairs,
+    ``noise_with_nearest`` between each of them and rounding to nearest (``rankings.noise_floor``).
+    """
+    windows = rows[rows.layer == 0][[*WINDOW, "base_mismatch", "recompute_gap"]].reset_index(drop=True)
+    depth = rows.layer.nunique()
+    risk, exact = (rows[name].to_numpy().reshape(-1, depth) for name in ("risk", "exact_reduction"))
+    noisy = [name for name in rows if name.startswith(REALISATION)]
+    table = windows.assign(layers=depth, **rankings.agreement(risk, exact))
+    if noisy:
+        realisations = rows[noisy].to_numpy().T.reshape(len(noisy), -1, depth)
+        floor = rankings.noise_floor(realisations, exact)
+        table = table.assign(noise_floor=floor["between_realisations"], noise_with_nearest=floor["with_nearest"])
+    return table
+
+
+def run_table(windows: pd.DataFrame) -> pd.DataFrame:
+    """Means over the windows of each run, one row per run, and the number of ``windows`` patched."""
+    by_run = windows.groupby(list(IDENTITY), sort=True)
+    return by_run.mean().drop(columns="window").assign(windows=by_run.size()).reset_index()
+
+
+def rank_counts(rows: pd.DataFrame) -> pd.DataFrame:
+    """How often a block of each rank by the score has each rank by its exact effect; ties split evenly."""
+    depth = rows.layer.nunique()
+    counts = np.zeros((depth, depth))
+    finite = rows[np.isfinite(rows.proxy_rank) & np.isfinite(rows.exact_rank)]
+    for proxy in (np.floor, np.ceil):
+        for exact in (np.floor, np.ceil):
+            at = proxy(finite.proxy_rank).astype(int) - 1, exact(finite.exact_rank).astype(int) - 1
+            np.add.at(counts, at, 0.25)
+    labels = range(1, depth + 1)
+    return pd.DataFrame(counts, pd.Index(labels, name="proxy_rank"), pd.Index(labels, name="exact_rank"))
