@@ -48,6 +48,20 @@ def test_saved_run_comes_back_with_its_specification(tmp_path):
     assert RunSpec(**store.metadata(SPEC)["specification"]) == SPEC
 
 
+def test_records_are_one_row_per_run_under_innermost_names(tmp_path):
+    store, other = RunStore(tmp_path), replace(SPEC, seed=1)
+    for spec, seconds in ((SPEC, 1.5), (other, 2.5)):
+        store.save(
+            spec, FRAME, {"seconds": seconds, "versions": {"torch": "2.13"}, "attention": {"monitored": "eager"}}
+        )
+    records = store.records([SPEC, other])
+    assert records.run.tolist() == ["bf16-T64-seed0", "bf16-T64-seed1"]
+    assert records[["seconds", "seed", "torch", "monitored"]].to_numpy().tolist() == [
+        [1.5, 0, "2.13", "eager"],
+        [2.5, 1, "2.13", "eager"],
+    ]
+
+
 def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

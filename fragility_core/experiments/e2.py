@@ -1,6 +1,5 @@
 """E2: does the score of one low-precision pass predict the mismatch? (protocol section 5)"""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -132,10 +131,5 @@ def run_grid(grid: Grid, inputs: Inputs, folder: Path, workers: int = 1) -> pd.D
 
 
 def records(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:
-    """What was recorded with each finished run of ``grid``: execution, device, wall time."""
-    store = RunStore(folder)
-    rows: Iterable[dict] = (
-        spec_columns(spec) | {"execution": spec.execution} | store.metadata(spec)
-        for spec in specifications(grid, inputs)
-    )
-    return pd.DataFrame(rows).drop(columns=["specification", "versions", "attention"])
+    """What was recorded with each finished run of ``grid``: execution, device, versions, wall time."""
+    return RunStore(folder).records(specifications(grid, inputs))

@@ -112,9 +112,11 @@ class Patches:
         reference = self.inputs.model.base_model(tokens, use_cache=False).last_hidden_state
         low = self.low(source)
         effects = patch_effects(Patching(self.inputs.model, low)(tokens), reference).drop(columns="window")
-        for seed in range(realisations):
-            patched = Patching(self.inputs.model, low.stochastic(seed))(tokens)
-            effects[f"{REALISATION}{seed}"] = patch_effects(patched, reference).exact_reduction
+        for number in range(realisations):
+            # Of two windows rounded with the same random bits, the errors would be correlated.
+            realisation = low.stochastic(start * realisations + number)
+            patched = Patching(self.inputs.model, realisation)(tokens)
+            effects[f"{REALISATION}{number}"] = patch_effects(patched, reference).exact_reduction
         return effects
 
 

@@ -36,7 +36,9 @@ def action_rows(rows: pd.DataFrame) -> pd.DataFrame:
 def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFrame:
     """One row per run: events, mismatch, budget spent, and how it ended.
 
-    ``onsets`` counts mismatch onsets under ``rule`` and a nonfinite end; ``loss_spikes`` is diagnostic.
+    ``onsets`` counts mismatch onsets under ``rule`` and a nonfinite end, ``onsets_paper_ratio`` under the
+    paper's; ``peak_ratio`` is the largest mismatch over the median of those before it; ``loss_spikes`` is
+    diagnostic.
     """
     table = []
     for (policy, seed), run in steps.groupby(RUN, sort=False):
@@ -49,10 +51,13 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
                 "policy": policy,
                 "seed": seed,
                 "steps": len(run),
+                "onset_ratio": rule.ratio,
                 "onsets": len(starts) + bool(ended),
+                "onsets_paper_ratio": len(onsets(mismatch)) + bool(ended),
                 "first_onset": starts[0] if starts else -1,
                 "final_mismatch": finite[-1] if len(finite) else np.nan,
                 "max_mismatch": mismatch.max(),
+                "peak_ratio": np.nanmax(relative_to_recent(mismatch, rule), initial=0.0),
                 "mean_mismatch": finite.mean() if len(finite) else np.nan,
                 "final_loss": run.shadow_loss.iloc[-1],
                 "loss_spikes": len(onsets(run.shadow_loss.to_numpy(), SpikeRule(ratio=LOSS_SPIKE_RATIO))),

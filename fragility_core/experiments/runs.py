@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -117,6 +118,12 @@ class RunStore:
     def metadata(self, spec: Specification) -> dict:
         """What was recorded with the run: specification, versions, device, wall time."""
         return json.loads(pq.read_schema(self.path(spec)).metadata[METADATA_KEY])
+
+    def records(self, specs: Iterable[Specification]) -> pd.DataFrame:
+        """One row per finished run: its label as ``run``, and every entry of its metadata under its innermost name."""
+        table = pd.json_normalize([{"run": spec.label} | self.metadata(spec) for spec in specs])
+        table.columns = table.columns.str.split(".").str[-1]
+        return table.loc[:, ~table.columns.duplicated()]
 
     def save(self, spec: Specification, frame: pd.DataFrame, metadata: dict) -> None:
         """Write ``frame`` with its specification; the file appears complete or not at all."""

@@ -1,0 +1,219 @@
+"""The report: one HTML page that sets the paper beside a run, made from the run's tables and figures alone.
+
+The page needs nothing but itself: style and figures are inside, and there is no script. The same tables
+and figures give the same bytes.
+"""
+
+import base64
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fragility_core import paths
+from fragility_core.execute import defaults, notebook_path, profile_values
+from fragility_core.published import HARDWARE_PAPER
+from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
+
+TEMPLATES = paths.ASSETS / "report"
+
+# Experiment: the notebook that runs it, and a table that it always leaves.
+EXPERIMENTS = {
+    "E1": ("e1_controlled_sweeps", "e1_attention"),
+    "E2": ("e2_predictor", "e2_runs"),
+    "E3": ("e3_patching", "e3_runs"),
+    "E5": ("e5_mitigation", "e5_runs"),
+}
+VERSIONS = ("python", "torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas", "platform", "code")
+
+
+def read_tables(profile: str) -> dict[str, pd.DataFrame]:
+    """Every table under ``outputs/<profile>/tables`` by its name."""
+    folder = paths.output_folder(profile, "tables")
+    return {path.stem: pd.read_csv(path) for path in sorted(folder.glob("*.csv"))}
+
+
+# --- Words and numbers --------------------------------------------------------------------------
+
+
+def number(value, digits: str = "") -> str:
+    """``value`` in the format ``digits`` with a true minus sign, exponents unpadded; "–" for what is not there."""
+    if isinstance(value, str):
+        return value
+    if value is None or pd.isna(value):
+        return "–"
+    text = format(value, digits)
+    text = re.sub(r"^[+-]?(0(\.0+)?)(e\+00)?$", r"\1", text)  # zero has no sign
+    text = re.sub(r"e\+?(-?)0*(\d)", r"e\1\2", text).replace("%", "\N{NO-BREAK SPACE}%")
+    return f"−{text[1:]}" if text.startswith("-") else text
+
+
+def spread_text(mean: float, sd: float | None, digits: str) -> str:
+    """Mean ± standard deviation, as far as there are."""
+    if sd is None or pd.isna(sd):
+        return number(mean, digits)
+    return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as people say it: "4 min 18 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def listed(values: pd.Series) -> str:
+    """The distinct values in order of appearance."""
+    return ", ".join(number(value) for value in values.dropna().unique())
+
+
+# --- The paper beside the run -------------------------------------------------------------------
+
+
+def shown(comparison: pd.DataFrame) -> pd.DataFrame:
+    """``verdicts.compare`` as a reader sees it: text throughout, counts as "17 of 18"."""
+    return pd.DataFrame([_shown(row) for row in comparison.itertuples()])
+
+
+def _shown(row) -> dict[str, str]:
+    if pd.notna(row.paper_runs):  # a count of runs
+        paper, here = (
+            f"{round(share * runs)} of {runs:.0f}" if runs else "–"
+            for share, runs in ((row.paper, row.paper_runs), (row.mean, row.runs))
+        )
+        difference, digits = f"{number(100 * row.difference, '+.0f')} points", ".0%"
+    else:
+        digits = row.digits
+        paper, here = spread_text(row.paper, row.paper_sd, digits), spread_text(row.mean, row.sd, digits)
+        difference = number(row.difference, f"+{digits}")
+    sampled = row.sampled and row.runs > 0
+    interval = f"{number(row.low, digits)} to {number(row.high, digits)}"
+    return {
+        "experiment": row.experiment,
+        "quantity": row.quantity,
+        "paper": paper,
+        "here": here,
+        "difference": "–" if pd.isna(row.difference) else difference,
+        "interval": interval if sampled and pd.notna(row.low) else "–",
+        "runs": number(row.runs) if sampled else "–",
+        "verdict": row.verdict,
+        "claim": row.claim,
+        "tested": row.tested,
+        "remark": row.remark,
+    }
+
+
+def sentences(comparison: pd.DataFrame) -> list[str]:
+    """One sentence per experiment: which of the paper's claims hold here, which do not, and how many are undecided."""
+    claims = comparison[comparison.claim != ""]
+    return [_sentence(name, rows) for name, rows in claims.groupby(claims.experiment.str[:2], sort=False)]
+
+
+def _sentence(experiment: str, claims: pd.DataFrame) -> str:
+    tested = claims[claims.verdict != NOT_RUN]
+    if tested.empty:
+        return f"{experiment} was not run."
+    second = tested.experiment.str.contains(",")
+    named = tested.claim + second.map({True: " (second setting)", False: ""})
+    held, failed = named[tested.verdict == HOLDS], named[tested.verdict == FAILS]
+    parts = [f"{len(held)} of {len(tested)} claims hold" + _in_words(held)]
+    if len(failed):
+        parts.append(f"{len(failed)} {'does' if len(failed) == 1 else 'do'} not hold" + _in_words(failed))
+    undecided = int((tested.verdict == UNDECIDED).sum())
+    if undecided:
+        parts.append(f"{undecided} {'is' if undecided == 1 else 'are'} undecided")
+    return f"{experiment}: {', '.join(parts)}."
+
+
+def _in_words(claims: pd.Series) -> str:
+    return f" ({'; '.join(claims)})" if len(claims) else ""
+
+
+# --- What was run -------------------------------------------------------------------------------
+
+
+def provenance(records: pd.DataFrame) -> dict[str, str]:
+    """What the ``records`` of one experiment (``RunStore.records``) say, in a few words."""
+    executions = records.groupby("precision", sort=False).execution.agg(listed)
+    record = records.reindex(columns=["model", "data", "device_name", "threads", "monitored", "reference"])
+    return {
+        "runs": str(len(records)),
+        "model": listed(record.model),
+        "data": listed(record.data),
+        "formats": ", ".join(f"{precision} {how}" for precision, how in executions.items()),
+        "device": listed(record.device_name),
+        "threads": listed(record.threads) or "–",
+        "attention": f"{listed(record.monitored)} monitored, {listed(record.reference)} for the reference",
+        "seconds": duration(records.seconds.sum()),
+    }
+
+
+def versions(records: list[pd.DataFrame]) -> dict[str, str]:
+    """Versions under which the runs of ``records`` were computed, several where they differ."""
+    together = pd.concat(records) if records else pd.DataFrame()
+    return {name: listed(together[name]) for name in VERSIONS if name in together}
+
+
+def command(profile: str, records: pd.DataFrame | None) -> str:
+    """The shell command that makes this run; a model and text other than the profile's are named."""
+    words = ["make", "reproduce"] + ([] if profile == "embedded" else [f"PROFILE={profile}"])
+    if records is not None:
+        notebook, _ = EXPERIMENTS["E2"]
+        usual = defaults(notebook_path(notebook)) | profile_values(profile, notebook)
+        given = {name: str(records[name].iloc[0]) for name in ("model", "data")}
+        words += [f"{name.upper()}={shlex.quote(value)}" for name, value in given.items() if value != usual[name]]
+    return " ".join(words)
+
+
+def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
+    """Runs of E5 that ended early, and what ended them."""
+    found = []
+    for name, setting in (("e5_runs", ""), ("e5_spiking_runs", "second setting, ")):
+        runs = tables.get(name, pd.DataFrame(columns=["ended"]))
+        found += [
+            f"{setting}{run.policy}, seed {run.seed}: {run.ended} at step {run.steps - 1}"
+            for run in runs[runs.ended.notna() & (runs.ended != "")].itertuples()
+        ]
+    return found
+
+
+# --- The page -----------------------------------------------------------------------------------
+
+
+def data_uri(path: Path) -> str | None:
+    """The PNG at ``path`` as an address that holds the image itself, or None where there is none."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
+
+
+def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
+    """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML."""
+    comparison = compare(tables)
+    records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"number": number, "spread": spread_text}
+    return environment.get_template("page.html.jinja").render(
+        style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
+        profile=profile,
+        command=command(profile, records.get("E2")),
+        missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
+        hardware=HARDWARE_PAPER,
+        provenance={name: provenance(found) for name, found in records.items()},
+        versions=versions(list(records.values())),
+        sentences=sentences(comparison),
+        comparison=shown(comparison).groupby("experiment", sort=False),
+        stopped=stopped(tables),
+        image=lambda name: data_uri(figures / f"{name}.png"),
+        tables=tables,
+    )
+
+
+def write(profile: str) -> Path:
+    """Write ``outputs/<profile>/report.html`` from what lies there, and return its path."""
+    path = paths.output_folder(profile) / "report.html"
+    path.write_text(page(profile, read_tables(profile), paths.output_folder(profile, "figures")), encoding="utf-8")
+    return path

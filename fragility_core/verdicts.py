@@ -1,0 +1,139 @@
+"""What a run says about the paper's claims: one table, by the same few tests for every experiment.
+
+A claim about a mean is decided by the 95 % bootstrap interval of the mean over runs: one that includes the
+bound decides nothing. That most runs show something holds where Wilson's interval of their share lies
+above 1/2, and does not hold where not even half of these runs show it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from fragility_core.claims import QUANTITIES, Quantity
+from fragility_core.experiments.agreement import spread
+
+HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
+LEAST = 3  # runs below which nothing is shown to hold
+FEW = 6  # runs below which an interval of 95 % is that by name only: all of 5 agree by chance 1 time in 16
+
+# What each test asks, in words: of the mean, or of the runs.
+TESTS = {
+    "above": "mean above {}", "below": "mean below {}", "at most": "mean not above {}",
+    "equal": "{} in every run", "every": "true every time", "most": "true in more than half of the runs",
+}  # fmt: skip
+
+
+def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) -> str:
+    """The verdict of ``test`` on ``values`` (runs,), whose mean has the interval from ``low`` to ``high``.
+
+    Without an interval (NaN) nothing holds; one counterexample refutes a claim about every run. Where all
+    values are the bound itself, only "equal" holds: a contest in which no run differs has no winner.
+    """
+    holds, fails = {
+        "above": (low > bound, high < bound),
+        "below": (high < bound, low > bound),
+        "at most": (low < high <= bound or high < bound, low > bound),
+        "equal": (low == high == bound, low > bound or high < bound),
+        "every": (not np.isnan(low) and values.all(), not values.all()),
+        "most": (low > 0.5, not np.isnan(low) and values.mean() <= 0.5),
+    }[test]
+    return HOLDS if holds else FAILS if fails else UNDECIDED
+
+
+def interval(values: np.ndarray, quantity: Quantity) -> tuple[float, float]:
+    """95 % interval of the mean of ``values`` (runs,): bootstrap, for counts Wilson's; NaN for too few runs."""
+    if not quantity.sampled:
+        return values.mean(), values.mean()
+    if len(values) < LEAST:
+        return np.nan, np.nan
+    if quantity.counted:
+        return stats.binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
+    if np.ptp(values) == 0:
+        return values[0], values[0]
+    spreading = spread(pd.Series(values))
+    return spreading["low"], spreading["high"]
+
+
+def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of E5 with one row per seed: column ``onsets`` of policy ``bgss`` is ``onsets_bgss``."""
+    wide = runs.pivot(index="seed", columns="policy")
+    wide.columns = [
+        f"{column}_{policy.removesuffix('_same_budget').removesuffix('_global')}" for column, policy in wide.columns
+    ]
+    return wide
+
+
+def measured(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, int, float]:
+    """Values (runs,) of ``quantity``, the number of runs left out as not finite, and the bound of its claim.
+
+    There are no values where ``tables`` lack what they are computed from.
+    """
+    table = tables.get(quantity.table)
+    if table is None:
+        return np.empty(0), 0, np.nan
+    table = by_seed(table) if "policy" in table else table
+    used = [name for name in table if re.search(rf"\b{name}\b", quantity.values)]
+    finite = table[np.isfinite(table[used]).all(axis=1)]
+    if finite.empty:
+        return np.empty(0), len(table), np.nan
+    try:
+        values, bound = (np.atleast_1d(finite.eval(text)) for text in (quantity.values, quantity.bound))
+    except pd.errors.UndefinedVariableError:  # a policy or statistic that this profile does not have
+        return np.empty(0), 0, np.nan
+    return values, len(table) - len(finite), float(np.mean(bound))
+
+
+def compare(tables: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity] = QUANTITIES) -> pd.DataFrame:
+    """The paper beside the run, one row per quantity: values, difference, interval, runs, and the claim's verdict.
+
+    ``tables`` are a run's by name (``e2_runs`` ...); what they lack is "not run". A count is given as its
+    share of the runs, the paper's with their number in ``paper_runs``.
+    """
+    return pd.DataFrame([_row(quantity, *measured(quantity, tables)) for quantity in quantities])
+
+
+def _row(quantity: Quantity, values: np.ndarray, left_out: int, bound: float) -> dict:
+    """What is to be said of ``quantity``, given what ``measured`` found."""
+    runs = len(values)
+    paper, second = quantity.paper or (np.nan, None)
+    spread_or_runs = {"paper_runs": second} if quantity.counted else {"paper_sd": second}
+    paper = paper / second if quantity.counted else paper
+    low, high = interval(values, quantity) if runs else (np.nan, np.nan)
+    decided = judge(quantity.test, values, low, high, bound) if runs and quantity.test else ""
+    return {
+        "experiment": quantity.experiment,
+        "quantity": quantity.name,
+        "paper": paper,
+        "paper_sd": np.nan,
+        "paper_runs": np.nan,
+        **spread_or_runs,
+        "mean": values.mean() if runs else np.nan,
+        "sd": values.std(ddof=1) if runs > 1 and not quantity.counted else np.nan,
+        "difference": values.mean() - paper if runs else np.nan,
+        "low": low,
+        "high": high,
+        "runs": runs,
+        "sampled": quantity.sampled,
+        "digits": quantity.digits,
+        "claim": quantity.claim,
+        "tested": TESTS[quantity.test].format(f"{bound:.3g}") if decided else "",
+        "verdict": decided if runs else NOT_RUN,
+        "remark": remark(quantity, values, left_out, decided, bound),
+    }
+
+
+def remark(quantity: Quantity, values: np.ndarray, left_out: int, decided: str, bound: float) -> str:
+    """Why a claim is undecided, and what weakens a verdict."""
+    runs, reasons = len(values), []
+    if left_out:
+        reasons.append(f"{left_out} of {runs + left_out} runs left out, not finite")
+    if decided == UNDECIDED:
+        differ = (values != bound).any()
+        includes = "the interval includes one half" if quantity.test == "most" else f"the interval includes {bound:.3g}"
+        reasons.append("too few runs" if runs < LEAST else includes if differ else "no run differs")
+    elif decided and quantity.sampled and runs < FEW and not (quantity.test == "every" and decided == FAILS):
+        reasons.append(f"weak, {runs} runs")
+    return "; ".join(reasons)

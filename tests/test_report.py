@@ -1,0 +1,380 @@
+"""Verdicts on hand-made tables, and the page: complete, self-contained, the same bytes for the same run."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fragility_core import paths, report
+from fragility_core.claims import QUANTITIES, Quantity
+from fragility_core.experiments import e1
+from fragility_core.experiments.outcomes import policy_summary
+from fragility_core.published import E2_PAPER
+from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, TESTS, UNDECIDED, VERDICTS, compare, interval, judge
+
+POLICIES = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss", "bgss_printed")
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
+
+
+def one_row(values: list[float], **options) -> pd.Series:
+    """The row of one quantity ``x`` with the given ``values``."""
+    quantity = Quantity("E9", "x", "t", "x", claim="a claim", **options)
+    return compare({"t": pd.DataFrame({"x": values})}, [quantity]).iloc[0]
+
+
+# --- Verdicts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "verdict"),
+    [
+        ([0.2, 0.3, 0.4, 0.3, 0.2, 0.3], {"test": "above"}, HOLDS),
+        ([-0.2, -0.3, -0.4, -0.3, -0.2, -0.3], {"test": "above"}, FAILS),
+        ([-0.2, 0.3, -0.4, 0.3, -0.2, 0.3], {"test": "above"}, UNDECIDED),
+        ([0.2, 0.3, 0.4, 0.3, 0.2, 0.3], {"test": "above", "bound": "0.5"}, FAILS),
+        ([-0.2, -0.3, -0.4], {"test": "below"}, HOLDS),
+        ([0.2, 0.3, 0.4], {"test": "below"}, FAILS),
+        ([-1.0, 0.0, -2.0, 0.0], {"test": "at most"}, HOLDS),
+        ([1.0, 2.0, 1.0], {"test": "at most"}, FAILS),
+        ([0.0, 0.0, 0.0], {"test": "at most"}, UNDECIDED),
+        ([0.0, 0.0, 0.0], {"test": "below"}, UNDECIDED),
+        ([0.0, 0.0, 0.0], {"test": "equal"}, HOLDS),
+        ([3.0, 4.0, 3.0], {"test": "equal"}, FAILS),
+        ([3.0, -4.0, 0.0], {"test": "equal"}, UNDECIDED),
+        ([0.5, 0.5], {"test": "above"}, UNDECIDED),
+    ],
+)
+def test_verdict_on_a_mean(values, options, verdict):
+    assert one_row(values, **options).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("test", "count", "runs", "verdict"),
+    [
+        ("every", 18, 18, HOLDS),
+        ("every", 17, 18, FAILS),
+        ("every", 3, 3, HOLDS),
+        ("every", 2, 2, UNDECIDED),
+        ("every", 0, 1, FAILS),
+        ("most", 17, 18, HOLDS),
+        ("most", 12, 18, UNDECIDED),  # as in the paper: Wilson's interval is 0.44 to 0.84
+        ("most", 9, 18, FAILS),
+        ("most", 0, 2, UNDECIDED),
+    ],
+)
+def test_verdict_on_a_count(test, count, runs, verdict):
+    table = pd.DataFrame({"x": [1.0] * count + [-1.0] * (runs - count)})
+    quantity = Quantity("E9", "x", "t", "x > 0", (17, 18), "a claim", test, counted=True)
+    row = compare({"t": table}, [quantity]).iloc[0]
+    assert row.verdict == verdict
+    assert row["mean"] == count / runs
+    assert row.paper == 17 / 18
+
+
+def test_interval_of_a_share_is_wilsons():
+    """12 of 18 at 95 %: centre 0.638, half width 0.198 (Wilson 1927)."""
+    values = np.arange(18) < 12
+    low, high = interval(values, Quantity("E9", "x", "t", "x", counted=True))
+    assert (low, high) == pytest.approx((0.4375, 0.8372), abs=1e-4)
+
+
+@given(st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=3, max_size=8), st.floats(-10, 10))
+def test_claim_and_opposite_never_both_hold(values, bound):
+    values = np.array(values)
+    low, high = interval(values, Quantity("E9", "x", "t", "x"))
+    assert low <= values.mean() + 1e-12
+    assert high >= values.mean() - 1e-12
+    above, below = (judge(test, values, low, high, bound) for test in ("above", "below"))
+    assert (above == HOLDS) == (below == FAILS)
+    assert (above == UNDECIDED) == (below == UNDECIDED)
+
+
+def test_weak_and_undecided_verdicts_say_why():
+    assert one_row([1.0, 2.0, 3.0], test="above").remark == "weak, 3 runs"
+    assert one_row([1.0, 2.0, 3.0, 1.0, 2.0, 3.0], test="above").remark == ""
+    assert one_row([1.0, 2.0], test="above").remark == "too few runs"
+    assert one_row([-1.0, 2.0, 0.5], test="above").remark == "the interval includes 0"
+    assert one_row([0.0, 0.0, 0.0], test="below").remark == "no run differs"
+
+
+def test_runs_without_a_finite_value_are_left_out_and_counted():
+    row = one_row([1.0, np.nan, 2.0, np.inf, 3.0], test="above")
+    assert (row.runs, row["mean"], row.verdict) == (3, 2.0, HOLDS)
+    assert row.remark == "2 of 5 runs left out, not finite; weak, 3 runs"
+    assert one_row([np.nan], test="above").verdict == NOT_RUN
+
+
+def test_bound_may_depend_on_the_table():
+    table = pd.DataFrame({"x": [0.4, 0.5, 0.6], "layers": [6, 6, 6]})
+    quantity = Quantity("E9", "x", "t", "x", claim="better than chance", test="above", bound="1 / layers")
+    row = compare({"t": table}, [quantity]).iloc[0]
+    assert (row.verdict, row.tested) == (HOLDS, "mean above 0.167")
+    assert compare({"t": table.assign(layers=1)}, [quantity]).iloc[0].verdict == FAILS
+
+
+# --- A whole run, made up -------------------------------------------------------------------------
+
+
+def mitigation(shift: float) -> pd.DataFrame:
+    """Runs of E5 in which BGSS is better than its rivals by ``shift`` in everything."""
+    runs = pd.DataFrame([(policy, seed) for policy in POLICIES for seed in range(3)], columns=["policy", "seed"])
+    better = shift * (runs.policy == "bgss") * (1 + 0.1 * runs.seed)
+    quantities = dict.fromkeys(("onsets", "onsets_paper_ratio", "final_mismatch", "max_mismatch"), 10 - better)
+    protected = runs.policy.map({"static_global": 3072}).fillna(2742)
+    return runs.assign(
+        **quantities, steps=256, onset_ratio=1.05, peak_ratio=1.1, mean_mismatch=1.0, actions=24, ended="",
+        protected_layer_steps=protected,
+    )  # fmt: skip
+
+
+def records(**columns) -> pd.DataFrame:
+    recorded = {"precision": ["bf16", "fp16"], "execution": ["native", "emulated"], "seconds": [100.0, 158.0]}
+    return pd.DataFrame(recorded).assign(
+        run="x", model="embedded", data="embedded", device_name="some CPU", threads=1, monitored="eager",
+        reference="sdpa", python="3.11.7", torch="2.13.0", learning_rate=6e-4, **columns,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def complete() -> dict[str, pd.DataFrame]:
+    """A run of everything in which the claims of E2 fail and those of E5 hold, but not in the second setting."""
+    ramp = np.linspace(0.9, 1.1, 6)
+    e2 = pd.DataFrame({name: -mean * ramp for name, (mean, _) in E2_PAPER.items()})
+    e2 = e2.assign(
+        precision="fp16", length=64, seed=range(6), delta_retrieval=-0.1, overflowed=[0] * 5 + [2], windows=96
+    )
+    rankings = {"spearman": 0.4, "pairwise_accuracy": 0.7, "top1_hit": 0.5, "top3_overlap": 0.6, "top5_overlap": 0.7}
+    e3 = pd.DataFrame({name: value * ramp for name, value in rankings.items()})
+    e3 = e3.assign(layers=12, recompute_gap=1e-7 * ramp, base_mismatch=1e-3, noise_floor=0.9)
+    estimators = pd.DataFrame({"layernorm": ["release", "paper"], "transport": "release"})
+    agreement = {"combined_pearson": [0.41, 0.39], "combined_spearman": 0.3, "combined_retrieval": 0.2}
+    spiking = mitigation(-1.0).astype({"ended": object})
+    spiking.loc[(spiking.policy == "none") & (spiking.seed == 1), "ended"] = "nonfinite loss"
+    gates = {"risk": 0.5, "dominance": 0.5, "regime": 0.0, "eligible": 0.0, "raised": 0.0}
+    return {f"e1_{name}": table for name, table in e1.sweeps().items()} | {
+        "e2_runs": e2, "e3_runs": e3, "e5_runs": mitigation(1.0), "e5_spiking_runs": spiking,
+        "e2_estimators": estimators.assign(**agreement, median_ratio=2e4), "e2_records": records(),
+        "e3_records": records(), "e5_records": records(),
+        "e5_gates": pd.DataFrame([{"policy": "bgss_printed", "seed": 0, "layer_steps": 3072} | gates]),
+        "e5_policies": policy_summary(mitigation(1.0)).reset_index(),
+        "e5_spiking_policies": policy_summary(spiking).reset_index(),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def tables(complete) -> dict[str, pd.DataFrame]:
+    """``complete``, free to be changed: tables added, replaced or left out."""
+    return dict(complete)
+
+
+@pytest.fixture(scope="module")
+def compared(complete) -> pd.DataFrame:
+    return compare(complete)
+
+
+def verdicts_of(experiment: str, compared) -> set[str]:
+    return set(compared[(compared.experiment == experiment) & (compared.claim != "")].verdict)
+
+
+def test_claims_are_judged_in_both_directions(compared):
+    assert verdicts_of("E1", compared) == {HOLDS}
+    assert verdicts_of("E2", compared) == {FAILS}
+    assert verdicts_of("E3", compared) == {HOLDS}
+    e5 = compared[compared.experiment == "E5"].set_index("quantity")
+    assert e5.loc["Largest mismatch, BGSS − risk-only", ["verdict", "mean"]].tolist() == [HOLDS, pytest.approx(-1.1)]
+    assert e5.loc["Protected layer-steps, BGSS − static", "mean"] == 2742 - 3072
+    assert e5.loc["Final mismatch, BGSS − risk-only", "verdict"] == FAILS  # the paper: a slight cost
+    assert verdicts_of("E5, second setting", compared) == {FAILS, HOLDS}
+
+
+def test_every_number_of_the_paper_is_there(compared):
+    """Protocol section 7, number by number."""
+    shown = report.shown(compared).groupby("experiment").paper.agg(list)
+    assert shown["E1"] == ["0.999999", "1.000000", "9 of 9", "9 of 9", "8 of 8"]
+    assert set(shown["E2"]) == {
+        "0.370 ± 0.119", "0.351 ± 0.060", "18 of 18", "0.206", "0.212", "17 of 18", "12 of 18", "0.163", "0.139",
+    }  # fmt: skip
+    assert set(shown["E3"]) >= {
+        "0.362 ± 0.156", "0.643 ± 0.061", "0.264", "0.505 ± 0.108", "0.622 ± 0.084", "9.24e-7 ± 3.47e-7",
+    }  # fmt: skip
+    assert set(shown["E5"]) >= {
+        "11.67", "10.67", "10.67 ± 1.15", "1.284e-3", "1.221e-3", "1.243e-3 ± 2.87e-5", "8.49e-3", "5.71e-3",
+        "3.14e-3 ± 1.01e-3", "3 of 3", "2742", "3072",
+    }  # fmt: skip
+
+
+def test_every_claim_has_a_verdict_and_a_number_has_none(compared):
+    assert compared[compared.claim != ""].verdict.isin(VERDICTS).all()
+    assert (compared[compared.claim == ""].verdict == "").all()
+
+
+def test_quantities_are_well_formed():
+    assert len({(quantity.experiment, quantity.name) for quantity in QUANTITIES}) == len(QUANTITIES)
+    for quantity in QUANTITIES:
+        assert (quantity.test in TESTS) == bool(quantity.claim), quantity.name
+
+
+def test_summary_is_generated_from_the_verdicts(compared):
+    first, second, third, _ = report.sentences(compared)
+    assert first.startswith("E1: 5 of 5 claims hold (the attention proxy tracks")
+    assert second.startswith("E2: 0 of 7 claims hold, 7 do not hold (the score correlates positively")
+    assert third.startswith("E3: 6 of 6 claims hold")
+    absent = compared.assign(verdict=compared.verdict.where(compared.experiment != "E3", NOT_RUN))
+    assert report.sentences(absent)[2] == "E3 was not run."
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+class Reader(HTMLParser):
+    """Checks that tags are balanced and collects what the page refers to."""
+
+    VOID = {"meta", "img", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.references, self.ids, self.text = [], [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append((tag, attributes))
+        self.references += [attributes[name] for name in ("src", "href", "srcset", "data") if name in attributes]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    assert not reader.open
+    return reader
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("figures")
+    for name in ("e1_attention", "e5_maximum"):
+        (folder / f"{name}.png").write_bytes(PIXEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(complete, figures) -> str:
+    """The page of the complete run."""
+    return report.page("smoke", complete, figures)
+
+
+def test_page_stands_alone(html):
+    page = read(html)
+    assert page.references, "the page has links to its sections"
+    for reference in page.references:
+        assert reference.startswith("data:image/png;base64,") or reference[1:] in page.ids
+    assert not re.search(r"@import|url\(|<script|<link|<iframe", html)
+    names = [tag for tag, _ in page.tags]
+    assert names.count("img") == 2
+    assert base64.b64encode(PIXEL).decode() in html
+
+
+def test_page_is_accessible(html):
+    page = read(html)
+    assert dict(page.tags)["html"]["lang"] == "en"
+    assert any(given.get("name") == "viewport" for tag, given in page.tags if tag == "meta")
+    assert all(given["alt"] for tag, given in page.tags if tag == "img")
+    assert all(given.get("scope") in ("row", "col") for tag, given in page.tags if tag == "th")
+    tables_in_page = sum(tag == "table" for tag, _ in page.tags)
+    assert tables_in_page == sum(tag == "caption" for tag, _ in page.tags) >= 8
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_page_says_what_was_run(html):
+    text = " ".join("".join(read(html).text).split())
+    assert "bf16 native, fp16 emulated" in text
+    assert "4 min 18 s" in text  # 100 s + 158 s
+    assert "NVIDIA H100" in text
+    assert "eager monitored, sdpa for the reference" in text
+    assert "torch 2.13.0" in text
+    assert "second setting, none, seed 1: nonfinite loss at step 255" in text
+    assert "In E2 2 of 578 windows overflowed" in text
+    assert "regime gate ρLN < 1 lets 0.00 % through" in text
+    assert "mean Pearson 0.390 instead of 0.410" in text
+    assert "The chosen ratio is 1.05" in text
+    assert "make reproduce PROFILE=smoke" in text
+
+
+def test_same_run_same_bytes(html, tables, figures):
+    assert report.page("smoke", dict(reversed(tables.items())), figures) == html
+
+
+@pytest.mark.parametrize("experiment", report.EXPERIMENTS)
+def test_missing_experiment_is_named_with_its_command(experiment, tables, figures):
+    notebook, _ = report.EXPERIMENTS[experiment]
+    left = {name: table for name, table in tables.items() if not name.startswith(experiment.lower())}
+    text = "".join(read(report.page("embedded", left, figures)).text)
+    assert f"{experiment} was not run: its tables are not in outputs/embedded/tables" in text
+    assert f"notebooks/{notebook}.ipynb" in text
+    others = [other for other in report.EXPERIMENTS if other != experiment]
+    assert not any(f"{other} was not run" in text for other in others)
+
+
+def test_report_of_nothing_is_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "OUTPUTS", tmp_path)
+    path = report.write("smoke")
+    assert path == tmp_path / "smoke" / "report.html"
+    text = "".join(read(path.read_text(encoding="utf-8")).text)
+    assert all(f"{experiment} was not run." in text for experiment in report.EXPERIMENTS)
+
+
+def test_written_report_reads_tables_and_figures(tables, figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "OUTPUTS", tmp_path)
+    for name, table in tables.items():
+        table.to_csv(paths.output_folder("smoke", "tables") / f"{name}.csv", index=False)
+    (paths.output_folder("smoke", "figures") / "e2_trend.png").write_bytes(PIXEL)
+    html = report.write("smoke").read_text(encoding="utf-8")
+    (image,) = (given for tag, given in read(html).tags if tag == "img")
+    assert image["alt"].startswith("Curve on logarithmic axes: mean mismatch")
+    assert "was not run" not in html
+    assert report.write("smoke").read_text(encoding="utf-8") == html
+
+
+def test_names_from_outside_are_escaped(tables, figures):
+    evil = "<script>alert(1)</script>&"
+    tables["e2_records"] = records().assign(model=evil)
+    html = report.page("smoke", tables, figures)
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
+
+
+def test_command_names_another_model_and_text():
+    assert report.command("embedded", None) == "make reproduce"
+    assert report.command("paper", None) == "make reproduce PROFILE=paper"
+    other = records().assign(model="my models/gpt2", data="text.txt")
+    assert report.command("embedded", other) == "make reproduce MODEL='my models/gpt2' DATA=text.txt"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.37, ".3f", "0.370"), (-0.0123, ".3f", "−0.012"), (1.243e-3, ".3e", "1.243e-3"), (-4e-5, "+.1e", "−4.0e-5"),
+        (0.0, "+.3f", "0.000"), (-1e-9, "+.2f", "0.00"), (0.0, "+.2e", "0.00"), (0.163, "+.3f", "+0.163"),
+        (0.5, ".0%", "50 %"), (np.nan, ".3f", "–"), (None, "", "–"), ("text", ".3f", "text"), (2e58, ".2g", "2e58"),
+    ],
+)  # fmt: skip
+def test_numbers_as_readers_see_them(value, digits, text):
+    assert report.number(value, digits).replace("\N{NO-BREAK SPACE}", " ") == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (258, "4 min 18 s"), (7500, "2 h 5 min")])
+def test_durations(seconds, text):
+    assert report.duration(seconds) == text
