@@ -34,7 +34,7 @@ def detached(columns: int = 1, width: float = 9.6, height: float = 3.6, right: f
     finding them by a layout engine takes longer than drawing.
     """
     figure = Figure(figsize=(width, height))
-    figure.subplots_adjust(0.8 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height, wspace=0.28)
+    figure.subplots_adjust(0.95 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height, wspace=0.28)
     row = list(figure.subplots(1, columns, squeeze=False)[0])
     for axes in row:
         axes.locator_params(nbins=5)
@@ -204,7 +204,7 @@ def e3_noise_floor(windows: pd.DataFrame) -> Axes:
     )  # fmt: skip
     axes.axhline(0, color="0.4", linestyle="--", linewidth=1, zorder=0)
     axes.set(
-        xlabel="window length (tokens)", ylabel="Spearman with the exact effect",
+        xlabel="window length (tokens)", ylabel="Spearman with a measured effect",
         title="E3: the score, and what rounding noise allows",
     )  # fmt: skip
     _legend_outside(axes)

@@ -58,7 +58,10 @@ def agreement(first: ArrayLike, second: ArrayLike) -> dict[str, np.ndarray]:
 
 
 def noise_floor(realisations: ArrayLike, nearest: ArrayLike) -> dict[str, np.ndarray]:
-    """Spearman (...) between effects measured in equally good roundings, what a perfect score could reach.
+    """Spearman (...) between effects measured in equally good roundings.
+
+    A score that reaches it is worth another measurement. One that knew the effects free of noise would
+    agree with a measurement by about its square root (Spearman 1904, attenuation).
 
     ``realisations`` (R, ..., L) are effects under stochastic rounding, ``nearest`` (..., L) under
     rounding to nearest: ``between_realisations`` is the mean over pairs of realisations (NaN for one),

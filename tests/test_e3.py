@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from fragility_core.emulation import lower
+from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments import e2, e3
 from fragility_core.experiments.inputs import Inputs, digest
 from fragility_core.experiments.runs import window_rows
@@ -72,6 +72,14 @@ def test_rerun_skips_finished_runs_and_resumes_identically(inputs, source, tmp_p
     resumed = patches(inputs, source, tmp_path / "e3")
     assert len(computed) == 1 and missing.name.startswith(computed[0])
     pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
+
+
+def test_no_two_windows_of_a_run_are_rounded_with_the_same_random_bits(inputs, source, monkeypatch):
+    seeds, original = [], LowPrecision.stochastic
+    monkeypatch.setattr(LowPrecision, "stochastic", lambda low, seed: seeds.append(seed) or original(low, seed))
+    spec = e3.specifications(e2.specifications(GRID, inputs), **OPTIONS | {"noisy_windows": 4})[0]
+    e3.Patches(inputs, source[0]).run(spec, lambda _: None)
+    assert len(seeds) == len(set(seeds)) == 4 * 2
 
 
 def test_progress_adds_up(inputs, source):

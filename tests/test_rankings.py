@@ -121,3 +121,12 @@ def test_independent_effects_have_a_floor_near_zero_and_noisy_ones_below_one():
     for noise, low, high in ((0.0, 1, 1), (1.0, 0.40, 0.55), (1e6, -0.05, 0.05)):
         floor = noise_floor(signal + noise * rng.normal(size=(2, 400, 12)), signal)["between_realisations"].mean()
         assert low - 1e-12 <= floor <= high + 1e-12
+
+
+def test_a_score_without_noise_reaches_the_root_of_the_floor():
+    rng = np.random.default_rng(0)
+    effects = rng.normal(size=(4000, 12))
+    for noise in (0.3, 0.6, 1.0):
+        measured = effects + noise * rng.normal(size=(2, 4000, 12))
+        floor = noise_floor(measured, measured[0])["between_realisations"].mean()
+        assert spearman(effects, measured[0]).mean() == pytest.approx(floor**0.5, abs=0.03)
