@@ -22,23 +22,30 @@ PYTHON := $(if $(USABLE),"$(ACTIVE)/bin/python",.venv/bin/python)
 ENVIRONMENT := $(if $(USABLE),,.venv/installed)
 export LACKS
 
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+NOTEBOOKS := $(wildcard notebooks/*.ipynb notebooks/*/*.ipynb)
 EXECUTE = $(PYTHON) -m fragility_core.execute
 
+# Results of a model or text of one's own do not mix with those of the profile.
+export RESULTS := $(PROFILE)$(if $(MODEL)$(DATA),-custom)
+
 # The values come through the shell's variables, so that spaces and quotes in them survive.
-GIVEN = --profile "$$PROFILE" $${MODEL:+--if-present "model=$$MODEL"} $${DATA:+--if-present "data=$$DATA"}
+GIVEN = --profile "$$PROFILE" -p "profile=$$RESULTS" \
+    $${MODEL:+--if-present "model=$$MODEL"} $${DATA:+--if-present "data=$$DATA"}
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path"
 
 .PHONY: reproduce
 reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures under outputs/PROFILE
 	@$(EXECUTE) e1_controlled_sweeps $(GIVEN)
 	@$(EXECUTE) e2_predictor $(GIVEN)
-	@printf '%s\n' "" "tables and figures:"
-	@find "outputs/$$PROFILE/tables" "outputs/$$PROFILE/figures" -type f | sort
+	@$(EXECUTE) e3_patching $(GIVEN)
+	@$(EXECUTE) e5_mitigation $(GIVEN)
+	@$(EXECUTE) report $(GIVEN)
+	@printf '%s\n' "" "tables: outputs/$$RESULTS/tables" "figures: outputs/$$RESULTS/figures" \
+	    "report: outputs/$$RESULTS/report.html"
 
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU)
@@ -48,6 +55,11 @@ pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU
 test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
 	$(PYTHON) -m pytest tests
 	$(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS)
+
+.PHONY: test-browser
+test-browser: $(ENVIRONMENT)  ## use the teaching notebooks in a real JupyterLab and Chromium
+	$(PYTHON) tests/browser/prepare.py
+	$(PYTHON) -m pytest tests/browser
 
 .PHONY: notebooks
 notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and store clean outputs
@@ -59,7 +71,7 @@ bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
 
 .PHONY: lab
 lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
-	$(PYTHON) -m jupyter lab --notebook-dir notebooks
+	$(PYTHON) -m fragility_core.lab
 
 .PHONY: lint
 lint: $(ENVIRONMENT)  ## check the code's style

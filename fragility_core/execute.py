@@ -8,6 +8,7 @@ the notebook as committed. Whatever can be wrong with the request is reported be
 
 import argparse
 import ast
+import glob
 import os
 import sys
 from collections.abc import Sequence
@@ -34,9 +35,15 @@ class OwnInterpreter(AsyncKernelManager):
         return KernelSpecManager(kernel_dirs=[])
 
 
+def notebook_names() -> list[str]:
+    """Every notebook by its path in the folder of notebooks, without suffix: "e2_predictor", "theory/..."."""
+    found = glob.glob("**/*.ipynb", root_dir=paths.NOTEBOOKS, recursive=True)  # passes over hidden folders
+    return sorted(Path(path).with_suffix("").as_posix() for path in found)
+
+
 def notebook_path(name: str) -> Path:
     """The notebook called ``name``."""
-    known = sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
+    known = notebook_names()
     if name not in known:
         raise SystemExit(f"unknown notebook {name!r}: choose one of {', '.join(known)}")
     return paths.NOTEBOOKS / f"{name}.ipynb"
@@ -122,6 +129,7 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
 def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
     """Run the notebook; exits with its error last where it fails. Returns the executed copy's path."""
     executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
+    executed.parent.mkdir(exist_ok=True)
     os.environ[TERMINAL] = "1"  # the kernel inherits it, and its progress bars come to our stderr
     print(f"{name}, profile {profile}", flush=True)
     try:
@@ -160,7 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
     try:
-        print(f"executed notebook: {execute(given.notebook, given.profile, values)}")
+        # A profile's values with another model or text are another set of results: -p profile=NAME.
+        print(f"executed notebook: {execute(given.notebook, values.get('profile', given.profile), values)}")
     except KeyboardInterrupt:
         print("\ninterrupted: finished runs are kept, and the same command resumes", file=sys.stderr)
         raise SystemExit(130) from None

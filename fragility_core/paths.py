@@ -12,6 +12,7 @@ OUTPUTS = PROJECT / "outputs"
 EMBEDDED_CHECKPOINT = ASSETS / "checkpoint"
 EVALUATION_TEXT = ASSETS / "evaluation.txt"
 TRAINING_TEXT = ASSETS / "training.txt"
+RECORDED_RUNS = ASSETS / "e5_recorded.parquet"
 
 
 def output_folder(profile: str, *parts: str) -> Path:

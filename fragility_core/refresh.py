@@ -1,17 +1,15 @@
 """Run the notebooks with their committed defaults and store clean outputs: ``make notebooks``.
 
-What a run leaves that is not content goes: progress bars, widget state, times of execution, editors'
-metadata.
+What a run leaves that is not content goes: progress bars, live views and their state, times of
+execution, editors' metadata.
 """
 
 import sys
-from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from fragility_core.execute import SMOKE, execute, notebook_path
-from fragility_core.paths import NOTEBOOKS
+from fragility_core.execute import SMOKE, execute, notebook_names, notebook_path
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 METADATA = {
@@ -20,9 +18,17 @@ METADATA = {
 }
 
 
-def is_content(output: NotebookNode) -> bool:
-    """Whether an output says something about the result, not about the run."""
-    return output.get("name") != "stderr" and WIDGET not in output.get("data", {})
+def content(output: NotebookNode) -> NotebookNode | None:
+    """What ``output`` says about the result, not about the run, if anything.
+
+    Of a live view its static counterpart stays: the figure or text that is shown without a kernel. A
+    progress bar has none.
+    """
+    data = output.get("data", {})
+    if output.get("name") == "stderr" or data.keys() == {WIDGET, "text/plain"}:
+        return None
+    data.pop(WIDGET, None)
+    return output
 
 
 def cleaned(notebook: NotebookNode) -> NotebookNode:
@@ -32,13 +38,14 @@ def cleaned(notebook: NotebookNode) -> NotebookNode:
         cell.id = f"cell-{number:02d}"
         cell.metadata = {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if is_content(output)]
+            cell.outputs = [kept for output in cell.outputs if (kept := content(output))]
     return notebook
 
 
-def refresh(path: Path) -> None:
-    """Execute the notebook at ``path`` and write it back, clean."""
-    executed = execute(path.stem, SMOKE, {})
+def refresh(name: str) -> None:
+    """Execute the notebook called ``name`` and write it back, clean."""
+    path = notebook_path(name)
+    executed = execute(name, SMOKE, {})
     notebook = nbformat.read(executed, as_version=4)
     # Papermill may add a cell with the injected parameters; the committed notebook has none.
     notebook.cells = [cell for cell in notebook.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
@@ -46,8 +53,8 @@ def refresh(path: Path) -> None:
 
 
 def main(names: list[str]) -> None:
-    for path in map(notebook_path, names) if names else sorted(NOTEBOOKS.glob("*.ipynb")):
-        refresh(path)
+    for name in names or notebook_names():
+        refresh(name)
 
 
 if __name__ == "__main__":

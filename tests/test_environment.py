@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 import tomllib
+from itertools import chain
 
 import pytest
 import yaml
@@ -13,7 +14,8 @@ from fragility_core import environment
 from fragility_core.paths import PROJECT
 
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-DECLARED = [Requirement(line) for line in PYPROJECT["dependencies"] + PYPROJECT["optional-dependencies"]["test"]]
+EXTRAS = PYPROJECT["optional-dependencies"].values()
+DECLARED = [Requirement(line) for line in chain(PYPROJECT["dependencies"], *EXTRAS)]
 PINNED = [
     Requirement(line) for line in (PROJECT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
 ]

@@ -112,6 +112,15 @@ def test_profile_without_a_file_for_the_notebook(project):
         execute.main(["tiny", "--profile", "other"])
 
 
+def test_notebooks_of_a_folder_are_known_by_their_path(project):
+    for folder, name in [("theory", "deep"), (".ipynb_checkpoints", "tiny-checkpoint")]:
+        (paths.NOTEBOOKS / folder).mkdir()
+        write_notebook(paths.NOTEBOOKS / folder / f"{name}.ipynb", parameters="")
+    assert execute.notebook_names() == ["bare", "theory/deep", "tiny"]
+    execute.main(["theory/deep"])
+    assert (project / "outputs" / "smoke" / "notebooks" / "theory" / "deep.ipynb").is_file()
+
+
 def test_executed_copy_is_kept_and_runs_this_interpreter(project, capsys):
     execute.main(["tiny", "--profile", "quick", "-p", "model=gpt2"])
     executed = project / "outputs" / "quick" / "notebooks" / "tiny.ipynb"
@@ -148,7 +157,7 @@ def test_interrupt_exits_with_130(project, monkeypatch, capsys):
 
 
 PROFILE_FILES = sorted(paths.PROFILES.glob("*/*.yaml"))
-NOTEBOOKS = sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
+NOTEBOOKS = sorted({file.stem for file in PROFILE_FILES})
 
 
 @pytest.mark.parametrize("file", PROFILE_FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")

@@ -10,6 +10,7 @@ def test_only_content_stays():
         new_output("stream", name="stderr", text="progress"),
         new_output("stream", name="stdout", text="result"),
         new_output("display_data", data={WIDGET: {"model_id": "1"}, "text/plain": "bar"}),
+        new_output("execute_result", data={WIDGET: {"model_id": "2"}, "image/png": "iVBO", "text/plain": "error 1"}),
         new_output("execute_result", data={"text/plain": "42"}, execution_count=3),
     ]
     code = new_code_cell("run()", outputs=outputs, metadata={"tags": ["parameters"], "papermill": {"duration": 1}})
@@ -19,5 +20,6 @@ def test_only_content_stays():
     assert [cell.metadata for cell in clean.cells] == [{}, {"tags": ["parameters"]}]
     assert [output.get("text", output.get("data")) for output in clean.cells[1].outputs] == [
         "result",
+        {"image/png": "iVBO", "text/plain": "error 1"},
         {"text/plain": "42"},
     ]
