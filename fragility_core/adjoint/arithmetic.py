@@ -1,0 +1,266 @@
+"""Low-precision arithmetic that can be differentiated: fp32 tensors, each kernel's result rounded.
+
+A model runs unchanged, and as it would in the format: functions of tensors compute in fp32, results
+that would be stored in the low dtype are rounded, and ``tensor.dtype`` tells the model that dtype.
+Gradients are fp32, and pass through the rounding as through the identity.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fragility_core import emulation
+from fragility_core.adjoint.products import fast_products
+from fragility_core.adjoint.rounding import local_error, stochastic_error
+from fragility_core.adjoint.tape import Tape
+from fragility_core.emulation import map_tensors
+from fragility_core.formats import Format
+
+GET_DTYPE = Tensor.dtype.__get__
+SHORT_CASTS = {
+    Tensor.float: torch.float32, Tensor.double: torch.float64,
+    Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16,
+}  # fmt: skip
+CASTS = {*SHORT_CASTS, Tensor.to, Tensor.type, Tensor.type_as}
+
+# What is called most often takes the short way: questions, and functions that only view their first argument.
+QUERIES = {Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.device.__get__}
+VIEWS = {
+    Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.flatten, Tensor.unflatten, Tensor.contiguous, Tensor.unsqueeze,
+    Tensor.expand, Tensor.chunk, Tensor.split, functional.dropout,
+}  # fmt: skip
+
+# Functions that only move or select values: those of emulation and a few that are not kernels. Views
+# are found by their memory. Leaving one out costs time, never accuracy: rounding again makes no error.
+EXACT = {str(kernel).rpartition(".")[-1] for kernel in emulation.EXACT} | {
+    "contiguous", "reshape", "flatten", "concat", "dropout", "__getitem__", "__setitem__", "index_copy_", "detach",
+    "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum",
+}  # fmt: skip
+PRODUCTS = {
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "einsum",
+    "_grouped_mm",
+    "scaled_dot_product_attention",
+}
+
+_DISPATCHING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@cache
+def opened(func: FunctionType) -> FunctionType | None:
+    """A function of torch's Python code that runs instead of being handed over: the kernels inside are seen."""
+    if not set(_DISPATCHING) & set(func.__code__.co_names):
+        return None
+    names = func.__globals__ | dict.fromkeys(_DISPATCHING, lambda *tensors: False)
+    inside = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    inside.__kwdefaults__ = func.__kwdefaults__
+    return inside
+
+
+def stored_as(x: Tensor) -> str | None:
+    """ "weight" or "value" for an fp32 tensor that stands for one of the low dtype, else None."""
+    return getattr(x, "_stored_as", None)
+
+
+def store(x: Tensor, kind: str = "value") -> Tensor:
+    """Let fp32 ``x`` stand for a tensor of the low dtype."""
+    x._stored_as = kind
+    return x
+
+
+class Call:
+    """A function of tensors with its arguments, those of the low dtype in fp32."""
+
+    def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], widened: Callable[[Tensor], Tensor]):
+        self.func, self.name = func, func.__name__
+        self.floating: list[Tensor] = []  # all floating operands
+
+        def widen(values: Iterable) -> Iterator:
+            for value in values:
+                if isinstance(value, Tensor):
+                    value = widened(value)
+                    if value.is_floating_point():
+                        self.floating.append(value)
+                elif type(value) in (tuple, list):
+                    value = type(value)(widen(value))
+                yield value
+
+        self.args, self.kwargs = tuple(widen(args)), dict(zip(kwargs, widen(kwargs.values())))
+
+    @property
+    def writes(self) -> bool:
+        """Whether the first argument is changed in place."""
+        return self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
+
+    @property
+    def product(self) -> str:
+        """See ``tape.Place``."""
+        if self.name not in PRODUCTS:
+            return ""
+        return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
+
+    def moves(self, y: Tensor) -> bool:
+        """Whether the result ``y`` holds stored values again."""
+        if self.name in EXACT:
+            return all(map(stored_as, self.floating))
+        if self.writes or not (y._is_view() or any(y is x for x in self.floating)):
+            return False
+        memory = y.untyped_storage().data_ptr()
+        return any(x.untyped_storage().data_ptr() == memory for x in self.floating)
+
+    def promotes_to_low(self) -> bool:
+        """Type promotion: zero-dimensional operands decide only where there are no others."""
+        deciding = [x for x in self.floating if x.ndim] or self.floating
+        return bool(deciding) and all(map(stored_as, deciding))
+
+
+class LowArithmetic(TorchFunctionMode):
+    """The arithmetic of ``format``, every rounding of which is put on ``tape``.
+
+    ``weights`` holds the fp32 tensors that stand for parameters, by the parameter's id.
+    ``stochastic`` records the standard deviation of stochastic rounding in place of the known error
+    of rounding to nearest. With ``rounding`` off only the parameters are in the format.
+    """
+
+    def __init__(
+        self, format: Format, tape: Tape, weights: dict[int, Tensor], stochastic: bool = False, rounding: bool = True
+    ):
+        super().__init__()
+        self.format, self.tape, self.weights = format, tape, weights
+        self.stochastic, self.rounding = stochastic, rounding
+        self.recording = True
+        self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
+        self._open: set[FunctionType] = set()
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Kernels inside are rounded, but not put on the tape."""
+        self.recording, before = False, self.recording
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    def stored(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What an elementwise ``function`` makes of ``x`` of the low dtype, kernel by kernel, off the tape.
+
+        Where torch computes in the format, so does this: elementwise kernels of 16 bits work in fp32
+        and round once, at half the traffic.
+        """
+        if self.format.is_narrower_than_carrier:
+            with self.unrecorded():
+                return function(store(x.detach()))
+        with torch._C.DisableTorchFunction():
+            return function(x.to(self.format.carrier)).float()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in QUERIES:
+            return func(*args, **kwargs)
+        if func in VIEWS:
+            x = self._wide(args[0])
+            views, kind = func(x, *args[1:], **kwargs), stored_as(x)
+            return map_tensors(views, lambda view: store(view, kind)) if kind else views
+        if isinstance(func, FunctionType) and func not in self._open and opened(func):
+            self._open.add(func)  # its own C++ part asks again under its name
+            try:
+                with self:
+                    return opened(func)(*args, **kwargs)
+            finally:
+                self._open.remove(func)
+        if func == GET_DTYPE:
+            return self.dtype(args[0])
+        call = Call(func, args, kwargs, self._wide)
+        if call.name == "topk":
+            self.tape.routers.add(self.tape.path[-1])
+        return self._run(call) if self.rounding else func(*call.args, **call.kwargs)
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype that ``x`` has in the low-precision pass."""
+        if not self.rounding:
+            return torch.float32 if id(x) in self.weights else x.dtype
+        return self.format.carrier if stored_as(x) else x.dtype
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """The fp32 tensor that stands for a tensor of the low dtype; others as they are."""
+        if x.dtype != self.format.carrier:
+            return x
+        return self.weights[id(x)] if id(x) in self.weights else store(x.float())
+
+    def _run(self, call: Call) -> Any:
+        requested = self._requested_dtype(call)
+        if call.func in CASTS and requested is not None:
+            return self._cast(call.args[0], requested)
+        low = requested == self.format.carrier
+        if low:
+            call.args = tuple(torch.float32 if x is requested else x for x in call.args)
+            call.kwargs = {key: torch.float32 if x is requested else x for key, x in call.kwargs.items()}
+        elif requested is None:
+            low = stored_as(call.args[0]) is not None if call.writes else call.promotes_to_low()
+        result = self._compute(call)
+        if not low:
+            return result
+        if call.writes:
+            self._settle(call.args[0], call)
+            return result
+        return map_tensors(result, lambda y: self._settle(y, call))
+
+    def _compute(self, call: Call) -> Any:
+        if call.product == "weights" and call.name in self._fast:
+            return self._fast[call.name](*call.args, **call.kwargs)
+        return call.func(*call.args, **call.kwargs)
+
+    def _requested_dtype(self, call: Call) -> torch.dtype | None:
+        """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""
+        if call.func in SHORT_CASTS:
+            return SHORT_CASTS[call.func]
+        if call.func in CASTS and len(call.args) > 1 and isinstance(call.args[1], Tensor):
+            return self.dtype(call.args[1])
+        return next((x for x in (*call.args, *call.kwargs.values()) if isinstance(x, torch.dtype)), None)
+
+    def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == self.dtype(x):
+            return x
+        if dtype != self.format.carrier:
+            return x.to(dtype, copy=True)
+        return self.round(x.to(torch.float32, copy=True), "to")
+
+    def _settle(self, y: Tensor, call: Call) -> Tensor:
+        """Make a result of ``call`` one of the low dtype."""
+        if not y.is_floating_point():
+            return y
+        if call.moves(y):
+            return store(y, "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value")
+        constant = not call.floating or (call.writes and not y.requires_grad)
+        return self.round(y, call.name, call.product, constant)
+
+    def round(self, y: Tensor, name: str, product: str = "", constant: bool = False) -> Tensor:
+        """Round what the kernel ``name`` computed; a result to which no gradient would come is replaced by one."""
+        exact = y.data  # not counted as a change: what autograd saved of y is what was stored
+        rounded = self.format.round(exact).float()
+        if self.recording and not constant:
+            place, error = self.tape.kernel(name, product), local_error(exact, rounded, self.format)
+            if self.stochastic:
+                error = stochastic_error(error, exact, self.format)
+        exact.copy_(rounded)
+        if self.recording and not constant:
+            if y.requires_grad:
+                self.tape.watch(place, y, error)
+            else:
+                leaf = y.detach().requires_grad_()
+                self.tape.watch_leaf(place, leaf, lambda: error)
+                with torch.enable_grad():
+                    y = leaf.clone()
+        return store(y)

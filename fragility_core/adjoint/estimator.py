@@ -1,0 +1,189 @@
+"""The estimator: predicted forward error of low-precision passes, and what every kernel and weight contributes."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, activations
+
+from fragility_core import attention
+from fragility_core.adjoint import recomputed
+from fragility_core.adjoint.arithmetic import LowArithmetic, store
+from fragility_core.adjoint.overflow import first_nonfinite
+from fragility_core.adjoint.rounding import expected_error, local_error
+from fragility_core.adjoint.sites import Sites
+from fragility_core.adjoint.tape import Tape
+from fragility_core.emulation import LowPrecision
+
+
+def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The final hidden state of a Hugging Face model, after the final norm; another module's output."""
+    if isinstance(model, PreTrainedModel):
+        return model.base_model(tokens, use_cache=False).last_hidden_state
+    return model(tokens)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one forward and backward pass a window predict.
+
+    ``kernels`` has one row per window, probe and place where values are rounded: its contribution
+    ``c2`` to E||E_L||^2 and where it belongs; rows of any selection may be summed. ``windows`` has one
+    row per window: the ``predicted`` mismatch, its ``standard_error`` over the probes (NaN for one),
+    the ``final_norm`` ||X_L||, and in ``overflow`` the module that first gave a value that is not finite
+    ("" where none did); the prediction is then not finite either.
+    """
+
+    kernels: pd.DataFrame
+    windows: pd.DataFrame
+
+
+def predict(kernels: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
+    """``predicted`` mismatch and ``standard_error`` of every row of ``windows`` from the rows ``kernels`` alone.
+
+    Leave rows out to predict the mismatch without those roundings. The prediction is sqrt(sum c^2) /
+    ||X_L||, the sum averaged over probes; its error is to first order in that of the average.
+    """
+    probes = int(kernels.probe.max()) + 1 if len(kernels) else 1
+    totals = np.zeros((len(windows), probes))  # a NaN in it stays, which pandas would skip
+    np.add.at(totals, (pd.Index(windows.window).get_indexer(kernels.window), kernels.probe), kernels.c2)
+    root = totals.mean(1) ** 0.5
+    spread = totals.std(1, ddof=1) / probes**0.5 if probes > 1 else np.nan
+    return windows.assign(predicted=root / windows.final_norm, standard_error=spread / (2 * root * windows.final_norm))
+
+
+class Adjoint:
+    """Predicts the mismatch of low-precision passes, window by window (see the package's docstring).
+
+    The pass that is differentiated is the low-precision pass itself, in fp32 tensors: it costs fp32
+    copies of the weights, and no full-precision model is needed.
+    """
+
+    def __init__(
+        self,
+        low: LowPrecision,
+        reference: nn.Module | None = None,
+        probes: int = 1,
+        seed: int = 0,
+        activations: bool = True,
+        output: Callable[[nn.Module, Tensor], Tensor] = final_hidden,
+    ):
+        """``low`` is the model as it runs, with the attention that it is set to.
+
+        ``reference`` is the model before its weights were rounded: their errors are then known, else
+        expected from their magnitude. ``probes`` random sign vectors, drawn from ``seed``, are averaged
+        over. With ``activations`` off only the weights are in the format. ``output`` gives the tensor
+        (B, ...) whose error is predicted. Raises ValueError for a format that rounds no results (fp32,
+        tf32), fewer than one probe, or a reference whose parameters are not those of the model.
+        """
+        if low.format.carrier == torch.float32:
+            raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
+        if probes < 1:
+            raise ValueError(f"probes must be at least 1, got {probes}")
+        self.low, self.format = low, low.format
+        self.probes, self.seed, self.output = probes, seed, output
+        self.model = sharing_copy(low.model)
+        self.tape = Tape()
+        self._sites = pd.DataFrame()
+        weights = self._watch_weights(reference)
+        self.arithmetic = LowArithmetic(low.format, self.tape, weights, low.execution == "stochastic", activations)
+        self._follow_modules()
+        if low.execution != "stochastic":
+            self._recompute(activations)
+
+    def _watch_weights(self, reference: nn.Module | None) -> dict[int, Tensor]:
+        """fp32 tensors, by the id of the parameter they stand for, whose gradients go to the tape."""
+        exact = None if reference is None else dict(reference.named_parameters())
+        weights = {}
+        for path, parameter in self.model.named_parameters():
+            if parameter.dtype != self.format.carrier:
+                continue
+            if exact is not None and path not in exact:
+                raise ValueError(
+                    f"the reference must be the model before its weights were rounded, it has no parameter {path}"
+                )
+            leaf = store(parameter.detach().float().requires_grad_(), "weight")
+            error = (
+                partial(expected_error, leaf.detach(), self.format)
+                if exact is None
+                else partial(local_error, exact[path].detach(), leaf.detach(), self.format)
+            )
+            self.tape.watch_leaf(self.tape.weight(path), leaf, error)
+            weights[id(parameter)] = leaf
+        return weights
+
+    def _follow_modules(self) -> None:
+        """Let the tape know which module's forward is running."""
+        for path, module in self.model.named_modules():
+            module.register_forward_pre_hook(lambda module, args, path=path: self.tape.path.append(path))
+            module.register_forward_hook(lambda module, args, output: self.tape.leave())
+
+    def _recompute(self, activations_rounded: bool) -> None:
+        """Let the costly parts of the model run as one autograd function each."""
+        if getattr(getattr(self.model, "config", None), "_attn_implementation", None) == attention.IMPLEMENTATION:
+            self.model.set_attn_implementation(recomputed.IMPLEMENTATION if activations_rounded else "sdpa")
+        for module in self.model.modules():
+            if type(module).__module__ == activations.__name__ and not list(module.parameters()):
+                name = type(module).__name__
+                module.forward = partial(recomputed.elementwise, self.arithmetic, module.forward, name)
+
+    def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
+        """Predict the mismatch of each window of ``tokens`` (B, T).
+
+        ``counted`` (B, T) is True for the positions whose error counts, all unless given: the
+        prediction is then of ||E_L|| / ||X_L|| over those. A window's prediction does not depend on the
+        others. Raises ValueError for a model in training mode.
+        """
+        if self.model.training:
+            raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
+        norms = [
+            self._passes(window, tokens[window : window + 1], None if counted is None else counted[window, :, None])
+            for window in range(len(tokens))
+        ]
+        contributions = self.tape.contributions(len(tokens), self.probes)
+        prediction = self._prediction(contributions, torch.stack(norms).cpu().double())
+        return self._name_overflow(prediction, tokens)
+
+    def _passes(self, window: int, tokens: Tensor, counted: Tensor | None) -> Tensor:
+        """One forward and all backward passes of a window; the norm of the final state, on the device."""
+        tape = self.tape
+        tape.begin(window)
+        with self.arithmetic, torch.enable_grad():
+            final = self.output(self.model, tokens)  # (1, T, d)
+        scope = 1.0 if counted is None else counted
+        generator = torch.Generator(final.device).manual_seed(self.seed)
+        for probe in range(self.probes):
+            tape.probe = probe
+            signs = torch.randint(2, final.shape, generator=generator, device=final.device) * 2.0 - 1
+            final.backward(signs * scope, retain_graph=probe < self.probes - 1)
+        return torch.linalg.vector_norm(final.detach() * scope)
+
+    def _prediction(self, contributions: np.ndarray, norms: Tensor) -> Prediction:
+        """Tidy rows from c^2 (windows, probes, places) and the norms (windows,) of the final states."""
+        if len(self._sites) < len(self.tape.places):
+            self._sites = Sites(self.model, list(self.tape.places), self.tape.routers).table()
+        window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
+        kernels = self._sites.iloc[place].reset_index(drop=True)
+        kernels.insert(0, "kernel", place)
+        kernels = kernels.assign(window=window, probe=probe, c2=contributions.ravel())
+        windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
+        return Prediction(kernels, predict(kernels, windows))
+
+    def _name_overflow(self, prediction: Prediction, tokens: Tensor) -> Prediction:
+        """Name the module where windows with a nonfinite prediction overflowed."""
+        windows = prediction.windows.assign(overflow="")
+        for window in np.flatnonzero(~np.isfinite(windows.predicted)):
+            path = first_nonfinite(self.low, partial(self.output, tokens=tokens[window : window + 1]))
+            windows.loc[window, "overflow"] = path or "the gradient"
+        return Prediction(prediction.kernels, windows)
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy of the tree of modules, to attach to, with the parameters and buffers of ``model`` itself."""
+    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})

@@ -1,0 +1,85 @@
+"""Mixtures of experts: where rounding changes the choice of experts, which no first-order estimate sees."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fragility_core.adjoint.estimator import Adjoint, final_hidden
+from fragility_core.emulation import LowPrecision
+
+
+class Routes(TorchFunctionMode):
+    """The choices made inside: for every router, in order, the ``experts`` of each token and its ``margins``.
+
+    A margin is the log probability of the last expert chosen less that of the first one left out.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.experts: list[Tensor] = []  # (tokens, k) each, ascending
+        self.margins: list[Tensor] = []  # (tokens,) each
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ == "topk":
+            k = result.indices.shape[-1]
+            self.experts.append(result.indices.flatten(0, -2).sort(-1).values)
+            best = args[0].float().log().flatten(0, -2).topk(k + 1).values
+            self.margins.append(best[:, k - 1] - best[:, k])
+        return result
+
+
+def routes(model: nn.Module, tokens: Tensor) -> Routes:
+    """The choices of ``model`` for ``tokens`` (B, T); raises ValueError for a model that makes none by torch.topk."""
+    with Routes() as seen:
+        final_hidden(model, tokens)
+    if not seen.experts:
+        raise ValueError("the model must choose experts by torch.topk, but it made no such choice")
+    return seen
+
+
+def router_margins(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Margins (routers, tokens) of all choices: an ``output`` for ``Adjoint``."""
+    return torch.stack(routes(model, tokens).margins)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the low-precision passes of some windows choose experts.
+
+    ``routers`` has one row per window and router: the share of tokens whose experts ``changed``, the
+    share of ``near_ties``, whose margin is below the standard deviation of its predicted error, and
+    the share of changes ``expected`` from the margins. ``unchanged`` (B, T) is True for tokens that
+    kept their experts everywhere; ``undisturbed`` for those before the first change in their window,
+    which no change can reach in a causal model.
+    """
+
+    routers: pd.DataFrame
+    unchanged: Tensor
+    undisturbed: Tensor
+
+
+def compare_routes(low: LowPrecision, reference: nn.Module, tokens: Tensor) -> Routing:
+    """Routing of the windows ``tokens`` (B, T) in the low-precision model beside the ``reference`` model.
+
+    Near ties and expected changes need no reference: margins and their error are the low-precision
+    model's own. Raises ValueError for a model that makes no choices.
+    """
+    with torch.no_grad():
+        exact = routes(reference, tokens)
+        with low.running():
+            rounded = routes(low.model, tokens)
+    shape = len(exact.experts), *tokens.shape  # routers, B, T
+    changed = torch.stack([(a != b).any(-1) for a, b in zip(exact.experts, rounded.experts)]).view(shape)
+    margins = torch.stack(rounded.margins).view(shape)
+    error = Adjoint(low, reference, output=router_margins)(tokens).windows
+    deviation = torch.tensor((error.predicted * error.final_norm).to_numpy()) / margins[:, 0].numel() ** 0.5
+    scaled = margins / deviation[:, None].to(margins)
+    shares = {"changed": changed, "near_ties": scaled < 1, "expected": torch.special.ndtr(-scaled)}
+    rows = pd.MultiIndex.from_product([range(shape[1]), range(shape[0])], names=["window", "router"]).to_frame(False)
+    columns = {name: x.float().mean(-1).T.flatten().cpu().numpy() for name, x in shares.items()}
+    unchanged = ~changed.any(0)
+    return Routing(rows.assign(**columns), unchanged, unchanged.cumprod(1).bool())

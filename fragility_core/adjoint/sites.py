@@ -1,0 +1,124 @@
+"""Which part of a Transformer a place belongs to: from the tree of modules and the kernels that ran in it.
+
+A block is a numbered module, a branch one of its children. No names of classes or modules are used.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+import pandas as pd
+from torch import nn
+
+from fragility_core.adjoint.tape import Place
+
+SITES = (
+    "embedding", "norm", "attention", "scores", "softmax", "context", "projection", "mlp", "router", "residual", "head",
+)  # fmt: skip
+BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
+SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
+NORMS = {"layer_norm", "rms_norm", "group_norm"}
+TO_PROBABILITIES = {"softmax", "to"}  # of scores; models that exponentiate in fp32 cast the result down
+
+
+def block_of(path: str) -> tuple[str, int, str] | None:
+    """The block's path, its number and the branch ("" in the block itself) for the path of a module in a block."""
+    found = BLOCK.fullmatch(path)
+    return (found[1], int(found[2]), found[3] or "") if found else None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module scales, and perhaps shifts, the entries of a vector and does nothing else with weights."""
+    parameters = list(module.parameters())
+    return not list(module.children()) and bool(parameters) and all(p.ndim == 1 for p in parameters)
+
+
+def attention_sites(places: Sequence[Place]) -> list[str]:
+    """Sites of the kernels of one attention branch, in the order in which they ran.
+
+    Scores are the first product of two computed tensors and what follows it up to the probabilities.
+    """
+    sites, phase = [], "attention"
+    for place in places:
+        if place.product == "weights":
+            sites.append("projection")
+        elif place.name == "scaled_dot_product_attention":
+            sites.append("context")
+        elif place.product == "values":
+            phase = "scores" if phase == "attention" else "context"
+            sites.append(phase)
+        elif phase == "scores" and place.name in TO_PROBABILITIES:
+            phase = "softmax"
+            sites.append(phase)
+        else:
+            sites.append("attention" if phase in ("softmax", "context") else phase)
+    return sites
+
+
+class Sites:
+    """The sites of ``places`` in ``model``; ``routers`` are the paths of modules that choose among experts."""
+
+    def __init__(self, model: nn.Module, places: Sequence[Place], routers: Collection[str]):
+        self.places, self.routers = places, routers
+        self.modules = dict(model.named_modules())
+        self.blocks = [block_of(place.module) for place in places]
+        in_blocks = (i for i, place in enumerate(places) if self.blocks[i] and place.kind == "kernel")
+        self.first_in_block = next(in_blocks, len(places))
+        branches = defaultdict(list)
+        for i, place in enumerate(places):
+            if self.blocks[i] and place.kind == "kernel" and not self._in_norm(place):
+                branches[self._branch(i)].append(i)
+        self.attention = {
+            i: site
+            for indices in branches.values()
+            if any(places[i].product == "values" for i in indices)
+            for i, site in zip(indices, attention_sites([places[i] for i in indices]))
+        }
+        self.attention_branches = {self._branch(i) for i in self.attention}
+
+    def _branch(self, i: int) -> tuple[str, str]:
+        path, _, branch = self.blocks[i]
+        return path, branch
+
+    def _in_norm(self, place: Place) -> bool:
+        return is_norm(self.modules[place.module]) or (place.kind == "kernel" and place.name in NORMS)
+
+    def site(self, i: int) -> str:
+        """The site of place ``i``."""
+        place = self.places[i]
+        if self._in_norm(place):
+            return "norm"
+        if place.kind == "weight" and isinstance(self.modules[place.module], nn.Embedding):
+            return "embedding"
+        if not self.blocks[i]:
+            before = place.kind == "kernel" and i < self.first_in_block
+            return "embedding" if before else "head"
+        if place.module in self.routers:
+            return "router"
+        if i in self.attention:
+            return self.attention[i]
+        if self._branch(i) in self.attention_branches:
+            return "projection"  # a weight
+        in_block_itself = not self._branch(i)[1]
+        return "residual" if in_block_itself and place.name in SUMS else "mlp"
+
+    def table(self) -> pd.DataFrame:
+        """One row per place: what rounds, its site, layer (missing outside of blocks) and module.
+
+        ``block_output`` marks the last kernel of each block.
+        """
+        rows = pd.DataFrame(
+            {
+                "name": [place.name for place in self.places],
+                "kind": [place.kind for place in self.places],
+                "site": [self.site(i) for i in range(len(self.places))],
+                "layer": pd.array([block[1] if block else None for block in self.blocks], dtype="Int64"),
+                "module": [place.module for place in self.places],
+            }
+        )
+        last = {
+            block[0]: i
+            for i, block in enumerate(self.blocks)
+            if block and self.places[i].kind == "kernel" and not block[2]
+        }
+        return rows.assign(block_output=rows.index.isin(last.values()))

@@ -1,0 +1,84 @@
+"""The record of a pass: where values are rounded, and what the backward passes say about each place."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """Where values are rounded: a kernel in the forward of a module, or a parameter that it owns."""
+
+    module: str  # its path
+    name: str  # of the torch function, or of the parameter
+    occurrence: int  # how many kernels of that name ran before, in that module and pass
+    kind: str  # "kernel" or "weight"
+    product: str = ""  # what a matrix product multiplies values by: "weights" or "values"
+
+
+def keep(error: Tensor) -> Tensor:
+    """A local error until the backward pass, at half the memory: eight bits of it are more than enough."""
+    return error.bfloat16()
+
+
+class Tape:
+    """Readings ||gradient * error|| of every window, probe and place, on the device until ``contributions``."""
+
+    def __init__(self):
+        self.places: dict[Place, int] = {}  # over all passes, in the order in which they were first seen
+        self.routers: set[str] = set()  # paths of the modules that choose among experts
+        self._readings: list[tuple[int, int, int, Tensor]] = []
+
+    def begin(self, window: int) -> None:
+        """Start the passes of a window."""
+        self.path = [""]  # of the modules whose forward is running, outermost first
+        self.window, self.probe = window, 0
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def leave(self) -> None:
+        """A module's forward has ended."""
+        self.path.pop()
+
+    def kernel(self, name: str, product: str = "") -> int:
+        """The place of the kernel that is running."""
+        module = self.path[-1]
+        self._counts[module, name] += 1
+        return self._index(Place(module, name, self._counts[module, name] - 1, "kernel", product))
+
+    def weight(self, path: str) -> int:
+        """The place of the parameter at ``path``."""
+        module, _, name = path.rpartition(".")
+        return self._index(Place(module, name, 0, "weight"))
+
+    def _index(self, place: Place) -> int:
+        return self.places.setdefault(place, len(self.places))
+
+    def watch(self, place: int, result: Tensor, error: Tensor) -> None:
+        """Read the gradient of a kernel's ``result`` with its ``error`` whenever a probe comes by."""
+        kept = keep(error)
+        result.register_hook(lambda gradient: self.read(place, kept.float().mul_(gradient)))
+
+    def watch_leaf(self, place: int, leaf: Tensor, error: Callable[[], Tensor]) -> None:
+        """As ``watch``, for a tensor that no kernel made; its gradient is not kept."""
+
+        def read(leaf: Tensor) -> None:
+            self.read(place, leaf.grad.mul_(error()))
+            leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(read)
+
+    def read(self, place: int, felt: Tensor) -> None:
+        """Note the product of error and gradient at (a part of) ``place``."""
+        self._readings.append((self.window, self.probe, place, torch.linalg.vector_norm(felt)))
+
+    def contributions(self, windows: int, probes: int) -> np.ndarray:
+        """c^2 (windows, probes, places) of all that was read since the last call; one transfer from the device."""
+        readings, self._readings = self._readings, []
+        total = np.zeros((windows, probes, len(self.places)))
+        if readings:
+            *where, norms = zip(*readings)
+            np.add.at(total, tuple(map(list, where)), torch.stack(norms).cpu().double().numpy() ** 2)
+        return total
