@@ -67,14 +67,14 @@ def captioned_png(axes: Axes, caption: str) -> bytes:
     return buffer.getvalue()
 
 
-def _canvas(width: float = 5.6, height: float = 4.0) -> Axes:
+def canvas(width: float = 5.6, height: float = 4.0) -> Axes:
     _, axes = plt.subplots(figsize=(width, height), layout="constrained")
     return axes
 
 
 def e1_attention(table: pd.DataFrame) -> Axes:
     """Perturbation measured against the proxy; colour value scale, marker margin."""
-    axes = _canvas()
+    axes = canvas()
     sns.scatterplot(
         table.rename(columns={"value_scale": "value scale"}),
         x="proxy",
@@ -91,7 +91,7 @@ def e1_attention(table: pd.DataFrame) -> Axes:
     )  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
         _plain_log_ticks(axis)
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
@@ -100,7 +100,7 @@ def e1_layernorm(table: pd.DataFrame) -> Axes:
     relative = table.assign(**{name: table[name] / table[name].max() for name in ("measured", "theory")})
     curves = relative.melt("epsilon", ["measured", "theory"], "curve", "value")
     curves["curve"] = curves["curve"].map({"measured": "measured change", "theory": r"theory $M_{LN}$"})
-    axes = _canvas()
+    axes = canvas()
     sns.lineplot(curves, x="epsilon", y="value", hue="curve", style="curve", markers=True, ax=axes)
     axes.set(
         xscale="log", yscale="log", xlabel=r"LayerNorm $\varepsilon$", ylabel="value relative to its largest",
@@ -114,7 +114,7 @@ def e1_residual(table: pd.DataFrame) -> Axes:
     """Amplification over six blocks, below the transport bound."""
     curves = table.melt("rho", ["measured", "bound"], "curve", "value")
     curves["curve"] = curves["curve"].map({"measured": "measured", "bound": r"bound $(1+\rho)^6$"})
-    axes = _canvas()
+    axes = canvas()
     sns.lineplot(curves, x="rho", y="value", hue="curve", style="curve", markers=True, ax=axes)
     axes.set(xlabel=r"residual gain $\rho$", ylabel="amplification over 6 blocks", title="E1: residual transport")
     axes.legend(title=None)
@@ -123,9 +123,9 @@ def e1_residual(table: pd.DataFrame) -> Axes:
 
 def e2_transport(runs: pd.DataFrame) -> Axes:
     """Pearson with transport against without, one point a run; above the diagonal transport helps."""
-    axes = _canvas()
+    axes = canvas()
     sns.scatterplot(
-        _named(runs), x="no_transport_pearson", y="combined_pearson", hue="precision", style="window length",
+        named(runs), x="no_transport_pearson", y="combined_pearson", hue="precision", style="window length",
         s=80, ax=axes,
     )  # fmt: skip
     values = runs[["no_transport_pearson", "combined_pearson"]]
@@ -135,25 +135,25 @@ def e2_transport(runs: pd.DataFrame) -> Axes:
         xlim=(low, high), ylim=(low, high), aspect="equal", xlabel="Pearson of no_transport",
         ylabel="Pearson of combined", title="E2: does transport help?",
     )  # fmt: skip
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
 def e2_delta(runs: pd.DataFrame) -> Axes:
     """Gain in Pearson by transport, run by run."""
-    table = _named(runs).sort_values(["precision", "length", "seed"])
+    table = named(runs).sort_values(["precision", "length", "seed"])
     table["run"] = table.precision + " T=" + table.length.astype(str) + " seed " + table.seed.astype(str)
-    axes = _canvas(6.4, max(2.2, 0.27 * len(table) + 1.2))
+    axes = canvas(6.4, max(2.2, 0.27 * len(table) + 1.2))
     sns.barplot(table, y="run", x="delta_pearson", hue="precision", dodge=False, ax=axes)
     axes.axvline(0, color="0.2", linewidth=1)
     axes.set(ylabel=None, xlabel="Pearson of combined minus no_transport", title="E2: gain by transport")
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
 def e2_trend(bins: pd.DataFrame) -> Axes:
     """Mean mismatch over mean predicted risk in bins of equal count."""
-    axes = _canvas()
+    axes = canvas()
     sns.lineplot(bins, x="combined", y="mismatch", marker="o", ax=axes)
     axes.set(
         xscale="log", yscale="log", xlabel="predicted risk (mean of bin)", ylabel="mismatch (mean of bin)",
@@ -166,7 +166,7 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
 
 def e3_ranks(counts: pd.DataFrame) -> Axes:
     """How often a block of each rank by the score (rows) has each rank by its exact effect (columns)."""
-    axes = _canvas(5.6, 4.6)
+    axes = canvas(5.6, 4.6)
     sns.heatmap(counts, cmap="viridis", square=True, linewidths=0.5, cbar_kws={"label": "blocks"}, ax=axes)
     axes.set(
         xlabel="rank by exact effect (1: largest)", ylabel="rank by the score (1: largest)",
@@ -178,16 +178,16 @@ def e3_ranks(counts: pd.DataFrame) -> Axes:
 
 def e3_fidelity(runs: pd.DataFrame) -> Axes:
     """Spearman against pairwise accuracy, one point a run; chance at the crossing of the lines."""
-    axes = _canvas()
+    axes = canvas()
     sns.scatterplot(
-        _named(runs), x="spearman", y="pairwise_accuracy", hue="precision", style="window length", s=80, ax=axes
+        named(runs), x="spearman", y="pairwise_accuracy", hue="precision", style="window length", s=80, ax=axes
     )
     axes.axvline(0, color="0.4", linestyle="--", linewidth=1, zorder=0)
     axes.axhline(0.5, color="0.4", linestyle="--", linewidth=1, zorder=0)
     axes.set(
         xlabel="Spearman of score and exact effect", ylabel="pairwise ordering accuracy", title="E3: fidelity by run",
     )  # fmt: skip
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
@@ -197,7 +197,7 @@ def e3_noise_floor(windows: pd.DataFrame) -> Axes:
     measured = windows.dropna(subset="noise_floor")
     table = measured.melt(["precision", "length"], list(names), "compared with", "value")
     table["compared with"] = table["compared with"].map(names)
-    axes = _canvas(6.0, 4.0)
+    axes = canvas(6.0, 4.0)
     sns.stripplot(
         table.assign(length=table.length.astype(str)), x="length", y="value", hue="compared with", dodge=True, size=7,
         ax=axes,
@@ -207,7 +207,7 @@ def e3_noise_floor(windows: pd.DataFrame) -> Axes:
         xlabel="window length (tokens)", ylabel="Spearman with a measured effect",
         title="E3: the score, and what rounding noise allows",
     )  # fmt: skip
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
@@ -220,12 +220,12 @@ POLICY_NAMES = {
 def e5_maximum(runs: pd.DataFrame) -> Axes:
     """Largest mismatch of every run, by seed, with the mean of each policy as a bar."""
     table = _with_policy_names(runs)
-    axes = _canvas(6.4, 3.8)
+    axes = canvas(6.4, 3.8)
     sns.barplot(table, x="policy", y="max_mismatch", color="0.85", errorbar=None, ax=axes)
     sns.stripplot(table, x="policy", y="max_mismatch", hue="seed", size=8, palette="colorblind", ax=axes)
     axes.set(xlabel=None, ylabel="largest mismatch of the run", title="E5: largest mismatch by seed (bar: mean)")
     axes.set_xticks(axes.get_xticks(), axes.get_xticklabels(), rotation=20, ha="right", rotation_mode="anchor")
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
@@ -234,26 +234,26 @@ def e5_events(runs: pd.DataFrame) -> Axes:
     quantities = ["onsets", "final_mismatch"]
     by_policy = _with_policy_names(runs).groupby("policy", observed=True)[quantities]
     means, deviations = by_policy.mean().reset_index(), by_policy.std().fillna(0)
-    axes = _canvas(6.4, 4.0)
+    axes = canvas(6.4, 4.0)
     sns.scatterplot(means, x="onsets", y="final_mismatch", hue="policy", style="policy", s=110, zorder=3, ax=axes)
     axes.errorbar(
         means.onsets, means.final_mismatch, xerr=deviations.onsets, yerr=deviations.final_mismatch, fmt="none",
         ecolor="0.6", elinewidth=1, capsize=3,
     )  # fmt: skip
     axes.set(xlabel="onset events a run", ylabel="final mismatch", title="E5: events and final mismatch (mean ± sd)")
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
 def e5_course(steps: pd.DataFrame) -> Axes:
     """Mismatch over the training steps, one curve a policy (mean over seeds, band from smallest to largest)."""
-    axes = _canvas(7.2, 3.8)
+    axes = canvas(7.2, 3.8)
     table = _with_policy_names(steps)
     sns.lineplot(
         table, x="step", y="mismatch", hue="policy", style="policy", errorbar=("pi", 100), linewidth=1.2, ax=axes
     )
     axes.set(yscale="log", xlabel="training step", ylabel="mismatch", title="E5: mismatch over training")
-    _legend_outside(axes)
+    legend_outside(axes)
     return axes
 
 
@@ -261,13 +261,13 @@ def training_curve(log: pd.DataFrame) -> Axes:
     """Training, validation and evaluation loss over tokens seen."""
     losses = log.melt("tokens", [name for name in log if name.endswith("_loss")], "text", "loss")
     losses["text"] = losses["text"].str.removesuffix("_loss")
-    axes = _canvas(6.4, 3.6)
+    axes = canvas(6.4, 3.6)
     sns.lineplot(losses, x="tokens", y="loss", hue="text", style="text", ax=axes)
     axes.set(xlabel="training tokens", ylabel="cross entropy (nats per token)")
     return axes
 
 
-def _named(runs: pd.DataFrame) -> pd.DataFrame:
+def named(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(**{"window length": runs.length.astype(str)})
 
 
@@ -284,5 +284,5 @@ def _plain_log_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _legend_outside(axes: Axes) -> None:
+def legend_outside(axes: Axes) -> None:
     sns.move_legend(axes, "center left", bbox_to_anchor=(1.02, 0.5), frameon=False)

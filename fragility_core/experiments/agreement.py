@@ -26,6 +26,16 @@ def retrieval(signal: pd.Series, mismatch: pd.Series) -> float:
     return len(top_windows(signal, count) & top_windows(mismatch, count)) / count
 
 
+def signal_agreement(kept: pd.DataFrame, signal: str) -> dict[str, float]:
+    """Pearson, Spearman and retrieval of the column ``signal`` against the mismatch of the windows ``kept``."""
+    enough = len(kept) > 2
+    return {
+        f"{signal}_pearson": stats.pearsonr(kept[signal], kept.mismatch).statistic if enough else np.nan,
+        f"{signal}_spearman": stats.spearmanr(kept[signal], kept.mismatch).statistic if enough else np.nan,
+        f"{signal}_retrieval": retrieval(kept[signal], kept.mismatch) if enough else np.nan,
+    }
+
+
 def run_agreement(windows: pd.DataFrame) -> pd.Series:
     """Pearson, Spearman and retrieval of every signal against the mismatch of one run's windows.
 
@@ -34,10 +44,7 @@ def run_agreement(windows: pd.DataFrame) -> pd.Series:
     kept = windows[~windows.overflow]
     row = {"windows": len(kept), "overflowed": len(windows) - len(kept)}
     for signal in SIGNALS:
-        enough = len(kept) > 2
-        row[f"{signal}_pearson"] = stats.pearsonr(kept[signal], kept.mismatch).statistic if enough else np.nan
-        row[f"{signal}_spearman"] = stats.spearmanr(kept[signal], kept.mismatch).statistic if enough else np.nan
-        row[f"{signal}_retrieval"] = retrieval(kept[signal], kept.mismatch) if enough else np.nan
+        row |= signal_agreement(kept, signal)
     for measure in ("pearson", "spearman", "retrieval"):
         row[f"delta_{measure}"] = row[f"combined_{measure}"] - row[f"no_transport_{measure}"]
     row["mean_mismatch"] = kept.mismatch.mean()

@@ -1,0 +1,188 @@
+"""X1: the calibrated predictor (``fragility_core.adjoint``) on the windows of E2 and E3; not in the paper.
+
+Like the score it sees the low-precision pass alone: no full-precision weights, no second pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from fragility_core import rankings
+from fragility_core.adjoint import Adjoint
+from fragility_core.attention import IMPLEMENTATION
+from fragility_core.emulation import lower
+from fragility_core.experiments.agreement import SIGNALS, signal_agreement
+from fragility_core.experiments.e3 import REALISATION, WINDOW, worst_windows
+from fragility_core.experiments.inputs import Inputs
+from fragility_core.experiments.pool import Advance, complete
+from fragility_core.experiments.runs import IDENTITY, RunSpec, RunStore, Specification, spec_columns, window_rows
+
+PLACE = ["site", "layer", "block_output"]
+OUTSIDE = -1  # the layer of what belongs to no block
+
+
+@dataclass(frozen=True)
+class EstimateSpec(Specification):
+    """Estimates for the windows of one run of E2; raises ValueError for counts out of range."""
+
+    source: RunSpec
+    probes: int = 1
+    worst: int = 0  # only the so many windows of highest mismatch, in place of all
+
+    unit = "token"
+
+    def __post_init__(self):
+        if self.probes < 1:
+            raise ValueError(f"probes must be at least 1, got {self.probes}")
+        if not 0 <= self.worst <= self.source.windows:
+            raise ValueError(f"worst must be between 0 and E2's {self.source.windows} windows, got {self.worst}")
+
+    @property
+    def device(self) -> str:
+        return self.source.device
+
+    @property
+    def label(self) -> str:
+        return f"{self.source.label}-{f'worst{self.worst}' if self.worst else 'all'}"
+
+    @property
+    def windows(self) -> int:
+        return self.worst or self.source.windows
+
+    @property
+    def size(self) -> int:
+        return self.windows * self.source.length * (1 + 2 * self.probes)
+
+
+class Estimates:
+    """Computes the runs of X1 (a ``pool.Worker``); runs of one precision share the estimator."""
+
+    def __init__(self, inputs: Inputs, source: Path):
+        """``source`` is the folder of E2's runs."""
+        self.inputs, self.source = inputs, RunStore(source)
+        self.record = {"attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation}}
+        self._estimators: dict[tuple, Adjoint] = {}
+
+    def estimator(self, spec: EstimateSpec) -> Adjoint:
+        """The estimator for the precision and probes of ``spec``, with the attention of E2's low-precision pass."""
+        key = (spec.source.precision, spec.source.execution, spec.probes)
+        if key not in self._estimators:
+            low = lower(self.inputs.model, *key[:2])
+            low.model.set_attn_implementation(IMPLEMENTATION)
+            self._estimators[key] = Adjoint(low, probes=spec.probes)
+        return self._estimators[key]
+
+    def run(self, spec: EstimateSpec, advance: Advance) -> pd.DataFrame:
+        """Tidy rows, one per window and place: its c^2 (mean over probes), and the window's prediction and mismatch.
+
+        Places are told apart by ``site``, ``layer`` (-1 outside of blocks) and whether they are a block's output.
+        Raises FileNotFoundError where E2's run is not there.
+        """
+        rows = self.source.load(spec.source)
+        if rows is None:
+            raise FileNotFoundError(
+                f"X1 needs E2's run {spec.source.label}, which is not in {self.source.folder}: run e2_predictor first"
+            )
+        windows = worst_windows(rows, spec.worst) if spec.worst else window_rows(rows)
+        estimator = self.estimator(spec)
+        frames = []
+        for window in windows.itertuples():
+            tokens = self.inputs.stream[None, window.start : window.start + spec.source.length]
+            prediction = estimator(tokens.to(self.inputs.device))
+            frames.append(_places(prediction).assign(window=window.window, mismatch=window.mismatch))
+            advance(spec.size // spec.windows)
+        advance(spec.size - len(frames) * (spec.size // spec.windows))  # of windows that overflowed in E2
+        places = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+        return places.assign(**spec_columns(spec.source))
+
+
+def _places(prediction) -> pd.DataFrame:
+    """c^2 of one window summed over the kernels and weights of each place, mean over probes."""
+    kernels = prediction.kernels
+    probes = kernels.probe.max() + 1
+    c2 = kernels.assign(layer=kernels.layer.fillna(OUTSIDE)).groupby(PLACE, sort=False).c2.sum(min_count=1) / probes
+    (window,) = prediction.windows.itertuples()
+    return c2.reset_index().assign(
+        predicted=window.predicted, standard_error=window.standard_error, final_norm=window.final_norm
+    )
+
+
+def specifications(sources: Sequence[RunSpec], **options) -> list[EstimateSpec]:
+    """One specification per run of E2, with the ``options`` of ``EstimateSpec``."""
+    return [EstimateSpec(source, **options) for source in sources]
+
+
+def run_estimates(
+    sources: Sequence[RunSpec], inputs: Inputs, source: Path, folder: Path, workers: int = 1, **options
+) -> pd.DataFrame:
+    """Estimates for E2's ``sources``, kept in ``source``; those finished in ``folder`` are not computed again."""
+    specs = specifications(sources, **options)
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.source.length, spec.source.seed))]
+    return complete(groups, RunStore(folder), partial(Estimates, inputs, source), inputs.device, workers, "X1")
+
+
+# --- Views of the rows ------------------------------------------------------------------------
+
+
+def window_table(estimates: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """One row per window: E2's signals from its rows ``runs``, the prediction as signal ``adjoint``, and its ``ratio``
+    to the mismatch."""
+    predictions = estimates.groupby(WINDOW, sort=False).predicted.first().rename("adjoint").reset_index()
+    table = window_rows(runs)[[*WINDOW, "overflow", "mismatch", *SIGNALS]].merge(predictions, on=WINDOW)
+    return table.assign(ratio=table.adjoint / table.mismatch)
+
+
+def run_table(windows: pd.DataFrame) -> pd.DataFrame:
+    """Agreement of the prediction and the score with the mismatch, one row per run; overflows left out and counted."""
+    rows = []
+    for identity, group in windows.groupby(list(IDENTITY), sort=True):
+        kept = group[~group.overflow]
+        row = {"windows": len(kept), "overflowed": len(group) - len(kept), "mean_ratio": kept.ratio.mean()}
+        for signal in ("adjoint", "combined", "no_transport"):
+            row |= signal_agreement(kept, signal)
+        rows.append(dict(zip(IDENTITY, identity)) | row)
+    return pd.DataFrame(rows)
+
+
+def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:
+    """Share of the error variance of each site (columns), mean over windows, by precision and length."""
+    by = ["precision", "length"]
+    c2 = estimates.groupby([*WINDOW, "site"]).c2.sum().unstack("site", fill_value=0.0)
+    return c2.div(c2.sum(axis=1), axis=0).groupby(by).mean()
+
+
+def layer_contributions(estimates: pd.DataFrame) -> pd.DataFrame:
+    """c^2 of every block of every window, that of the block's output left out: a patched block keeps its rounding."""
+    inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]
+    return inside.groupby([*WINDOW, "layer"]).c2.sum().reset_index()
+
+
+def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
+    """How alike score and prediction rank the blocks of each window as patching them does, one row per window.
+
+    ``patches`` are rows of E3 in which every window was patched under stochastic rounding too:
+    ``average`` compares with the mean effect of its realisations, ``single`` with rounding to nearest.
+    """
+    noisy = [name for name in patches if name.startswith(REALISATION)]
+    rows = patches.merge(layer_contributions(estimates), on=[*WINDOW, "layer"]).sort_values([*WINDOW, "layer"])
+    depth = rows.layer.nunique()
+    rows = rows.assign(average=rows[noisy].mean(axis=1, skipna=False))
+    scores = {name: rows[name].to_numpy().reshape(-1, depth) for name in ("c2", "risk", "average", "exact_reduction")}
+    half = len(noisy) // 2
+    halves = [rows[part].mean(axis=1).to_numpy().reshape(-1, depth) for part in (noisy[:half], noisy[half:])]
+    table = rows[rows.layer == 0][WINDOW].reset_index(drop=True)
+    for proxy, column in (("adjoint", "c2"), ("score", "risk")):
+        for oracle, exact in (("average", "average"), ("single", "exact_reduction")):
+            table[f"{proxy}_{oracle}"] = rankings.agreement(scores[column], scores[exact])["spearman"]
+    return table.assign(noise_floor=rankings.spearman(*halves) if half else np.nan)
+
+
+def ranking_by_run(rankings_: pd.DataFrame) -> pd.DataFrame:
+    """Means over the windows of each run."""
+    by_run = rankings_.groupby(list(IDENTITY), sort=True)
+    return by_run.mean().drop(columns="window").assign(windows=by_run.size()).reset_index()

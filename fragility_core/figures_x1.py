@@ -1,0 +1,73 @@
+"""The figures of X1: tidy DataFrame in, matplotlib Axes out, as in ``figures``."""
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+
+from fragility_core.figures import canvas, legend_outside, log_scale, named
+
+SIGNAL_NAMES = {"adjoint": "adjoint", "combined": "score", "no_transport": "score without transport"}
+SITE_ORDER = (
+    "residual", "norm", "projection", "mlp", "scores", "softmax", "context", "attention", "router", "embedding", "head",
+)  # fmt: skip
+
+
+def x1_calibration(windows: pd.DataFrame) -> Axes:
+    """Predicted against measured mismatch of every window, the line where they are equal."""
+    axes = canvas()
+    kept = windows[~windows.overflow]
+    sns.scatterplot(
+        named(kept), x="adjoint", y="mismatch", hue="precision", style="window length", s=18, linewidth=0, alpha=0.6,
+        ax=axes,
+    )  # fmt: skip
+    ends = kept[["adjoint", "mismatch"]].stack().agg(["min", "max"])
+    axes.plot(ends, ends, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    log_scale(axes)
+    axes.set(
+        xlabel="predicted mismatch (adjoint)", ylabel="measured mismatch", title="X1: predicted and measured, by window"
+    )
+    legend_outside(axes)
+    return axes
+
+
+def x1_agreement(runs: pd.DataFrame) -> Axes:
+    """Pearson with the mismatch of the prediction and of the score, one point a run, by window length."""
+    columns = {f"{signal}_pearson": name for signal, name in SIGNAL_NAMES.items()}
+    table = runs.melt(["precision", "length"], list(columns), "signal", "pearson")
+    return _strip(
+        table.assign(signal=table.signal.map(columns)), "pearson", "signal", "Pearson with the mismatch",
+        "X1: who predicts which window is hit",
+    )  # fmt: skip
+
+
+def x1_ranking(runs: pd.DataFrame) -> Axes:
+    """Spearman with the patched effect, averaged over realisations, of prediction and score; what noise allows."""
+    columns = {"adjoint_average": "adjoint", "score_average": "score", "noise_floor": "other half of the realisations"}
+    table = runs.melt(["precision", "length"], list(columns), "ranked by", "spearman")
+    return _strip(
+        table.assign(**{"ranked by": table["ranked by"].map(columns)}), "spearman", "ranked by",
+        "Spearman with the averaged effect", "X1: who names the right blocks",
+    )  # fmt: skip
+
+
+def _strip(table: pd.DataFrame, y: str, hue: str, label: str, title: str) -> Axes:
+    axes = canvas(6.4, 4.0)
+    sns.stripplot(
+        table.assign(length=table.length.astype(str)), x="length", y=y, hue=hue, dodge=True, size=6, ax=axes
+    )  # fmt: skip
+    axes.axhline(0, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    axes.set(xlabel="window length (tokens)", ylabel=label, title=title)
+    legend_outside(axes)
+    return axes
+
+
+def x1_sites(shares: pd.DataFrame) -> Axes:
+    """Share of the error variance by kind of site, one bar per format and window length."""
+    ordered = shares[[site for site in SITE_ORDER if site in shares]]
+    ordered.index = [f"{precision}, T = {length}" for precision, length in shares.index]
+    axes = canvas(7.0, 3.6)
+    ordered.iloc[::-1].plot.barh(stacked=True, width=0.75, ax=axes, color=sns.color_palette("colorblind", 10) + ["0.3"])
+    axes.set(xlabel="share of the predicted error variance", xlim=(0, 1), title="X1: where the error comes from")
+    axes.grid(axis="y", visible=False)
+    legend_outside(axes)
+    return axes
