@@ -2,12 +2,13 @@
 
 It forms and rounds scores and probabilities kernel by kernel, as the library's eager attention does,
 but one block of query rows at a time: what is observed is still in cache, causal blocks skip the
-keys they may not see, and no T x T tensor ever exists.
+keys they may not see, and no T x T tensor ever exists. FP32_SCORES is the same attention with scores
+and softmax in fp32.
 """
 
 import weakref
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "observed_eager"
+FP32_SCORES = "fp32_scores_eager"
 BLOCK_ELEMENTS = 2**20  # scores formed at once: 2 MiB in 16 bits, about a second-level cache
 
 
@@ -57,12 +59,15 @@ def observed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    score_dtype: torch.dtype | None = None,
     **_,
 ) -> tuple[Tensor, None]:
     """Attention of ``query`` (B, H, T, d) over ``key``, ``value`` (B, H_kv, T_kv, d) -> (B, T, H, d).
 
     ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for
-    modules that are. Raises ValueError for dropout: what is observed must be the model itself.
+    modules that are. Scores and softmax are computed in ``score_dtype`` (that of the query unless
+    given), probabilities are cast to the dtype of the values. Raises ValueError for dropout: what is
+    observed must be the model itself.
     """
     if dropout:
         raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
@@ -76,6 +81,7 @@ def observed_attention(
     scaling = width**-0.5 if scaling is None else scaling
     causal = attention_mask is None and rows > 1 and getattr(module, "is_causal", True)
     cached = key.shape[2] - rows  # keys before the first query
+    query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)
     transposed = key.transpose(-1, -2)
 
     outputs = []
@@ -95,7 +101,7 @@ def observed_attention(
             observer.scores(scores)
         if hidden is not None:
             maskable.masked_fill_(hidden, torch.finfo(scores.dtype).min)
-        probabilities = torch.softmax(scores, -1)
+        probabilities = torch.softmax(scores, -1).to(value.dtype)
         if observer is not None:
             observer.probabilities(start, probabilities)
         outputs.append(torch.matmul(probabilities, value[:, :, :seen]))  # (B, H, C, d)
@@ -103,4 +109,6 @@ def observed_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, observed_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionInterface.register(FP32_SCORES, partial(observed_attention, score_dtype=torch.float32))
+for implementation in (IMPLEMENTATION, FP32_SCORES):
+    AttentionMaskInterface.register(implementation, sdpa_mask)

@@ -1,0 +1,48 @@
+"""Other ways to choose k of L blocks, to compare a plan with. All return block numbers in ascending order."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Blocks = tuple[int, ...]
+
+
+def first(depth: int, count: int) -> Blocks:
+    """The first ``count`` of ``depth`` blocks."""
+    return tuple(range(min(count, depth)))
+
+
+def last(depth: int, count: int) -> Blocks:
+    """The last ``count`` of ``depth`` blocks."""
+    return tuple(range(max(depth - count, 0), depth))
+
+
+def drawn(depth: int, count: int, draws: int = 20, seed: int = 0) -> list[Blocks]:
+    """``draws`` random choices."""
+    generator = random.Random(seed)
+    return [tuple(sorted(generator.sample(range(depth), count))) for _ in range(draws)]
+
+
+def top(scores: ArrayLike, count: int) -> Blocks:
+    """The ``count`` blocks of the largest ``scores`` (L,): the paper's risk, exact reductions by patching.
+
+    Ties go to the earlier block. Raises ValueError for scores that are not numbers.
+    """
+    scores = np.asarray(scores, dtype=float)
+    if np.isnan(scores).any():
+        raise ValueError(f"blocks can be sorted by scores that are numbers, got {scores.tolist()}")
+    return tuple(sorted(np.argsort(-scores, kind="stable")[:count].tolist()))
+
+
+def greedy(measure: Callable[[Blocks], float], depth: int, count: int) -> Blocks:
+    """Block after block, each time the one with which ``measure`` (of the blocks kept) becomes smallest.
+
+    ``measure`` runs at most ``count * depth`` times.
+    """
+    chosen: Blocks = ()
+    for _ in range(min(count, depth)):
+        candidates: Sequence[Blocks] = [tuple(sorted((*chosen, b))) for b in range(depth) if b not in chosen]
+        chosen = min(candidates, key=measure)
+    return chosen

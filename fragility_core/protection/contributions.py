@@ -1,0 +1,220 @@
+"""From one prediction to the best plan for any budget."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+from torch import Tensor, nn
+
+from fragility_core import adjoint
+from fragility_core.emulation import lower
+from fragility_core.formats import get_format
+from fragility_core.protection import cost
+from fragility_core.protection.plans import SITES, Plan
+from fragility_core.protection.structure import Structure, embedding_paths, outermost, within
+
+UNITS = ("blocks", "sites", "modules", "bytes")
+PLACE = ["kernel", "name", "kind", "site", "layer", "module", "block_output"]
+
+
+class Contributions:
+    """What every unit of a model that can be kept in fp32 contributes to the predicted mismatch.
+
+    A prediction answers all questions: no pass is run for a plan, nor for another budget.
+    """
+
+    def __init__(self, model: nn.Module, prediction: adjoint.Prediction, format: str, length: int = 1):
+        """``prediction`` is that of ``model`` in ``format`` over windows of ``length`` tokens.
+
+        ``model`` is asked for its modules and parameters' shapes only. Raises ValueError for an unknown
+        format, or where the prediction is finite for no window; other windows are left out.
+        """
+        self.model, self.format, self.length = model, get_format(format), length
+        finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
+        if finite.empty:
+            raise ValueError(
+                f"a plan needs a prediction that is finite for some window, but in {format} all overflow first in "
+                f"{', '.join(sorted(set(prediction.windows.overflow)))}: choose a format of wider range, such as bf16"
+            )
+        self.windows = finite.reset_index(drop=True)
+        self.kernels = prediction.kernels[prediction.kernels.window.isin(finite.window)]
+        places = self.kernels[PLACE].drop_duplicates("kernel").sort_values("kernel")
+        self.structure = Structure(model, places.reset_index(drop=True))
+        squares = self.kernels.c2 / self.kernels.window.map(finite.set_index("window").final_norm ** 2)
+        samples = len(finite) * (self.kernels.probe.max() + 1)
+        # Mean over windows and probes of c^2 / ||X_L||^2, by place: the squared relative error.
+        self.relative = (squares.groupby(self.kernels.kernel).sum() / samples).to_numpy()
+        self._modules = self.structure.places.module
+        self._embeddings = set(embedding_paths(model))
+
+    # --- Which roundings vanish ------------------------------------------------------------------
+
+    def vanishing(self, plan: Plan) -> np.ndarray:
+        """True for the places (in the order of ``structure.places``) that round no longer under ``plan``."""
+        places, gone = self.structure.places, np.zeros(len(self.structure.places), dtype=bool)
+        for path in plan.modules:
+            inside = self._inside(path)
+            gone |= inside
+            if inside.any() and not (plan.residual and path in self._embeddings):
+                gone[np.flatnonzero(inside)[-1]] = False  # the output, which is cast back
+        if plan.residual:
+            gone |= self.structure.stream_sums.to_numpy()
+            for path in self.structure.stream_norms:
+                kernels = np.flatnonzero(self._inside(path) & places.kind.eq("kernel").to_numpy())
+                gone[kernels[:-1]] = True
+        if plan.scores:
+            gone |= places.site.eq("scores").to_numpy()
+        return gone
+
+    def _inside(self, path: str) -> np.ndarray:
+        return self._modules.map(lambda module: within(module, path)).to_numpy(dtype=bool)
+
+    def predict(self, plan: Plan) -> pd.DataFrame:
+        """``predicted`` mismatch and its ``standard_error`` of every window under ``plan``."""
+        numbers = self.structure.places.kernel[~self.vanishing(plan)]
+        return adjoint.predict(self.kernels[self.kernels.kernel.isin(numbers)], self.windows)
+
+    # --- Plans -----------------------------------------------------------------------------------
+
+    def keep(self, modules: Iterable[str] = (), residual: bool = False, scores: bool = False, label: str = "") -> Plan:
+        """The plan that keeps this, with what it buys and costs; raises ValueError for a module there is not."""
+        modules = outermost(tuple(modules))
+        known = {path for path, _ in self.model.named_modules()}
+        if unknown := [path for path in modules if path not in known]:
+            raise ValueError(f"modules to keep must be modules of the model, got {', '.join(unknown)}")
+        return self._priced(self._plan(modules, residual, scores, label))
+
+    def of_blocks(self, numbers: Iterable[int]) -> Plan:
+        """The plan that keeps the blocks of these ``numbers``, from 0; raises ValueError for one there is not."""
+        return self._priced(self._of_blocks(tuple(numbers)))
+
+    def of_sites(self, names: Iterable[str]) -> Plan:
+        """The plan that keeps these kinds of site (``plans.SITES``); raises ValueError for one there is not."""
+        return self._priced(self._of_sites(tuple(names)))
+
+    def of_modules(self, paths: Iterable[str]) -> Plan:
+        """The plan that keeps these modules."""
+        return self.keep(paths)
+
+    def plan(self, budget: int, unit: str = "blocks") -> Plan:
+        """The plan with the least predicted squared error that keeps ``budget`` units.
+
+        ``unit`` is "blocks", "sites" or "modules" (the smallest ones with parameters); or "bytes", of
+        parameters, and of the residual stream of one window: of modules, "residual" and "scores",
+        those that take off the most error a byte are kept while they fit. Kinds of site overlap,
+        so all choices of them are compared; others are additive, so sorting finds the best. Raises
+        ValueError for another unit, or a budget that is negative or exceeds the number of units.
+        """
+        if unit not in UNITS:
+            raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
+        if unit == "bytes":
+            return self._priced(self._for_bytes(budget))
+        count = len(getattr(self.structure, unit))
+        if not 0 <= budget <= count:
+            raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
+        if unit == "sites":
+            choices = combinations([site for site in SITES if site in self.structure.sites], budget)
+            return self._priced(min(map(self._of_sites, choices), key=self.remaining))
+        gains = self.gains(unit).gain
+        best = np.sort(np.argsort(-gains, kind="stable")[:budget])
+        if unit == "blocks":
+            return self.of_blocks(best.tolist())
+        return self.of_modules(self.structure.modules[i] for i in best)
+
+    def gains(self, unit: str) -> pd.DataFrame:
+        """One row per block, site or module: its ``label``, and the ``gain``, what keeping it alone takes off.
+
+        Gains are shares of the predicted squared error, and add up over units that do not overlap.
+        """
+        total = self.relative.sum()
+        plans = self._alone(unit)
+        gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
+        return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})
+
+    def remaining(self, plan: Plan) -> float:
+        """Predicted squared relative error under ``plan``, mean over windows."""
+        return float(self.relative[~self.vanishing(plan)].sum())
+
+    def _alone(self, unit: str) -> list[Plan]:
+        if unit == "blocks":
+            return [self._of_blocks((number,)) for number in range(len(self.structure.blocks))]
+        if unit == "sites":
+            return [self._of_sites((site,)) for site in SITES if site in self.structure.sites]
+        return [self._plan((path,)) for path in self.structure.modules]
+
+    def _for_bytes(self, budget: int) -> Plan:
+        """Unit after unit, each time the one that takes off the most error a byte, of those that fit."""
+        units = [self._plan((path,), path in self._embeddings) for path in (*self.structure.modules, *self._embeddings)]
+        units += [self._of_sites((site,)) for site in ("residual", "scores") if site in self.structure.sites]
+        vanishing = np.stack([self.vanishing(unit) for unit in units])  # (units, places)
+        streams = np.array([unit.residual for unit in units])
+        parameters = np.array([cost.parameter_bytes(self.model, unit.modules, self.format) for unit in units])
+        stream_bytes = self._activation_bytes(self._plan(residual=True)) * self.length
+        chosen: list[int] = []
+        while True:
+            gone, stream = vanishing[chosen].any(0), streams[chosen].any()
+            price = parameters + stream_bytes * (streams & ~stream)
+            gain = (vanishing & ~gone) @ self.relative
+            budget_holds = parameters[chosen].sum() + stream_bytes * stream + price <= budget
+            worth = np.where(budget_holds & (gain > 0), gain / np.maximum(price, 1), 0)
+            if not worth.any():
+                break
+            chosen.append(int(worth.argmax()))
+        kept = [units[i] for i in sorted(chosen)]
+        modules = [path for unit in kept for path in unit.modules]
+        return self._plan(modules, any(u.residual for u in kept), any(u.scores for u in kept))
+
+    def _activation_bytes(self, plan: Plan) -> int:
+        return plan.residual * (cost.WIDE - self.format.storage.itemsize) * cost.stream_width(self.model)
+
+    def _of_blocks(self, numbers: tuple[int, ...]) -> Plan:
+        paths = self.structure.blocks
+        if wrong := [n for n in numbers if not 0 <= n < len(paths)]:
+            raise ValueError(f"blocks must be between 0 and {len(paths) - 1}, got {wrong}")
+        label = f"block{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}" if numbers else ""
+        return self._plan([paths[n] for n in numbers], label=label)
+
+    def _of_sites(self, names: tuple[str, ...]) -> Plan:
+        sites = self.structure.sites
+        if wrong := [name for name in names if name not in sites]:
+            raise ValueError(
+                f"sites must be among those that round in this model, {', '.join(sites)}, got {', '.join(wrong)}"
+            )
+        modules = outermost([path for name in names for path in sites[name]])
+        return self._plan(modules, "residual" in names, "scores" in names, ", ".join(names))
+
+    def _plan(
+        self, modules: Collection[str] = (), residual: bool = False, scores: bool = False, label: str = ""
+    ) -> Plan:
+        words = [f"{len(modules)} modules"] if len(modules) > 4 else list(modules)
+        words += ["residual"] * residual + ["scores"] * scores
+        return Plan(self.format.name, tuple(modules), residual, scores, label or ", ".join(words) or "nothing")
+
+    def _priced(self, plan: Plan) -> Plan:
+        return replace(
+            plan,
+            predicted=float(self.predict(plan).predicted.mean()),
+            parameter_bytes=cost.parameter_bytes(self.model, plan.modules, self.format),
+            activation_bytes=self._activation_bytes(plan),
+            flops=cost.flops(self.structure, plan.modules, plan.scores, self.length),
+        )
+
+
+def plan(
+    model: nn.Module,
+    windows: Tensor,
+    format: str,
+    budget: int,
+    unit: str = "blocks",
+    probes: int = 1,
+    execution: str = "auto",
+) -> Plan:
+    """The plan with the least predicted error that keeps ``budget`` units of the fp32 ``model`` in fp32.
+
+    ``windows`` (B, T) are token ids on the model's device; see ``Contributions.plan`` for units and
+    errors, ``Adjoint`` for ``probes``. For several budgets make the ``Contributions`` and ask them.
+    """
+    prediction = adjoint.Adjoint(lower(model, format, execution), model, probes)(windows)
+    return Contributions(model, prediction, format, windows.shape[-1]).plan(budget, unit)

@@ -1,0 +1,57 @@
+"""The price of a plan, from the model's parameters and configuration."""
+
+from collections.abc import Collection
+
+from torch import nn
+
+from fragility_core.formats import Format
+from fragility_core.protection.structure import ATTENTION, Structure, block_of, within
+
+WIDE = 4  # bytes of fp32
+
+
+def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> int:
+    """Bytes that the parameters of the modules ``kept`` take in fp32 beyond what the model takes in the format.
+
+    A parameter that a module outside of ``kept`` shares (a tied head) stays in the format there.
+    """
+    uses: dict[int, tuple[int, set[bool]]] = {}
+    for path, module in model.named_modules():
+        inside = any(within(path, module_path) for module_path in kept)
+        for parameter in module.parameters(recurse=False):
+            uses.setdefault(id(parameter), (parameter.numel(), set()))[1].add(inside)
+    narrow = format.storage.itemsize
+    return sum(n * (WIDE - narrow * (where == {True})) for n, where in uses.values() if True in where)
+
+
+def product_weights(module: nn.Module) -> int:
+    """Entries of the matrices that ``module`` multiplies by (of all experts, where it chooses among some)."""
+    owners = (m for m in module.modules() if not isinstance(m, nn.Embedding))
+    return sum(p.numel() for m in owners for p in m.parameters(recurse=False) if p.ndim >= 2)
+
+
+def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:
+    """Floating-point operations a token that move from the format to fp32, at windows of ``length`` tokens T.
+
+    2 n for a matrix of n entries; in an attention branch that is kept 4 T d more, for query times key
+    and probabilities times value, d the width of all heads together; for ``scores`` 2 T d in each of
+    the others. Masked scores are counted; elementwise kernels are not.
+    """
+    weights = sum(product_weights(structure.model.get_submodule(path)) for path in kept)
+    attending = structure.places[structure.places.site.isin(ATTENTION)].module.map(block_of)
+    layers = {f"{path}.{branch}" for path, _, branch in attending if branch}
+    inside = sum(any(within(layer, path) for path in kept) for layer in layers)
+    others = (len(layers) - inside) * scores
+    return 2 * weights + (4 * inside + 2 * others) * length * heads_width(structure.model)
+
+
+def heads_width(model: nn.Module) -> int:
+    """Width of the queries of all heads together; 0 for a model without a configuration that gives it."""
+    config = getattr(model, "config", None)
+    width, heads = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
+    return heads * (getattr(config, "head_dim", None) or width // max(heads, 1))
+
+
+def stream_width(model: nn.Module) -> int:
+    """d_model, or 0 for a model without a configuration that gives it."""
+    return getattr(getattr(model, "config", None), "hidden_size", 0) or 0

@@ -1,0 +1,182 @@
+"""Apply a plan: a low-precision model in which chosen parts compute in fp32.
+
+Only casts at boundaries are added, as hooks. The rest follows from type promotion, natively and
+emulated alike: a kernel with an fp32 operand gives fp32.
+"""
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fragility_core.attention import FP32_SCORES
+from fragility_core.emulation import LowPrecision, lower, tensors
+from fragility_core.formats import get_format
+from fragility_core.protection.plans import Plan
+from fragility_core.protection.structure import (
+    block_paths,
+    branch_paths,
+    embedding_paths,
+    head_paths,
+    norm_paths,
+    within,
+)
+
+
+def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """``value`` with the tensors of dtype ``source`` in nested tuples, lists and dictionaries cast to ``target``."""
+    if isinstance(value, Tensor):
+        return value.to(target) if value.dtype == source else value
+    if type(value) in (tuple, list):
+        return type(value)(cast(item, source, target) for item in value)
+    return {key: cast(item, source, target) for key, item in value.items()} if type(value) is dict else value
+
+
+def cast_inputs(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
+    """Let ``module`` receive what is of dtype ``source`` in ``target``."""
+    module.register_forward_pre_hook(
+        lambda module, args, kwargs: (cast(args, source, target), cast(kwargs, source, target)), with_kwargs=True
+    )
+
+
+def cast_output(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
+    """Let ``module`` return what is of dtype ``source`` in ``target``."""
+    module.register_forward_hook(lambda module, args, output: cast(output, source, target))
+
+
+def unround(module: nn.Module, exact: nn.Module) -> None:
+    """Give ``module`` parameters of its own, those of its fp32 twin ``exact``; others that shared them keep theirs."""
+    for owner, twin in zip(module.modules(), exact.modules(), strict=True):
+        for name, parameter in twin.named_parameters(recurse=False):
+            owner._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+def keep_module(module: nn.Module, exact: nn.Module, carrier: torch.dtype, narrow: bool = True) -> None:
+    """Let ``module`` compute in fp32 with the parameters of ``exact``; with ``narrow`` its output is cast back."""
+    unround(module, exact)
+    cast_inputs(module, carrier, torch.float32)
+    if narrow:
+        cast_output(module, torch.float32, carrier)
+
+
+def keep_stream(model: nn.Module, carrier: torch.dtype, modules: Collection[str]) -> None:
+    """Let the residual stream of ``model`` be fp32: it begins so, and sums with it stay so.
+
+    ``modules`` are kept whole: what is inside of them is left alone.
+    """
+    parts = {path: m for path, m in model.named_modules() if not any(p != path and within(path, p) for p in modules)}
+    for path in parts.keys() & embedding_paths(model):
+        cast_output(parts[path], carrier, torch.float32)
+    for path in parts.keys() & norm_paths(model):
+        parts[path].register_forward_pre_hook(widen_with_input)
+        cast_output(parts[path], torch.float32, carrier)
+    for path in parts.keys() & branch_paths(model):
+        cast_inputs(parts[path], torch.float32, carrier)
+
+
+def widen_with_input(norm: nn.Module, args: tuple) -> None:
+    """A norm that is given fp32 computes in fp32, with its weights as they are."""
+    if args[0].dtype == torch.float32:
+        for parameter in norm.parameters():
+            parameter.data = parameter.data.float()
+
+
+def keep_scores(model: nn.Module) -> None:
+    """Let attention compute scores and softmax in fp32; raises ValueError for a model whose attention cannot."""
+    if isinstance(model, PreTrainedModel):
+        model.set_attn_implementation(FP32_SCORES)
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != FP32_SCORES:
+        raise ValueError(
+            "scores can be kept in models whose attention comes from transformers' attention interface, got "
+            f"{type(model).__name__}: keep its attention modules instead"
+        )
+
+
+@torch.no_grad()
+def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> LowPrecision:
+    """The fp32 ``model`` in the plan's format, but for what the plan keeps; ``model`` itself stays as it is.
+
+    ``execution`` is that of ``emulation.lower``. A pass over ``tokens`` (B, T), two zeros unless given,
+    checks that everything named computes in fp32 indeed. Raises ValueError for an unknown module, one
+    that does not run or whose dtype did not change, and for a stream or scores that cannot be kept.
+    """
+    require_modules(model, plan.modules)
+    if get_format(plan.format).carrier == torch.float32:
+        raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
+    low = lower(model, plan.format, execution)
+    carrier = low.format.carrier
+    # Outputs that stay fp32: the stream, where it is kept, and the logits, after which nothing follows.
+    wide = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
+    if plan.residual:
+        keep_stream(low.model, carrier, plan.modules)
+    for path in plan.modules:
+        keep_module(low.model.get_submodule(path), model.get_submodule(path), carrier, path not in wide)
+    if plan.scores:
+        keep_scores(low.model)
+    if tokens is None:
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    check(low, plan, tokens, wide)
+    return low
+
+
+def require_modules(model: nn.Module, paths: Collection[str]) -> None:
+    """Raises ValueError for a path at which ``model`` has no module with parameters, naming those most like it."""
+    known = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+    for path in paths:
+        if path not in known:
+            like = ", ".join(get_close_matches(path, known)) or ", ".join(known[:5])
+            raise ValueError(f"a module to keep must be one of the model's with parameters, got {path!r}: see {like}")
+
+
+def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str]) -> None:
+    """Raises ValueError unless, in a pass over ``tokens``, what ``plan`` names is in fp32 and the rest is not.
+
+    The modules kept take fp32 and give the format, those in ``wide`` fp32; with ``residual`` every block gives fp32.
+    """
+    blocks = block_paths(low.model) if plan.residual else []
+    received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
+    for path in plan.modules:
+        parameters = {p.dtype for p in low.model.get_submodule(path).parameters()}
+        require(path, "ran", path in returned, "it did not in the checking pass: give tokens that reach it")
+        require(path, "has fp32 parameters", parameters == {torch.float32}, parameters)
+        require(path, "receives fp32", received[path] <= {torch.float32}, received[path])
+        expected = torch.float32 if path in wide else low.format.carrier
+        require(path, f"returns {expected}", returned[path] == {expected}, returned[path])
+    for path in blocks:
+        require(path, "keeps the residual stream in fp32", returned.get(path) == {torch.float32}, returned.get(path))
+
+
+def require(path: str, invariant: str, holds: bool, found: object) -> None:
+    """Raises ValueError unless it ``holds``."""
+    if not holds:
+        raise ValueError(f"a plan was applied if {path} {invariant}, got {found}")
+
+
+def dtypes_of(
+    paths: Collection[str], low: LowPrecision, tokens: Tensor
+) -> tuple[dict[str, set[torch.dtype]], dict[str, set[torch.dtype]]]:
+    """Floating dtypes that the modules at ``paths`` receive and return in a pass over ``tokens``, of those that run."""
+    received, returned = {}, {}
+
+    def floating(values: Any) -> set[torch.dtype]:
+        return {x.dtype for x in tensors(values) if x.is_floating_point()}
+
+    with ExitStack() as stack:
+        for path in paths:
+
+            def note(module, args, kwargs, output, path=path):
+                returned[path] = floating(output)
+
+            def look(module, args, kwargs, path=path):
+                received[path] = floating((*args, *kwargs.values()))
+
+            module = low.model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        with low.running():
+            low.model(tokens, **({"use_cache": False} if isinstance(low.model, PreTrainedModel) else {}))
+    return received, returned

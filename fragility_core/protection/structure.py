@@ -1,0 +1,136 @@
+"""The parts of a model that can be kept in fp32, found by its tree of modules and what ran in it."""
+
+from collections.abc import Collection
+from functools import cached_property
+
+import pandas as pd
+from torch import nn
+
+from fragility_core.adjoint.sites import block_of, is_norm
+
+ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
+MLP = {"mlp", "router"}
+
+
+def within(path: str, module: str) -> bool:
+    """Whether ``path`` is that of ``module`` or of a module inside it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def outermost(paths: Collection[str]) -> tuple[str, ...]:
+    """``paths`` without those inside of another one."""
+    return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
+
+
+def block_paths(model: nn.Module) -> list[str]:
+    """Paths of the blocks, the numbered modules, in order; numbered modules inside of blocks are not."""
+    return [path for path, _ in model.named_modules() if (found := block_of(path)) and found[0] == path]
+
+
+def norm_paths(model: nn.Module) -> list[str]:
+    """Paths of all norms."""
+    return [path for path, module in model.named_modules() if is_norm(module)]
+
+
+def embedding_paths(model: nn.Module) -> list[str]:
+    """Paths of the embeddings outside of blocks."""
+    return [p for p, module in model.named_modules() if isinstance(module, nn.Embedding) and not block_of(p)]
+
+
+def head_paths(model: nn.Module) -> list[str]:
+    """Path of the layer that gives the logits, if there is one."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [path for path, module in model.named_modules() if module is head]
+
+
+def branch_paths(model: nn.Module) -> list[str]:
+    """Paths of the children of blocks that have parameters and are no norms."""
+    children = (
+        (f"{path}.{name}", child)
+        for path in block_paths(model)
+        for name, child in model.get_submodule(path).named_children()
+    )
+    return [path for path, child in children if not is_norm(child) and next(child.parameters(), None) is not None]
+
+
+class Structure:
+    """The units of ``model`` that ran in a prediction.
+
+    ``places`` has one row per place where values are rounded, in the order in which they were first
+    seen, with the columns of ``adjoint.Prediction.kernels`` that do not depend on the window.
+    """
+
+    def __init__(self, model: nn.Module, places: pd.DataFrame):
+        self.model, self.places = model, places
+
+    @cached_property
+    def blocks(self) -> list[str]:
+        """Paths of the blocks that ran."""
+        ran = {found[0] for path in self.places.module if (found := block_of(path))}
+        return [path for path in block_paths(self.model) if path in ran]
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """Paths of the smallest modules with parameters of their own, without embeddings and head."""
+        apart = {*embedding_paths(self.model), *head_paths(self.model)}
+        owning = set(self.places.module[self.places.kind == "weight"]) - apart - {""}
+        return [path for path, _ in self.model.named_modules() if path in owning and not block_of_itself(path)]
+
+    @cached_property
+    def sites(self) -> dict[str, tuple[str, ...]]:
+        """The modules of every kind of site that the model has; none for those that are no modules."""
+        found = {
+            "norms": [path for path in norm_paths(self.model) if path in set(self.places.module)],
+            "embedding": embedding_paths(self.model),
+            "head": head_paths(self.model),
+            "attention": self._branches_of(ATTENTION),
+            "mlp": self._branches_of(MLP),
+        }
+        sites = {site: tuple(paths) for site, paths in found.items() if paths}
+        if self.stream_sums.any():
+            sites["residual"] = ()
+        if (self.places.site == "scores").any():
+            sites["scores"] = ()
+        return sites
+
+    def _branches_of(self, sites: Collection[str]) -> list[str]:
+        """Paths of the children of blocks in which there are places of ``sites``."""
+        parts = (block_of(path) for path in self.places.module[self.places.site.isin(sites)])
+        return list(dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch))
+
+    @cached_property
+    def stream_sums(self) -> pd.Series:
+        """Whether a place is a sum that has the residual stream as an operand, or makes it.
+
+        Of residual additions that follow each other at once (parallel branches) only the last has the
+        stream as an operand: those before it add branches.
+        """
+        site, embeddings = self.places.site, set(embedding_paths(self.model))
+        kernel = self.places.kind == "kernel"
+        added_to_again = site.shift(-1).eq("residual") & self.places.module.shift(-1).eq(self.places.module)
+        above_blocks = self.places.module.map(lambda path: any(not path or within(b, path) for b in self.blocks))
+        embedded = site.eq("embedding") & kernel & above_blocks & ~self.places.module.isin(embeddings)
+        return (site.eq("residual") & ~added_to_again) | embedded
+
+    @cached_property
+    def stream_norms(self) -> list[str]:
+        """Paths of the norms that read the residual stream.
+
+        They lie outside of branches, and their result is not added to the stream at once, as that of
+        a norm at the end of a branch is.
+        """
+        followed = self.places.site.shift(-1)
+        found = []
+        for path in norm_paths(self.model):
+            rows = self.places.index[(self.places.module == path) & (self.places.kind == "kernel")]
+            block = block_of(path)
+            outside = block is None or f"{block[0]}.{block[2]}" == path
+            if len(rows) and outside and followed[rows[-1]] != "residual":
+                found.append(path)
+        return found
+
+
+def block_of_itself(path: str) -> bool:
+    """Whether ``path`` is that of a block."""
+    found = block_of(path)
+    return found is not None and found[0] == path
