@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import GPT2Config
 
 from fragility_core.adjoint import Adjoint, estimator, final_hidden, predict
+from fragility_core.adjoint.rounding import ulp
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
 from fragility_core.models import load_model, load_tokenizer
@@ -99,9 +100,15 @@ def exact_contributions(model, low, tokens):
     return [((j * e) ** 2).sum().item() for j, e in zip(jacobians, errors)]
 
 
-@pytest.mark.parametrize("format", [*HALF, "fp8_e5m2", "fp8_e4m3_scaled"])
-def test_every_contribution_is_that_of_the_exact_jacobian(format, monkeypatch):
-    """With the rows of a Hadamard matrix as probes, the mean over probes has no sampling error."""
+@pytest.mark.parametrize(
+    ("format", "tolerance"), [("bf16", 0.02), ("fp16", 0.02), ("fp8_e5m2", 0.15), ("fp8_e4m3_scaled", 0.15)]
+)
+def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, monkeypatch):
+    """With the rows of a Hadamard matrix as probes, the mean over probes has no sampling error.
+
+    What remains: autograd takes the derivatives of softmax and tanh from their stored results, which
+    differ by u, and multiplies gradients and weights in bf16.
+    """
     model, tokens = Small(), torch.tensor([[1, 2, 5, 6]])
     low = lower(model, format, "emulated")
     rows = iter(torch.tensor(hadamard(16), dtype=torch.float32))
@@ -112,7 +119,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, monkeypatch):
     assert places == [
         "layer_norm", "linear", "matmul", "softmax", "matmul", "add", "tanh", "linear", *dict(model.named_parameters()),
     ]  # fmt: skip
-    np.testing.assert_allclose(got.c2, exact_contributions(model, low, tokens), rtol=2e-2)
+    np.testing.assert_allclose(got.c2, exact_contributions(model, low, tokens), rtol=tolerance)
 
 
 # --- The prediction against what happens -----------------------------------------------------------
@@ -154,26 +161,36 @@ def test_prediction_is_the_measured_mismatch(format, implementation, embedded):
     assert 0.95 < ratio.mean() < 1.05
 
 
-@pytest.mark.parametrize("execution", ["native", "emulated"])
-def test_weights_alone(execution, embedded):
-    """Rounded weights in fp32 arithmetic: only weights contribute, and the mismatch is that of such a pass."""
-    model, windows = embedded[0], embedded[1][:4]
-    low = lower(model, "bf16", execution)
-    prediction = Adjoint(low, model, activations=False)(windows)
-    assert set(prediction.kernels.kind) == {"weight"}
-    with torch.no_grad():
-        rounded = final_hidden(copy.deepcopy(low.model).float(), windows)
-        ratio = prediction.windows.predicted / mismatch(rounded, final_hidden(model, windows)).numpy()
-    assert 0.93 < ratio.mean() < 1.07
-
-
-def test_expected_errors_of_weights_stand_for_the_known_ones(embedded):
+def test_weights_alone(embedded):
+    """Only weights are rounded: the mean over many models that round to the same one."""
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, "bf16")
-    known, expected = (
-        Adjoint(low, reference)(windows).kernels.query("kind == 'weight'") for reference in (model, None)
+    prediction = Adjoint(low, probes=4, activations=False)(windows)
+    assert set(prediction.kernels.kind) == {"weight"}
+    assert set(prediction.kernels.site) == {"embedding", "norm", "projection", "mlp"}
+    squares = []
+    with torch.no_grad():
+        rounded = copy.deepcopy(low.model).float()
+        state = final_hidden(rounded, windows)
+        for seed in range(12):
+            torch.manual_seed(seed)
+            exact = copy.deepcopy(rounded)
+            for parameter in exact.parameters():
+                parameter += (torch.rand_like(parameter) - 0.5) * ulp(parameter, low.format)
+            squares.append(mismatch(final_hidden(exact, windows), state) ** 2)
+    np.testing.assert_allclose(prediction.windows.predicted, torch.stack(squares).mean(0).sqrt(), rtol=0.05)
+
+
+def test_known_errors_of_weights(embedded):
+    """What rounding did to the weights is near what is expected of it, and nothing where they fit the format."""
+    model, windows = embedded[0], embedded[1][:2]
+    low = lower(model, "bf16")
+    fitting = copy.deepcopy(low.model).float()
+    known, expected, none = (
+        Adjoint(low, reference)(windows).kernels.query("kind == 'weight'").c2.sum()
+        for reference in (model, None, fitting)
     )
-    assert known.c2.sum() == pytest.approx(expected.c2.sum(), rel=0.05)
+    assert known == pytest.approx(expected, rel=0.12) and none == 0
 
 
 def test_positions_that_count(embedded):
@@ -194,14 +211,17 @@ def test_positions_that_count(embedded):
 
 @pytest.fixture(scope="module")
 def prediction():
-    """Two probes of two windows through three blocks."""
+    """Two probes of two windows through three blocks and the head, kernel by kernel."""
+    model = random_gpt2(TINY)
+    model.set_attn_implementation("eager")
     tokens = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
-    return Adjoint(lower(random_gpt2(TINY), "bf16", "emulated"), probes=2)(tokens)
+    low = lower(model, "bf16", "emulated")
+    return Adjoint(low, probes=2, output=lambda model, tokens: model(tokens).logits)(tokens)
 
 
-@given(st.data())
+@given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_contributions_add_up_over_any_split(data, prediction):
+def test_contributions_add_up_over_any_split(prediction, data):
     """Theorem: predicted^2 is additive over disjoint selections of rows."""
     places = prediction.kernels.kernel.unique()
     chosen = prediction.kernels.kernel.isin(data.draw(st.sets(st.sampled_from(list(places)))))
@@ -233,8 +253,9 @@ def test_rows_are_tidy(prediction):
     assert len(kernels) == len(kernels[["window", "probe", "kernel"]].drop_duplicates())
     places = kernels.drop_duplicates("kernel")
     assert set(places.site) == {
-        "embedding", "norm", "attention", "scores", "softmax", "context", "projection", "mlp", "residual", "head",
-    } - {"attention", "head"}  # fmt: skip
+        "embedding", "norm", "projection", "scores", "softmax", "context", "mlp", "residual", "head",
+    }  # fmt: skip
+    assert set(places[places.layer.isna()].site) == {"embedding", "norm", "head"}
     outputs = places[places.block_output]
     assert list(outputs.layer) == [0, 1, 2] and set(outputs.site) == {"residual"}
     assert (kernels.groupby(["site", "kind"]).c2.sum() > 0).all()

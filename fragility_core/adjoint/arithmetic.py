@@ -184,7 +184,9 @@ class LowArithmetic(TorchFunctionMode):
             return self.dtype(args[0])
         call = Call(func, args, kwargs, self._wide)
         if call.name == "topk":
-            self.tape.routers.add(self.tape.path[-1])
+            self.tape.note("router")
+        elif call.product == "values":
+            self.tape.note("attention")
         return self._run(call) if self.rounding else func(*call.args, **call.kwargs)
 
     def dtype(self, x: Tensor) -> torch.dtype:

@@ -130,8 +130,7 @@ class Adjoint:
             self.model.set_attn_implementation(recomputed.IMPLEMENTATION if activations_rounded else "sdpa")
         for module in self.model.modules():
             if type(module).__module__ == activations.__name__ and not list(module.parameters()):
-                name = type(module).__name__
-                module.forward = partial(recomputed.elementwise, self.arithmetic, module.forward, name)
+                module.forward = partial(recomputed.elementwise, self.arithmetic, module, module.forward)
 
     def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
         """Predict the mismatch of each window of ``tokens`` (B, T).
@@ -166,11 +165,11 @@ class Adjoint:
     def _prediction(self, contributions: np.ndarray, norms: Tensor) -> Prediction:
         """Tidy rows from c^2 (windows, probes, places) and the norms (windows,) of the final states."""
         if len(self._sites) < len(self.tape.places):
-            self._sites = Sites(self.model, list(self.tape.places), self.tape.routers).table()
+            self._sites = Sites(self.model, list(self.tape.places), self.tape.roles).table()
         window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
-        kernels = self._sites.iloc[place].reset_index(drop=True)
-        kernels.insert(0, "kernel", place)
-        kernels = kernels.assign(window=window, probe=probe, c2=contributions.ravel())
+        where = pd.DataFrame({"window": window, "probe": probe, "kernel": place})
+        sites = self._sites.iloc[place].reset_index(drop=True)
+        kernels = pd.concat([where, sites], axis=1).assign(c2=contributions.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
         return Prediction(kernels, predict(kernels, windows))
 
