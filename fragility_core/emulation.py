@@ -154,7 +154,8 @@ class Emulation(TorchDispatchMode):
             return self._convert(func, args, kwargs)
         if promoted_dtypes((*args, *kwargs.values())) != {self.format.carrier}:
             return func(*args, **kwargs)
-        return (self._in_pieces if fits_in_pieces(func, args, kwargs) else self._in_fp32)(func, args, kwargs)
+        in_pieces = not self.format.scaled and fits_in_pieces(func, args, kwargs)
+        return (self._in_pieces if in_pieces else self._in_fp32)(func, args, kwargs)
 
     def _round(self, x: Tensor) -> Tensor:
         return self.format.round(x, self.generator)

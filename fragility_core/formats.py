@@ -4,7 +4,7 @@ Two constants are easily confused: the *unit roundoff* u, the largest relative e
 nearest (the paper's epsilon_mach), and the *spacing* 2u above one, which `torch.finfo(...).eps` names.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,7 +17,9 @@ class Format:
 
     ``significand`` counts the bits of the significand, the implicit one included. ``storage`` is the
     torch dtype that holds its values; a format that torch only stores (fp8) is computed with in
-    ``carrier``, a wider dtype that represents each of its values exactly.
+    ``carrier``, a wider dtype that represents each of its values exactly. ``scaled`` formats store
+    every tensor times a power of two of its own (``scale``), as fp8 is used in practice
+    (Micikevicius et al. 2022, arXiv:2209.05433).
     """
 
     name: str
@@ -27,6 +29,7 @@ class Format:
     storage: torch.dtype
     carrier: torch.dtype
     saturates: bool = False
+    scaled: bool = False
 
     @property
     def unit_roundoff(self) -> float:
@@ -49,7 +52,12 @@ class Format:
         With a ``generator``, on the device of ``x``, rounded stochastically (``round_stochastically``).
         Out of range: formats with infinities give ±inf (fp16, bf16, tf32, fp8_e5m2); fp8_e4m3 has
         none and saturates at ±448, as the saturating conversion of accelerators does. NaN stays NaN.
+        Where the format is scaled, ±inf and numbers by which models mask pass as they are.
         """
+        if self.scaled:
+            factor = self.scale(x)
+            fitted = replace(self, scaled=False).round(x * factor, generator) / factor
+            return torch.where(is_measured(x), fitted, x.to(self.carrier))
         if generator is not None:
             x = round_stochastically(x.float(), self, generator)  # on the grid, where what follows is exact
         if self.name == "tf32":
@@ -57,6 +65,19 @@ class Format:
         if self.saturates:
             x = x.clamp(-self.largest, self.largest)
         return x.to(self.storage).to(self.carrier)
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        """The power of two that brings the largest entry of ``x`` just into range; 1 unless scaled."""
+        if not self.scaled:
+            return 1.0
+        largest = torch.where(is_measured(x), x, 0.0).abs().amax().float()
+        _, exponent = torch.frexp(self.largest / largest.clamp_min(2.0**-100))  # a scale for tensors of zeros, too
+        return torch.exp2(exponent - 1.0)
+
+
+def is_measured(x: Tensor) -> Tensor:
+    """False for ±inf, NaN, and the lowest numbers of bf16 and fp32, by which models mask scores."""
+    return x.abs() < torch.finfo(torch.bfloat16).max
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
@@ -109,11 +130,19 @@ FORMATS: dict[str, Format] = {
 }
 
 
+SCALED: dict[str, Format] = {
+    f"{f.name}_scaled": replace(f, name=f"{f.name}_scaled", scaled=True)
+    for f in FORMATS.values()
+    if f.is_narrower_than_carrier
+}
+
+
 def get_format(name: str) -> Format:
-    """The format called ``name``; raises ValueError naming the known ones."""
-    if name not in FORMATS:
-        raise ValueError(f"a format must be one of {', '.join(FORMATS)}, got {name!r}")
-    return FORMATS[name]
+    """The format called ``name``, "fp8_e4m3_scaled" and the like included; raises ValueError naming the known ones."""
+    known = FORMATS | SCALED
+    if name not in known:
+        raise ValueError(f"a format must be one of {', '.join(known)}, got {name!r}")
+    return known[name]
 
 
 def _cpu_has_kernels(format: Format) -> bool:

@@ -33,8 +33,8 @@ CASTS = {*SHORT_CASTS, Tensor.to, Tensor.type, Tensor.type_as}
 # What is called most often takes the short way: questions, and functions that only view their first argument.
 QUERIES = {Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.device.__get__}
 VIEWS = {
-    Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.flatten, Tensor.unflatten, Tensor.contiguous, Tensor.unsqueeze,
-    Tensor.expand, Tensor.chunk, Tensor.split, functional.dropout,
+    Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.flatten, Tensor.unflatten, Tensor.contiguous,
+    Tensor.unsqueeze, Tensor.expand, Tensor.chunk, Tensor.split, functional.dropout,
 }  # fmt: skip
 
 # Functions that only move or select values: those of emulation and a few that are not kernels. Views
@@ -184,7 +184,9 @@ class LowArithmetic(TorchFunctionMode):
             return self.dtype(args[0])
         call = Call(func, args, kwargs, self._wide)
         if call.name == "topk":
-            self.tape.routers.add(self.tape.path[-1])
+            self.tape.note("router")
+        elif call.product == "values":
+            self.tape.note("attention")
         return self._run(call) if self.rounding else func(*call.args, **call.kwargs)
 
     def dtype(self, x: Tensor) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The estimator: predicted forward error of low-precision passes, and what every kernel and weight contributes."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -99,20 +99,17 @@ class Adjoint:
 
     def _watch_weights(self, reference: nn.Module | None) -> dict[int, Tensor]:
         """fp32 tensors, by the id of the parameter they stand for, whose gradients go to the tape."""
-        exact = None if reference is None else dict(reference.named_parameters())
+        rounded = {path: p for path, p in self.model.named_parameters() if p.dtype == self.format.carrier}
+        if not rounded:
+            raise ValueError(f"the model must store parameters as {self.format.carrier}, as lower() does, got none")
+        exact = None if reference is None else exact_weights(reference, rounded)
         weights = {}
-        for path, parameter in self.model.named_parameters():
-            if parameter.dtype != self.format.carrier:
-                continue
-            if exact is not None and path not in exact:
-                raise ValueError(
-                    f"the reference must be the model before its weights were rounded, it has no parameter {path}"
-                )
+        for path, parameter in rounded.items():
             leaf = store(parameter.detach().float().requires_grad_(), "weight")
             error = (
                 partial(expected_error, leaf.detach(), self.format)
                 if exact is None
-                else partial(local_error, exact[path].detach(), leaf.detach(), self.format)
+                else partial(local_error, exact[path], leaf.detach(), self.format)
             )
             self.tape.watch_leaf(self.tape.weight(path), leaf, error)
             weights[id(parameter)] = leaf
@@ -126,12 +123,14 @@ class Adjoint:
 
     def _recompute(self, activations_rounded: bool) -> None:
         """Let the costly parts of the model run as one autograd function each."""
-        if getattr(getattr(self.model, "config", None), "_attn_implementation", None) == attention.IMPLEMENTATION:
+        implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        if (
+            implementation == attention.IMPLEMENTATION and not self.format.scaled
+        ):  # blocks of rows have scales of their own
             self.model.set_attn_implementation(recomputed.IMPLEMENTATION if activations_rounded else "sdpa")
         for module in self.model.modules():
             if type(module).__module__ == activations.__name__ and not list(module.parameters()):
-                name = type(module).__name__
-                module.forward = partial(recomputed.elementwise, self.arithmetic, module.forward, name)
+                module.forward = partial(recomputed.elementwise, self.arithmetic, module, module.forward)
 
     def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
         """Predict the mismatch of each window of ``tokens`` (B, T).
@@ -160,18 +159,17 @@ class Adjoint:
         generator = torch.Generator(final.device).manual_seed(self.seed)
         for probe in range(self.probes):
             tape.probe = probe
-            signs = torch.randint(2, final.shape, generator=generator, device=final.device) * 2.0 - 1
-            final.backward(signs * scope, retain_graph=probe < self.probes - 1)
+            final.backward(random_signs(final, generator) * scope, retain_graph=probe < self.probes - 1)
         return torch.linalg.vector_norm(final.detach() * scope)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor) -> Prediction:
         """Tidy rows from c^2 (windows, probes, places) and the norms (windows,) of the final states."""
         if len(self._sites) < len(self.tape.places):
-            self._sites = Sites(self.model, list(self.tape.places), self.tape.routers).table()
+            self._sites = Sites(self.model, list(self.tape.places), self.tape.roles).table()
         window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
-        kernels = self._sites.iloc[place].reset_index(drop=True)
-        kernels.insert(0, "kernel", place)
-        kernels = kernels.assign(window=window, probe=probe, c2=contributions.ravel())
+        where = pd.DataFrame({"window": window, "probe": probe, "kernel": place})
+        sites = self._sites.iloc[place].reset_index(drop=True)
+        kernels = pd.concat([where, sites], axis=1).assign(c2=contributions.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
         return Prediction(kernels, predict(kernels, windows))
 
@@ -182,6 +180,24 @@ class Adjoint:
             path = first_nonfinite(self.low, partial(self.output, tokens=tokens[window : window + 1]))
             windows.loc[window, "overflow"] = path or "the gradient"
         return Prediction(prediction.kernels, windows)
+
+
+def exact_weights(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of ``reference`` that were ``rounded``, by path; raises ValueError where they do not match."""
+    exact = {path: parameter.detach() for path, parameter in reference.named_parameters()}
+    for path, parameter in rounded.items():
+        if path not in exact or exact[path].shape != parameter.shape:
+            found = f"the shape {tuple(exact[path].shape)}" if path in exact else "no such parameter"
+            raise ValueError(
+                "the reference must be the model before its weights were rounded, "
+                f"with {path} of shape {tuple(parameter.shape)}, got {found}"
+            )
+    return exact
+
+
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Independent +1 and -1 of the shape of ``like``."""
+    return torch.randint(2, like.shape, generator=generator, device=like.device) * 2.0 - 1
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:

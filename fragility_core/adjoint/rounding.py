@@ -11,7 +11,7 @@ EXPONENT_BITS = 0x7F800000  # of fp32
 def ulp(x: Tensor, format: Format) -> Tensor:
     """Distance between the numbers of ``format`` around fp32 ``x``; below the smallest normal it stays the same."""
     power_of_two = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)  # the one at or below |x|
-    return power_of_two.clamp_min(format.smallest_normal) * format.spacing
+    return power_of_two.clamp_min(format.smallest_normal / format.scale(x)) * format.spacing
 
 
 def local_error(exact: Tensor, rounded: Tensor, format: Format) -> Tensor:

@@ -5,7 +5,7 @@ A block is a numbered module, a branch one of its children. No names of classes 
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pandas as pd
 from torch import nn
@@ -56,25 +56,27 @@ def attention_sites(places: Sequence[Place]) -> list[str]:
 
 
 class Sites:
-    """The sites of ``places`` in ``model``; ``routers`` are the paths of modules that choose among experts."""
+    """The sites of ``places`` in ``model``; ``roles`` are those that the ``Tape`` noted."""
 
-    def __init__(self, model: nn.Module, places: Sequence[Place], routers: Collection[str]):
-        self.places, self.routers = places, routers
+    def __init__(self, model: nn.Module, places: Sequence[Place], roles: Mapping[str, Collection[str]]):
+        self.places, self.roles = places, roles
         self.modules = dict(model.named_modules())
         self.blocks = [block_of(place.module) for place in places]
         in_blocks = (i for i, place in enumerate(places) if self.blocks[i] and place.kind == "kernel")
         self.first_in_block = next(in_blocks, len(places))
+        self.attention_branches = {block_of(path)[::2] for path in roles["attention"] if block_of(path)}
         branches = defaultdict(list)
         for i, place in enumerate(places):
-            if self.blocks[i] and place.kind == "kernel" and not self._in_norm(place):
+            if self._in_attention(i) and place.kind == "kernel" and not self._in_norm(place):
                 branches[self._branch(i)].append(i)
         self.attention = {
             i: site
             for indices in branches.values()
-            if any(places[i].product == "values" for i in indices)
             for i, site in zip(indices, attention_sites([places[i] for i in indices]))
         }
-        self.attention_branches = {self._branch(i) for i in self.attention}
+
+    def _in_attention(self, i: int) -> bool:
+        return bool(self.blocks[i]) and self._branch(i) in self.attention_branches
 
     def _branch(self, i: int) -> tuple[str, str]:
         path, _, branch = self.blocks[i]
@@ -93,11 +95,11 @@ class Sites:
         if not self.blocks[i]:
             before = place.kind == "kernel" and i < self.first_in_block
             return "embedding" if before else "head"
-        if place.module in self.routers:
+        if place.module in self.roles["router"]:
             return "router"
         if i in self.attention:
             return self.attention[i]
-        if self._branch(i) in self.attention_branches:
+        if self._in_attention(i):
             return "projection"  # a weight
         in_block_itself = not self._branch(i)[1]
         return "residual" if in_block_itself and place.name in SUMS else "mlp"

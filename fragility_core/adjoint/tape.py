@@ -29,7 +29,7 @@ class Tape:
 
     def __init__(self):
         self.places: dict[Place, int] = {}  # over all passes, in the order in which they were first seen
-        self.routers: set[str] = set()  # paths of the modules that choose among experts
+        self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules, see ``note``
         self._readings: list[tuple[int, int, int, Tensor]] = []
 
     def begin(self, window: int) -> None:
@@ -41,6 +41,10 @@ class Tape:
     def leave(self) -> None:
         """A module's forward has ended."""
         self.path.pop()
+
+    def note(self, role: str) -> None:
+        """The running module multiplies values by values ("attention") or chooses among experts ("router")."""
+        self.roles[role].add(self.path[-1])
 
     def kernel(self, name: str, product: str = "") -> int:
         """The place of the kernel that is running."""

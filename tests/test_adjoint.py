@@ -1,0 +1,371 @@
+"""The calibrated predictor against exact Jacobians, many random roundings, and measured mismatches."""
+
+import copy
+
+import hypothesis.strategies as st
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import TINY, random_gpt2
+from hypothesis import given, settings
+from scipy.linalg import hadamard
+from torch import nn
+from torch.nn import functional
+from transformers import GPT2Config
+
+from fragility_core.adjoint import Adjoint, estimator, final_hidden, predict
+from fragility_core.adjoint.rounding import ulp
+from fragility_core.attention import IMPLEMENTATION
+from fragility_core.emulation import lower
+from fragility_core.models import load_model, load_tokenizer
+from fragility_core.theory import mismatch
+from fragility_core.windows import load_rows, select_windows, tokenize
+
+HALF = ["bf16", "fp16"]
+
+
+@torch.no_grad()
+def hidden(low, tokens):
+    """Final hidden states of a low-precision pass."""
+    with low.running():
+        return final_hidden(low.model, tokens).float()
+
+
+@torch.no_grad()
+def measured(model, low, tokens):
+    """Mismatch of each window with the fp32 ``model``."""
+    return mismatch(hidden(low, tokens), final_hidden(model, tokens)).numpy()
+
+
+def by_site(prediction):
+    """c^2 of every site, averaged over probes, summed over windows."""
+    return prediction.kernels.groupby("site").c2.sum() / (prediction.kernels.probe.max() + 1)
+
+
+# --- Every place against the exact Jacobian --------------------------------------------------------
+
+
+class Small(nn.Module):
+    """One kernel of each kind: embedding, norm, products with weights and with values, softmax, sum, activation."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.query, self.out = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        q = self.query(self.norm(x))
+        p = torch.softmax(q @ x.mT, -1)
+        return self.out(torch.tanh(x + p @ x))
+
+
+def exact_small(weights, stored, tokens):
+    """The same function of fp64 ``weights``; ``stored`` is given every kernel's result in turn."""
+    x = weights["embedding.weight"][tokens]
+    n = stored(functional.layer_norm(x, (4,), weights["norm.weight"], weights["norm.bias"]))
+    q = stored(functional.linear(n, weights["query.weight"], weights["query.bias"]))
+    p = stored(torch.softmax(stored(q @ x.mT), -1))
+    y = stored(torch.tanh(stored(x + stored(p @ x))))
+    return stored(functional.linear(y, weights["out.weight"]))
+
+
+def exact_contributions(model, low, tokens):
+    """||J e||^2, squared entry by entry, of every kernel and weight from fp64 Jacobians J."""
+    errors = []
+
+    def round_and_note(y):
+        rounded = low.format.round(y.float()).double()
+        errors.append(y - rounded)
+        return rounded
+
+    weights = {name: w.double() for name, w in low.model.named_parameters()}
+    exact_small(weights, round_and_note, tokens)
+    changes = [torch.zeros_like(e) for e in errors]
+
+    def perturbed(*inputs):
+        turn = iter(zip(errors, inputs))
+
+        def stored(y):
+            error, change = next(turn)
+            return y - error + change
+
+        return exact_small(dict(zip(weights, inputs[len(errors) :])), stored, tokens)
+
+    jacobians = torch.autograd.functional.jacobian(perturbed, (*changes, *weights.values()))
+    errors += [exact.double() - weights[name] for name, exact in model.named_parameters()]
+    return [((j * e) ** 2).sum().item() for j, e in zip(jacobians, errors)]
+
+
+@pytest.mark.parametrize(
+    ("format", "tolerance"), [("bf16", 0.02), ("fp16", 0.02), ("fp8_e5m2", 0.15), ("fp8_e4m3_scaled", 0.15)]
+)
+def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, monkeypatch):
+    """With the rows of a Hadamard matrix as probes, the mean over probes has no sampling error.
+
+    What remains: autograd takes the derivatives of softmax and tanh from their stored results, which
+    differ by u, and multiplies gradients and weights in bf16.
+    """
+    model, tokens = Small(), torch.tensor([[1, 2, 5, 6]])
+    low = lower(model, format, "emulated")
+    rows = iter(torch.tensor(hadamard(16), dtype=torch.float32))
+    monkeypatch.setattr(estimator, "random_signs", lambda like, generator: next(rows).view_as(like))
+    kernels = Adjoint(low, model, probes=16)(tokens).kernels
+    got = kernels.groupby(["kind", "kernel"]).agg({"module": "first", "name": "first", "c2": "mean"}).reset_index()
+    places = [*got[got.kind == "kernel"].name, *(got.module + "." + got.name)[got.kind == "weight"]]
+    assert places == [
+        "layer_norm", "linear", "matmul", "softmax", "matmul", "add", "tanh", "linear", *dict(model.named_parameters()),
+    ]  # fmt: skip
+    np.testing.assert_allclose(got.c2, exact_contributions(model, low, tokens), rtol=tolerance)
+
+
+# --- The prediction against what happens -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", IMPLEMENTATION])
+def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
+    """Rounding at random, the errors are independent as the derivation assumes: E||E||^2 itself is compared."""
+    low = lower(tiny_gpt2, "bf16", "emulated")
+    low.model.set_attn_implementation(implementation)
+    kernels = predict_kernels_only(Adjoint(low.stochastic(0), probes=8)(tiny_tokens))
+    exact = final_hidden(copy.deepcopy(low.model).float(), tiny_tokens)
+    stochastic = low.stochastic(1)
+    squares = torch.stack([mismatch(hidden(stochastic, tiny_tokens), exact) ** 2 for _ in range(60)])
+    np.testing.assert_allclose(kernels.predicted, squares.mean(0).sqrt(), rtol=0.08)
+
+
+def predict_kernels_only(prediction):
+    """The prediction without the weights' rounding."""
+    return predict(prediction.kernels.query("kind == 'kernel'"), prediction.windows)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded checkpoint and ten windows of 128 tokens."""
+    stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
+    return load_model("embedded", "cpu"), select_windows(stream, 128, 10, seed=0)[1]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize("format", HALF)
+def test_prediction_is_the_measured_mismatch(format, implementation, embedded):
+    """On a trained model, one probe: no bias beyond 5 %, weights included."""
+    model, windows = embedded
+    low = lower(model, format)
+    low.model.set_attn_implementation(implementation)
+    windows = windows if implementation == IMPLEMENTATION else windows[:4]
+    ratio = Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)
+    assert 0.95 < ratio.mean() < 1.05
+
+
+def test_weights_alone(embedded):
+    """Only weights are rounded: the mean over many models that round to the same one."""
+    model, windows = embedded[0], embedded[1][:2]
+    low = lower(model, "bf16")
+    prediction = Adjoint(low, probes=4, activations=False)(windows)
+    assert set(prediction.kernels.kind) == {"weight"}
+    assert set(prediction.kernels.site) == {"embedding", "norm", "projection", "mlp"}
+    squares = []
+    with torch.no_grad():
+        rounded = copy.deepcopy(low.model).float()
+        state = final_hidden(rounded, windows)
+        for seed in range(12):
+            torch.manual_seed(seed)
+            exact = copy.deepcopy(rounded)
+            for parameter in exact.parameters():
+                parameter += (torch.rand_like(parameter) - 0.5) * ulp(parameter, low.format)
+            squares.append(mismatch(final_hidden(exact, windows), state) ** 2)
+    np.testing.assert_allclose(prediction.windows.predicted, torch.stack(squares).mean(0).sqrt(), rtol=0.05)
+
+
+def test_known_errors_of_weights(embedded):
+    """What rounding did to the weights is near what is expected of it, and nothing where they fit the format."""
+    model, windows = embedded[0], embedded[1][:2]
+    low = lower(model, "bf16")
+    fitting = copy.deepcopy(low.model).float()
+    known, expected, none = (
+        Adjoint(low, reference)(windows).kernels.query("kind == 'weight'").c2.sum()
+        for reference in (model, None, fitting)
+    )
+    assert known == pytest.approx(expected, rel=0.12) and none == 0
+
+
+def test_positions_that_count(embedded):
+    model, windows = embedded[0], embedded[1][:6]
+    low = lower(model, "bf16")
+    adjoint = Adjoint(low, model)
+    counted = torch.zeros(windows.shape, dtype=torch.bool)
+    counted[:, 64:] = True
+    with torch.no_grad():
+        late = mismatch(hidden(low, windows)[:, 64:], final_hidden(model, windows)[:, 64:]).numpy()
+    assert 0.93 < (adjoint(windows, counted).windows.predicted / late).mean() < 1.07
+    everything = adjoint(windows, torch.ones_like(counted)).windows
+    pd.testing.assert_frame_equal(everything, adjoint(windows).windows)
+
+
+# --- What the rows say -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prediction():
+    """Two probes of two windows through three blocks and the head, kernel by kernel."""
+    model = random_gpt2(TINY)
+    model.set_attn_implementation("eager")
+    tokens = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+    low = lower(model, "bf16", "emulated")
+    return Adjoint(low, probes=2, output=lambda model, tokens: model(tokens).logits)(tokens)
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_contributions_add_up_over_any_split(prediction, data):
+    """Theorem: predicted^2 is additive over disjoint selections of rows."""
+    places = prediction.kernels.kernel.unique()
+    chosen = prediction.kernels.kernel.isin(data.draw(st.sets(st.sampled_from(list(places)))))
+    parts = [predict(prediction.kernels[rows], prediction.windows).predicted ** 2 for rows in (chosen, ~chosen)]
+    np.testing.assert_allclose(parts[0] + parts[1], prediction.windows.predicted**2, rtol=1e-9, atol=1e-30)
+
+
+def test_prediction_by_hand():
+    windows = pd.DataFrame({"window": [0, 1], "final_norm": [2.0, 4.0]})
+    kernels = pd.DataFrame({"window": [0, 0, 0, 1, 1], "probe": [0, 0, 1, 0, 1], "c2": [1.0, 2.0, 5.0, 16.0, 16.0]})
+    got = predict(kernels, windows)
+    np.testing.assert_allclose(got.predicted, [1.0, 1.0])  # sqrt((3 + 5) / 2) / 2, sqrt(16) / 4
+    np.testing.assert_allclose(got.standard_error, [1 / (2 * 2 * 2), 0])  # of the mean 4: 1; through the root
+    assert np.isnan(predict(kernels.query("probe == 0"), windows).standard_error).all()
+    assert (predict(kernels[:0], windows).predicted == 0).all()
+
+
+def test_standard_error_is_the_spread_over_seeds(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16")
+    windows = pd.concat([Adjoint(low, probes=4, seed=seed)(tiny_tokens[:1]).windows for seed in range(25)])
+    assert windows.standard_error.pow(2).mean() ** 0.5 == pytest.approx(windows.predicted.std(), rel=0.4)
+
+
+def test_rows_are_tidy(prediction):
+    kernels = prediction.kernels
+    assert list(kernels) == [
+        "window", "probe", "kernel", "name", "kind", "site", "layer", "module", "block_output", "c2",
+    ]  # fmt: skip
+    assert len(kernels) == len(kernels[["window", "probe", "kernel"]].drop_duplicates())
+    places = kernels.drop_duplicates("kernel")
+    assert set(places.site) == {
+        "embedding", "norm", "projection", "scores", "softmax", "context", "mlp", "residual", "head",
+    }  # fmt: skip
+    assert set(places[places.layer.isna()].site) == {"embedding", "norm", "head"}
+    outputs = places[places.block_output]
+    assert list(outputs.layer) == [0, 1, 2] and set(outputs.site) == {"residual"}
+    assert (kernels.groupby(["site", "kind"]).c2.sum() > 0).all()
+
+
+def test_a_window_does_not_depend_on_the_others(tiny_gpt2, tiny_tokens):
+    adjoint = Adjoint(lower(tiny_gpt2, "fp16", "emulated"), tiny_gpt2)
+    together = adjoint(tiny_tokens).windows.predicted
+    alone = [adjoint(window[None]).windows.predicted.item() for window in tiny_tokens]
+    np.testing.assert_allclose(together, alone, rtol=1e-6)
+
+
+def test_windows_of_other_lengths_use_the_same_places(tiny_gpt2, tiny_tokens):
+    adjoint = Adjoint(lower(tiny_gpt2, "bf16"))
+    long, short = adjoint(tiny_tokens), adjoint(tiny_tokens[:, :7])
+    assert long.kernels.kernel.max() == short.kernels.kernel.max()
+    pd.testing.assert_frame_equal(adjoint(tiny_tokens).kernels, long.kernels)
+
+
+# --- One autograd function in place of many kernels -------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [40, 1])
+@pytest.mark.parametrize("format", HALF)
+def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny_tokens, monkeypatch):
+    """Blocks of a few rows or all at once, the sites' contributions are those of the library's kernels."""
+    monkeypatch.setattr("fragility_core.attention.BLOCK_ELEMENTS", 2**12)
+    low = lower(tiny_gpt2, format, "emulated")
+    plain, recomputed = (
+        by_sites_of(low, "eager", tiny_tokens[:, :window]),
+        by_sites_of(low, IMPLEMENTATION, tiny_tokens[:, :window]),
+    )
+    np.testing.assert_allclose(recomputed, plain, rtol=0.03, atol=1e-12)
+
+
+def by_sites_of(low, implementation, tokens):
+    low.model.set_attn_implementation(implementation)
+    return by_site(Adjoint(low, probes=2)(tokens))
+
+
+def test_an_activation_of_many_kernels_counts_as_one(tiny_gpt2, tiny_tokens, monkeypatch):
+    """gelu_new is eight kernels; the rest of the pass feels their errors as it feels the sum."""
+    low = lower(tiny_gpt2, "fp16", "emulated")
+    one = Adjoint(low, probes=4)(tiny_tokens)
+    assert set(one.kernels[one.kernels.module.str.endswith("act")].name) == {"NewGELUActivation"}
+    monkeypatch.setattr(Adjoint, "_recompute", lambda self, rounded: None)
+    many = Adjoint(low, probes=4)(tiny_tokens)
+    assert len(set(many.kernels[many.kernels.module.str.endswith("act")].name)) > 3
+    assert by_site(one)["mlp"] == pytest.approx(by_site(many)["mlp"], rel=0.1)
+    assert by_site(one)["residual"] == pytest.approx(by_site(many)["residual"], rel=0.02)
+
+
+# --- Overflow, the caller's model, errors -------------------------------------------------------------
+
+
+def test_overflow_is_named(tiny_gpt2, tiny_tokens):
+    tiny_gpt2.transformer.h[1].mlp.c_fc.weight[:, 0] = 3e4
+    prediction = Adjoint(lower(tiny_gpt2, "fp16", "emulated"))(tiny_tokens)
+    assert set(prediction.windows.overflow) == {"transformer.h.1.mlp.c_fc"}
+    assert not np.isfinite(prediction.windows.predicted).any()
+    fine = Adjoint(lower(tiny_gpt2, "bf16"))(tiny_tokens).windows
+    assert set(fine.overflow) == {""} and np.isfinite(fine.predicted).all()
+
+
+def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16")
+    low.model.set_attn_implementation(IMPLEMENTATION)
+    before = {name: x.clone() for name, x in low.model.state_dict().items()}
+    result = hidden(low, tiny_tokens)
+    Adjoint(low, tiny_gpt2)(tiny_tokens)
+    for name, x in low.model.state_dict().items():
+        assert torch.equal(x, before[name]) and x.grad is None and not x.requires_grad
+    for module in low.model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks and "forward" not in vars(module)
+    assert low.model.config._attn_implementation == IMPLEMENTATION
+    assert torch.equal(hidden(low, tiny_tokens), result)
+
+
+@pytest.mark.parametrize("format", ["fp32", "tf32"])
+def test_a_format_that_rounds_nothing_is_refused(format, tiny_gpt2):
+    with pytest.raises(ValueError, match=f"must round every kernel's result, as bf16 or fp16 do, got {format}"):
+        Adjoint(lower(tiny_gpt2, format))
+
+
+def test_errors(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16")
+    with pytest.raises(ValueError, match="probes must be at least 1, got 0"):
+        Adjoint(low, probes=0)
+    with pytest.raises(ValueError, match=r"with transformer.wte.weight of shape \(101, 32\), got no such parameter"):
+        Adjoint(low, tiny_gpt2.transformer)
+    deeper = random_gpt2(GPT2Config(**TINY.to_dict() | {"n_embd": 64}))
+    with pytest.raises(
+        ValueError, match=r"with transformer.wte.weight of shape \(101, 32\), got the shape \(101, 64\)"
+    ):
+        Adjoint(low, deeper)
+    low.model.train()
+    with pytest.raises(ValueError, match=r"eval mode, got training mode: call model.eval\(\)"):
+        Adjoint(low)(tiny_tokens)
+
+
+def test_a_model_of_fp32_weights_is_refused(tiny_gpt2):
+    low = lower(tiny_gpt2, "bf16")
+    low.model.float()
+    with pytest.raises(ValueError, match="must store parameters as torch.bfloat16, .* got none"):
+        Adjoint(low)
+
+
+def test_mixed_precision_rounds_what_is_low(tiny_gpt2, tiny_tokens):
+    """Modules kept in fp32 make no error: their kernels and weights are not rounded."""
+    low = lower(tiny_gpt2, "bf16", "emulated")
+    low.model.transformer.ln_f.float().register_forward_pre_hook(lambda module, args: args[0].float())
+    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).kernels
+    assert not kernels.module.str.endswith("ln_f").any()
