@@ -66,7 +66,7 @@ def x1_sites(shares: pd.DataFrame) -> Axes:
     ordered = shares[[site for site in SITE_ORDER if site in shares]]
     ordered.index = [f"{precision}, T = {length}" for precision, length in shares.index]
     axes = canvas(7.0, 3.6)
-    ordered.iloc[::-1].plot.barh(stacked=True, width=0.75, ax=axes, color=sns.color_palette("colorblind", 10) + ["0.3"])
+    ordered.iloc[::-1].plot.barh(stacked=True, width=0.75, ax=axes, color=[*sns.color_palette("colorblind", 10), "0.3"])
     axes.set(xlabel="share of the predicted error variance", xlim=(0, 1), title="X1: where the error comes from")
     axes.grid(axis="y", visible=False)
     legend_outside(axes)
