@@ -47,6 +47,10 @@ reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures un
 	@printf '%s\n' "" "tables: outputs/$$RESULTS/tables" "figures: outputs/$$RESULTS/figures" \
 	    "report: outputs/$$RESULTS/report.html"
 
+.PHONY: calibrate
+calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on the windows of E2 (takes them from disk, or computes them)
+	@$(EXECUTE) x1_calibrated_predictor $(GIVEN)
+
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU)
 	@$(EXECUTE) pretrain_embedded $(GIVEN)

@@ -71,3 +71,22 @@ def x1_sites(shares: pd.DataFrame) -> Axes:
     axes.grid(axis="y", visible=False)
     legend_outside(axes)
     return axes
+
+
+def x1_plans(plans: pd.DataFrame) -> Axes:
+    """Predicted against measured mismatch of every plan, relative to none, and the line where they are equal."""
+    run = ["precision", "length", "seed"]
+    none = plans[plans.chosen_by == "none"].set_index(run).measured.rename("none").reset_index()
+    table = plans.merge(none, on=run).assign(chosen_by=lambda t: t.chosen_by.replace({"each": "each kind of site"}))
+    table = table.assign(predicted=table.predicted / table.none, measured=table.measured / table.none)
+    axes = canvas(6.4, 4.4)
+    sns.scatterplot(
+        table, x="predicted", y="measured", hue="chosen_by", style="unit", s=36, linewidth=0, alpha=0.75, ax=axes
+    )  # fmt: skip
+    axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    axes.set(
+        xlabel="predicted mismatch over that without a plan", ylabel="measured", xlim=(0, 1.1), ylim=(0, 1.1),
+        title="X1: what a plan buys, predicted and measured",
+    )  # fmt: skip
+    legend_outside(axes)
+    return axes

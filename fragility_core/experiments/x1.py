@@ -11,19 +11,24 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from fragility_core import rankings
-from fragility_core.adjoint import Adjoint
+from fragility_core.adjoint import Adjoint, Prediction, predict
 from fragility_core.attention import IMPLEMENTATION
-from fragility_core.emulation import lower
+from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments.agreement import SIGNALS, signal_agreement
 from fragility_core.experiments.e3 import REALISATION, WINDOW, worst_windows
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, RunSpec, RunStore, Specification, spec_columns, window_rows
+from fragility_core.theory import mismatch
 
 PLACE = ["site", "layer", "block_output"]
 OUTSIDE = -1  # the layer of what belongs to no block
+NOISY = "stochastic_mismatch_"  # columns of the mismatch under stochastic rounding, numbered from 0
+COMPARED = ("adjoint", "one_probe", "combined", "no_transport")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class EstimateSpec(Specification):
     source: RunSpec
     probes: int = 1
     worst: int = 0  # only the so many windows of highest mismatch, in place of all
+    noisy_windows: int = 0  # of these, how many are measured under stochastic rounding too
+    realisations: int = 0
 
     unit = "token"
 
@@ -41,6 +48,12 @@ class EstimateSpec(Specification):
             raise ValueError(f"probes must be at least 1, got {self.probes}")
         if not 0 <= self.worst <= self.source.windows:
             raise ValueError(f"worst must be between 0 and E2's {self.source.windows} windows, got {self.worst}")
+        if not 0 <= self.noisy_windows <= self.windows:
+            raise ValueError(
+                f"noisy_windows must be between 0 and the {self.windows} windows, got {self.noisy_windows}"
+            )
+        if self.realisations < 0:
+            raise ValueError(f"realisations must be at least 0, got {self.realisations}")
 
     @property
     def device(self) -> str:
@@ -56,7 +69,7 @@ class EstimateSpec(Specification):
 
     @property
     def size(self) -> int:
-        return self.windows * self.source.length * (1 + 2 * self.probes)
+        return self.source.length * (self.windows + self.noisy_windows * self.realisations)
 
 
 class Estimates:
@@ -81,7 +94,8 @@ class Estimates:
         """Tidy rows, one per window and place: its c^2 (mean over probes), and the window's prediction and mismatch.
 
         Places are told apart by ``site``, ``layer`` (-1 outside of blocks) and whether they are a block's output.
-        Raises FileNotFoundError where E2's run is not there.
+        ``one_probe`` is the prediction from the first probe alone, ``stochastic_mismatch_0`` ... the mismatch under
+        stochastic rounding, where measured. Raises FileNotFoundError where E2's run is not there.
         """
         rows = self.source.load(spec.source)
         if rows is None:
@@ -90,26 +104,45 @@ class Estimates:
             )
         windows = worst_windows(rows, spec.worst) if spec.worst else window_rows(rows)
         estimator = self.estimator(spec)
-        frames = []
-        for window in windows.itertuples():
-            tokens = self.inputs.stream[None, window.start : window.start + spec.source.length]
-            prediction = estimator(tokens.to(self.inputs.device))
-            frames.append(_places(prediction).assign(window=window.window, mismatch=window.mismatch))
-            advance(spec.size // spec.windows)
-        advance(spec.size - len(frames) * (spec.size // spec.windows))  # of windows that overflowed in E2
+        frames, left = [], spec.size
+        for place, window in enumerate(windows[~windows.overflow].itertuples()):
+            tokens = self.inputs.stream[None, window.start : window.start + spec.source.length].to(self.inputs.device)
+            frame = _places(estimator(tokens)).assign(window=window.window, mismatch=window.mismatch)
+            realisations = spec.realisations if place < spec.noisy_windows else 0
+            frames.append(frame.assign(**self._noisy(estimator.low, tokens, window.start, realisations)))
+            advance(spec.source.length * (1 + realisations))
+            left -= spec.source.length * (1 + realisations)
+        advance(left)  # of windows that overflowed
         places = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
         return places.assign(**spec_columns(spec.source))
 
+    @torch.no_grad()
+    @torch.no_grad()
+    def _noisy(self, low: LowPrecision, tokens: Tensor, start: int, realisations: int) -> dict[str, float]:
+        """Mismatch of one window under so many realisations of stochastic rounding."""
+        if not realisations:
+            return {}
+        reference = self.inputs.model.base_model(tokens, use_cache=False).last_hidden_state
+        measured = {}
+        for number in range(realisations):
+            noisy = low.stochastic(start * realisations + number)  # different bits for every window
+            with noisy.running():
+                hidden = noisy.model.base_model(tokens, use_cache=False).last_hidden_state
+            measured[f"{NOISY}{number}"] = mismatch(hidden, reference).item()
+        return measured
 
-def _places(prediction) -> pd.DataFrame:
+
+def _places(prediction: Prediction) -> pd.DataFrame:
     """c^2 of one window summed over the kernels and weights of each place, mean over probes."""
     kernels = prediction.kernels
     probes = kernels.probe.max() + 1
     c2 = kernels.assign(layer=kernels.layer.fillna(OUTSIDE)).groupby(PLACE, sort=False).c2.sum(min_count=1) / probes
+    one_probe = predict(kernels[kernels.probe == 0], prediction.windows)
     (window,) = prediction.windows.itertuples()
     return c2.reset_index().assign(
-        predicted=window.predicted, standard_error=window.standard_error, final_norm=window.final_norm
-    )
+        predicted=window.predicted, standard_error=window.standard_error, one_probe=one_probe.predicted.item(),
+        final_norm=window.final_norm,
+    )  # fmt: skip
 
 
 def specifications(sources: Sequence[RunSpec], **options) -> list[EstimateSpec]:
@@ -130,10 +163,15 @@ def run_estimates(
 
 
 def window_table(estimates: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per window: E2's signals from its rows ``runs``, the prediction as signal ``adjoint``, and its ``ratio``
-    to the mismatch."""
-    predictions = estimates.groupby(WINDOW, sort=False).predicted.first().rename("adjoint").reset_index()
-    table = window_rows(runs)[[*WINDOW, "overflow", "mismatch", *SIGNALS]].merge(predictions, on=WINDOW)
+    """One row per window: E2's signals from its rows ``runs``, and the prediction as signal ``adjoint``.
+
+    ``ratio`` is the prediction over the mismatch; windows that overflowed have neither.
+    """
+    noisy = [name for name in estimates if name.startswith(NOISY)]
+    columns = ["predicted", "standard_error", "one_probe", *noisy]
+    predictions = estimates.groupby(WINDOW, sort=False)[columns].first().rename(columns={"predicted": "adjoint"})
+    windows = window_rows(runs)[[*WINDOW, "overflow", "mismatch", *SIGNALS]]
+    table = windows.merge(predictions.reset_index(), on=WINDOW, how="left")
     return table.assign(ratio=table.adjoint / table.mismatch)
 
 
@@ -143,10 +181,24 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
     for identity, group in windows.groupby(list(IDENTITY), sort=True):
         kept = group[~group.overflow]
         row = {"windows": len(kept), "overflowed": len(group) - len(kept), "mean_ratio": kept.ratio.mean()}
-        for signal in ("adjoint", "combined", "no_transport"):
+        for signal in COMPARED:
             row |= signal_agreement(kept, signal)
-        rows.append(dict(zip(IDENTITY, identity)) | row)
+        rows.append(dict(zip(IDENTITY, identity)) | row | _noise(kept))
     return pd.DataFrame(rows)
+
+
+def _noise(windows: pd.DataFrame) -> dict[str, float]:
+    """Pearson between the mismatches of two realisations of the rounding, and of the prediction with their mean.
+
+    The first says how well one measurement foretells another one, and no predictor of a single measurement can
+    do much better than its square root (Spearman 1904, attenuation).
+    """
+    noisy = windows[[name for name in windows if name.startswith(NOISY)]].dropna()
+    if len(noisy) < 3 or noisy.shape[1] < 2:
+        return {}
+    between = np.corrcoef(noisy.T)[np.triu_indices(noisy.shape[1], 1)].mean()
+    adjoint = windows.adjoint[noisy.index]
+    return {"between_realisations": between, "adjoint_with_mean": np.corrcoef(adjoint, noisy.mean(axis=1))[0, 1]}
 
 
 def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:
@@ -165,6 +217,8 @@ def layer_contributions(estimates: pd.DataFrame) -> pd.DataFrame:
 def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
     """How alike score and prediction rank the blocks of each window as patching them does, one row per window.
 
+    ``e3.run_table`` averages over the windows of each run.
+
     ``patches`` are rows of E3 in which every window was patched under stochastic rounding too:
     ``average`` compares with the mean effect of its realisations, ``single`` with rounding to nearest.
     """
@@ -180,9 +234,3 @@ def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFram
         for oracle, exact in (("average", "average"), ("single", "exact_reduction")):
             table[f"{proxy}_{oracle}"] = rankings.agreement(scores[column], scores[exact])["spearman"]
     return table.assign(noise_floor=rankings.spearman(*halves) if half else np.nan)
-
-
-def ranking_by_run(rankings_: pd.DataFrame) -> pd.DataFrame:
-    """Means over the windows of each run."""
-    by_run = rankings_.groupby(list(IDENTITY), sort=True)
-    return by_run.mean().drop(columns="window").assign(windows=by_run.size()).reset_index()

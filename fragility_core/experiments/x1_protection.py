@@ -111,6 +111,7 @@ class Trial:
         ]
         self.effects = pd.concat(effects).groupby("layer").exact_reduction.mean().to_numpy()
         self.depth = len(self.risks)
+        self._measured: dict[tuple, float] = {}
 
     @staticmethod
     def _hidden(model, window):
@@ -118,7 +119,13 @@ class Trial:
 
     @torch.no_grad()
     def measure(self, plan: Plan) -> float:
-        """Mean mismatch over the windows under ``plan``."""
+        """Mean mismatch over the windows under ``plan``; the same choice by another chooser is not run again."""
+        kept = (plan.modules, plan.residual, plan.scores)
+        if kept not in self._measured:
+            self._measured[kept] = self._mismatch(plan)
+        return self._measured[kept]
+
+    def _mismatch(self, plan: Plan) -> float:
         low = apply(self.model, plan, self.spec.source.execution)
         with low.running():
             hidden = torch.cat([self._hidden(low.model, window) for window in self.tokens])

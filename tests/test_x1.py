@@ -1,0 +1,182 @@
+"""X1 end to end on a tiny model: estimates, their views by hand, resuming, and plans."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import TINY, random_gpt2
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.attention import IMPLEMENTATION
+from fragility_core.emulation import lower
+from fragility_core.experiments import e2, e3, x1, x1_protection
+from fragility_core.experiments.inputs import Inputs, digest
+from fragility_core.experiments.runs import window_rows
+from fragility_core.protection import Contributions
+
+GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16,), (0,), windows=6, batch_tokens=48)
+RUN = ["precision", "length", "seed"]
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    model = random_gpt2(TINY)
+    stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
+    return Inputs(model, stream, digest(model, stream))
+
+
+@pytest.fixture(scope="module")
+def source(inputs, tmp_path_factory):
+    """The folder of E2's runs, and their rows."""
+    folder = tmp_path_factory.mktemp("e2")
+    return folder, e2.run_grid(GRID, inputs, folder)
+
+
+@pytest.fixture(scope="module")
+def estimates(inputs, source, tmp_path_factory):
+    options = {"probes": 2, "noisy_windows": 4, "realisations": 3}
+    return x1.run_estimates(
+        e2.specifications(GRID, inputs), inputs, source[0], tmp_path_factory.mktemp("x1"), **options
+    )
+
+
+def estimator(inputs, precision, probes):
+    low = lower(inputs.model, precision)
+    low.model.set_attn_implementation(IMPLEMENTATION)
+    return Adjoint(low, probes=probes)
+
+
+def test_rows_hold_the_estimates_of_e2s_windows(inputs, source, estimates):
+    row = estimates[(estimates.precision == "fp16") & (estimates.window == 3)]
+    start = window_rows(source[1]).query("precision == 'fp16' and window == 3").start.item()
+    prediction = estimator(inputs, "fp16", 2)(inputs.stream[None, start : start + 16])
+    assert row.predicted.unique() == pytest.approx([prediction.windows.predicted.item()], rel=1e-6)
+    assert row.c2.sum() == pytest.approx(prediction.kernels.c2.sum() / 2, rel=1e-6)
+    single = estimator(inputs, "fp16", 1)(inputs.stream[None, start : start + 16])
+    assert row.one_probe.unique() == pytest.approx([single.windows.predicted.item()], rel=1e-6)
+    assert row.predicted.iloc[0] == pytest.approx((row.c2.sum() / row.final_norm.iloc[0] ** 2) ** 0.5, rel=1e-6)
+
+
+def test_prediction_and_signals_stand_side_by_side(source, estimates):
+    windows = x1.window_table(estimates, source[1])
+    assert len(windows) == 12 and not windows.overflow.any()
+    assert (windows.ratio == windows.adjoint / windows.mismatch).all()
+    runs = x1.run_table(windows).set_index("precision")
+    bf16 = windows[windows.precision == "bf16"]
+    assert runs.loc["bf16", "adjoint_pearson"] == pytest.approx(np.corrcoef(bf16.adjoint, bf16.mismatch)[0, 1])
+    assert runs.loc["bf16", "mean_ratio"] == pytest.approx(bf16.ratio.mean())
+    noisy = bf16[[f"{x1.NOISY}{i}" for i in range(3)]].dropna()
+    assert len(noisy) == 4
+    assert runs.loc["bf16", "between_realisations"] == pytest.approx(
+        noisy.corr().to_numpy()[[0, 0, 1], [1, 2, 2]].mean()
+    )
+
+
+def test_mean_prediction_is_the_mean_mismatch(source, estimates):
+    windows = x1.window_table(estimates, source[1])
+    assert windows.groupby("precision").ratio.mean().between(0.85, 1.15).all()
+
+
+def test_shares_of_sites_add_up(estimates):
+    shares = x1.site_shares(estimates)
+    assert shares.sum(axis=1).to_numpy() == pytest.approx(np.ones(2))
+    assert {"residual", "norm", "scores", "mlp"} <= set(shares)
+
+
+def test_a_window_that_overflowed_has_no_prediction(source, estimates):
+    runs = source[1].assign(overflow=source[1].window == 2)
+    kept = estimates[estimates.window != 2]
+    table = x1.run_table(x1.window_table(kept, runs))
+    assert table.overflowed.tolist() == [1, 1] and table.windows.tolist() == [5, 5]
+
+
+def test_blocks_are_ranked_without_their_output(inputs, source, estimates, tmp_path):
+    sources = e2.specifications(GRID, inputs)
+    patches = e3.run_patches(sources, inputs, source[0], tmp_path, windows=2, noisy_windows=2, realisations=4)
+    ranked = x1.ranking_table(estimates, patches)
+    assert len(ranked) == 4
+    row = ranked.iloc[0]
+    inside = estimates[
+        (estimates.precision == row.precision) & (estimates.window == row.window) & (estimates.layer >= 0)
+    ]
+    assert inside.block_output.any()
+    c2 = inside[~inside.block_output].groupby("layer").c2.sum()
+    effects = patches[(patches.precision == row.precision) & (patches.window == row.window)].set_index("layer")
+    average = effects.filter(like=e3.REALISATION).mean(axis=1)
+    assert row.adjoint_average == pytest.approx(c2.corr(average, method="spearman"))
+    assert row.score_single == pytest.approx(effects.risk.corr(effects.exact_reduction, method="spearman"))
+
+
+def test_rerun_skips_finished_runs(inputs, source, tmp_path, monkeypatch):
+    sources = e2.specifications(GRID, inputs)
+    whole = x1.run_estimates(sources, inputs, source[0], tmp_path, worst=2)
+    monkeypatch.setattr(x1.Estimates, "run", lambda *_: pytest.fail("computed again"))
+    pd.testing.assert_frame_equal(x1.run_estimates(sources, inputs, source[0], tmp_path, worst=2), whole)
+    highest = window_rows(source[1]).query("precision == 'bf16'").nlargest(2, "mismatch").window
+    assert set(whole[whole.precision == "bf16"].window) == set(highest)
+
+
+@pytest.mark.parametrize("options", [{"probes": 0}, {"worst": 7}, {"noisy_windows": 7}, {"realisations": -1}])
+def test_counts_out_of_range_are_named(inputs, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        x1.specifications(e2.specifications(GRID, inputs), **options)
+
+
+@pytest.mark.parametrize(("run", "options"), [(x1.run_estimates, {}), (x1_protection.run_protections, {"windows": 2})])
+def test_missing_runs_of_e2_are_named(inputs, tmp_path, run, options):
+    with pytest.raises(FileNotFoundError, match="run e2_predictor first"):
+        run(e2.specifications(GRID, inputs), inputs, tmp_path / "empty", tmp_path / "x1", **options)
+
+
+@pytest.fixture(scope="module")
+def plans(inputs, source, tmp_path_factory):
+    options = {"windows": 3, "probes": 2, "draws": 3, "blocks": (1, 2), "sites": (1, 2)}
+    folder = tmp_path_factory.mktemp("plans")
+    return x1_protection.run_protections(e2.specifications(GRID, inputs), inputs, source[0], folder, **options)
+
+
+def test_every_choice_has_a_prediction_and_a_measurement(plans):
+    chosen = plans.groupby(["unit", "budget"]).chosen_by.unique()
+    assert {"adjoint", "first", "last", "score", "patching", "greedy", "random"} == set(chosen["blocks", 1])
+    assert {"adjoint", "each"} <= set(chosen["sites", 2])
+    assert plans[["predicted", "measured"]].gt(0).all(axis=None)
+    ratio = plans.predicted / plans.measured
+    assert ratio.between(0.8, 1.25).all(), "three windows of 16 tokens"
+
+
+def test_greedy_choice_is_the_best_single_block(plans):
+    for _, run in plans[(plans.unit == "blocks") & (plans.budget == 1)].groupby("precision"):
+        greedy = run[run.chosen_by == "greedy"].measured.item()
+        assert greedy <= run.measured.min()
+
+
+def test_plans_without_anything_kept_measure_e2s_mismatch(plans, source):
+    for precision, rows in source[1][source[1].window < 3].groupby("precision"):
+        none = plans[(plans.precision == precision) & (plans.chosen_by == "none")]
+        assert none.measured.item() == pytest.approx(window_rows(rows).mismatch.mean(), rel=0.03)
+
+
+def test_baselines_are_compared_at_equal_budget(plans):
+    against = x1_protection.against_baselines(plans)
+    bf16 = plans[(plans.precision == "bf16") & (plans.unit == "blocks") & (plans.budget == 2)]
+    measured = bf16.groupby("chosen_by").measured.mean()
+    row = against.loc["bf16", 16, 0, "blocks", 2]
+    assert row.random == pytest.approx(measured.random / measured.adjoint)
+    assert row["first"] == pytest.approx(measured["first"] / measured.adjoint)
+    sites = plans[(plans.precision == "bf16") & (plans.unit == "sites") & (plans.budget == 1)]
+    best = sites[sites.chosen_by == "each"].measured.min() / sites[sites.chosen_by == "adjoint"].measured.item()
+    assert against.loc["bf16", 16, 0, "sites", 1].each == pytest.approx(best)
+
+
+def test_table_says_how_far_predictions_are_off(plans):
+    table = x1_protection.plan_table(plans).set_index(["unit", "budget", "chosen_by"])
+    error = (plans.predicted / plans.measured - 1).abs()
+    assert table.largest_error.max() == pytest.approx(error.max())
+    assert table.loc["blocks", 0, "none"].measured_of_none == 1
+    assert table.plans.sum() == len(plans)
+
+
+def test_contributions_of_a_plan_are_those_of_its_label(inputs):
+    windows = inputs.stream[None, :16]
+    contributions = Contributions(inputs.model, estimator(inputs, "bf16", 1)(windows), "bf16", 16)
+    assert contributions.of_blocks((0, 1)).predicted < contributions.of_blocks(()).predicted
