@@ -90,7 +90,7 @@ def e1_attention(table: pd.DataFrame) -> Axes:
         ylabel="measured change of the output", title="E1: attention sensitivity",
     )  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
-        _plain_log_ticks(axis)
+        plain_log_ticks(axis)
     legend_outside(axes)
     return axes
 
@@ -160,7 +160,7 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
         title="E2: mismatch over predicted risk",
     )  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
-        _plain_log_ticks(axis)
+        plain_log_ticks(axis)
     return axes
 
 
@@ -277,7 +277,7 @@ def _with_policy_names(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(policy=pd.Categorical(table.policy.map(POLICY_NAMES), present, ordered=True))
 
 
-def _plain_log_ticks(axis: Axis) -> None:
+def plain_log_ticks(axis: Axis) -> None:
     """Ticks at 1, 2 and 5 times powers of ten, written out: readable over one or two decades."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))

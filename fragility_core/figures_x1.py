@@ -4,7 +4,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 
-from fragility_core.figures import canvas, legend_outside, log_scale, named
+from fragility_core.figures import canvas, legend_outside, named, plain_log_ticks
 
 SIGNAL_NAMES = {"adjoint": "adjoint", "combined": "score", "no_transport": "score without transport"}
 SITE_ORDER = (
@@ -22,10 +22,12 @@ def x1_calibration(windows: pd.DataFrame) -> Axes:
     )  # fmt: skip
     ends = kept[["adjoint", "mismatch"]].stack().agg(["min", "max"])
     axes.plot(ends, ends, color="0.4", linestyle="--", linewidth=1, zorder=0)
-    log_scale(axes)
     axes.set(
-        xlabel="predicted mismatch (adjoint)", ylabel="measured mismatch", title="X1: predicted and measured, by window"
-    )
+        xscale="log", yscale="log", xlabel="predicted mismatch (adjoint)", ylabel="measured mismatch",
+        title="X1: predicted and measured, by window",
+    )  # fmt: skip
+    for axis in (axes.xaxis, axes.yaxis):
+        plain_log_ticks(axis)
     legend_outside(axes)
     return axes
 
