@@ -58,6 +58,7 @@ class Patching:
         """Hooks by which the patched variant of every block enters behind those before it, for one pass."""
         with ExitStack() as stack:
             for block, reference in self.pairs:
+                stack.callback(block.register_forward_pre_hook(one_mask, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._entry(reference, windows), with_kwargs=True).remove)
             yield
 
@@ -68,6 +69,12 @@ class Patching:
             return torch.cat([output, patched.to(output.dtype)])  # the cast is a kernel of the format
 
         return hook
+
+
+def one_mask(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The first window's mask for all variants of all windows: without padding, all windows' masks are equal."""
+    mask = kwargs.get("attention_mask")
+    return args, kwargs if mask is None else kwargs | {"attention_mask": mask[:1]}
 
 
 def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:

@@ -47,6 +47,8 @@ def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator
     chi = theory.chi_score(s.query_norm, s.key_norm, s.probability_norm, s.head_width, s.softmax_sensitivity)
     attention = theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm)
     layernorm = [layernorm_term(s, site, estimator.layernorm) for site in (1, 2)]
+    if "shared_norm" in s:  # one norm before both sublayers errs once
+        layernorm[1] = layernorm[1].mask(s.shared_norm, 0.0)
     remainder = [
         s.attention_out_weight_norm * s.context_norm,
         s.mlp_in_weight_norm * s.norm_2_norm,
