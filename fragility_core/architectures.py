@@ -199,6 +199,8 @@ def fused_layouts(features: int, heads: int, width: int) -> list[tuple]:
     """Where queries, keys and values may lie in a projection to all of them: side by side, or head by head."""
     queries = heads * width
     keys = (features - queries) // 2
+    if keys <= 0 or keys % width:
+        return []
     layouts = [(slice(0, queries), slice(queries, queries + keys), slice(queries + keys, features))]
     if features == 3 * queries:
         layouts.append(tuple(torch.arange(features).view(heads, 3, width).transpose(0, 1).flatten(1)))

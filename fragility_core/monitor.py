@@ -149,10 +149,13 @@ class Observation:
 class Monitor:
     """Monitored low-precision passes of a Hugging Face decoder (protocol section 3).
 
-    RMSNorm is measured as LayerNorm is, with the mean square about 0 for the variance. Of a gated MLP,
-    out(activation(gate) * up), g is the product that the last layer reads, and W_in holds gate and up
-    one above the other: three matrix products before the residual sum, three remainder terms as ever.
-    The rounding of that elementwise product is left out, as the activation's is.
+    What the protocol says of GPT-2 is read as follows in other families. RMSNorm is measured as LayerNorm,
+    with the mean square about 0 for the variance. Of a gated MLP, W_out (act(W_gate z) * W_up z), the
+    remainder holds ||W_in|| ||z|| for both inner products, W_in = [W_gate; W_up] (Lemma gemm-out), and
+    ||W_out|| ||g||, g being what W_out reads; the rounding of * is left out, as the activation's is. Its
+    transport is ||m|| / ||r|| as ever. Keys and values of a group are counted once for each of its query
+    heads. Queries and keys are those that meet in the scores, behind rotary embeddings, which turn them
+    and change no norm, and behind norms of their own.
 
     The model's weights may change between passes if ``refresh()`` or ``follow()`` is called; LayerNorm's
     epsilon may change at any time.

@@ -31,7 +31,10 @@ class Estimator(NamedTuple):
 
 
 def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
-    """M_LN of LayerNorm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading."""
+    """M_LN of norm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading.
+
+    Rows of an RMSNorm have the mean square as their variance, which makes it M_RMS (``theory.rmsnorm``).
+    """
     variance, epsilon = layers[f"variance_{site}"], layers[f"epsilon_{site}"]
     if reading == "release":
         return theory.layernorm_magnitude(layers[f"gamma_{site}_max"], variance, epsilon, layers[f"input_{site}_norm"])
