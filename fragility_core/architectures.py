@@ -74,12 +74,10 @@ class _Reading:
     def __init__(self, module: nn.Module, calls: dict[nn.Module, Call], heads: int):
         self.module, self.calls, self.heads = module, calls, heads
         self.attention = attention_modules(module)[0]
-        inside = set(self.attention.modules())
         self.norms = {m: norm for m in calls if (norm := known_norm(m)) is not None}
-        linears = [m for m in calls if is_linear(m)]
-        self.projections = [m for m in linears if m in inside]
-        self.mlp = [m for m in linears if m not in inside]
-        self.outside = [m for m in calls if m not in inside]
+        attending = set(self.attention.modules())
+        self.inside, self.outside = [m for m in calls if m in attending], [m for m in calls if m not in attending]
+        self.projections, self.mlp = ([m for m in part if is_linear(m)] for part in (self.inside, self.outside))
 
     def require(self, found, sought: str) -> None:
         if not found:
@@ -158,21 +156,24 @@ class _Reading:
                 for layout in fused_layouts(self.calls[linears[0]].output.shape[-1], self.heads, width)
             ]
         largest = max((self.calls[m].output.abs().max().item() for m in linears), default=0.0)
-        silent = not largest**2 * width < torch.finfo(context.dtype).max  # NaN included
+        overflowing = not largest**2 * width < torch.finfo(context.dtype).max  # NaN included
 
         def gives_context(value: Projection) -> bool:
             values = value.of(self.calls[value.modules[0]].output).view(-1, width)  # (H_kv, width)
             return agree(context, values.repeat_interleave(self.heads // len(values), 0))
 
-        fitting = [layout for layout in layouts if silent or gives_context(layout[2])]
+        fitting = [layout for layout in layouts if overflowing or gives_context(layout[2])]
         self.require(fitting, "projections to queries, keys and values, each by itself or all in one")
         return dict(zip(("query", "key", "value"), fitting[0])) | {"head_width": width}
 
     def head_norms(self) -> dict[str, Norm]:
         """Norms inside the attention, those of query and key heads in the order in which they ran."""
-        inside = [norm for m, norm in self.norms.items() if m not in self.outside]
-        self.require(len(inside) in (0, 2), "no norm inside the attention, or one of queries and one of keys")
-        return dict(zip(("query", "key"), inside))
+        others = [m for m in self.inside if list(m.parameters(recurse=False)) and m not in self.projections]
+        self.require(
+            len(others) in (0, 2) and all(m in self.norms for m in others),
+            "an attention of projections alone, or with one norm of queries and one of keys",
+        )
+        return dict(zip(("query", "key"), (self.norms[m] for m in others)))
 
     def activation_and_up(self) -> tuple[nn.Module, Projection | None]:
         """The MLP's activation, and in a gated MLP what its result is multiplied by."""

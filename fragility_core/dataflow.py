@@ -55,6 +55,9 @@ def one_token_pass(base: PreTrainedModel, found: list[nn.Module]) -> dict[nn.Mod
 
             for module in block.modules():
                 stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+        for module in base.modules():  # dropout would hide the sums
+            stack.callback(setattr, module, "training", module.training)
+        base.eval()
         table = base.get_input_embeddings().weight
         token = torch.randn(1, 1, table.shape[-1], generator=torch.Generator().manual_seed(0))
         base(inputs_embeds=token.to(table), use_cache=False)

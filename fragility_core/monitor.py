@@ -286,7 +286,7 @@ def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Ten
 
 def head_norm_site(norm: Norm, heads: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
     """The largest gain, max|gamma| / sqrt(min sigma^2 + epsilon), of a norm of query or key ``heads`` (B, T, H, d)."""
-    _, _, scale = normalization_path(norm, x.flatten(1, 2))
+    _, _, scale = normalization_path(norm, x.flatten(1, -2))
     return {f"{heads}_gain": norm.gamma.abs().amax() * scale.amax(-1)}
 
 

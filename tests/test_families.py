@@ -54,6 +54,7 @@ from fragility_core.shadow import ShadowTraining, set_epsilons
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.theory import mismatch
 from fragility_core.transport import residual_transport
+from fragility_core.weights import WeightStatistics
 
 HEADS, WIDTH, TOKENS = 4, 32, 20
 BASE = {
@@ -331,6 +332,17 @@ def test_transport_estimators_enclose_the_exact_norm(name, weight_scale, tokens)
     assert 0.2 * exact <= below <= exact * (1 + 1e-4) and exact <= above
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox"])
+def test_weight_norms_are_followed(name):
+    model = random_model(FAMILIES[name].config)
+    statistics = WeightStatistics(blocks(model))
+    statistics.follow()
+    for parameter in model.parameters():
+        parameter.mul_(1.01)
+    exact = WeightStatistics(blocks(model)).measure()
+    assert statistics.follow() == {column: pytest.approx(values, rel=1e-5) for column, values in exact.items()}
+
+
 def test_epsilon_is_that_of_the_norms(tokens):
     """Raised through ``Block``, Llama's epsilon, of another name than LayerNorm's, lowers what its norms return."""
     monitor = Monitor(lower(random_model(LlamaConfig(**GROUPED)), "fp32"))
@@ -347,15 +359,16 @@ def test_epsilon_is_that_of_the_norms(tokens):
 
 def patched_alone(model: PreTrainedModel, low: LowPrecision, tokens: torch.Tensor, layer: int | None) -> torch.Tensor:
     """One low-precision pass in which block ``layer`` alone is computed by ``model``."""
-    layers = low.model.get_submodule("layers"), model.get_submodule("layers")
+    ours, exact = (blocks(m) for m in (low.model, model))
 
     def replace(block, args, kwargs, output):
         with low.paused():
             x = args[0].float()
-            kwargs = kwargs | {"position_embeddings": model.rotary_emb(x, torch.arange(x.shape[1])[None])}
-            return low.format.round(layers[1][layer](x, **kwargs))
+            if "position_embeddings" in kwargs:
+                kwargs = kwargs | {"position_embeddings": model.rotary_emb(x, torch.arange(x.shape[1])[None])}
+            return low.format.round(exact[layer].module(x, *args[1:], **kwargs))
 
-    hook = None if layer is None else layers[0][layer].register_forward_hook(replace, with_kwargs=True)
+    hook = None if layer is None else ours[layer].module.register_forward_hook(replace, with_kwargs=True)
     with torch.no_grad(), low.running():
         hidden = low.model(tokens, use_cache=False).last_hidden_state
     if hook is not None:
@@ -363,7 +376,7 @@ def patched_alone(model: PreTrainedModel, low: LowPrecision, tokens: torch.Tenso
     return hidden
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "gpt_neox", "phi", "opt"])
 @pytest.mark.parametrize(("format", "execution"), [("bf16", "native"), ("fp16", "emulated")])
 def test_stacked_patched_passes_equal_single_ones(name, format, execution, tokens):
     """Three windows at once, Mistral's with a mask: 20 tokens are more than its 7 of sliding window."""
@@ -423,6 +436,10 @@ OUTSIDE = {
         GPTNeoConfig(vocab_size=101, hidden_size=WIDTH, num_layers=1, attention_types=[[["global"], 1]], num_heads=4),
         "attention interface, got GPTNeoModel, which computes them on its own",
     ),
+    "norms of heads of their own": (
+        CohereConfig(**GROUPED, use_qk_norm=True),
+        "an attention of projections alone, or with one norm of queries",
+    ),
     "encoder": (T5Config(vocab_size=101, d_model=WIDTH, num_layers=1), "got a model with is_encoder_decoder=True"),
     "cross-attention": (
         GPT2Config(vocab_size=101, n_embd=WIDTH, n_layer=1, n_head=4, add_cross_attention=True),
@@ -453,6 +470,10 @@ def test_a_list_without_attention_is_refused():
 
 
 def test_finding_blocks_leaves_nothing_behind():
-    model = random_model(LlamaConfig(**GROUPED))
-    blocks(model)
+    """Nor does dropout disturb it: which modules train, and the random numbers to come, are as before."""
+    model = AutoModel.from_config(OPTConfig(**OPT, dropout=0.5)).train()
+    model.decoder.layers[0].eval()
+    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
+    assert len(blocks(model)) == 2
+    assert [m.training for m in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
