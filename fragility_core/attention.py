@@ -24,8 +24,11 @@ BLOCK_ELEMENTS = 2**20  # scores formed at once: 2 MiB in 16 bits, about a secon
 class AttentionObserver(Protocol):
     """Sees every block of query rows of one attention module, in order."""
 
-    def begin(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """``query`` (B, H, T, d), ``key`` and ``value`` (B, H, T_kv, d), heads repeated for groups."""
+    def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+        """``query`` (B, H, T, d), ``key`` and ``value`` (B, H, T_kv, d), heads repeated for groups.
+
+        The scores to come are ``scaling`` times query and key's products: some models scale queries before.
+        """
 
     def scores(self, scores: Tensor) -> None:
         """Scaled scores (B, H, C, T_seen), masked entries 0; valid only during the call."""
@@ -60,25 +63,31 @@ def observed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     score_dtype: torch.dtype | None = None,
-    **_,
+    **options,
 ) -> tuple[Tensor, None]:
     """Attention of ``query`` (B, H, T, d) over ``key``, ``value`` (B, H_kv, T_kv, d) -> (B, T, H, d).
 
     ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for
     modules that are. Scores and softmax are computed in ``score_dtype`` (that of the query unless
-    given), probabilities are cast to the dtype of the values. Raises ValueError for dropout: what is
-    observed must be the model itself.
+    given), probabilities are cast to the dtype of the values. Raises ValueError for dropout, capped scores
+    and attention sinks: what is observed must be the model itself.
     """
     if dropout:
         raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
+    for option in ("softcap", "s_aux"):
+        if options.get(option) is not None:
+            raise ValueError(
+                f"observed attention is a softmax of scaled products, got a model that passes {option}: "
+                'use attn_implementation="eager", which cannot be observed'
+            )
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    observer = observers.get(module)
-    if observer is not None:
-        observer.begin(query, key, value)
     batch, heads, rows, width = query.shape
     scaling = width**-0.5 if scaling is None else scaling
+    observer = observers.get(module)
+    if observer is not None:
+        observer.begin(query, key, value, scaling)
     causal = attention_mask is None and rows > 1 and getattr(module, "is_causal", True)
     cached = key.shape[2] - rows  # keys before the first query
     query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)

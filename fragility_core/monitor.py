@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -21,12 +21,15 @@ from transformers import PreTrainedModel
 from fragility_core.architectures import Block, blocks
 from fragility_core.attention import IMPLEMENTATION, observers
 from fragility_core.emulation import LowPrecision
+from fragility_core.norms import Norm
 from fragility_core.reductions import (
     blocks_at_once,
     layernorm_path,
+    rmsnorm_path,
     sampled_rows,
     softmax_sensitivity_estimate,
     spectral_norm_from_gram,
+    window_max,
     window_norm,
 )
 from fragility_core.theory import mismatch
@@ -61,23 +64,27 @@ class Records:
 class AttentionStatistics:
     """Accumulates the statistics of one attention module over its blocks of query rows."""
 
-    def __init__(self, paused: Callable[[], AbstractContextManager]):
-        self.paused = paused
+    def __init__(self, paused: Callable[[], AbstractContextManager], scaling: float):
+        """``scaling``: scores are this times Q K^T; a query that comes already scaled is not Q."""
+        self.paused, self.scaling = paused, scaling
         self.statistics: dict[str, Tensor] = {}
 
-    def begin(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         batch, heads, rows, _ = query.shape
         self.rows = sampled_rows(rows)
         with self.paused():
             wide = value.float()
             self.statistics = {
-                "query_norm": window_norm(query),
+                "query_norm": self._unscaled(window_norm(query), scaling),
                 "key_norm": window_norm(key),
                 "value_gram": wide.mT @ wide,  # (B, H, d, d)
                 "score_norm": torch.zeros(batch, device=query.device),
                 "probability_norm": torch.zeros(batch, device=query.device),
                 "probability_sample": query.new_zeros(batch, heads, len(self.rows), key.shape[2]),
             }
+
+    def _unscaled(self, norm: Tensor, scaling: float) -> Tensor:
+        return norm if scaling == self.scaling else norm * (scaling / self.scaling)
 
     def scores(self, scores: Tensor) -> None:
         self._accumulate("score_norm", scores)
@@ -140,7 +147,15 @@ class Observation:
 
 
 class Monitor:
-    """Monitored low-precision passes of a Hugging Face model (protocol section 3).
+    """Monitored low-precision passes of a Hugging Face decoder (protocol section 3).
+
+    What the protocol says of GPT-2 is read as follows in other families. RMSNorm is measured as LayerNorm,
+    with the mean square about 0 for the variance. Of a gated MLP, W_out (act(W_gate z) * W_up z), the
+    remainder holds ||W_in|| ||z|| for both inner products, W_in = [W_gate; W_up] (Lemma gemm-out), and
+    ||W_out|| ||g||, g being what W_out reads; the rounding of * is left out, as the activation's is. Its
+    transport is ||m|| / ||r|| as ever. Keys and values of a group are counted once for each of its query
+    heads. Queries and keys are those that meet in the scores, behind rotary embeddings, which turn them
+    and change no norm, and behind norms of their own.
 
     The model's weights may change between passes if ``refresh()`` or ``follow()`` is called; LayerNorm's
     epsilon may change at any time.
@@ -179,7 +194,7 @@ class Monitor:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         records = Records(len(self.blocks))
         inputs: list[tuple[tuple, dict]] = []
-        with self._observing(records, inputs), self.low.running():
+        with self._observing(records, inputs, len(tokens)), self.low.running():
             hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
             logits = self.model.get_output_embeddings()(hidden) if loss else None
         epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], device=hidden.device)
@@ -213,11 +228,11 @@ class Monitor:
         return layers, pd.DataFrame({"window": np.arange(batch)} | windows)
 
     @contextmanager
-    def _observing(self, records: Records, inputs: list) -> Iterator[None]:
-        """Hooks on every site of every block, for one pass."""
+    def _observing(self, records: Records, inputs: list, windows: int) -> Iterator[None]:
+        """Hooks on every site of every block, for one pass over ``windows`` windows."""
         with ExitStack() as stack:
             for layer, block in enumerate(self.blocks):
-                for handle in self._attach(block, partial(records.write, layer)):
+                for handle in self._attach(block, partial(records.write, layer), windows):
                     stack.callback(handle.remove)
                 stack.callback(observers.pop, block.attention, None)
                 if self.power_iteration:
@@ -228,35 +243,56 @@ class Monitor:
                     stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
             yield
 
-    def _attach(self, block: Block, write: Callable[..., None]) -> Iterator[RemovableHandle]:
+    def _attach(self, block: Block, write: Callable[..., None], windows: int) -> Iterator[RemovableHandle]:
         """Observe ``block``, giving its statistics to ``write``; yields the handles of the hooks."""
         paused = self.low.paused
-        observers[block.attention] = attention = AttentionStatistics(paused)
+        observers[block.attention] = attention = AttentionStatistics(paused, block.score_scaling)
 
-        def norm_site(site: str):
+        def by_window(x: Tensor) -> Tensor:  # OPT's MLP sees the tokens of all windows in one row
+            return x if x.ndim > 2 else x.unflatten(0, (windows, -1))
+
+        def observe(module: nn.Module, measure: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> RemovableHandle:
             def hook(module, args, output):
                 with paused():
-                    path, mean, scale = layernorm_path(args[0], module.weight, module.eps)
-                    norms = {f"path_{site}_norm": window_norm(path)}
-                    if site == "2":  # of ln_1's output, nothing in the score needs the norm
-                        norms["norm_2_norm"] = window_norm(output)
-                    write(**{f"mean_{site}": mean, f"scale_{site}": scale}, **norms)
+                    write(**measure(by_window(args[0]), by_window(output)))
 
-            return hook
+            return module.register_forward_hook(hook)
 
-        def attention_site(module, args, output):
-            with paused():
-                norms = {"context_norm": window_norm(args[0]), "attention_norm": window_norm(output)}
-                write(**attention.result(), **norms)
+        def attention_site(context: Tensor, output: Tensor) -> dict[str, Tensor]:
+            return attention.result() | {"context_norm": window_norm(context), "attention_norm": window_norm(output)}
 
-        def mlp_site(module, args, output):
-            with paused():
-                write(activation_norm=window_norm(args[0]), mlp_norm=window_norm(output))
+        def mlp_site(activated: Tensor, output: Tensor) -> dict[str, Tensor]:
+            return {"activation_norm": window_norm(activated), "mlp_norm": window_norm(output)}
 
-        yield block.norm_1.register_forward_hook(norm_site("1"))
-        yield block.attention_out.register_forward_hook(attention_site)
-        yield block.norm_2.register_forward_hook(norm_site("2"))
-        yield block.mlp_out.register_forward_hook(mlp_site)
+        yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
+        yield observe(block.attention_out, attention_site)
+        yield observe(block.norm_2.module, partial(norm_site, block.norm_2, "2"))
+        yield observe(block.mlp_out, mlp_site)
+        for heads, norm in block.head_norms.items():
+            yield observe(norm.module, partial(head_norm_site, norm, heads))
+        if block.up is not None:
+            yield observe(block.activation, lambda _, output: {"activated_max": window_max(output)})
+            yield observe(block.up.modules[0], lambda _, output: {"up_max": window_max(block.up.of(output))})
+
+
+def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """What ``norm``, before sublayer ``site``, does to ``x`` (B, T, d_model); ``finished`` derives the moments."""
+    path, mean, scale = normalization_path(norm, x)
+    measured = {f"mean_{site}": mean, f"scale_{site}": scale, f"path_{site}_norm": window_norm(path)}
+    if site == "2":  # of norm_1's output, nothing in the score needs the norm
+        measured["norm_2_norm"] = window_norm(output)
+    return measured
+
+
+def head_norm_site(norm: Norm, heads: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """The largest gain, max|gamma| / sqrt(min sigma^2 + epsilon), of a norm of query or key ``heads`` (B, T, H, d)."""
+    _, _, scale = normalization_path(norm, x.flatten(1, -2))
+    return {f"{heads}_gain": norm.gamma.abs().amax() * scale.amax(-1)}
+
+
+def normalization_path(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Z, mean and 1 / sqrt(sigma^2 + epsilon) of ``x`` (B, T, d_model) (``reductions.layernorm_path``)."""
+    return (layernorm_path if norm.centred else rmsnorm_path)(x, norm.gamma, norm.eps)
 
 
 def window_losses(logits: Tensor, tokens: Tensor) -> Tensor:

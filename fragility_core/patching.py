@@ -38,6 +38,7 @@ class Patching:
             )
         self.model, self.low = model, low
         self.pairs = [(b.module, fp32.module) for b, fp32 in zip(blocks(low.model), blocks(model), strict=True)]
+        self.positions: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary embeddings in fp32
         low.model.set_attn_implementation(IMPLEMENTATION)
 
     @torch.no_grad()
@@ -57,17 +58,33 @@ class Patching:
     def _patching(self, windows: int) -> Iterator[None]:
         """Hooks by which the patched variant of every block enters behind those before it, for one pass."""
         with ExitStack() as stack:
+            if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
+                stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
             for block, reference in self.pairs:
+                stack.callback(block.register_forward_pre_hook(one_mask, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._entry(reference, windows), with_kwargs=True).remove)
             yield
 
+    def _keep_positions(self, rotary, args, kwargs, output) -> None:
+        """Rotary embeddings are made once for all blocks, and rounded: the fp32 blocks get fp32 ones."""
+        with self.low.paused():
+            self.positions = self.model.base_model.rotary_emb(args[0].float(), *args[1:], **kwargs)
+
     def _entry(self, reference: nn.Module, windows: int):
         def hook(block, args, kwargs, output):
+            if "position_embeddings" in kwargs:
+                kwargs = kwargs | {"position_embeddings": self.positions}
             with self.low.paused():
                 patched = reference(args[0][:windows].float(), *args[1:], **kwargs)
             return torch.cat([output, patched.to(output.dtype)])  # the cast is a kernel of the format
 
         return hook
+
+
+def one_mask(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The first window's mask for all variants of all windows: without padding, all windows' masks are equal."""
+    mask = kwargs.get("attention_mask")
+    return args, kwargs if mask is None else kwargs | {"attention_mask": mask[:1]}
 
 
 def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:

@@ -17,6 +17,11 @@ def window_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows.flatten(1), dim=-1)
 
 
+def window_max(x: Tensor) -> Tensor:
+    """Largest |entry| of each window, (B, ...) -> (B,), in fp32."""
+    return torch.linalg.vector_norm(x.flatten(1), ord=torch.inf, dim=-1, dtype=torch.float32)
+
+
 def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """Z_eps(x) in the format of ``x`` (B, T, d), mean and 1 / sqrt(sigma^2 + epsilon) (B, T) in fp32.
 
@@ -24,6 +29,17 @@ def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Te
     """
     path, mean, scale = torch.native_layer_norm(x, x.shape[-1:], gamma.float(), None, epsilon)
     return path, mean.squeeze(-1), scale.squeeze(-1)
+
+
+def rmsnorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """gamma x / sqrt(s^2 + epsilon) of ``x`` (B, T, d) in fp32, 0 and 1 / sqrt(s^2 + epsilon) (B, T), s^2 = mean x^2.
+
+    ``layernorm_path`` of a norm that subtracts no mean.
+    """
+    mean_square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square() / x.shape[-1]
+    scale = (mean_square + epsilon).rsqrt()
+    path = (x * scale[..., None]).mul_(gamma)
+    return path, torch.zeros_like(scale), scale
 
 
 def blocks_at_once(samples: Tensor) -> int:

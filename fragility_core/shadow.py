@@ -21,7 +21,7 @@ from fragility_core.surrogates import Estimator, score
 
 
 def set_epsilons(model_blocks: list[Block], epsilons: tuple[float, ...]) -> None:
-    """One LayerNorm epsilon per block, shared by its two sites."""
+    """One epsilon per block, shared by its two norms."""
     for block, epsilon in zip(model_blocks, epsilons, strict=True):
         block.norm_1.eps = block.norm_2.eps = epsilon
 

@@ -31,7 +31,10 @@ class Estimator(NamedTuple):
 
 
 def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
-    """M_LN of LayerNorm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading."""
+    """M_LN of norm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading.
+
+    Rows of an RMSNorm have the mean square as their variance, which makes it M_RMS (``theory.rmsnorm``).
+    """
     variance, epsilon = layers[f"variance_{site}"], layers[f"epsilon_{site}"]
     if reading == "release":
         return theory.layernorm_magnitude(layers[f"gamma_{site}_max"], variance, epsilon, layers[f"input_{site}_norm"])
@@ -47,6 +50,8 @@ def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator
     chi = theory.chi_score(s.query_norm, s.key_norm, s.probability_norm, s.head_width, s.softmax_sensitivity)
     attention = theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm)
     layernorm = [layernorm_term(s, site, estimator.layernorm) for site in (1, 2)]
+    if "shared_norm" in s:  # one norm before both sublayers errs once
+        layernorm[1] = layernorm[1].mask(s.shared_norm, 0.0)
     remainder = [
         s.attention_out_weight_norm * s.context_norm,
         s.mlp_in_weight_norm * s.norm_2_norm,

@@ -4,6 +4,7 @@
 products with the block's Jacobian. Only ``operator_norm`` bounds ||J_f||_2 from above.
 """
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -17,33 +18,51 @@ def in_sequence(alpha, beta):
     return alpha + beta * (1 + alpha)
 
 
+def in_block(layers: pd.DataFrame, alpha, beta):
+    """Gain of f for blocks in sequence, or alpha + beta for those of ``layers`` marked as parallel.
+
+    f(x) = a(x) + b(x) for x -> x + a(x) + b(x): the MLP does not see the attention's error.
+    """
+    if "parallel" not in layers:
+        return in_sequence(alpha, beta)
+    return in_sequence(alpha, beta).where(~layers.parallel, alpha + beta)
+
+
 def release_transport(layers: pd.DataFrame) -> pd.Series:
-    """Norm ratios, rho = alpha + beta (1 + alpha) (protocol section 3).
+    """Norm ratios, rho = alpha + beta (1 + alpha), alpha + beta in parallel (protocol section 3).
 
     alpha = (||Z_1|| / ||h||)(||a|| / ||Z_1||) and beta likewise for the MLP; the norms of the
     LayerNorm outputs cancel.
     """
-    return in_sequence(layers.attention_norm / layers.input_1_norm, layers.mlp_norm / layers.input_2_norm)
+    return in_block(layers, layers.attention_norm / layers.input_1_norm, layers.mlp_norm / layers.input_2_norm)
 
 
 def operator_norm_transport(layers: pd.DataFrame) -> pd.Series:
     """Upper bound of ||J_f||_2 from the constituent maps (app. estimation, option ii).
 
     LayerNorm: max|gamma| / sqrt(min sigma^2 + epsilon). Attention: the differentials of P and V,
-    with ||J(p)|| <= 1/2 and Frobenius norms over all heads above each head's spectral norm.
+    with ||J(p)|| <= 1/2 and Frobenius norms over all heads above each head's spectral norm; rotations
+    of queries and keys change no norm, norms of them multiply by their gain. A gated MLP's product
+    act(gate) up changes by at most sqrt(L^2 max|up|^2 + max|act(gate)|^2) times the change of (gate, up).
     """
     norm_1 = layers.gamma_1_max / (layers.variance_1_min + layers.epsilon_1) ** 0.5
     norm_2 = layers.gamma_2_max / (layers.variance_2_min + layers.epsilon_2) ** 0.5
+    query_weight_norm, key_weight_norm = (
+        layers[f"{heads}_weight_norm"] * layers.get(f"{heads}_gain", 1.0) for heads in ("query", "key")
+    )
     through_scores = (
         0.5
         * layers.score_scaling
         * layers.value_spectral_norm
-        * (layers.key_norm * layers.query_weight_norm + layers.query_norm * layers.key_weight_norm)
+        * (layers.key_norm * query_weight_norm + layers.query_norm * key_weight_norm)
     )
     through_values = layers.probability_norm * layers.value_weight_norm
     attention = layers.attention_out_weight_norm * (through_scores + through_values)
-    mlp = layers.mlp_out_weight_norm * layers.activation_lipschitz * layers.mlp_in_weight_norm
-    return in_sequence(norm_1 * attention, norm_2 * mlp)
+    slope = layers.activation_lipschitz
+    if "up_max" in layers:
+        slope = np.hypot(slope * layers.up_max, layers.activated_max)
+    mlp = layers.mlp_out_weight_norm * slope * layers.mlp_in_weight_norm
+    return in_block(layers, norm_1 * attention, norm_2 * mlp)
 
 
 def residual_transport(layers: pd.DataFrame, estimator: str) -> pd.Series:

@@ -5,6 +5,8 @@ weights move by a learning rate, so the singular vectors of the last step nearly
 iteration from them keeps the norms current.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -23,17 +25,25 @@ def activation_lipschitz(activation: nn.Module, reach: float = 20.0) -> float:
 
 
 def matrices(block: Block) -> dict[str, Tensor]:
-    """The weight matrices of a GPT-2 block that the score and transport need, by the name of their norm."""
-    # Conv1D keeps (in, out), query, key and value side by side.
-    query, key, value = block.attention.c_attn.weight.detach().chunk(3, dim=1)
+    """The weight matrices of a block that the score and transport need, by the name of their norm.
+
+    Gate and up of a gated MLP are one matrix [W_gate; W_up], one product with norm_2's output: its error
+    does not depend on whether a family fuses the two.
+    """
     return {
-        "query_weight_norm": query,
-        "key_weight_norm": key,
-        "value_weight_norm": value,
+        "query_weight_norm": block.query.weight,
+        "key_weight_norm": block.key.weight,
+        "value_weight_norm": block.value.weight,
         "attention_out_weight_norm": block.attention_out.weight.detach(),
-        "mlp_in_weight_norm": block.mlp_in.weight.detach(),
+        "mlp_in_weight_norm": block.mlp_in.weight,
         "mlp_out_weight_norm": block.mlp_out.weight.detach(),
     }
+
+
+def score_width(block: Block) -> float:
+    """The d of scores Q K^T / sqrt(d): the width of a head, unless the model scales otherwise."""
+    usual = math.isclose(block.score_scaling, block.head_width**-0.5)
+    return block.head_width if usual else block.score_scaling**-2
 
 
 class WeightStatistics:
@@ -48,10 +58,15 @@ class WeightStatistics:
         self.subspaces: dict[tuple[int, int], Tensor] = {}
         self._constants = {
             "activation_lipschitz": [activation_lipschitz(block.activation) for block in blocks],
-            "score_scaling": [block.attention.scaling for block in blocks],
-            "head_width": [block.attention.head_dim for block in blocks],
-            "d_model": [block.norm_1.weight.numel() for block in blocks],
+            "score_scaling": [block.score_scaling for block in blocks],
+            "head_width": [score_width(block) for block in blocks],
+            "d_model": [block.norm_1.gamma.numel() for block in blocks],
         }
+        if any(block.parallel for block in blocks):
+            self._constants |= {
+                "parallel": [block.parallel for block in blocks],
+                "shared_norm": [block.norm_1.module is block.norm_2.module for block in blocks],
+            }
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float]]:
@@ -84,7 +99,7 @@ class WeightStatistics:
     def _collected(self, norms: dict[str, Tensor]) -> dict[str, list[float]]:
         """``norms`` (L,) each and the largest |gamma|, through one transfer from the device."""
         gammas = {
-            f"gamma_{site}_max": torch.stack([getattr(b, f"norm_{site}").weight for b in self.blocks]).abs().amax(-1)
+            f"gamma_{site}_max": torch.stack([getattr(b, f"norm_{site}").gamma for b in self.blocks]).abs().amax(-1)
             for site in (1, 2)
         }
         measured = norms | gammas

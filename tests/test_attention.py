@@ -32,8 +32,8 @@ class Recorder:
     def __init__(self):
         self.seen_scores, self.seen_probabilities, self.first_rows = [], [], []
 
-    def begin(self, query, key, value):
-        self.query, self.key, self.value = query, key, value
+    def begin(self, query, key, value, scaling):
+        self.query, self.key, self.value, self.scaling = query, key, value, scaling
 
     def scores(self, scores):
         self.seen_scores.append(scores.clone())
@@ -138,7 +138,7 @@ def test_what_the_observer_sees(shape, block_elements, attending):
     observed_attention(case.module, *case.inputs, None, scaling=0.5)
     recorder, (query, key, value) = case.recorder, case.inputs
     groups = shape[0] // shape[1]
-    assert torch.equal(recorder.query, query)
+    assert torch.equal(recorder.query, query) and recorder.scaling == 0.5
     assert torch.equal(recorder.key, key.repeat_interleave(groups, 1))
     assert torch.equal(recorder.value, value.repeat_interleave(groups, 1))
     seen = visible(*shape[2:])
@@ -163,6 +163,7 @@ def test_observing_changes_nothing(dtype, attending):
 def test_scaling_defaults_to_the_head_width(attending):
     case = attending((4, 4, 8, 8))
     default, _ = observed_attention(case.module, *case.inputs, None)
+    assert case.recorder.scaling == HEAD_WIDTH**-0.5
     assert torch.equal(observed_attention(case.module, *case.inputs, None, scaling=HEAD_WIDTH**-0.5)[0], default)
 
 
@@ -170,6 +171,14 @@ def test_attention_dropout_is_refused(attending):
     case = attending((1, 1, 4, 4))
     with pytest.raises(ValueError, match="needs a model in eval mode, got attention dropout 0.1"):
         observed_attention(case.module, *case.inputs, None, dropout=0.1)
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux"])
+def test_attention_of_other_scores_is_refused(option, attending):
+    case = attending((1, 1, 4, 4))
+    with pytest.raises(ValueError, match=f"softmax of scaled products, got a model that passes {option}"):
+        observed_attention(case.module, *case.inputs, None, **{option: 50.0})
+    observed_attention(case.module, *case.inputs, None, **{option: None})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from fragility_core import theory
 from fragility_core.architectures import blocks
@@ -572,9 +572,9 @@ def test_training_mode_is_refused(tiny_gpt2, tiny_tokens):
 
 
 def test_other_architectures_are_refused():
-    config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    with pytest.raises(TypeError, match="knows the blocks of gpt2 models, got model_type 'llama'"):
-        Monitor(lower(LlamaModel(config), "fp32"))
+    config = BertConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    with pytest.raises(TypeError, match="BertLayer is no block whose score is known"):
+        Monitor(lower(BertModel(config), "fp32"))
 
 
 @pytest.mark.parametrize("execution", ["native", "emulated"])

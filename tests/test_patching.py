@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel
+from transformers import BertConfig, BertModel
 
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import LowPrecision, lower
@@ -143,9 +143,9 @@ def test_each_block_runs_once_over_what_has_entered(execution, model, tiny_token
 def test_patched_hidden_states_lie_on_the_grid_before_the_next_block(model, tiny_tokens):
     """fp8 is carried in bf16, so a plain cast would leave fp8's grid."""
     low = lower(model, "fp8_e4m3")
-    inputs = []
+    patching, inputs = Patching(model, low), []
     low.model.h[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    Patching(model, low)(tiny_tokens)
+    patching(tiny_tokens)
     assert torch.equal(low.format.round(inputs[0].float()), inputs[0])
 
 
@@ -213,9 +213,7 @@ def test_training_mode_is_refused(which, model, tiny_tokens):
 
 
 def test_unknown_architectures_are_refused():
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=11
-    )
-    model = LlamaModel(config).eval()
-    with pytest.raises(TypeError, match="got model_type 'llama'"):
+    config = BertConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=11)
+    model = BertModel(config).eval()
+    with pytest.raises(TypeError, match="BertLayer is no block whose score is known"):
         Patching(model, lower(model, "bf16"))

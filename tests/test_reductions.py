@@ -11,10 +11,12 @@ from fragility_core import theory
 from fragility_core.reductions import (
     blocks_at_once,
     layernorm_path,
+    rmsnorm_path,
     sampled_rows,
     softmax_sensitivity_estimate,
     spectral_norm,
     spectral_norm_from_gram,
+    window_max,
     window_norm,
 )
 
@@ -77,6 +79,28 @@ def test_layernorm_path_of_rows_without_variance():
     assert path.tolist() == torch.zeros(1, 2, 8).tolist()
     assert mean.tolist() == [[3.0, 3.0]]
     assert scale[0, 0].item() == pytest.approx(100, rel=1e-6)  # 1 / sqrt(1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-2])
+def test_rmsnorm_path(dtype, epsilon):
+    x, gamma = (2 + normal(3, 20, 64)).to(dtype), normal(64, seed=1).to(dtype)
+    path, mean, scale = rmsnorm_path(x, gamma, epsilon)
+    assert path.dtype == mean.dtype == scale.dtype == torch.float32 and mean.shape == scale.shape == (3, 20)
+    torch.testing.assert_close(path.double(), theory.rmsnorm_path(x, gamma, epsilon), rtol=32 * U32, atol=0)
+    exact = (x.double().square().mean(-1) + epsilon).rsqrt()
+    torch.testing.assert_close(scale.double(), exact, rtol=1e-5, atol=0)
+    assert not mean.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_window_max(dtype):
+    x = normal(3, 5, 4).to(dtype)
+    x[1, 2, 3] = -30.5
+    assert window_max(x).dtype == torch.float32
+    assert window_max(x).tolist() == [window.abs().max().item() for window in x] and window_max(x)[1] == 30.5
+    x[2, 0, 0] = torch.nan
+    assert window_max(x)[2].isnan()
 
 
 # --- The softmax differential --------------------------------------------------------------------

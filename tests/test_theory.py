@@ -45,7 +45,7 @@ def test_every_public_function_is_exported():
         for name, thing in vars(module).items()
         if getattr(thing, "__module__", None) == module.__name__ and not name.startswith("_")
     }
-    assert len(modules) == 6 and public == set(theory.__all__)
+    assert len(modules) == 7 and public == set(theory.__all__)
 
 
 # --- Self-attention ------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from fragility_core.transport import (
     release_transport,
     residual_transport,
 )
+from fragility_core.weights import activation_lipschitz
 
 LENGTH = 6  # the exact Jacobian of a block is (6 * 32) x (6 * 32)
 
@@ -113,6 +114,34 @@ def test_operator_norm_transport_by_hand():
     )  # fmt: skip
     assert operator_norm_transport(layers).tolist() == [pytest.approx(4.4, rel=1e-14)]
     assert residual_transport(layers, "operator_norm").tolist() == operator_norm_transport(layers).tolist()
+
+
+def test_operator_norm_transport_of_other_blocks_by_hand():
+    """The row above with norms of queries and keys, a gated MLP, and in parallel."""
+    # Scores 0.5 * 0.5 * 4 (3 * 1 * 2 + 2 * 2 * 0.5) = 8; attention 0.1 * (8 + 10) = 1.8; the gated product
+    # changes by at most sqrt((1 * 3)^2 + 4^2) = 5: MLP 0.5 * 5 * 2 = 5.
+    layers = row(
+        gamma_1_max=2.0, variance_1_min=3.0, epsilon_1=1.0, gamma_2_max=3.0, variance_2_min=8.0, epsilon_2=1.0,
+        score_scaling=0.5, value_spectral_norm=4.0, key_norm=3.0, query_weight_norm=1.0, query_norm=2.0,
+        key_weight_norm=2.0, probability_norm=5.0, value_weight_norm=2.0, attention_out_weight_norm=0.1,
+        mlp_out_weight_norm=0.5, activation_lipschitz=1.0, mlp_in_weight_norm=2.0,
+        query_gain=2.0, key_gain=0.5, up_max=3.0, activated_max=4.0,
+    )  # fmt: skip
+    assert operator_norm_transport(layers).tolist() == [pytest.approx(1.8 + 5 * 2.8, rel=1e-14)]
+    assert operator_norm_transport(layers.assign(parallel=True)).tolist() == [pytest.approx(6.8, rel=1e-14)]
+    assert operator_norm_transport(layers.assign(parallel=False)).tolist() == [pytest.approx(15.8, rel=1e-14)]
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.ReLU()])
+def test_gated_products_change_by_at_most_their_bound(activation):
+    """||J|| of act(a) b is at most sqrt(L^2 max|b|^2 + max|act(a)|^2), nearly attained."""
+    generator, lipschitz, shares = torch.Generator().manual_seed(0), activation_lipschitz(activation), []
+    for _ in range(200):
+        a, b = 4 * torch.randn(2, 4, generator=generator, dtype=torch.float64)
+        jacobian = torch.cat(torch.autograd.functional.jacobian(lambda a, b: activation(a) * b, (a, b)), 1)
+        bound = (lipschitz * b.abs().max()).hypot(activation(a).abs().max())
+        shares.append((torch.linalg.matrix_norm(jacobian, 2) / bound).item())
+    assert 0.85 < max(shares) <= 1 + 1e-12
 
 
 def test_unknown_transport():

@@ -38,8 +38,8 @@ def test_weight_statistics(tiny_gpt2):
     }
     for name, weight in want.items():
         assert measured[name] == pytest.approx(torch.linalg.matrix_norm(weight, 2).item(), rel=1e-6), name
-    assert measured["gamma_1_max"] == block.norm_1.weight.abs().max().item()
-    assert measured["gamma_2_max"] == block.norm_2.weight.abs().max().item()
+    assert measured["gamma_1_max"] == block.norm_1.gamma.abs().max().item()
+    assert measured["gamma_2_max"] == block.norm_2.gamma.abs().max().item()
     assert (measured["head_width"], measured["d_model"], measured["score_scaling"]) == (16, 32, 0.25)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fragility_core.architectures import blocks
 from fragility_core.bgss import Policy, State, advance, get_policy, replay
 from fragility_core.bgss.registry import policy_class
 from fragility_core.experiments.inputs import Inputs, load, require_values
@@ -118,12 +119,12 @@ def specifications(
 
 
 def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
-    """The policies ``names`` on the model's own LayerNorm epsilon and the shadow's unit roundoff.
+    """The policies ``names`` on the epsilon of the model's own norms and the shadow's unit roundoff.
 
     ``parameters`` are given to those that have them. Raises ValueError for unknown names.
     """
     parameters |= {
-        "base_epsilon": inputs.model.config.layer_norm_epsilon,
+        "base_epsilon": blocks(inputs.model)[0].norm_1.eps,
         "unit_roundoff": get_format(setting.precision).unit_roundoff,
     }
     known = {name: {field.name for field in fields(policy_class(name))} for name in names}

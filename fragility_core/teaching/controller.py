@@ -68,10 +68,10 @@ def frozen(block: int, exponent: float) -> tuple[Axes, str]:
     bars.plot(rows.layer, rows.dominance, "_", color="0.2", markersize=14, markeredgewidth=2, label="φ: all of M_LN")
     figures.log_scale(bars, "y")
     bars.set(
-        ylim=(1e-9, 1), xticks=range(0, 12, 2), xlabel="block", ylabel="share of its G",
+        ylim=(1e-9, 50), xticks=range(0, 12, 2), xlabel="block", ylabel="share of its G",
         title="what raising ε takes off",
     )  # fmt: skip
-    bars.legend(frameon=False, fontsize="small", loc="lower right")
+    bars.legend(frameon=False, fontsize="small", loc="upper right")
     return curve, (
         f"block {block}, ε from {BASE:g} to {epsilon:.2g}: M_LN falls by {1 - here.after / here.before:.2g}, "
         f"G by {here.share:.2g}, the predicted mismatch by {here.reduction / rows.risk.sum():.2g} (shares of 1); "
@@ -95,7 +95,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     left.plot(variance[:-1], epsilon[:-1], color="C0")
     left.plot(variance[-1], epsilon[-1], "o", color="C3", markersize=9)
     left.plot(rows.variance_1, np.full(len(rows), 2.2e-6), "|", color="0.2", markersize=12)
-    left.text(1e-5, 1.7e-6, "the 12 blocks:", fontsize="small")
+    left.text(0.02, 1.7e-6, "the 12 blocks", fontsize="small")
     left.set(ylim=(1e-6, 2), ylabel="ε after the update", title="ε follows σ² between base and cap")
     right.axhspan(target, 1, color="C2", alpha=0.25, linewidth=0)
     right.plot(variance[:-1], before[:-1], color="0.5", linestyle="--", label="before")

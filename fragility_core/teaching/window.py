@@ -266,7 +266,7 @@ def epsilon(block: int, exponent: int, format: str) -> tuple[Axes, str]:
     right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
     right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
     figures.log_scale(right, "y")
-    right.set(ylim=(1e-6, 10), title="what it costs")
+    right.set(ylim=(1e-6, 100), title="what it costs")
     place = EPSILONS.index(chosen)
     for axes in (left, right):
         figures.log_scale(axes, "x")

@@ -60,6 +60,16 @@ from fragility_core.theory.residual import (
     residual_condition_bound,
     residual_singular_value_bounds,
 )
+from fragility_core.theory.rmsnorm import (
+    RMSNormNorms,
+    rmsnorm_coefficient,
+    rmsnorm_error_bound,
+    rmsnorm_magnitude,
+    rmsnorm_norms,
+    rmsnorm_path,
+    rmsnorm_ratio,
+    rmsnorm_relative_error_bound,
+)
 from fragility_core.theory.stabilization import (
     epsilon_candidate,
     epsilon_update,
@@ -94,6 +104,9 @@ __all__ = [  # noqa: RUF022 (in the paper's order)
     "layernorm_path", "LayerNormNorms", "layernorm_norms", "layernorm_factor", "layernorm_factor_slope",
     "layernorm_magnitude", "layernorm_coefficient", "layernorm_error_bound", "layernorm_relative_error_bound",
     "layernorm_change_bound", "layernorm_ratio",
+    # the same for RMSNorm, which the paper does not treat
+    "rmsnorm_path", "RMSNormNorms", "rmsnorm_norms", "rmsnorm_magnitude", "rmsnorm_coefficient",
+    "rmsnorm_error_bound", "rmsnorm_relative_error_bound", "rmsnorm_ratio",
     # subsec. unified, bgss_theory
     "remainder_magnitude", "local_magnitude", "mismatch_bound", "layer_risk", "predicted_mismatch",
     "layernorm_dominance", "frozen_magnitude", "frozen_magnitude_slope", "frozen_risk", "frozen_risk_reduction",

@@ -1,0 +1,64 @@
+"""Normalization layers, known by what they compute and not by the name of their class."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+EPSILONS = ("eps", "variance_epsilon")  # the names under which transformers' norms keep epsilon
+
+
+@dataclass(eq=False)
+class Norm:
+    """gamma (x - mu) / sqrt(sigma^2 + eps), with mu = 0 and the mean square for sigma^2 where not ``centred``.
+
+    gamma is the module's weight plus ``offset``: 0, or 1 in Gemma, whose weights are stored less 1.
+    """
+
+    module: nn.Module
+    centred: bool
+    offset: float
+
+    @property
+    def gamma(self) -> Tensor:
+        """The scale (d_model,): the weight itself, or in fp32 with the offset added."""
+        weight = self.module.weight.detach()
+        return weight.float() + self.offset if self.offset else weight
+
+    @property
+    def eps(self) -> float:
+        """Epsilon as the module has it now."""
+        return getattr(self.module, epsilon_name(self.module))
+
+    @eps.setter
+    def eps(self, epsilon: float) -> None:
+        setattr(self.module, epsilon_name(self.module), epsilon)
+
+
+def epsilon_name(module: nn.Module) -> str | None:
+    """Under which name ``module`` keeps its epsilon, None where it has none."""
+    return next((name for name in EPSILONS if isinstance(getattr(module, name, None), int | float)), None)
+
+
+@torch.no_grad()
+def known_norm(module: nn.Module) -> Norm | None:
+    """``module`` as a LayerNorm or RMSNorm, or None if it is neither.
+
+    It is run on one vector of mean 1, on which the candidates differ; the nearest of them must agree to
+    the rounding of the module's dtype.
+    """
+    weight = getattr(module, "weight", None)
+    if epsilon_name(module) is None or not torch.is_tensor(weight) or weight.ndim != 1:
+        return None
+    x = torch.linspace(-1, 3, weight.numel(), dtype=torch.float64).to(weight)
+    bias = 0.0 if getattr(module, "bias", None) is None else module.bias.double()
+    computed, x = module(x[None])[0].double() - bias, x.double()
+    candidates = [Norm(module, centred, offset) for centred in (True, False) for offset in (0.0, 1.0)]
+
+    def distance(norm: Norm) -> float:
+        centred = x - x.mean() if norm.centred else x
+        path = norm.gamma.double() * centred / (centred.square().mean() + norm.eps).sqrt()
+        return (torch.linalg.vector_norm(computed - path) / torch.linalg.vector_norm(path)).item()
+
+    nearest = min(candidates, key=distance)
+    return nearest if distance(nearest) < 8 * torch.finfo(weight.dtype).eps else None
