@@ -133,7 +133,7 @@ def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
     kernels = predict_kernels_only(Adjoint(low.stochastic(0), probes=8)(tiny_tokens))
     exact = final_hidden(copy.deepcopy(low.model).float(), tiny_tokens)
     stochastic = low.stochastic(1)
-    squares = torch.stack([mismatch(hidden(stochastic, tiny_tokens), exact) ** 2 for _ in range(60)])
+    squares = torch.stack([mismatch(hidden(stochastic, tiny_tokens), exact) ** 2 for _ in range(40)])
     np.testing.assert_allclose(kernels.predicted, squares.mean(0).sqrt(), rtol=0.08)
 
 
@@ -156,9 +156,21 @@ def test_prediction_is_the_measured_mismatch(format, implementation, embedded):
     model, windows = embedded
     low = lower(model, format)
     low.model.set_attn_implementation(implementation)
-    windows = windows if implementation == IMPLEMENTATION else windows[:4]
+    windows = windows if implementation == IMPLEMENTATION else windows[:3]
     ratio = Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)
     assert 0.95 < ratio.mean() < 1.05
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3_scaled", "fp8_e5m2_scaled"])
+def test_first_order_at_fp8(format, embedded):
+    """Every kernel in fp8, at mismatches of 0.2 to 0.4: off by up to 20 % either way. Weights alone: within 10 %."""
+    model, windows = embedded[0], embedded[1][:2]
+    low = lower(model, format)
+    assert 0.8 < (Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)).mean() < 1.3
+    with torch.no_grad():
+        rounded = mismatch(final_hidden(copy.deepcopy(low.model).float(), windows), final_hidden(model, windows))
+    weights = Adjoint(low, model, activations=False)(windows).windows.predicted
+    assert 0.88 < (weights / rounded.numpy()).mean() < 1.12
 
 
 def test_weights_alone(embedded):
@@ -194,7 +206,7 @@ def test_known_errors_of_weights(embedded):
 
 
 def test_positions_that_count(embedded):
-    model, windows = embedded[0], embedded[1][:6]
+    model, windows = embedded[0], embedded[1][:4]
     low = lower(model, "bf16")
     adjoint = Adjoint(low, model)
     counted = torch.zeros(windows.shape, dtype=torch.bool)
@@ -202,8 +214,8 @@ def test_positions_that_count(embedded):
     with torch.no_grad():
         late = mismatch(hidden(low, windows)[:, 64:], final_hidden(model, windows)[:, 64:]).numpy()
     assert 0.93 < (adjoint(windows, counted).windows.predicted / late).mean() < 1.07
-    everything = adjoint(windows, torch.ones_like(counted)).windows
-    pd.testing.assert_frame_equal(everything, adjoint(windows).windows)
+    everything = adjoint(windows[:1], torch.ones_like(counted[:1])).windows
+    pd.testing.assert_frame_equal(everything, adjoint(windows[:1]).windows)
 
 
 # --- What the rows say -------------------------------------------------------------------------------
@@ -241,7 +253,7 @@ def test_prediction_by_hand():
 
 def test_standard_error_is_the_spread_over_seeds(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    windows = pd.concat([Adjoint(low, probes=4, seed=seed)(tiny_tokens[:1]).windows for seed in range(25)])
+    windows = pd.concat([Adjoint(low, probes=4, seed=seed)(tiny_tokens[:1]).windows for seed in range(16)])
     assert windows.standard_error.pow(2).mean() ** 0.5 == pytest.approx(windows.predicted.std(), rel=0.4)
 
 
