@@ -149,16 +149,17 @@ def embedded():
     return load_model("embedded", "cpu"), select_windows(stream, 128, 10, seed=0)[1]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize(
+    ("implementation", "count", "tolerance"), [(IMPLEMENTATION, 10, 0.05), ("eager", 3, 0.1), ("sdpa", 3, 0.1)]
+)
 @pytest.mark.parametrize("format", HALF)
-def test_prediction_is_the_measured_mismatch(format, implementation, embedded):
-    """On a trained model, one probe: no bias beyond 5 %, weights included."""
-    model, windows = embedded
+def test_prediction_is_the_measured_mismatch(format, implementation, count, tolerance, embedded):
+    """On a trained model, one probe, weights included: no bias beyond the chance of so few windows."""
+    model, windows = embedded[0], embedded[1][:count]
     low = lower(model, format)
     low.model.set_attn_implementation(implementation)
-    windows = windows if implementation == IMPLEMENTATION else windows[:3]
     ratio = Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)
-    assert 0.95 < ratio.mean() < 1.05
+    assert abs(ratio.mean() - 1) < tolerance
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3_scaled", "fp8_e5m2_scaled"])
