@@ -333,6 +333,23 @@ def test_overflow_is_named(tiny_gpt2, tiny_tokens):
     assert set(fine.overflow) == {""} and np.isfinite(fine.predicted).all()
 
 
+class Root(nn.Module):
+    """Finite everywhere, with an infinite derivative at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(2, 3, _weight=torch.zeros(2, 3))
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.embedding(tokens).sqrt()
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    prediction = Adjoint(lower(Root(), "bf16"))(torch.tensor([[0, 1]]))
+    assert list(prediction.windows.overflow) == ["the gradient"]
+
+
 def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
     low.model.set_attn_implementation(IMPLEMENTATION)
