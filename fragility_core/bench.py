@@ -2,7 +2,8 @@
 
 GPT-2's real size with random weights, in bf16 (monitored pass) and fp16 (emulation). Times are
 medians of interleaved repetitions, so that a drift of the machine's speed hits both sides; memory is
-the peak of a fresh process during the pass alone.
+the peak of a fresh process during the pass alone. The estimator is timed on the embedded checkpoint,
+in processor time of one thread, which other work on the machine disturbs least.
 """
 
 import argparse
@@ -14,12 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
+from fragility_core.adjoint import Adjoint
+from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
 from fragility_core.environment import device_name
 from fragility_core.models import default_device, load_model
@@ -33,6 +38,8 @@ EMULATION_LIMIT = 1.6
 MEMORY_LIMIT = 1.3
 TRAINING_LENGTH, TRAINING_LIMIT = 256, 2.5
 PATCHING_LENGTH, PATCHING_LIMIT = 512, 0.75
+ESTIMATE_LIMITS = {512: 3.5, 1024: 5.0}
+ESTIMATE_MEMORY_LIMIT = 1.5
 
 
 def random_gpt2() -> GPT2Model:
@@ -41,17 +48,19 @@ def random_gpt2() -> GPT2Model:
     return GPT2Model(GPT2Config()).eval().requires_grad_(False).to(default_device())
 
 
-def medians(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median seconds of each call, the calls taking turns after one warm-up each."""
+def medians(
+    calls: dict[str, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Median seconds of each call by ``clock``, the calls taking turns after one warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repetitions + 1):
         for name, call in calls.items():
-            begin = time.perf_counter()
+            begin = clock()
             call()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if turn:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -135,6 +144,57 @@ def time_training_step(repetitions: int) -> pd.DataFrame:
     return pd.DataFrame([row])
 
 
+def time_estimate(repetitions: int) -> pd.DataFrame:
+    """One estimate of one probe over one plain fp32 pass with the library's default attention, on one thread."""
+    model = load_model("embedded")
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = []
+    for length, limit in ESTIMATE_LIMITS.items():
+        tokens = torch.randint(model.config.vocab_size, (1, length), device=default_device())
+
+        @torch.no_grad()
+        def plain_pass(tokens=tokens):
+            model(tokens, use_cache=False)
+
+        calls = {"plain": plain_pass}
+        for format in ("bf16", "fp16"):
+            for implementation in ("sdpa", IMPLEMENTATION):
+                calls[f"{format}, {implementation}"] = partial(estimator(model, format, implementation), tokens)
+        seconds = medians(calls, repetitions, clock)
+        base = seconds.pop("plain")
+        rows += [
+            {"pass": f"estimate / plain fp32, {name}", "T": length, "seconds": taken, "base_seconds": base,
+             "ratio": taken / base, "limit": limit}
+            for name, taken in seconds.items()
+        ]  # fmt: skip
+    torch.set_num_threads(threads)
+    return pd.DataFrame(rows)
+
+
+def estimator(model: nn.Module, format: str, implementation: str) -> Adjoint:
+    """The estimator for ``model`` in ``format`` with an attention implementation."""
+    low = lower(model, format)
+    low.model.set_attn_implementation(implementation)
+    return Adjoint(low, model)
+
+
+def growth_of_estimate(kind: str, length: int = 1024) -> float:
+    """Memory that one "estimate" or "training forward" takes on top of the loaded models (fp32, and bf16)."""
+    model = load_model("embedded")
+    low = lower(model, "bf16")
+    low.model.set_attn_implementation(IMPLEMENTATION)
+    tokens = torch.randint(model.config.vocab_size, (1, length), device=default_device())
+    _reset_peak()
+    before = _peak()
+    if kind == "estimate":
+        Adjoint(low, model)(tokens)
+    else:
+        model.requires_grad_(True)(tokens)
+    return _peak() - before
+
+
 def peak_megabytes(kind: str, length: int = 1024) -> float:
     """Peak memory during one bf16 pass ("plain" eager or "monitored"), the loaded model included."""
     low = lower(random_gpt2(), "bf16")
@@ -164,30 +224,42 @@ def _peak() -> float:
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
+MEASURED_ALONE = {kind: partial(peak_megabytes, kind) for kind in ("plain", "monitored")} | {
+    kind: partial(growth_of_estimate, kind) for kind in ("training forward", "estimate")
+}
+
+
 def memory_passes() -> pd.DataFrame:
-    """Peak of the monitored pass over that of the plain eager pass, each in a fresh process."""
+    """Memory of the monitored pass over the plain eager pass, and of an estimate; each in a fresh process."""
     peaks = {
         kind: float(subprocess.check_output([sys.executable, "-m", __spec__.name, "--peak", kind], text=True))
-        for kind in ("plain", "monitored")
+        for kind in MEASURED_ALONE
     }
-    row = {"pass": "monitored / plain eager, peak MiB", "T": 1024, "monitored": peaks["monitored"],
-           "plain": peaks["plain"], "ratio": peaks["monitored"] / peaks["plain"], "limit": MEMORY_LIMIT}  # fmt: skip
-    return pd.DataFrame([row])
+    rows = [
+        {"pass": f"{large} / {small}, peak MiB", "T": 1024, "MiB": peaks[large], "base MiB": peaks[small],
+         "ratio": peaks[large] / peaks[small], "limit": limit}
+        for large, small, limit in (
+            ("monitored", "plain", MEMORY_LIMIT),
+            ("estimate", "training forward", ESTIMATE_MEMORY_LIMIT),
+        )
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--peak", choices=("plain", "monitored"), help=argparse.SUPPRESS)
+    parser.add_argument("--peak", choices=MEASURED_ALONE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak:
-        print(peak_megabytes(arguments.peak))
+        print(MEASURED_ALONE[arguments.peak]())
         return
     print(f"GPT-2's size, random weights, {device_name(default_device())}, torch {torch.__version__}")
     print(time_passes(arguments.repetitions).round(3).to_string(index=False))
     print("\nthe embedded checkpoint")
     print(time_training_step(arguments.repetitions).round(3).to_string(index=False))
     print(time_patching(arguments.repetitions).round(3).to_string(index=False))
+    print(time_estimate(arguments.repetitions).round(3).to_string(index=False))
     if torch.cuda.is_available() or sys.platform == "linux":
         print(memory_passes().round(2).to_string(index=False))
 

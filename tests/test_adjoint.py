@@ -133,7 +133,7 @@ def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
     kernels = predict_kernels_only(Adjoint(low.stochastic(0), probes=8)(tiny_tokens))
     exact = final_hidden(copy.deepcopy(low.model).float(), tiny_tokens)
     stochastic = low.stochastic(1)
-    squares = torch.stack([mismatch(hidden(stochastic, tiny_tokens), exact) ** 2 for _ in range(60)])
+    squares = torch.stack([mismatch(hidden(stochastic, tiny_tokens), exact) ** 2 for _ in range(40)])
     np.testing.assert_allclose(kernels.predicted, squares.mean(0).sqrt(), rtol=0.08)
 
 
@@ -149,16 +149,29 @@ def embedded():
     return load_model("embedded", "cpu"), select_windows(stream, 128, 10, seed=0)[1]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize(
+    ("implementation", "count", "tolerance"), [(IMPLEMENTATION, 10, 0.05), ("eager", 3, 0.1), ("sdpa", 3, 0.1)]
+)
 @pytest.mark.parametrize("format", HALF)
-def test_prediction_is_the_measured_mismatch(format, implementation, embedded):
-    """On a trained model, one probe: no bias beyond 5 %, weights included."""
-    model, windows = embedded
+def test_prediction_is_the_measured_mismatch(format, implementation, count, tolerance, embedded):
+    """On a trained model, one probe, weights included: no bias beyond the chance of so few windows."""
+    model, windows = embedded[0], embedded[1][:count]
     low = lower(model, format)
     low.model.set_attn_implementation(implementation)
-    windows = windows if implementation == IMPLEMENTATION else windows[:4]
     ratio = Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)
-    assert 0.95 < ratio.mean() < 1.05
+    assert abs(ratio.mean() - 1) < tolerance
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3_scaled", "fp8_e5m2_scaled"])
+def test_first_order_at_fp8(format, embedded):
+    """Every kernel in fp8, at mismatches of 0.2 to 0.4: off by up to 20 % either way. Weights alone: within 10 %."""
+    model, windows = embedded[0], embedded[1][:2]
+    low = lower(model, format)
+    assert 0.8 < (Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)).mean() < 1.3
+    with torch.no_grad():
+        rounded = mismatch(final_hidden(copy.deepcopy(low.model).float(), windows), final_hidden(model, windows))
+    weights = Adjoint(low, model, activations=False)(windows).windows.predicted
+    assert 0.88 < (weights / rounded.numpy()).mean() < 1.12
 
 
 def test_weights_alone(embedded):
@@ -181,20 +194,23 @@ def test_weights_alone(embedded):
     np.testing.assert_allclose(prediction.windows.predicted, torch.stack(squares).mean(0).sqrt(), rtol=0.05)
 
 
-def test_known_errors_of_weights(embedded):
-    """What rounding did to the weights is near what is expected of it, and nothing where they fit the format."""
+@pytest.mark.parametrize(("format", "tolerance"), [("bf16", 0.12), ("fp8_e4m3_scaled", 0.25)])
+def test_known_errors_of_weights(format, tolerance, embedded):
+    """What rounding did to the weights is near what is expected of it, and nothing where they fit the format.
+
+    Norms' weights lie close to 1, where a coarse format errs by less than ulp / sqrt(12).
+    """
     model, windows = embedded[0], embedded[1][:2]
-    low = lower(model, "bf16")
+    low = lower(model, format)
     fitting = copy.deepcopy(low.model).float()
     known, expected, none = (
-        Adjoint(low, reference)(windows).kernels.query("kind == 'weight'").c2.sum()
-        for reference in (model, None, fitting)
+        Adjoint(low, reference, activations=False)(windows).kernels.c2.sum() for reference in (model, None, fitting)
     )
-    assert known == pytest.approx(expected, rel=0.12) and none == 0
+    assert known == pytest.approx(expected, rel=tolerance) and none == 0
 
 
 def test_positions_that_count(embedded):
-    model, windows = embedded[0], embedded[1][:6]
+    model, windows = embedded[0], embedded[1][:4]
     low = lower(model, "bf16")
     adjoint = Adjoint(low, model)
     counted = torch.zeros(windows.shape, dtype=torch.bool)
@@ -202,8 +218,8 @@ def test_positions_that_count(embedded):
     with torch.no_grad():
         late = mismatch(hidden(low, windows)[:, 64:], final_hidden(model, windows)[:, 64:]).numpy()
     assert 0.93 < (adjoint(windows, counted).windows.predicted / late).mean() < 1.07
-    everything = adjoint(windows, torch.ones_like(counted)).windows
-    pd.testing.assert_frame_equal(everything, adjoint(windows).windows)
+    everything = adjoint(windows[:1], torch.ones_like(counted[:1])).windows
+    pd.testing.assert_frame_equal(everything, adjoint(windows[:1]).windows)
 
 
 # --- What the rows say -------------------------------------------------------------------------------
@@ -241,7 +257,7 @@ def test_prediction_by_hand():
 
 def test_standard_error_is_the_spread_over_seeds(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    windows = pd.concat([Adjoint(low, probes=4, seed=seed)(tiny_tokens[:1]).windows for seed in range(25)])
+    windows = pd.concat([Adjoint(low, probes=4, seed=seed)(tiny_tokens[:1]).windows for seed in range(16)])
     assert windows.standard_error.pow(2).mean() ** 0.5 == pytest.approx(windows.predicted.std(), rel=0.4)
 
 
@@ -318,6 +334,23 @@ def test_overflow_is_named(tiny_gpt2, tiny_tokens):
     assert not np.isfinite(prediction.windows.predicted).any()
     fine = Adjoint(lower(tiny_gpt2, "bf16"))(tiny_tokens).windows
     assert set(fine.overflow) == {""} and np.isfinite(fine.predicted).all()
+
+
+class Root(nn.Module):
+    """Finite everywhere, with an infinite derivative at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(2, 3, _weight=torch.zeros(2, 3))
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.embedding(tokens).sqrt()
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    prediction = Adjoint(lower(Root(), "bf16"))(torch.tensor([[0, 1]]))
+    assert list(prediction.windows.overflow) == ["the gradient"]
 
 
 def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):

@@ -523,3 +523,14 @@ def test_softmax_with_fp32_output_stays_fp32():
     x = low("fp16", 8, 8)
     result = emulated("fp16", lambda x: torch.ops.aten._softmax(x, -1, True), x)
     assert torch.equal(result, x.float().softmax(-1))
+
+
+def test_a_scaled_tensor_has_one_scale():
+    """However a large kernel is computed: the largest entry of the whole result sets the grid of all."""
+    format = get_format("fp8_e4m3_scaled")
+    x = format.round(normal(2**18 + 1))
+    with Emulation(format):
+        got = x * 0.3
+        masked = (got.masked_fill(got > 0.1, torch.finfo(got.dtype).min) * 1.0).softmax(0)
+    assert torch.equal(got, format.round(x.float() * 0.3))
+    assert (masked[got > 0.1] == 0).all() and (masked[got < 0.1] > 0).any()

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fragility_core import formats
-from fragility_core.formats import FORMATS, Format, get_format, has_native_kernels, random_bits
+from fragility_core.formats import FORMATS, SCALED, Format, get_format, has_native_kernels, random_bits
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -238,7 +238,9 @@ def test_stochastic_rounding_passes_what_is_not_finite(format):
 
 
 def test_unknown_format_names_the_known_ones():
-    with pytest.raises(ValueError, match="must be one of fp32, tf32, bf16, fp16, fp8_e4m3, fp8_e5m2, got 'int8'"):
+    with pytest.raises(
+        ValueError, match="must be one of fp32, tf32, bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_e4m3_scaled, .*, got 'int8'"
+    ):
         get_format("int8")
 
 
@@ -250,3 +252,55 @@ def test_every_device_has_fp32(device):
 @pytest.mark.parametrize("name", ["tf32", "fp8_e4m3", "fp8_e5m2"])
 def test_formats_that_are_only_stored_or_only_multiplied_are_emulated(name):
     assert not has_native_kernels(get_format(name), "cpu")
+
+
+# --- Scaled per tensor -----------------------------------------------------------------------------
+
+every_scaled_format = pytest.mark.parametrize("format", SCALED.values(), ids=SCALED.keys())
+tensors = st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8).map(torch.tensor)
+
+
+@every_scaled_format
+@given(x=tensors)
+def test_the_largest_entry_just_fits(format, x):
+    scale, largest = format.scale(x).item(), x.abs().max().item()
+    assert math.frexp(scale)[0] == 0.5  # a power of two
+    assert scale * largest <= format.largest
+    assert largest < 2.0**-80 or 2 * scale * largest > format.largest
+
+
+@every_scaled_format
+@given(x=tensors, exponent=st.integers(-20, 20))
+def test_scaling_a_tensor_scales_its_roundings(format, x, exponent):
+    """As in exact arithmetic: so neither overflow nor the size of a tensor matters, only its spread."""
+    x = torch.where(x.abs() < 2.0**-40, 0.0, x)
+    torch.testing.assert_close(format.round(x * 2.0**exponent), format.round(x) * 2.0**exponent, rtol=0, atol=0)
+
+
+@every_scaled_format
+@given(x=tensors)
+def test_scaled_rounding_is_that_of_the_scaled_numbers(format, x):
+    plain, scale = get_format(format.name.removesuffix("_scaled")), format.scale(x).item()
+    rounded = format.round(x)
+    assert rounded.dtype == torch.bfloat16
+    for got, number in zip(rounded.tolist(), x.tolist()):
+        assert got == round_exactly(number * scale, plain) / scale
+    assert torch.equal(format.round(rounded), rounded)
+
+
+@every_scaled_format
+def test_masks_do_not_set_the_scale(format):
+    lowest = torch.finfo(torch.bfloat16).min
+    x = torch.tensor([1.0, -0.3, lowest, -torch.inf, torch.nan])
+    rounded = format.round(x)
+    assert torch.equal(rounded[:2], format.round(x[:2])) and rounded[2] == lowest
+    assert rounded[3] == -torch.inf and rounded[4].isnan()
+    assert (format.round(torch.zeros(3)) == 0).all()
+
+
+@every_scaled_format
+def test_scaled_stochastic_rounding_is_unbiased(format):
+    x = torch.tensor([300.0, 1.0, 0.37, 1e-3])
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.stack([format.round(x, generator).float() for _ in range(4000)]).mean(0)
+    torch.testing.assert_close(mean, x, rtol=4 * format.spacing / 4000**0.5, atol=1e-3)

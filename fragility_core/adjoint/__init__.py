@@ -10,6 +10,16 @@ backward pass gives the contribution c^2 of every kernel and weight, and the mis
 sqrt(sum c^2) / ||X||. This is the unified theorem (Theorem unified) with the adjoint in place of
 products of norms; compare Higham & Mary 2019 (doi:10.1137/18M1226312) on rounding errors as random
 variables and Menon et al. 2018 (doi:10.1109/SC.2018.00051) on adjoints for tuning precision.
+
+The local error e_i is the known one, the exact result of the kernel less the stored one, so that exact
+kernels count as such; in its place stands an expected one for weights without a reference (ulp^2 / 12)
+and for stochastic rounding (d (ulp - d) at distance d). Independence is the one assumption: the error
+of one realised pass scatters about the prediction, which is that of the mean over realisations.
+
+How far the first order carries, measured on the embedded checkpoint: in bf16 and fp16 the mean ratio of
+predicted to measured mismatch is 0.99 to 1.02; with every kernel in fp8, at mismatches of 0.2 to 0.4, it
+is 0.89 to 1.16. Where rounding changes a mixture's choice of experts no first order sees it (``routing``).
+At T = 128 one probe adds a scatter of 6 % to a window's prediction, four of 3 %.
 """
 
 from fragility_core.adjoint.estimator import Adjoint, Prediction, final_hidden, predict

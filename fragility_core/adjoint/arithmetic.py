@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fragility_core import emulation
@@ -30,13 +29,6 @@ SHORT_CASTS = {
 }  # fmt: skip
 CASTS = {*SHORT_CASTS, Tensor.to, Tensor.type, Tensor.type_as}
 
-# What is called most often takes the short way: questions, and functions that only view their first argument.
-QUERIES = {Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.device.__get__}
-VIEWS = {
-    Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.flatten, Tensor.unflatten, Tensor.contiguous,
-    Tensor.unsqueeze, Tensor.expand, Tensor.chunk, Tensor.split, functional.dropout,
-}  # fmt: skip
-
 # Functions that only move or select values: those of emulation and a few that are not kernels. Views
 # are found by their memory. Leaving one out costs time, never accuracy: rounding again makes no error.
 EXACT = {str(kernel).rpartition(".")[-1] for kernel in emulation.EXACT} | {
@@ -44,16 +36,8 @@ EXACT = {str(kernel).rpartition(".")[-1] for kernel in emulation.EXACT} | {
     "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum",
 }  # fmt: skip
 PRODUCTS = {
-    "linear",
-    "matmul",
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "einsum",
-    "_grouped_mm",
-    "scaled_dot_product_attention",
-}
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "scaled_dot_product_attention",
+}  # fmt: skip
 
 _DISPATCHING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -167,12 +151,6 @@ class LowArithmetic(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in QUERIES:
-            return func(*args, **kwargs)
-        if func in VIEWS:
-            x = self._wide(args[0])
-            views, kind = func(x, *args[1:], **kwargs), stored_as(x)
-            return map_tensors(views, lambda view: store(view, kind)) if kind else views
         if isinstance(func, FunctionType) and func not in self._open and opened(func):
             self._open.add(func)  # its own C++ part asks again under its name
             try:

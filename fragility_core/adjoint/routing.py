@@ -27,9 +27,14 @@ class Routes(TorchFunctionMode):
         if func.__name__ == "topk":
             k = result.indices.shape[-1]
             self.experts.append(result.indices.flatten(0, -2).sort(-1).values)
-            best = args[0].float().log().flatten(0, -2).topk(k + 1).values
+            best = log_probabilities(args[0].float()).flatten(0, -2).topk(k + 1).values
             self.margins.append(best[:, k - 1] - best[:, k])
         return result
+
+
+def log_probabilities(scores: Tensor) -> Tensor:
+    """Of probabilities; the scores of routers that choose by logits, with the same differences, as they are."""
+    return scores if (scores < 0).any() else scores.log()
 
 
 def routes(model: nn.Module, tokens: Tensor) -> Routes:
