@@ -13,6 +13,7 @@ from fragility_core.diagnosis.measure import observe
 from fragility_core.experiments import inputs
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.formats import FORMATS, get_format
+from fragility_core.protection.structure import block_paths
 from fragility_core.report import duration
 from fragility_core.windows import select_windows
 
@@ -67,16 +68,23 @@ class Request:
             return int(float(found[1]) * BYTES[unit]), "bytes"
         if unit.removesuffix("s") not in UNITS or not float(found[1]).is_integer():
             raise ValueError(
-                f'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), got {self.budget!r}'
+                'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), '
+                f"got {self.budget!r}"
             )
         return int(float(found[1])), UNITS[unit.removesuffix("s")]
 
 
 def load(request: Request) -> tuple[Inputs, Tensor]:
-    """The model with its head and the windows (B, T) on its device; errors are those of ``experiments.inputs.load``."""
+    """The model with its head and the windows (B, T) on its device.
+
+    Raises the errors of ``experiments.inputs.load``, and ValueError for a budget of more blocks than there are.
+    """
     loaded = inputs.load(
         request.model, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
     )
+    (count, unit), depth = request.parsed_budget, len(block_paths(loaded.model))
+    if unit == "blocks" and count > depth:
+        raise ValueError(f"the budget must be between 0 and the {depth} blocks of the model, got {count}")
     loaded.model.set_attn_implementation(request.attention)
     _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
     return loaded, tokens.to(loaded.device)
@@ -112,7 +120,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
 
 
 def memory(request: Request, loaded: Inputs) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, and what its backward pass keeps."""
+    """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, what its backward pass keeps."""
     config, parameters = loaded.model.config, sum(p.numel() for p in loaded.model.parameters())
     copies = parameters * (2 * get_format(request.format).carrier.itemsize + 4)
     kept_a_block = 40 * 6 * config.hidden_size  # bytes a token: about 40 d entries, value and error
