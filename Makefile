@@ -47,6 +47,14 @@ reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures un
 	@printf '%s\n' "" "tables: outputs/$$RESULTS/tables" "figures: outputs/$$RESULTS/figures" \
 	    "report: outputs/$$RESULTS/report.html"
 
+ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
+    $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"}
+
+.PHONY: diagnose
+diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to keep in fp32 for BUDGET=
+	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
+	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
+
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU)
 	@$(EXECUTE) pretrain_embedded $(GIVEN)

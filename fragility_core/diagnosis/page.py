@@ -1,6 +1,7 @@
 """One page on one model: style and figures inside, no script."""
 
 import base64
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,17 @@ def quantity(count: float, unit: str = "B") -> str:
     return f"{count:.0f}\N{NO-BREAK SPACE}{unit}" if count else "0"
 
 
+def price(plan: Plan) -> str:
+    """What ``plan`` costs, in words."""
+    parts = [
+        (plan.parameter_bytes, "B", " more for parameters"),
+        (plan.activation_bytes, "B", " more a token for the residual stream"),
+        (plan.flops, "FLOP", f" a token in fp32 instead of {plan.format}"),
+    ]
+    named = [quantity(count, unit) + what for count, unit, what in parts if count]
+    return ", ".join(named) or "no byte and no matrix product more"
+
+
 @dataclass(frozen=True)
 class Mean:
     """A mean over windows and its 95 % bootstrap interval."""
@@ -80,7 +92,7 @@ def snippet(request: Request, plan: Plan) -> str:
 from fragility_core.models import load_model
 from fragility_core.protection import Plan, apply
 
-model = load_model({request.model!r}, auto_class=AutoModelForCausalLM){attention}
+model = load_model({json.dumps(request.model)}, auto_class=AutoModelForCausalLM){attention}
 plan = Plan({", ".join(kept)})
 low = apply(model, plan)  # raises if a module does not match or its dtype did not change
 with low.running():
@@ -100,10 +112,16 @@ def alternatives(contributions: Contributions) -> list[Plan]:
     return plans + [contributions.plan(count, "blocks") for count in blocks]
 
 
-def shares(contributions: Contributions, column: str) -> pd.Series:
-    """Share of the squared error by ``column`` of the places, largest first."""
-    summed = pd.Series(contributions.relative).groupby(contributions.structure.places[column].to_numpy()).sum()
+def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
+    """Share of the squared error by ``columns`` of the places, largest first."""
+    summed = contributions.structure.places.assign(c2=contributions.relative).groupby(columns).c2.sum()
     return (summed / summed.sum()).sort_values(ascending=False)
+
+
+def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str, float]]:
+    """Module, kind of site and share of the ``count`` largest contributions."""
+    by_module = shares(contributions, ["module", "site"]).head(count)
+    return [(module or "the model itself", SITES[site], share) for (module, site), share in by_module.items()]
 
 
 def block_shares(contributions: Contributions) -> pd.Series:
@@ -160,7 +178,7 @@ def page(diagnosis: Diagnosis) -> str:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of}
+    environment.filters |= {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
     contributions, plan = diagnosis.contributions, diagnosis.plan
     return environment.get_template("page.html.jinja").render(
         style=(REPORT / "style.css").read_text(encoding="utf-8"),
@@ -169,7 +187,7 @@ def page(diagnosis: Diagnosis) -> str:
         predicted=mean_of(diagnosis.prediction.windows.predicted),
         under_plan=None if plan is None else mean_of(contributions.predict(plan).predicted),
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
-        modules=[] if contributions is None else shares(contributions, "module").head(10).items(),
+        modules=[] if contributions is None else largest(contributions),
         alternatives=[] if contributions is None else alternatives(contributions),
         ranges=diagnosis.ranges.head(MANY),
         images=pictures(diagnosis),
