@@ -104,8 +104,13 @@ class Forecast:
         return self.free is None or self.memory < self.free
 
     def __str__(self) -> str:
-        free = "" if self.free is None else f", {self.free / 2**30:.1f} GiB are free"
-        return f"about {duration(self.seconds)} and {self.memory / 2**30:.1f} GiB more memory{free}"
+        free = "" if self.free is None else f", {binary(self.free)} are free"
+        return f"about {duration(self.seconds)} and {binary(self.memory)} more memory{free}"
+
+
+def binary(count: int) -> str:
+    """``count`` bytes in words: "1.5 GiB"."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
