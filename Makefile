@@ -51,6 +51,14 @@ reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures un
 calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on the windows of E2 (takes them from disk, or computes them)
 	@$(EXECUTE) x1_calibrated_predictor $(GIVEN)
 
+ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
+    $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"}
+
+.PHONY: diagnose
+diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to keep in fp32 for BUDGET=
+	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
+	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
+
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU)
 	@$(EXECUTE) pretrain_embedded $(GIVEN)

@@ -10,7 +10,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
 
 # A title of fixed height is one that need not be searched for: the same picture, sooner.
 sns.set_theme(context="notebook", style="whitegrid", palette="colorblind", rc={"axes.titley": 1.0})
@@ -286,3 +286,38 @@ def plain_log_ticks(axis: Axis) -> None:
 
 def legend_outside(axes: Axes) -> None:
     sns.move_legend(axes, "center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+
+
+def diagnosis_windows(windows: pd.DataFrame) -> Axes:
+    """Measured mismatch over the predicted one, one point a window; ``plan`` says under which plan."""
+    axes = canvas(4.6, 4.0)
+    sns.scatterplot(windows, x="predicted", y="measured", hue="plan", style="plan", s=70, ax=axes)
+    values = windows[["predicted", "measured"]]
+    ends = [0.95 * values.min().min(), 1.05 * values.max().max()]
+    axes.plot(ends, ends, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="predicted mismatch", ylabel="measured mismatch")
+    for axis in (axes.xaxis, axes.yaxis):
+        plain_log_ticks(axis)
+    axes.legend(title=None)
+    return axes
+
+
+def diagnosis_shares(shares: pd.Series, name: str) -> Axes:
+    """Shares of the squared error, one bar each, in the order given; ``name`` says what the index counts."""
+    axes = canvas(4.6, max(2.0, 0.28 * len(shares) + 0.9))
+    sns.barplot(x=100 * shares.to_numpy(), y=shares.index.astype(str), color=COLOURS[0], ax=axes)
+    axes.set(xlabel="share of the squared error (%)", ylabel=name)
+    return axes
+
+
+def diagnosis_drift(drift: pd.DataFrame) -> Axes:
+    """Relative error of the residual stream over the blocks, mean over windows and range; one curve a ``plan``."""
+    axes = canvas(4.6, 3.6)
+    sns.lineplot(
+        drift, x="block", y="error", hue="plan", style="plan", markers=True, dashes=False, errorbar=("pi", 100), ax=axes
+    )
+    axes.set(yscale="log", xlabel="after block", ylabel="relative error of the stream")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    plain_log_ticks(axes.yaxis)
+    axes.legend(title=None)
+    return axes

@@ -13,7 +13,7 @@ from fragility_core.emulation import lower
 from fragility_core.formats import get_format
 from fragility_core.protection import cost
 from fragility_core.protection.plans import SITES, Plan
-from fragility_core.protection.structure import Structure, embedding_paths, outermost, within
+from fragility_core.protection.structure import Structure, embedding_paths, outermost
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 PLACE = ["kernel", "name", "kind", "site", "layer", "module", "block_output"]
@@ -69,7 +69,7 @@ class Contributions:
         return gone
 
     def _inside(self, path: str) -> np.ndarray:
-        return self._modules.map(lambda module: within(module, path)).to_numpy(dtype=bool)
+        return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
 
     def predict(self, plan: Plan) -> pd.DataFrame:
         """``predicted`` mismatch and its ``standard_error`` of every window under ``plan``."""
@@ -84,6 +84,7 @@ class Contributions:
         known = {path for path, _ in self.model.named_modules()}
         if unknown := [path for path in modules if path not in known]:
             raise ValueError(f"modules to keep must be modules of the model, got {', '.join(unknown)}")
+        self._require_sites(["residual"] * residual + ["scores"] * scores)
         return self._priced(self._plan(modules, residual, scores, label))
 
     def of_blocks(self, numbers: Iterable[int]) -> Plan:
@@ -110,6 +111,8 @@ class Contributions:
         if unit not in UNITS:
             raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
         if unit == "bytes":
+            if budget < 0:
+                raise ValueError(f"a budget of bytes must be at least 0, got {budget}")
             return self._priced(self._for_bytes(budget))
         count = len(getattr(self.structure, unit))
         if not 0 <= budget <= count:
@@ -177,13 +180,17 @@ class Contributions:
         return self._plan([paths[n] for n in numbers], label=label)
 
     def _of_sites(self, names: tuple[str, ...]) -> Plan:
+        sites = self._require_sites(names)
+        modules = outermost([path for name in names for path in sites[name]])
+        return self._plan(modules, "residual" in names, "scores" in names, ", ".join(names))
+
+    def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         sites = self.structure.sites
         if wrong := [name for name in names if name not in sites]:
             raise ValueError(
-                f"sites must be among those that round in this model, {', '.join(sites)}, got {', '.join(wrong)}"
+                f"sites to keep must be among those of this model, {', '.join(sites)}, got {', '.join(wrong)}"
             )
-        modules = outermost([path for name in names for path in sites[name]])
-        return self._plan(modules, "residual" in names, "scores" in names, ", ".join(names))
+        return sites
 
     def _plan(
         self, modules: Collection[str] = (), residual: bool = False, scores: bool = False, label: str = ""

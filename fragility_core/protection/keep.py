@@ -4,7 +4,7 @@ Only casts at boundaries are added, as hooks. The rest follows from type promoti
 emulated alike: a kernel with an fp32 operand gives fp32.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from difflib import get_close_matches
 from typing import Any
@@ -75,7 +75,20 @@ def keep_stream(model: nn.Module, carrier: torch.dtype, modules: Collection[str]
         parts[path].register_forward_pre_hook(widen_with_input)
         cast_output(parts[path], torch.float32, carrier)
     for path in parts.keys() & branch_paths(model):
+        parts[path].register_forward_pre_hook(lowest_of(carrier), with_kwargs=True)
         cast_inputs(parts[path], torch.float32, carrier)
+
+
+def lowest_of(carrier: torch.dtype) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
+    """A hook that raises the lowest number of an additive mask, fp32 beside an fp32 stream, to that of ``carrier``."""
+    lowest = torch.finfo(carrier).min
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        mask = kwargs.get("attention_mask")
+        additive = mask is not None and mask.dtype == torch.float32
+        return args, kwargs | {"attention_mask": mask.clamp_min(lowest)} if additive else kwargs
+
+    return hook
 
 
 def widen_with_input(norm: nn.Module, args: tuple) -> None:

@@ -87,7 +87,7 @@ class Structure:
             "mlp": self._branches_of(MLP),
         }
         sites = {site: tuple(paths) for site, paths in found.items() if paths}
-        if self.stream_sums.any():
+        if self.stream_can_be_kept:
             sites["residual"] = ()
         if (self.places.site == "scores").any():
             sites["scores"] = ()
@@ -111,6 +111,17 @@ class Structure:
         above_blocks = self.places.module.map(lambda path: any(not path or within(b, path) for b in self.blocks))
         embedded = site.eq("embedding") & kernel & above_blocks & ~self.places.module.isin(embeddings)
         return (site.eq("residual") & ~added_to_again) | embedded
+
+    @cached_property
+    def stream_can_be_kept(self) -> bool:
+        """Whether every block ends with a residual addition and reads the stream through norms.
+
+        Where the stream itself is normed (post-norm) or read by branches, it is rounded there in any case.
+        """
+        kernels = self.places[self.places.kind == "kernel"]
+        last = [kernels.site[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
+        read = [any(within(norm, block) for norm in self.stream_norms) for block in self.blocks]
+        return bool(self.blocks) and all(site == "residual" for site in last) and all(read)
 
     @cached_property
     def stream_norms(self) -> list[str]:

@@ -1,0 +1,205 @@
+"""One page on one model: style and figures inside, no script."""
+
+import base64
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+import transformers
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.axes import Axes
+
+from fragility_core import figures, paths
+from fragility_core.diagnosis.request import Request
+from fragility_core.diagnosis.run import Diagnosis
+from fragility_core.experiments.agreement import spread
+from fragility_core.protection import Contributions, Plan
+from fragility_core.report import TEMPLATES as REPORT
+from fragility_core.report import duration, number
+
+TEMPLATES = paths.ASSETS / "diagnosis"
+MANY = 24  # bars and rows that a page shows
+
+SITES = {
+    "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
+    "context": "attention context", "projection": "attention projections", "attention": "attention, other",
+    "mlp": "MLP", "embedding": "embedding", "router": "router", "head": "head",
+}  # fmt: skip
+
+
+# --- Words and numbers --------------------------------------------------------------------------
+
+
+def percent(share: float) -> str:
+    """A share with three significant digits in percent."""
+    return number(100 * share, "#.3g").removesuffix(".") + ("\N{NO-BREAK SPACE}%" if pd.notna(share) else "")
+
+
+def quantity(count: float, unit: str = "B") -> str:
+    """``count`` of ``unit`` with a decimal prefix: "1.6 MB"; "0" for none."""
+    for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g}\N{NO-BREAK SPACE}{prefix}{unit}"
+    return f"{count:.0f}\N{NO-BREAK SPACE}{unit}" if count else "0"
+
+
+def price(plan: Plan) -> str:
+    """What ``plan`` costs, in words."""
+    parts = [
+        (plan.parameter_bytes, "B", " more for parameters"),
+        (plan.activation_bytes, "B", " more a token for the residual stream"),
+        (plan.flops, "FLOP", f" a token in fp32 instead of {plan.format}"),
+    ]
+    named = [quantity(count, unit) + what for count, unit, what in parts if count]
+    return ", ".join(named) or "no byte and no matrix product more"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over windows and its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_of(values: pd.Series) -> Mean:
+    """The mean of ``values`` over windows, those that are finite."""
+    found = spread(values[values.abs() != float("inf")])
+    return Mean(found["mean"], found["low"], found["high"])
+
+
+def command(request: Request) -> str:
+    """The shell command that makes this page again."""
+    values = ("model", "data", "format", "budget", "windows", "length", "attention")
+    words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
+    return " ".join(["make diagnose", *words])
+
+
+def snippet(request: Request, plan: Plan) -> str:
+    """Python that applies ``plan``."""
+    kept = [f'"{plan.format}"']
+    if plan.modules:
+        kept.append("modules=(\n" + "".join(f'    "{path}",\n' for path in plan.modules) + ")")
+    kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
+    attention = f'\nmodel.set_attn_implementation("{request.attention}")' if request.attention != "sdpa" else ""
+    return f"""from transformers import AutoModelForCausalLM
+
+from fragility_core.models import load_model
+from fragility_core.protection import Plan, apply
+
+model = load_model({json.dumps(request.model)}, auto_class=AutoModelForCausalLM){attention}
+plan = Plan({", ".join(kept)})
+low = apply(model, plan)  # raises if a module does not match or its dtype did not change
+with low.running():
+    logits = low.model(tokens).logits"""
+
+
+# --- Tables and figures -------------------------------------------------------------------------
+
+
+def alternatives(contributions: Contributions) -> list[Plan]:
+    """What other budgets would keep, best first choices of each unit; no pass is run for them."""
+    structure = contributions.structure
+    sites = min(3, len(structure.sites))
+    blocks = [count for count in (1, 2, 4) if count <= len(structure.blocks)]
+    plans = [contributions.keep()]
+    plans += [contributions.plan(count, "sites") for count in range(1, sites + 1)]
+    return plans + [contributions.plan(count, "blocks") for count in blocks]
+
+
+def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
+    """Share of the squared error by ``columns`` of the places, largest first."""
+    summed = contributions.structure.places.assign(c2=contributions.relative).groupby(columns).c2.sum()
+    return (summed / summed.sum()).sort_values(ascending=False)
+
+
+def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str, float]]:
+    """Module, kind of site and share of the ``count`` largest contributions."""
+    by_module = shares(contributions, ["module", "site"]).head(count)
+    return [(module or "the model itself", SITES[site], share) for (module, site), share in by_module.items()]
+
+
+def block_shares(contributions: Contributions) -> pd.Series:
+    """Share of the squared error by block and, apart, of what lies before and after them, in the order of the model."""
+    places = contributions.structure.places
+    names = places.layer.astype("string").fillna(places.site.map({"embedding": "embedding"}).fillna("after"))
+    summed = pd.Series(contributions.relative).groupby(names.to_numpy()).sum()
+    order = sorted(summed.index, key=lambda name: {"embedding": -1, "after": len(places)}.get(name) or int(name))
+    return summed[order] / summed.sum()
+
+
+def uri(axes: Axes) -> str:
+    """The figure of ``axes`` as an address that holds it."""
+    image = base64.b64encode(figures.png(axes)).decode()
+    plt.close(axes.get_figure())
+    return f"data:image/png;base64,{image}"
+
+
+def pictures(diagnosis: Diagnosis) -> dict[str, str]:
+    """The page's figures by name, as far as there is something to show."""
+    found, contributions = {}, diagnosis.contributions
+    if contributions is not None:
+        by_site = shares(contributions, "site")
+        found["sites"] = uri(figures.diagnosis_shares(by_site.rename(SITES)[by_site.to_numpy() > 1e-4], "rounded in"))
+        found["blocks"] = uri(figures.diagnosis_shares(block_shares(contributions).head(4 * MANY), "block"))
+    if diagnosis.drift is not None:
+        named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
+        curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
+        found["drift"] = uri(figures.diagnosis_drift(curves[curves.error.notna()]))
+        finite = agreement(diagnosis)
+        if len(finite):
+            found["windows"] = uri(figures.diagnosis_windows(finite))
+    return found
+
+
+def agreement(diagnosis: Diagnosis) -> pd.DataFrame:
+    """Predicted and measured mismatch of every window that is finite in both, without and with the plan."""
+    tables = [diagnosis.prediction.windows.assign(measured=diagnosis.measured.mismatch, plan="none")]
+    if diagnosis.plan is not None:
+        under = diagnosis.contributions.predict(diagnosis.plan).set_index("window").predicted
+        protected = diagnosis.protected.set_index("window").mismatch
+        table = pd.DataFrame({"predicted": under, "measured": protected, "plan": "recommended"})
+        tables.append(table.rename_axis("window").reset_index())
+    joined = pd.concat(tables)[["window", "plan", "predicted", "measured"]]
+    return joined[(joined[["predicted", "measured"]] < float("inf")).all(axis=1)]
+
+
+# --- The page -----------------------------------------------------------------------------------
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """The page as HTML."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
+    contributions, plan = diagnosis.contributions, diagnosis.plan
+    return environment.get_template("page.html.jinja").render(
+        style=(REPORT / "style.css").read_text(encoding="utf-8"),
+        request=diagnosis.request,
+        found=diagnosis,
+        predicted=mean_of(diagnosis.prediction.windows.predicted),
+        under_plan=None if plan is None else mean_of(contributions.predict(plan).predicted),
+        overflowing=diagnosis.prediction.windows.query("overflow != ''"),
+        modules=[] if contributions is None else largest(contributions),
+        alternatives=[] if contributions is None else alternatives(contributions),
+        ranges=diagnosis.ranges.head(MANY),
+        images=pictures(diagnosis),
+        command=command(diagnosis.request),
+        snippet=None if plan is None else snippet(diagnosis.request, plan),
+        seconds=duration(diagnosis.seconds),
+        versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
+    )
+
+
+def write(diagnosis: Diagnosis, profile: str) -> Path:
+    """Write ``outputs/<profile>/diagnosis.html`` and return its path."""
+    path = paths.output_folder(profile) / "diagnosis.html"
+    path.write_text(page(diagnosis), encoding="utf-8")
+    return path

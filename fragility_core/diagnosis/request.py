@@ -1,0 +1,144 @@
+"""What is asked, checked before any work, and what it will take."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fragility_core.diagnosis.measure import observe
+from fragility_core.experiments import inputs
+from fragility_core.experiments.inputs import Inputs
+from fragility_core.formats import FORMATS, get_format
+from fragility_core.protection.structure import block_paths
+from fragility_core.report import duration
+from fragility_core.windows import select_windows
+
+ATTENTIONS = ("sdpa", "eager")
+REFERENCES = ("auto", "yes", "no")
+BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
+BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model and a text (hub name, path, or "embedded"), the format to run in, and what may be kept in fp32.
+
+    ``budget`` is "2 blocks", "1 site", "6 modules", "40 MB"; a number alone counts blocks. ``windows`` of
+    ``length`` tokens are drawn by ``seed``; ``probes`` sign vectors are averaged over. ``attention``
+    is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured
+    beside the prediction: "auto" if memory allows. Raises ValueError for values other than these.
+    """
+
+    model: str
+    data: str
+    format: str
+    budget: str
+    windows: int
+    length: int
+    probes: int = 2
+    seed: int = 0
+    attention: str = "sdpa"
+    reference: str = "auto"
+
+    def __post_init__(self):
+        rounding = [name for name, format in FORMATS.items() if format.carrier != torch.float32]
+        if self.format not in rounding:
+            raise ValueError(
+                f"a diagnosis needs a format that rounds results, {', '.join(rounding)}, got {self.format!r}"
+            )
+        for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, least in (("windows", 1), ("length", 2), ("probes", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        self.parsed_budget  # noqa: B018  raises
+
+    @property
+    def parsed_budget(self) -> tuple[int, str]:
+        """Number and unit as ``Contributions.plan`` takes them."""
+        found = BUDGET.fullmatch(self.budget.strip())
+        unit = found[2].lower() if found else "?"
+        if unit in BYTES:
+            return int(float(found[1]) * BYTES[unit]), "bytes"
+        if unit.removesuffix("s") not in UNITS or not float(found[1]).is_integer():
+            raise ValueError(
+                'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), '
+                f"got {self.budget!r}"
+            )
+        return int(float(found[1])), UNITS[unit.removesuffix("s")]
+
+
+def load(request: Request) -> tuple[Inputs, Tensor]:
+    """The model with its head and the windows (B, T) on its device.
+
+    Raises the errors of ``experiments.inputs.load``, and ValueError for a budget of more blocks than there are.
+    """
+    loaded = inputs.load(
+        request.model, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
+    )
+    (count, unit), depth = request.parsed_budget, len(block_paths(loaded.model))
+    if unit == "blocks" and count > depth:
+        raise ValueError(f"the budget must be between 0 and the {depth} blocks of the model, got {count}")
+    loaded.model.set_attn_implementation(request.attention)
+    _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
+    return loaded, tokens.to(loaded.device)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None where unknown)."""
+
+    seconds: float
+    memory: int
+    free: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory suffices, as far as is known."""
+        return self.free is None or self.memory < self.free
+
+    def __str__(self) -> str:
+        free = "" if self.free is None else f", {binary(self.free)} are free"
+        return f"about {duration(self.seconds)} and {binary(self.memory)} more memory{free}"
+
+
+def binary(count: int) -> str:
+    """``count`` bytes in words: "1.5 GiB"."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
+    """An estimate from two timed fp32 passes of one window and the model's size, good to a factor of two."""
+    observe(loaded.model, tokens[:1])
+    start = time.perf_counter()
+    observe(loaded.model, tokens[:1])
+    plain = time.perf_counter() - start
+    emulated = loaded.execution(request.format) == "emulated"
+    passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
+    return Forecast(plain * passes * len(tokens), memory(request, loaded), free_memory(loaded.device))
+
+
+def memory(request: Request, loaded: Inputs) -> int:
+    """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, what its backward pass keeps."""
+    config, parameters = loaded.model.config, sum(p.numel() for p in loaded.model.parameters())
+    copies = parameters * (2 * get_format(request.format).carrier.itemsize + 4)
+    kept_a_block = 40 * 6 * config.hidden_size  # bytes a token: about 40 d entries, value and error
+    if request.attention == "eager":
+        kept_a_block += 4 * 6 * config.num_attention_heads * request.length
+    logits = 6 * 4 * config.vocab_size
+    return copies + request.length * (config.num_hidden_layers * kept_a_block + logits)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on ``device``, None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    table = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.is_file() else None
+    return int(found[1]) * 1024 if found else None

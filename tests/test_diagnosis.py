@@ -1,0 +1,240 @@
+"""The diagnosis: what is asked and refused, what is measured, and the page with everything that can happen on it."""
+
+import re
+import shlex
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from conftest import TINY, random_gpt2
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from fragility_core import adjoint, diagnosis
+from fragility_core.diagnosis import page
+from fragility_core.diagnosis.measure import Pass, Ranges, compare, observe
+from fragility_core.diagnosis.request import Forecast, Request
+from fragility_core.emulation import lower
+from fragility_core.experiments.inputs import Inputs
+from fragility_core.protection import Plan
+from fragility_core.theory import mismatch
+
+ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
+ENOUGH = Forecast(1.0, 1, None)
+
+
+def diagnose(model, tokens, **changes) -> diagnosis.Diagnosis:
+    """The diagnosis of a model that was not loaded from anywhere."""
+    return diagnosis.diagnose(replace(ASKED, **changes), Inputs(model, tokens.flatten(), ""), tokens, ENOUGH)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A diagnosis of a small GPT-2 under a plan of two blocks; nothing changes it."""
+    tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    return diagnose(random_gpt2(TINY), tokens, budget="2 blocks")
+
+
+# --- What is asked ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("2", (2, "blocks")), ("1 block", (1, "blocks")), (" 3 Blocks ", (3, "blocks")), ("1 site", (1, "sites")),
+        ("6modules", (6, "modules")), ("100 bytes", (100, "bytes")), ("1.5 MB", (1_500_000, "bytes")),
+    ],
+)  # fmt: skip
+def test_budgets_as_people_write_them(text, parsed):
+    assert replace(ASKED, budget=text).parsed_budget == parsed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": "some blocks"}, r"a budget is a number of blocks, .* got 'some blocks'"),
+        ({"budget": "1.5 blocks"}, "got '1.5 blocks'"),
+        ({"budget": "2 heads"}, "got '2 heads'"),
+        ({"budget": ""}, "got ''"),
+        ({"format": "fp32"}, "needs a format that rounds results, bf16, fp16, fp8_e4m3, fp8_e5m2, got 'fp32'"),
+        ({"attention": "flash"}, "attention must be one of sdpa, eager, got 'flash'"),
+        ({"reference": "maybe"}, "reference must be one of auto, yes, no, got 'maybe'"),
+        ({"windows": 0}, "windows must be at least 1, got 0"),
+        ({"length": 1}, "length must be at least 2, got 1"),
+        ({"probes": 0}, "probes must be at least 1, got 0"),
+    ],
+)
+def test_wrong_requests_are_refused_before_anything_is_loaded(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(ASKED, **change)
+
+
+def test_a_budget_of_more_blocks_than_there_are_is_refused_before_work():
+    with pytest.raises(ValueError, match="the budget must be between 0 and the 12 blocks of the model, got 13"):
+        diagnosis.load(replace(ASKED, budget="13"))
+
+
+def test_forecast_of_the_embedded_checkpoint():
+    request = replace(ASKED, windows=2, attention="eager")
+    loaded, tokens = diagnosis.load(request)
+    assert loaded.model.config._attn_implementation == "eager"
+    expected = diagnosis.forecast(request, loaded, tokens)
+    assert 0 < expected.seconds < 600 and expected.memory > 8 * sum(p.numel() for p in loaded.model.parameters())
+    assert re.fullmatch(r"about .* and \d+ MiB more memory(, [\d.]+ [GM]iB are free)?", str(expected))
+
+
+def test_memory_decides_on_the_reference(tiny_gpt2, tiny_tokens):
+    inputs = Inputs(tiny_gpt2, tiny_tokens.flatten(), "")
+    short = Forecast(1.0, memory=2, free=1)
+    assert not short.fits and Forecast(1.0, 1, 2).fits and ENOUGH.fits
+    assert diagnosis.diagnose(ASKED, inputs, tiny_tokens[:1], short).measured is None
+    insisting = replace(ASKED, reference="yes")
+    assert diagnosis.diagnose(insisting, inputs, tiny_tokens[:1], short).measured is not None
+
+
+# --- What is measured ---------------------------------------------------------------------------
+
+
+def test_a_pass_compared_with_itself_and_by_hand():
+    """Two tokens, three words: KL, changed words and losses written out."""
+    tokens = torch.tensor([[0, 2]])
+    p, q = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]]), torch.tensor([[[0.4, 0.4, 0.2], [0.5, 0.2, 0.3]]])
+    state = torch.ones(1, 2, 4)
+    exact, low = Pass(p.log(), state, [state]), Pass(q.log(), 1.1 * state, [1.2 * state])
+    windows, drift = compare(low, exact, tokens)
+    kl = (p * (p / q).log()).sum(-1)[0]
+    row = windows.loc[0]
+    assert row.kl == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert row.largest_kl == pytest.approx(kl.max().item(), rel=1e-5)
+    assert row.changed == 0.5  # the first token's tie goes to the first word on both sides
+    assert row.loss == pytest.approx(row.reference_loss) == pytest.approx(-torch.tensor(0.2).log().item())
+    assert row.mismatch == pytest.approx(0.1, rel=1e-5)
+    assert drift.to_dict("records") == [{"window": 0, "block": 0, "error": pytest.approx(0.2, rel=1e-5)}]
+    same, still = compare(exact, exact, tokens)
+    assert (same[["mismatch", "kl", "changed"]] == 0).all(axis=None) and (still.error == 0).all()
+
+
+def test_observed_passes_are_the_models(tiny_tokens):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **sizes)).eval().requires_grad_(False)
+    seen = observe(model, tiny_tokens)
+    hidden = model.model(tiny_tokens, output_hidden_states=True).hidden_states
+    assert torch.equal(seen.logits, model(tiny_tokens).logits)
+    assert torch.equal(seen.final, hidden[-1]) and torch.equal(seen.blocks[0], hidden[1]) and len(seen.blocks) == 2
+    low = lower(model, "fp16")
+    assert observe(low.model, tiny_tokens, low).final.dtype == torch.float16
+    assert not low.model.model._forward_hooks
+
+
+def test_overflow_and_saturation_are_named(tiny_gpt2, tiny_tokens):
+    block = tiny_gpt2.transformer.h[1]
+    block.mlp.c_fc.weight[0, 0] = 1e5
+    low = lower(tiny_gpt2, "fp16")
+    ranges = Ranges(low)
+    with ranges.counting():
+        observe(low.model, tiny_tokens, low)
+    table = ranges.table(tiny_gpt2)
+    assert table.loc[0].to_dict() == {
+        "kind": "parameter", "module": "transformer.h.1.mlp.c_fc.weight", "nonfinite": 0, "saturated": 1,
+    }  # fmt: skip
+    assert table.loc[1, "module"] == "transformer.h.1.mlp.c_fc" and table.loc[1, "nonfinite"] > 0
+    low = lower(random_gpt2(TINY), "fp8_e4m3")
+    low.model.transformer.ln_f.weight.fill_(448.0)
+    ranges = Ranges(low)
+    with ranges.counting():
+        observe(low.model, tiny_tokens, low)
+    table = ranges.table(tiny_gpt2).set_index("module")
+    assert table.loc["transformer.ln_f", "saturated"] > 0 and (table.loc["transformer.ln_f", "nonfinite"] == 0).all()
+
+
+def test_diagnosis_measures_what_it_predicts(found, tiny_tokens):
+    assert found.plan.label.startswith("blocks ") and len(found.plan.modules) == 2
+    assert found.prediction.windows.window.tolist() == [0, 1, 2] == found.measured.window.tolist()
+    assert found.measured.mismatch.mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.15)
+    assert found.protected.mismatch.mean() == pytest.approx(found.plan.predicted, rel=0.15)
+    assert (found.protected.mismatch < found.measured.mismatch).all()
+    model, low = random_gpt2(TINY), lower(random_gpt2(TINY), "bf16")
+    with torch.no_grad(), low.running():
+        final = adjoint.final_hidden(low.model, tiny_tokens[1:2])
+    exact = adjoint.final_hidden(model, tiny_tokens[1:2])
+    assert found.measured.mismatch[1] == pytest.approx(mismatch(final, exact).item(), rel=1e-3)
+    assert len(found.drift) == 3 * 3
+    assert page.block_shares(found.contributions).index.tolist() == ["embedding", "0", "1", "2", "after"]
+
+
+def test_experts_that_change_are_counted_and_said(tiny_tokens):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval().requires_grad_(False)
+    found = diagnose(model, tiny_tokens[:1])
+    assert 0 <= found.changed_experts < 1
+    assert "This model chooses experts" in page.page(found)
+
+
+# --- The page -----------------------------------------------------------------------------------
+
+
+def test_page_stands_alone(found):
+    html = page.page(found)
+    assert "<script" not in html and not re.search(r"(src|href)=\"(?!data:|#)", html)
+    assert html.count('<img src="data:image/png;base64,') == 4
+    assert html.count("alt=") == 4 and 'name="viewport"' in html
+    assert f"keep <b>{found.plan.label}</b> in fp32" in html
+    assert page.percent(found.measured.mismatch.mean()) in html
+    assert "No output of any module and no parameter left the range of bf16" in html
+
+
+def test_page_of_a_model_that_overflows(tiny_tokens):
+    model = random_gpt2(TINY)
+    model.transformer.h[1].mlp.c_proj.bias.fill_(1e5)
+    found = diagnose(model, tiny_tokens, format="fp16")
+    assert found.plan is None and found.contributions is None
+    html = page.page(found)
+    assert "3 of 3 windows overflow" in html and "transformer.h.1.mlp.c_proj" in html
+    assert "Choose a format of wider range, such as bf16" in html and 'id="plan"' not in html
+
+
+def test_page_without_a_reference(tiny_gpt2, tiny_tokens):
+    html = page.page(diagnose(tiny_gpt2, tiny_tokens[:1], reference="no"))
+    assert "Nothing was measured against fp32: it was not asked for" in html
+    assert 'id="sites"' in html and 'id="drift"' not in html and "What it does to the tokens" not in html
+
+
+def test_snippet_runs(found):
+    request = replace(ASKED, attention="eager")
+    plan = Plan("bf16", ("transformer.h.3",), residual=True, scores=True)
+    names = {"tokens": torch.tensor([[1, 2, 3]])}
+    exec(page.snippet(request, plan), names)
+    assert names["plan"] == plan
+    assert names["low"].model.transformer.h[3].mlp.c_fc.weight.dtype == torch.float32
+    assert names["logits"].shape == (1, 3, 4096)
+
+
+def test_command_says_everything_that_was_asked():
+    request = replace(ASKED, model="my model", data="a'b.txt", budget="2 blocks")
+    words = dict(word.split("=", 1) for word in shlex.split(page.command(request))[2:])
+    assert {name: str(getattr(request, name.lower())) for name in words} == words
+    assert words.keys() == {"MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION"}
+
+
+def test_words_for_numbers():
+    assert [page.percent(x).replace("\xa0", " ") for x in (0.0137, 1.0, 0.5, 2e-5)] == [
+        "1.37 %",
+        "100 %",
+        "50.0 %",
+        "0.00200 %",
+    ]
+    assert page.percent(float("nan")) == "–"
+    assert [page.quantity(x).replace("\xa0", " ") for x in (0, 256, 1600, 1.5e6)] == ["0", "256 B", "1.6 kB", "1.5 MB"]
+    assert page.price(Plan("bf16")) == "no byte and no matrix product more"
+    assert page.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")])).mean == 2.0
+
+
+def test_write(found, tmp_path, monkeypatch):
+    monkeypatch.setattr("fragility_core.paths.OUTPUTS", tmp_path)
+    assert diagnosis.write(found, "mine") == tmp_path / "mine" / "diagnosis.html"
+    assert (tmp_path / "mine" / "diagnosis.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")

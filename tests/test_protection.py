@@ -1,0 +1,386 @@
+"""Plans: what vanishes, against the estimator run on the protected model and against measured mismatch."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, random_gpt2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    AutoModel,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Olmo2Config,
+    OPTConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)  # fmt: skip
+
+from fragility_core import adjoint, attention
+from fragility_core.emulation import lower
+from fragility_core.formats import get_format
+from fragility_core.models import load_model, load_tokenizer
+from fragility_core.patching import Patching
+from fragility_core.protection import Contributions, Plan, apply, baselines, plan
+from fragility_core.theory import mismatch
+from fragility_core.windows import load_rows, select_windows, tokenize
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+GATED = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2}
+FAMILIES = {
+    "gpt2": GPT2Config(n_layer=3, n_embd=32, n_head=4, n_positions=64, vocab_size=101),
+    "gpt_neox": GPTNeoXConfig(**SIZES, intermediate_size=64),
+    "gpt_neox_sequential": GPTNeoXConfig(**SIZES, intermediate_size=64, use_parallel_residual=False),
+    "opt": OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32),
+    "llama": LlamaConfig(**GATED),
+    "qwen2": Qwen2Config(**GATED),
+    "qwen3": Qwen3Config(**GATED, head_dim=8),
+    "gemma": GemmaConfig(**GATED, head_dim=8),
+    "phi": PhiConfig(**SIZES, intermediate_size=64),
+}
+
+
+def random_model(config) -> nn.Module:
+    """A model with enlarged weights and random norms."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        else:
+            parameter.mul_(6)
+    return model
+
+
+def contributions(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=1, low=None) -> Contributions:
+    prediction = adjoint.Adjoint(low or lower(model, format), model, probes)(tokens)
+    return Contributions(model, prediction, format, tokens.shape[-1])
+
+
+@torch.no_grad()
+def measured(model: nn.Module, chosen: Plan, tokens: torch.Tensor) -> np.ndarray:
+    """Mismatch of every window under the plan."""
+    low = apply(model, chosen)
+    with low.running():
+        final = adjoint.final_hidden(low.model, tokens)
+    return mismatch(final, adjoint.final_hidden(model, tokens)).double().numpy()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A small GPT-2 with its head, its contributions, and their tokens; nothing changes them."""
+    model = random_gpt2(TINY)
+    model.set_attn_implementation("eager")
+    tokens = torch.randint(TINY.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
+    return model, contributions(model, tokens, probes=2), tokens
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded checkpoint with observed attention and twelve windows of 128 tokens."""
+    model = load_model("embedded", "cpu")
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
+    return model, select_windows(stream, 128, 12, seed=0)[1]
+
+
+# --- Which roundings vanish ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family, tiny_tokens):
+    """The prediction of a plan against a new prediction, of the model to which the plan was applied.
+
+    As many kernels round as were left in the sum, and what they contribute is alike: the numbers that
+    they round are others. With the stream in fp32 the estimator takes the norms' rounded weights for
+    exact, so the stream is kept together with norms.
+    """
+    model = random_model(FAMILIES[family])
+    model.set_attn_implementation("eager")
+    known = contributions(model, tiny_tokens, probes=2)
+    assert {"residual", "norms", "attention", "mlp", "scores", "embedding"} <= known.structure.sites.keys()
+    most = [site for site in known.structure.sites if site != "mlp"]
+    choices = [["attention", "mlp"], ["norms"], ["scores"], ["residual", "norms"], most]
+    for chosen in (known.of_blocks([1]), *map(known.of_sites, choices)):
+        again = contributions(model, tiny_tokens, probes=2, low=apply(model, chosen))
+        rounding, left = again.structure.places[again.relative > 0], known.relative > 0
+        expected = known.structure.places[left & ~known.vanishing(chosen)]
+        assert rounding_kernels(rounding, chosen) == rounding_kernels(expected, chosen), chosen.label
+        assert chosen.predicted == pytest.approx(again.windows.predicted.mean(), rel=0.04), chosen.label
+        assert chosen.predicted < known.keep().predicted
+
+
+def rounding_kernels(places, chosen: Plan) -> int:
+    """How many kernels round; beside an fp32 stream position tables are fp32, and every branch casts them."""
+    in_block_itself = places.module.str.fullmatch(r"(.+\.)?\d+")
+    tables = places.module.str.contains("rotary") | (in_block_itself & places.name.eq("to"))
+    return int((places.kind.eq("kernel") & ~(tables & chosen.residual)).sum())
+
+
+def test_a_kept_block_keeps_its_output_rounding(tiny):
+    _, known, _ = tiny
+    places = known.structure.places
+    gone = known.vanishing(known.of_blocks([1]))
+    inside = places.layer.eq(1).fillna(False).to_numpy(dtype=bool)
+    assert (gone == (inside & ~places.block_output)).all()
+    assert places.kind[gone].eq("weight").any()
+
+
+def test_parallel_branches_are_summed_before_the_stream(tiny_tokens):
+    places = {}
+    for family in ("gpt_neox", "gpt_neox_sequential"):
+        known = contributions(random_model(FAMILIES[family]), tiny_tokens[:1])
+        places[family] = int(known.structure.stream_sums.sum())
+    assert places == {"gpt_neox": 3, "gpt_neox_sequential": 6}
+
+
+def test_a_stream_that_branches_read_without_a_norm_is_not_offered(tiny_tokens):
+    known = contributions(random_model(Olmo2Config(**GATED)), tiny_tokens[:1])
+    assert "residual" not in known.structure.sites
+    with pytest.raises(ValueError, match="sites to keep must be among those of this model, norms, .*, got residual"):
+        known.of_sites(["residual"])
+    with pytest.raises(ValueError, match="got residual"):
+        known.keep(residual=True)
+
+
+def test_a_post_norm_stream_is_neither_offered_nor_applied(tiny_tokens):
+    config = OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, do_layer_norm_before=False)
+    model = random_model(config)
+    assert "residual" not in contributions(model, tiny_tokens[:1]).structure.sites
+    with pytest.raises(ValueError, match=r"layers.0 keeps the residual stream in fp32, got \{torch.bfloat16\}"):
+        apply(model, Plan("bf16", residual=True))
+
+
+# --- Predicted and measured ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_predicted_mismatch_is_that_measured(embedded, format):
+    """Means over 12 windows of one rounding each; the largest deviation seen is 3 %."""
+    model, tokens = embedded
+    known = contributions(model, tokens, format)
+    plans = [known.keep(), *(known.plan(k) for k in (2, 4)), *(known.plan(k, "sites") for k in (1, 2, 3))]
+    for chosen in [*plans, known.of_sites(["residual"]), known.of_sites(["scores"]), known.plan(100_000, "bytes")]:
+        found = measured(model, chosen, tokens).mean()
+        assert chosen.predicted == pytest.approx(found, rel=0.04), chosen.label
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_kept_block_is_a_patched_one(tiny, layer):
+    """One of E3's patched passes, in which the fp32 block runs with another attention kernel."""
+    model, known, tokens = tiny
+    model = random_gpt2(TINY)
+    low = lower(model, "bf16")
+    patched = Patching(model, low)(tokens)[1 + layer]
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    kept = apply(model, known.of_blocks([layer]))
+    with torch.no_grad(), kept.running():
+        final = adjoint.final_hidden(kept.model, tokens)
+    assert (final == patched).float().mean() > 0.98
+    assert mismatch(final, patched).max() < 0.3 * mismatch(patched, adjoint.final_hidden(model, tokens)).min()
+
+
+# --- Sums and choices ---------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sets(st.integers(0, 2)), st.sets(st.integers(0, 2)))
+def test_blocks_are_additive_and_more_is_never_worse(tiny, first, second):
+    _, known, _ = tiny
+    total, gains = known.remaining(known.keep()), known.gains("blocks").gain
+    left = known.remaining(known.of_blocks(first))
+    assert left == pytest.approx(total * (1 - gains[list(first)].sum()))
+    assert known.remaining(known.of_blocks(first | second)) <= left
+    windows = known.predict(known.of_blocks(first))
+    assert left == pytest.approx((windows.predicted**2).mean())
+
+
+@pytest.mark.parametrize("unit", ["blocks", "sites", "modules"])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_no_choice_of_as_many_units_leaves_less(tiny, unit, count):
+    _, known, _ = tiny
+    make = {"blocks": known.of_blocks, "sites": known.of_sites, "modules": known.of_modules}[unit]
+    units = {"blocks": range(3)}.get(unit) or getattr(known.structure, unit)
+    least = min(known.remaining(make(choice)) for choice in itertools.combinations(units, count))
+    assert known.remaining(known.plan(count, unit)) == pytest.approx(least)
+
+
+def test_another_budget_needs_no_pass(tiny, monkeypatch):
+    _, known, _ = tiny
+    monkeypatch.setattr(nn.Module, "__call__", lambda *_: pytest.fail("a pass was run"))
+    plans = [known.plan(k) for k in range(4)]
+    assert all(set(a.modules) < set(b.modules) and a.predicted > b.predicted for a, b in itertools.pairwise(plans))
+
+
+@pytest.mark.parametrize("budget", [0, 1000, 5000, 20_000, 10**7])
+def test_a_budget_of_bytes_holds(tiny, budget):
+    _, known, _ = tiny
+    chosen = known.plan(budget, "bytes")
+    assert chosen.parameter_bytes + known.length * chosen.activation_bytes <= budget
+    assert chosen.scores  # costs no byte
+    assert chosen.residual == (budget >= 2 * 32 * 40)
+
+
+def test_plan_in_one_call(tiny):
+    model, known, tokens = tiny
+    chosen = plan(model, tokens, "bf16", 1, "sites", probes=2)
+    assert chosen == known.plan(1, "sites")
+
+
+# --- Price --------------------------------------------------------------------------------------
+
+
+def test_cost_by_hand(tiny):
+    _, known, _ = tiny
+    width, length = 32, 40
+    matrices, vectors = 12 * width**2, 13 * width
+    block = known.of_blocks([1])
+    assert block.parameter_bytes == 2 * (matrices + vectors)
+    assert block.flops == 2 * matrices + 4 * length * width
+    assert known.of_sites(["scores"]).flops == 3 * 2 * length * width
+    assert known.of_sites(["attention", "scores"]).flops == 3 * (2 * 4 * width**2 + 4 * length * width)
+    assert known.of_sites(["norms"]).parameter_bytes == 2 * 7 * 2 * width
+    assert known.of_sites(["residual"]).activation_bytes == 2 * width
+    assert known.of_sites(["residual"]).parameter_bytes == known.of_sites(["residual"]).flops == 0
+
+
+def test_a_tied_head_is_stored_a_second_time(tiny):
+    _, known, _ = tiny
+    table = 101 * 32
+    assert known.of_sites(["head"]).parameter_bytes == 4 * table
+    positions = 2 * 64 * 32
+    assert known.of_sites(["head", "embedding"]).parameter_bytes == 2 * table + positions
+
+
+# --- Application --------------------------------------------------------------------------------
+
+
+def test_kept_parameters_are_the_models_and_the_rest_is_rounded(tiny):
+    model, known, tokens = tiny
+    low = apply(model, known.of_sites(["residual", "norms", "head"]))
+    exact = model.state_dict()
+    for name, value in low.model.state_dict().items():
+        kept = "ln_" in name or name == "lm_head.weight"
+        assert value.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert torch.equal(value, exact[name] if kept else exact[name].bfloat16()), name
+    with torch.no_grad():
+        assert low.model(tokens).logits.dtype == torch.float32
+    assert model.transformer.wte.weight is model.lm_head.weight
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert not model.transformer.h[0].ln_1._forward_hooks
+
+
+@pytest.mark.parametrize("format", ["fp16", "fp8_e4m3"])
+def test_outputs_of_kept_blocks_are_numbers_of_the_format(tiny, format):
+    model, _, tokens = tiny
+    low, seen = apply(model, Plan(format, ("transformer.h.1",))), []
+    low.model.transformer.h[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad(), low.running():
+        low.model(tokens)
+    assert torch.equal(seen[0], get_format(format).round(seen[0].float()))
+
+
+def test_fp32_scores_need_the_attention_interface():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+
+        def forward(self, tokens):
+            return self.embed(tokens)
+
+    with pytest.raises(ValueError, match="attention comes from transformers' attention interface, got Bare"):
+        apply(Bare(), Plan("bf16", scores=True))
+
+
+def test_fp32_scores_are_attention_with_fp32_scores():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 30, 8).bfloat16() for _ in range(3))
+    output, _ = attention.observed_attention(nn.Module(), query, key, value, None, score_dtype=torch.float32)
+    scores = (query.float() @ key.float().mT / 8**0.5).masked_fill(attention.future(30, query.device), -torch.inf)
+    expected = scores.softmax(-1).bfloat16() @ value
+    assert torch.equal(output, expected.transpose(1, 2))
+
+
+# --- Errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (Plan("bf16", ("transformer.h.3",)), r"must be one of the model's with parameters, got 'transformer.h.3': see"),
+        (Plan("fp32"), "needs a format that rounds results, got fp32"),
+        (Plan("bf8"), "a format must be one of"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model_are_refused(tiny, chosen, message):
+    with pytest.raises(ValueError, match=message):
+        apply(tiny[0], chosen)
+
+
+def test_a_module_that_does_not_run_is_refused():
+    model = random_gpt2(TINY)
+    model.transformer.unused = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"if transformer.unused ran, got it did not in the checking pass"):
+        apply(model, Plan("bf16", ("transformer.unused",)))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda known: known.plan(4), "the budget must be between 0 and the 3 blocks of the model, got 4"),
+        (lambda known: known.plan(-1, "bytes"), "a budget of bytes must be at least 0, got -1"),
+        (lambda known: known.plan(1, "heads"), "a budget counts one of blocks, sites, modules, bytes, got 'heads'"),
+        (lambda known: known.of_blocks([3]), r"blocks must be between 0 and 2, got \[3\]"),
+        (lambda known: known.of_sites(["softmax"]), "sites to keep must be among those of this model, .*, got softmax"),
+        (lambda known: known.of_modules(["h.0"]), "modules to keep must be modules of the model, got h.0"),
+    ],
+)
+def test_wrong_requests_are_refused(tiny, ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(tiny[1])
+
+
+def test_windows_that_overflow_are_left_out_or_named(tiny):
+    model, known, tokens = tiny
+    prediction = adjoint.Adjoint(lower(model, "bf16"), model)(tokens)
+    alone = adjoint.Prediction(prediction.kernels, prediction.windows.assign(overflow="h.1"))
+    alone.windows.loc[0, "predicted"] = np.inf
+    assert Contributions(model, alone, "bf16", 40).predict(known.keep()).window.tolist() == [1]
+    alone.windows["predicted"] = np.nan
+    with pytest.raises(ValueError, match="in bf16 all overflow first in h.1: choose a format of wider range"):
+        Contributions(model, alone, "bf16", 40)
+
+
+# --- Baselines ----------------------------------------------------------------------------------
+
+
+def test_baselines_by_hand():
+    assert baselines.first(5, 2) == (0, 1)
+    assert baselines.last(5, 2) == (3, 4)
+    assert baselines.top([0.1, 3.0, 3.0, 5.0], 2) == (1, 3)
+    draws = baselines.drawn(5, 2)
+    assert len(draws) == 20 and draws == baselines.drawn(5, 2) != baselines.drawn(5, 2, seed=1)
+    assert all(len(set(blocks)) == 2 and set(blocks) <= set(range(5)) for blocks in draws)
+    with pytest.raises(ValueError, match="scores that are numbers"):
+        baselines.top([1.0, np.nan], 1)
+
+
+def test_greedy_asks_for_every_block_that_is_left():
+    worth, asked = np.array([1.0, 5.0, 2.0, 4.0]), []
+
+    def measure(blocks):
+        asked.append(blocks)
+        return -worth[list(blocks)].sum()
+
+    assert baselines.greedy(measure, 4, 2) == (1, 3)
+    assert len(asked) == 4 + 3
