@@ -36,22 +36,21 @@ def is_norm(module: nn.Module) -> bool:
 def attention_sites(places: Sequence[Place]) -> list[str]:
     """Sites of the kernels of one attention branch, in the order in which they ran.
 
-    Scores are the first product of two computed tensors and what follows it up to the probabilities.
+    The last product of two computed tensors makes the context. Scores are the first, where there are
+    two that are rounded, and what follows it up to the probabilities.
     """
-    sites, phase = [], "attention"
-    for place in places:
+    products = [i for i, place in enumerate(places) if place.product == "values"] or [len(places)]
+    first, last = products[0], products[-1]
+    sites = []
+    for i, place in enumerate(places):
         if place.product == "weights":
             sites.append("projection")
-        elif place.name == "scaled_dot_product_attention":
+        elif i == last:
             sites.append("context")
-        elif place.product == "values":
-            phase = "scores" if phase == "attention" else "context"
-            sites.append(phase)
-        elif phase == "scores" and place.name in TO_PROBABILITIES:
-            phase = "softmax"
-            sites.append(phase)
+        elif first <= i < last:
+            sites.append("softmax" if place.name in TO_PROBABILITIES else "scores")
         else:
-            sites.append("attention" if phase in ("softmax", "context") else phase)
+            sites.append("attention")
     return sites
 
 
