@@ -291,6 +291,22 @@ def test_windows_of_other_lengths_use_the_same_places(tiny_gpt2, tiny_tokens):
     pd.testing.assert_frame_equal(adjoint(tiny_tokens).kernels, long.kernels)
 
 
+def test_a_call_that_was_interrupted_leaves_nothing_behind(tiny_gpt2, tiny_tokens):
+    passes = []
+
+    def interrupted_once(model, tokens):
+        passes.append(tokens)
+        if len(passes) == 2:
+            raise KeyboardInterrupt
+        return final_hidden(model, tokens)
+
+    adjoint = Adjoint(lower(tiny_gpt2, "bf16"), output=interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        adjoint(tiny_tokens)
+    again = adjoint(tiny_tokens).windows
+    pd.testing.assert_frame_equal(again, adjoint(tiny_tokens).windows)
+
+
 # --- One autograd function in place of many kernels -------------------------------------------------
 
 

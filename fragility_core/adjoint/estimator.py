@@ -80,7 +80,8 @@ class Adjoint:
         expected from their magnitude. ``probes`` random sign vectors, drawn from ``seed``, are averaged
         over. With ``activations`` off only the weights are in the format. ``output`` gives the tensor
         (B, ...) whose error is predicted. Raises ValueError for a format that rounds no results (fp32,
-        tf32), fewer than one probe, or a reference whose parameters are not those of the model.
+        tf32), a model without parameters in it, fewer than one probe, or a reference whose parameters
+        are not those of the model.
         """
         if low.format.carrier == torch.float32:
             raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
@@ -124,9 +125,8 @@ class Adjoint:
     def _recompute(self, activations_rounded: bool) -> None:
         """Let the costly parts of the model run as one autograd function each."""
         implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-        if (
-            implementation == attention.IMPLEMENTATION and not self.format.scaled
-        ):  # blocks of rows have scales of their own
+        by_rows = not self.format.scaled  # each block of rows would have a scale of its own
+        if implementation == attention.IMPLEMENTATION and by_rows:
             self.model.set_attn_implementation(recomputed.IMPLEMENTATION if activations_rounded else "sdpa")
         for module in self.model.modules():
             if type(module).__module__ == activations.__name__ and not list(module.parameters()):
@@ -141,6 +141,7 @@ class Adjoint:
         """
         if self.model.training:
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
+        self.tape.clear()
         norms = [
             self._passes(window, tokens[window : window + 1], None if counted is None else counted[window, :, None])
             for window in range(len(tokens))

@@ -32,6 +32,10 @@ class Tape:
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules, see ``note``
         self._readings: list[tuple[int, int, int, Tensor]] = []
 
+    def clear(self) -> None:
+        """Forget the readings of a call that did not end."""
+        self._readings = []
+
     def begin(self, window: int) -> None:
         """Start the passes of a window."""
         self.path = [""]  # of the modules whose forward is running, outermost first
