@@ -60,17 +60,19 @@ def observed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     score_dtype: torch.dtype | None = None,
-    **_,
+    **others,
 ) -> tuple[Tensor, None]:
     """Attention of ``query`` (B, H, T, d) over ``key``, ``value`` (B, H_kv, T_kv, d) -> (B, T, H, d).
 
     ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for
     modules that are. Scores and softmax are computed in ``score_dtype`` (that of the query unless
-    given), probabilities are cast to the dtype of the values. Raises ValueError for dropout: what is
-    observed must be the model itself.
+    given), probabilities are cast to the dtype of the values. Raises ValueError for dropout, soft-capped
+    scores and attention sinks: what is observed must be the model itself.
     """
     if dropout:
         raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
+    if unknown := [name for name in ("softcap", "s_aux") if others.get(name) is not None]:
+        raise ValueError(f"observed attention is softmax of scaled scores and nothing else, got {', '.join(unknown)}")
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
