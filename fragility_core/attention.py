@@ -54,6 +54,18 @@ def future(rows: int, device: torch.device) -> Tensor:
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
 
 
+def require_plain_softmax(dropout: float, options: dict) -> None:
+    """Raises ValueError where a model asks for more than a softmax of scaled products."""
+    if dropout:
+        raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
+    for option in ("softcap", "s_aux"):
+        if options.get(option) is not None:
+            raise ValueError(
+                f"observed attention is a softmax of scaled products, got a model that passes {option}: "
+                'use attn_implementation="eager", which cannot be observed'
+            )
+
+
 def observed_attention(
     module: nn.Module,
     query: Tensor,
@@ -72,14 +84,7 @@ def observed_attention(
     given), probabilities are cast to the dtype of the values. Raises ValueError for dropout, capped scores
     and attention sinks: what is observed must be the model itself.
     """
-    if dropout:
-        raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
-    for option in ("softcap", "s_aux"):
-        if options.get(option) is not None:
-            raise ValueError(
-                f"observed attention is a softmax of scaled products, got a model that passes {option}: "
-                'use attn_implementation="eager", which cannot be observed'
-            )
+    require_plain_softmax(dropout, options)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     AutoModel,
+    Gemma2Config,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -20,7 +21,7 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
-)  # fmt: skip
+)
 
 from fragility_core import adjoint, attention
 from fragility_core.emulation import lower
@@ -309,6 +310,13 @@ def test_fp32_scores_are_attention_with_fp32_scores():
     scores = (query.float() @ key.float().mT / 8**0.5).masked_fill(attention.future(30, query.device), -torch.inf)
     expected = scores.softmax(-1).bfloat16() @ value
     assert torch.equal(output, expected.transpose(1, 2))
+
+
+def test_soft_capped_scores_are_not_computed_without_their_cap(tiny_tokens):
+    torch.manual_seed(0)
+    model = AutoModel.from_config(Gemma2Config(**GATED, head_dim=8), attn_implementation="eager").eval()
+    with pytest.raises(ValueError, match="softmax of scaled products, got a model that passes softcap"):
+        apply(model, Plan("bf16", scores=True))
 
 
 # --- Errors -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from fragility_core.adjoint.arithmetic import LowArithmetic, store, stored_as
 from fragility_core.adjoint.rounding import finite_error, local_error
 from fragility_core.adjoint.tape import Tape, keep
-from fragility_core.attention import future, row_blocks
+from fragility_core.attention import future, observed_attention, require_plain_softmax, row_blocks
 from fragility_core.formats import Format
 
 IMPLEMENTATION = "recomputed_eager"
@@ -126,11 +126,14 @@ class EagerAttention(torch.autograd.Function):
 
 def recomputed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, **_,
+    scaling: float | None = None, dropout: float = 0.0, **options,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """``attention.observed_attention`` under a ``LowArithmetic``, see there."""
     arithmetic = _get_current_function_mode()
     arithmetic.tape.note("attention")
+    if stored_as(query) is None:  # kept in fp32: nothing is rounded
+        return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
+    require_plain_softmax(dropout, options)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

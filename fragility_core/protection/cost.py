@@ -4,8 +4,9 @@ from collections.abc import Collection
 
 from torch import nn
 
+from fragility_core.adjoint.sites import block_of
 from fragility_core.formats import Format
-from fragility_core.protection.structure import ATTENTION, Structure, block_of, within
+from fragility_core.protection.structure import ATTENTION, Structure, within
 
 WIDE = 4  # bytes of fp32
 

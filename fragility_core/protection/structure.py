@@ -22,9 +22,15 @@ def outermost(paths: Collection[str]) -> tuple[str, ...]:
     return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
 
 
+def is_block(path: str) -> bool:
+    """Whether ``path`` is that of a block: a numbered module, but not one inside of another."""
+    found = block_of(path)
+    return found is not None and found[0] == path
+
+
 def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the blocks, the numbered modules, in order; numbered modules inside of blocks are not."""
-    return [path for path, _ in model.named_modules() if (found := block_of(path)) and found[0] == path]
+    """Paths of the blocks, in order."""
+    return [path for path, _ in model.named_modules() if is_block(path)]
 
 
 def norm_paths(model: nn.Module) -> list[str]:
@@ -74,7 +80,7 @@ class Structure:
         """Paths of the smallest modules with parameters of their own, without embeddings and head."""
         apart = {*embedding_paths(self.model), *head_paths(self.model)}
         owning = set(self.places.module[self.places.kind == "weight"]) - apart - {""}
-        return [path for path, _ in self.model.named_modules() if path in owning and not block_of_itself(path)]
+        return [path for path, _ in self.model.named_modules() if path in owning and not is_block(path)]
 
     @cached_property
     def sites(self) -> dict[str, tuple[str, ...]]:
@@ -87,7 +93,7 @@ class Structure:
             "mlp": self._branches_of(MLP),
         }
         sites = {site: tuple(paths) for site, paths in found.items() if paths}
-        if self.stream_can_be_kept:
+        if self.blocks and self.stream_can_be_kept:
             sites["residual"] = ()
         if (self.places.site == "scores").any():
             sites["scores"] = ()
@@ -114,14 +120,16 @@ class Structure:
 
     @cached_property
     def stream_can_be_kept(self) -> bool:
-        """Whether every block ends with a residual addition and reads the stream through norms.
+        """Whether every block reads the stream through norms and ends with a residual addition.
 
-        Where the stream itself is normed (post-norm) or read by branches, it is rounded there in any case.
+        Where the stream itself is normed (after a block, or before the first) or read by branches, it is
+        rounded there in any case.
         """
         kernels = self.places[self.places.kind == "kernel"]
+        before = kernels[: kernels.module.map(block_of).notna().argmax()]
         last = [kernels.site[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
         read = [any(within(norm, block) for norm in self.stream_norms) for block in self.blocks]
-        return bool(self.blocks) and all(site == "residual" for site in last) and all(read)
+        return all(site == "residual" for site in last) and all(read) and not before.site.eq("norm").any()
 
     @cached_property
     def stream_norms(self) -> list[str]:
@@ -139,9 +147,3 @@ class Structure:
             if len(rows) and outside and followed[rows[-1]] != "residual":
                 found.append(path)
         return found
-
-
-def block_of_itself(path: str) -> bool:
-    """Whether ``path`` is that of a block."""
-    found = block_of(path)
-    return found is not None and found[0] == path
