@@ -120,6 +120,16 @@ def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family,
         assert chosen.predicted < known.keep().predicted
 
 
+def test_attention_kept_in_fp32_rounds_neither_scores_nor_probabilities(tiny_tokens):
+    model = random_model(FAMILIES["gpt2"])
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    known = contributions(model, tiny_tokens)
+    again = contributions(model, tiny_tokens, low=apply(model, known.of_sites(["attention"])))
+    inside = {"scores", "softmax", "context"}
+    assert inside <= set(known.structure.places.site[known.relative > 0])
+    assert not inside & set(again.structure.places.site[again.relative > 0])
+
+
 def rounding_kernels(places, chosen: Plan) -> int:
     """How many kernels round; beside an fp32 stream position tables are fp32, and every branch casts them."""
     in_block_itself = places.module.str.fullmatch(r"(.+\.)?\d+")

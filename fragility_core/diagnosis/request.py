@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from fragility_core.diagnosis.measure import observe
 from fragility_core.experiments import inputs
 from fragility_core.experiments.inputs import Inputs
-from fragility_core.formats import FORMATS, get_format
+from fragility_core.formats import FORMATS, SCALED, get_format
 from fragility_core.protection.structure import block_paths
 from fragility_core.report import duration
 from fragility_core.windows import select_windows
@@ -46,7 +46,7 @@ class Request:
     reference: str = "auto"
 
     def __post_init__(self):
-        rounding = [name for name, format in FORMATS.items() if format.carrier != torch.float32]
+        rounding = [name for name, format in (FORMATS | SCALED).items() if format.carrier != torch.float32]
         if self.format not in rounding:
             raise ValueError(
                 f"a diagnosis needs a format that rounds results, {', '.join(rounding)}, got {self.format!r}"
