@@ -68,9 +68,12 @@ test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed d
 	$(PYTHON) -m pytest tests
 	$(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS)
 
-.PHONY: test-browser
-test-browser: $(ENVIRONMENT)  ## use the teaching notebooks in a real JupyterLab and Chromium
+.PHONY: browser
+browser: $(ENVIRONMENT)  ## install what test-browser needs, or say what is missing
 	$(PYTHON) tests/browser/prepare.py
+
+.PHONY: test-browser
+test-browser: browser  ## use the teaching notebooks in a real JupyterLab and Chromium
 	$(PYTHON) -m pytest tests/browser
 
 .PHONY: notebooks

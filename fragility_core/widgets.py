@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import ipywidgets
-from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, VBox
+from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, ToggleButtons, VBox
 
 from fragility_core import figures
 
@@ -32,6 +32,12 @@ def slider(label: str, low: float, high: float, step: float, start: float) -> Fl
 def choice(label: str, options: Sequence[str], start: str) -> Dropdown:
     """One of ``options``."""
     return Dropdown(options=options, value=start, description=label, style=LABEL, layout=WIDE)
+
+
+def buttons(label: str, options: Sequence[int | str], start: int | str) -> ToggleButtons:
+    """One of ``options``, all in sight, to be clicked, or pressed on the keyboard."""
+    style = {"button_width": "3.4em"}
+    return ToggleButtons(options=options, value=start, description=label, style=style, layout={"width": "100%"})
 
 
 class Explorer:

@@ -11,11 +11,11 @@ import pytest
 
 matplotlib.use("Agg")
 
-from ipywidgets import Dropdown, FloatSlider, IntSlider
+from ipywidgets import Dropdown, FloatSlider, IntSlider, ToggleButtons
 
 from fragility_core import figures
 from fragility_core.execute import notebook_names, notebook_path
-from fragility_core.widgets import Exercise, Explorer, choice, slider
+from fragility_core.widgets import Exercise, Explorer, buttons, choice, slider
 
 LIVE = "application/vnd.jupyter.widget-view+json"
 
@@ -36,8 +36,17 @@ def explorer() -> Explorer:
 
 def test_controls_are_labelled():
     number, fraction, named = slider("keys", 1, 8, 1, 2), slider("margin", 0, 8, 0.5, 2), choice("format", ["a"], "a")
-    assert [type(control) for control in (number, fraction, named)] == [IntSlider, FloatSlider, Dropdown]
-    assert [control.description for control in (number, fraction, named)] == ["keys", "margin", "format"]
+    row = buttons("block", range(3), start=1)
+    assert [type(control) for control in (number, fraction, named, row)] == [
+        IntSlider, FloatSlider, Dropdown, ToggleButtons,
+    ]  # fmt: skip
+    assert [control.description for control in (number, fraction, named, row)] == ["keys", "margin", "format", "block"]
+
+
+def test_a_button_gives_its_number():
+    explorer = Explorer(lambda block: line(block, "C0"), block=buttons("block", range(3), start=1))
+    explorer.controls["block"].value = 2
+    assert "slope 2" in explorer.picture.value
 
 
 def test_a_moved_control_redraws_picture_and_numbers(explorer):
@@ -160,7 +169,7 @@ def run(name: str) -> tuple[list[Explorer], list[Exercise]]:
 
 def settings(control) -> list:
     """Both ends of a slider, all options of a choice."""
-    return list(control.options) if isinstance(control, Dropdown) else [control.min, control.max]
+    return list(control.options) if hasattr(control, "options") else [control.min, control.max]
 
 
 @pytest.mark.parametrize("name", TEACHING)

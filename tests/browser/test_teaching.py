@@ -20,6 +20,9 @@ STOPWATCH = """explorer => {
         .observe(explorer.querySelector('.picture'), {childList: true, subtree: true});
 }"""
 
+LABEL_OF_FOCUS = """document.activeElement.closest('.widget-inline-hbox, .widget-toggle-buttons')
+    .querySelector('label').textContent"""
+
 
 def test_there_are_teaching_notebooks():
     assert TEACHING
@@ -51,11 +54,19 @@ def expect_complete_run(page: Page, name: str) -> None:
     expect(page.locator(".explorer .picture img")).to_have_count(notebook_path(name).read_text().count('"Explorer('))
 
 
+def first_control(explorer: Locator) -> Locator:
+    """What the focus comes to first: a slider, or the first of a row of buttons."""
+    return explorer.locator("[role=slider], button").first
+
+
 def move_by_keyboard(explorer: Locator) -> None:
-    """Focus and an arrow key redraw the figure and the numbers beside it."""
+    """Focus and a key redraw the figure and the numbers beside it."""
     picture, readout = explorer.locator("img"), explorer.locator(".readout")
     pixels, numbers = picture.get_attribute("src"), readout.text_content()
-    explorer.get_by_role("slider").first.press("ArrowRight")  # which focuses it
+    if first_control(explorer).get_attribute("role") == "slider":
+        first_control(explorer).press("ArrowRight")  # which focuses it
+    else:
+        explorer.locator("button.mod-active + button").press("Enter")
     expect(readout).not_to_have_text(numbers)
     expect(picture).not_to_have_attribute("src", pixels)
     assert picture.get_attribute("alt") == readout.text_content()
@@ -64,11 +75,9 @@ def move_by_keyboard(explorer: Locator) -> None:
 def labels_reached_by_tab(page: Page, explorer: Locator) -> set[str]:
     """Labels of the controls of ``explorer`` that have the focus in turn, from the first on."""
     reached = set()
-    explorer.get_by_role("slider").first.focus()
+    first_control(explorer).focus()
     while explorer.evaluate("explorer => explorer.contains(document.activeElement)"):
-        reached.add(
-            page.evaluate("document.activeElement.closest('.widget-inline-hbox').querySelector('label').textContent")
-        )
+        reached.add(page.evaluate(LABEL_OF_FOCUS))
         page.keyboard.press("Tab")
     return reached
 
