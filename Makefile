@@ -65,7 +65,7 @@ pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU
 
 .PHONY: test
 test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
-	$(PYTHON) -m pytest tests
+	$(PYTHON) -m pytest tests --numprocesses logical --maxprocesses 4
 	$(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS)
 
 .PHONY: browser

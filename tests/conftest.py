@@ -21,7 +21,12 @@ TINY = GPT2Config(
 
 
 def pytest_configure(config):
-    """PyTorch's own rules of forward differentiation, imported at the first JVP, use torch.jit.script."""
+    """One thread in each of several processes; a warning of PyTorch's own.
+
+    Its rules of forward differentiation, imported at the first JVP, use torch.jit.script.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
