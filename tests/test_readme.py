@@ -65,3 +65,26 @@ def test_results_are_those_of_the_committed_tables():
     claims = committed("outputs/embedded/tables/e2_claims.csv")
     for row in claims.itertuples():
         assert f"| {row.claim} | {row.paper} | {row.here} |" in README
+
+
+def test_results_of_x1_are_those_of_the_committed_tables():
+    runs, ranking = (committed(f"outputs/embedded/tables/x1_{name}.csv") for name in ("runs", "ranking"))
+    for name, adjoint, score in (
+        ("Pearson with the mismatch, mean", runs.adjoint_pearson, runs.combined_pearson),
+        ("Spearman with the mismatch, mean", runs.adjoint_spearman, runs.combined_spearman),
+        (
+            "Spearman with the effect of patching a block, mean of 8 roundings",
+            ranking.adjoint_average,
+            ranking.score_average,
+        ),
+    ):
+        assert f"| {name} | {adjoint.mean():.3f} | {score.mean():.3f} |" in README
+    ratios = f"{runs.mean_ratio.min():.3f} to {runs.mean_ratio.max():.3f}"
+    assert f"| prediction over mismatch, mean of a run | {ratios} |" in README
+    plans = (
+        committed("outputs/embedded/tables/x1_protection.csv").set_index(["unit", "budget", "chosen_by"]).sort_index()
+    )
+    for budget in (2, 4):
+        means = plans.measured_of_none["blocks", budget]
+        choosers = ("adjoint", "score", "patching", "greedy", "first", "last", "random")
+        assert f"| {budget} of 12 blocks | {' | '.join(f'{means[name]:.2f}' for name in choosers)} |" in README
