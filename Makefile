@@ -48,8 +48,9 @@ reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures un
 	    "report: outputs/$$RESULTS/report.html"
 
 .PHONY: calibrate
-calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on the windows of E2 (takes them from disk, or computes them)
+calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's windows, and the report
 	@$(EXECUTE) x1_calibrated_predictor $(GIVEN)
+	@$(EXECUTE) report $(GIVEN)
 
 ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
     $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"}

@@ -107,6 +107,18 @@ def test_blocks_are_ranked_without_their_output(inputs, source, estimates, tmp_p
     assert row.score_single == pytest.approx(effects.risk.corr(effects.exact_reduction, method="spearman"))
 
 
+def test_summary_counts_the_runs_in_which_the_prediction_is_better():
+    measures = ("pearson", "spearman", "retrieval")
+    columns = [f"{signal}_{measure}" for signal in ("adjoint", "combined") for measure in measures]
+    runs = pd.DataFrame([[0.9, 0.8, 0.7, 0.3, 0.4, 0.7], [0.5, 0.9, 0.8, 0.6, 0.2, 0.1]], columns=columns)
+    columns = ["adjoint_single", "score_single", "adjoint_average", "score_average"]
+    rankings = pd.DataFrame([[0.5, 0.6, 0.7, 0.6], [0.5, 0.4, 0.9, 0.8]], columns=columns)
+    table = x1.summary(runs, rankings)
+    assert table.above.tolist() == [1, 2, 1, 1, 2] and (table.runs == 2).all()
+    assert table.adjoint.tolist() == pytest.approx([0.7, 0.85, 0.75, 0.5, 0.8])
+    assert table.score.tolist() == pytest.approx([0.45, 0.3, 0.4, 0.5, 0.7])
+
+
 def test_rerun_skips_finished_runs(inputs, source, tmp_path, monkeypatch):
     sources = e2.specifications(GRID, inputs)
     whole = x1.run_estimates(sources, inputs, source[0], tmp_path, worst=2)

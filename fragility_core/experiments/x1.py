@@ -234,3 +234,24 @@ def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFram
         for oracle, exact in (("average", "average"), ("single", "exact_reduction")):
             table[f"{proxy}_{oracle}"] = rankings.agreement(scores[column], scores[exact])["spearman"]
     return table.assign(noise_floor=rankings.spearman(*halves) if half else np.nan)
+
+
+def summary(runs: pd.DataFrame, rankings: pd.DataFrame) -> pd.DataFrame:
+    """What the prediction does to the tables of E2 and E3: means over runs beside the score's.
+
+    ``runs`` are those of ``run_table``, ``rankings`` the means of ``ranking_table`` over the windows of each run;
+    ``above`` counts the runs in which the prediction agrees better than the score.
+    """
+    pairs = [
+        *((f"E2: {measure.capitalize()} with the mismatch", runs[f"adjoint_{measure}"], runs[f"combined_{measure}"])
+          for measure in ("pearson", "spearman", "retrieval")),
+        ("E3: Spearman with the effect in one rounding", rankings.adjoint_single, rankings.score_single),
+        ("E3: Spearman with the effect averaged over roundings", rankings.adjoint_average, rankings.score_average),
+    ]  # fmt: skip
+    return pd.DataFrame(
+        [
+            {"quantity": name, "adjoint": adjoint.mean(), "adjoint_sd": adjoint.std(), "score": score.mean(),
+             "score_sd": score.std(), "above": int((adjoint > score).sum()), "runs": len(adjoint)}
+            for name, adjoint, score in pairs
+        ]
+    )  # fmt: skip
