@@ -198,7 +198,7 @@ def e3_noise_floor(windows: pd.DataFrame) -> Axes:
     table = measured.melt(["precision", "length"], list(names), "compared with", "value")
     table["compared with"] = table["compared with"].map(names)
     axes = canvas(6.0, 4.0)
-    sns.stripplot(
+    sns.swarmplot(
         table.assign(length=table.length.astype(str)), x="length", y="value", hue="compared with", dodge=True, size=7,
         ax=axes,
     )  # fmt: skip
@@ -222,7 +222,7 @@ def e5_maximum(runs: pd.DataFrame) -> Axes:
     table = _with_policy_names(runs)
     axes = canvas(6.4, 3.8)
     sns.barplot(table, x="policy", y="max_mismatch", color="0.85", errorbar=None, ax=axes)
-    sns.stripplot(table, x="policy", y="max_mismatch", hue="seed", size=8, palette="colorblind", ax=axes)
+    sns.swarmplot(table, x="policy", y="max_mismatch", hue="seed", size=8, palette="colorblind", ax=axes)
     axes.set(xlabel=None, ylabel="largest mismatch of the run", title="E5: largest mismatch by seed (bar: mean)")
     axes.set_xticks(axes.get_xticks(), axes.get_xticklabels(), rotation=20, ha="right", rotation_mode="anchor")
     legend_outside(axes)

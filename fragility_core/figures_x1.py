@@ -54,7 +54,7 @@ def x1_ranking(runs: pd.DataFrame) -> Axes:
 
 def _strip(table: pd.DataFrame, y: str, hue: str, label: str, title: str) -> Axes:
     axes = canvas(6.4, 4.0)
-    sns.stripplot(
+    sns.swarmplot(
         table.assign(length=table.length.astype(str)), x="length", y=y, hue=hue, dodge=True, size=6, ax=axes
     )  # fmt: skip
     axes.axhline(0, color="0.4", linestyle="--", linewidth=1, zorder=0)

@@ -120,6 +120,18 @@ def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family,
         assert chosen.predicted < known.keep().predicted
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plans_are_predicted_as_measured_in_every_family(family):
+    """Probes and the weights' roundings are the same in all windows: with small models, means scatter by that."""
+    model = random_model(FAMILIES[family])
+    model.set_attn_implementation("eager")
+    tokens = torch.randint(101, (24, 64), generator=torch.Generator().manual_seed(5))
+    known = contributions(model, tokens, probes=4)
+    for chosen in (known.keep(), known.plan(1, "blocks"), known.of_sites(["residual"])):
+        ratio = chosen.predicted / measured(model, chosen, tokens).mean()
+        assert ratio == pytest.approx(1, abs=0.1), chosen.label
+
+
 def test_attention_kept_in_fp32_rounds_neither_scores_nor_probabilities(tiny_tokens):
     model = random_model(FAMILIES["gpt2"])
     model.set_attn_implementation(attention.IMPLEMENTATION)
