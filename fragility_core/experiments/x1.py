@@ -188,10 +188,9 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _noise(windows: pd.DataFrame) -> dict[str, float]:
-    """Pearson between the mismatches of two realisations of the rounding, and of the prediction with their mean.
+    """Pearson between the mismatches of two stochastic realisations, and of the prediction with their mean.
 
-    The first says how well one measurement foretells another one, and no predictor of a single measurement can
-    do much better than its square root (Spearman 1904, attenuation).
+    The first says how well one measurement foretells another one, the second has less of that noise.
     """
     noisy = windows[[name for name in windows if name.startswith(NOISY)]].dropna()
     if len(noisy) < 3 or noisy.shape[1] < 2:
