@@ -33,6 +33,7 @@ from fragility_core.bgss import (
     trajectory,
 )
 from fragility_core.bgss.printed import EpsilonBump, PrintedBGSS
+from fragility_core.bgss.released import Released
 from fragility_core.emulation import lower
 from fragility_core.monitor import Monitor
 from fragility_core.surrogates import score
@@ -897,3 +898,9 @@ def test_the_defaults_are_the_protocols():
     assert asdict(get_policy("static_global")) == {"base_epsilon": 1e-5, "static_epsilon": 1e-3}
     bump = get_policy("eps_bump", target_ratio=0.5)
     assert (bump.monitor_interval, bump.epsilon_min, bump.epsilon_max) == (5, 1e-6, 1e-2)
+
+
+@pytest.mark.parametrize(("base", "missing"), [(Policy, "limits"), (Released, "priority")])
+def test_incomplete_policies_cannot_be_made(base, missing):
+    with pytest.raises(TypeError, match=rf"abstract method '?{missing}\b"):
+        type("Incomplete", (base,), {"name": "incomplete"})()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from fragility_core.experiments.runs import RunSpec, RunStore, window_rows
+from fragility_core.experiments.runs import RunSpec, RunStore, Specification, window_rows
 
 SPEC = RunSpec("embedded", "embedded", "bf16", 64, 0, 4, 2, "cpu", "emulated")
 FRAME = pd.DataFrame({"window": [0, 0, 1, 1], "layer": [0, 1, 0, 1], "risk": [1.0, 2.0, float("inf"), 4.0]})
@@ -84,3 +84,8 @@ def test_damaged_file_counts_as_unfinished_and_is_named(tmp_path):
 def test_window_rows_keep_one_row_per_window():
     assert window_rows(FRAME).window.tolist() == [0, 1]
     assert "layer" not in window_rows(FRAME)
+
+
+def test_incomplete_specifications_cannot_be_made():
+    with pytest.raises(TypeError, match="abstract methods '?label'?, '?size"):
+        type("Incomplete", (Specification,), {})()

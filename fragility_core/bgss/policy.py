@@ -1,6 +1,7 @@
 """Policies: parameters that start a state and decide on actions, and the two that never look."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from fragility_core.bgss.ledger import Action, Limits, State, advance, raising
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(ABC):
     """When and where LayerNorm's epsilon is raised: here, never. Raises ValueError for values out of range."""
 
     name: ClassVar[str]
@@ -26,9 +27,9 @@ class Policy:
             raise ValueError(f"{parameter} of policy {self.name!r} must {invariant}, got {getattr(self, parameter)!r}")
 
     @property
+    @abstractmethod
     def limits(self) -> Limits:
         """The budget and the bounds of a run."""
-        raise NotImplementedError
 
     def opening(self, state: State) -> tuple[Action, ...]:
         """The actions taken before the first step, in the state before it."""

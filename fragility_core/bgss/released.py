@@ -6,6 +6,7 @@ multiplies their epsilon.
 
 import math
 import random
+from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -103,9 +104,9 @@ class Released(Policy):
         # In this order of operations the recorded priorities come out to the last bit.
         return score * (0.5 + 0.5 * self.headroom(state)) * (1 / np.sqrt(1 + np.array(state.earlier)))
 
+    @abstractmethod
     def priority(self, state: State, scaled: np.ndarray, dominance: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """The priority of every block from u G, phi and rho_LN, each (layers,)."""
-        raise NotImplementedError
 
     def choose(self, state: State, ranked: np.ndarray, count: int) -> np.ndarray:
         """``count`` of the candidate layers, which come by (priority, u G, transport), largest first."""

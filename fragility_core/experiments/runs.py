@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,7 +25,7 @@ from fragility_core.transport import TRANSPORTS
 METADATA_KEY = b"fragility"
 
 
-class Specification:
+class Specification(ABC):
     """Everything that the numbers of a run depend on; its kinds are frozen dataclasses.
 
     ``size`` is the run's work in multiples of ``unit``, for progress and for sharing runs out.
@@ -39,13 +40,14 @@ class Specification:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     @property
+    @abstractmethod
     def label(self) -> str:
         """Short name for people, unique within one experiment."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def size(self) -> int:
-        raise NotImplementedError
+        """See the class."""
 
 
 @dataclass(frozen=True)
