@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from fragility_core.formats import Format, get_format, has_native_kernels
+from fragility_core.formats import PIECE, Format, get_format, has_native_kernels
 
 aten = torch.ops.aten
 
@@ -42,9 +42,6 @@ FACTORS = {
     aten._scaled_dot_product_efficient_attention: (0, 1, 2),
     aten._scaled_dot_product_flash_attention: (0, 1, 2),
 }  # fmt: skip
-
-
-PIECE = 2**17  # elements computed at once: 512 KiB in fp32, in reach of a second-level cache
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -106,13 +103,15 @@ class Emulation(TorchDispatchMode):
 
     With a ``generator``, on the model's device, results are rounded stochastically: one random
     realisation of the format's rounding errors. Only what an in-place kernel writes from a wider
-    tensor into one of the format is still rounded to nearest.
+    tensor into one of the format is still rounded to nearest. Where batches hold several ``copies`` of
+    the same windows, one after another, all copies meet the same realisation.
     """
 
     def __init__(self, format: Format, generator: torch.Generator | None = None):
         super().__init__()
         self.format = format
         self.generator = generator
+        self.copies = 1
         self.active = True
 
     @contextmanager
@@ -154,11 +153,12 @@ class Emulation(TorchDispatchMode):
             return self._convert(func, args, kwargs)
         if promoted_dtypes((*args, *kwargs.values())) != {self.format.carrier}:
             return func(*args, **kwargs)
-        in_pieces = not self.format.scaled and fits_in_pieces(func, args, kwargs)
+        in_pieces = not self.format.scaled and self.copies == 1 and fits_in_pieces(func, args, kwargs)
         return (self._in_pieces if in_pieces else self._in_fp32)(func, args, kwargs)
 
     def _round(self, x: Tensor) -> Tensor:
-        return self.format.round(x, self.generator)
+        of_copies = x.ndim and len(x) % self.copies == 0  # not so what all copies have in common
+        return self.format.round(x, self.generator, self.copies if of_copies else 1)
 
     def _narrow(self, x: Tensor) -> Tensor:
         return self._round(x) if x.dtype == torch.float32 else x

@@ -18,7 +18,10 @@ RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy",
 
 def versions() -> dict[str, str]:
     """Versions that can change a number: Python, the packages behind it, the operating system."""
+    import torch
+
     packages = {name: importlib.metadata.version(name) for name in RECORDED}
+    packages["torch"] = torch.__version__  # names the build, too ("+cpu", "+cu130")
     return {"python": platform.python_version(), **packages, "platform": platform.platform()}
 
 

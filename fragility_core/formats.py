@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+PIECE = 2**17  # elements computed at once on a CPU: 512 KiB in fp32, in reach of a second-level cache
+
 
 @dataclass(frozen=True)
 class Format:
@@ -46,20 +48,21 @@ class Format:
         """Whether storing in the carrier does not yet round to this format (fp8)."""
         return self.storage != self.carrier
 
-    def round(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
         """``x`` rounded to nearest even in this format, as a tensor of the carrier dtype.
 
-        With a ``generator``, on the device of ``x``, rounded stochastically (``round_stochastically``).
+        With a ``generator``, on the device of ``x``, rounded stochastically, ``copies`` along the first
+        dimension with the same random bits (``round_stochastically``).
         Out of range: formats with infinities give ±inf (fp16, bf16, tf32, fp8_e5m2); fp8_e4m3 has
         none and saturates at ±448, as the saturating conversion of accelerators does. NaN stays NaN.
         Where the format is scaled, ±inf and numbers by which models mask pass as they are.
         """
         if self.scaled:
             factor = self.scale(x)
-            fitted = replace(self, scaled=False).round(x * factor, generator) / factor
+            fitted = replace(self, scaled=False).round(x * factor, generator, copies) / factor
             return torch.where(is_measured(x), fitted, x.to(self.carrier))
         if generator is not None:
-            x = round_stochastically(x.float(), self, generator)  # on the grid, where what follows is exact
+            x = round_stochastically(x.float(), self, generator, copies)  # on the grid, where what follows is exact
         if self.name == "tf32":
             return round_to_tf32(x.float())
         if self.saturates:
@@ -89,21 +92,37 @@ def round_to_tf32(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)
 
 
-def round_stochastically(x: Tensor, format: Format, generator: torch.Generator) -> Tensor:
+def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, copies: int = 1) -> Tensor:
     """fp32 ``x`` rounded up or down to a neighbour in ``format``, without bias; inf and NaN pass.
 
     The probability of a neighbour is 1 minus its relative distance (Croci et al. 2022,
     doi:10.1098/rsos.211631): as many random bits as the format drops are added to those it drops,
     and may carry. Scaling lines the format's subnormals up with those of fp32, where fraction bits
     that fp32 has no room for are rounded to nearest: half a unit of the random bits' resolution.
-    The exponent is not bounded above.
+    The exponent is not bounded above. The first dimension may hold ``copies`` of one batch, one after
+    another: they get the same random bits.
     """
+    rounded = torch.empty_like(x)
+    source, target = (t.unflatten(0, (copies, -1)) if copies > 1 else t[None] for t in (x, rounded))
+    parts = [(source, target)]
+    if x.device.type == "cpu" and x.is_contiguous():
+        width = max(1, PIECE // copies // 8) * 8  # draws of 64 bits are then used up, whatever the pieces
+        parts = zip(*(t.view(copies, -1).split(width, 1) for t in (x, rounded)))
+    for values, out in parts:
+        _round_stochastically(values, format, generator, out)
+    return rounded
+
+
+def _round_stochastically(x: Tensor, format: Format, generator: torch.Generator, out: Tensor) -> None:
+    """Round ``x`` (copies, ...) into ``out``."""
     dropped = 24 - format.significand  # fraction bits of fp32 beyond those of the format
     scale = 2.0**-126 / format.smallest_normal
     bits = (x * scale).view(torch.int32)
-    bits += random_bits(dropped, x, generator)
-    rounded = bits.bitwise_and_(-1 << dropped).view(torch.float32) / scale
-    return torch.where(x.isnan(), x, rounded)
+    bits += random_bits(dropped, x[0], generator)
+    torch.div(bits.bitwise_and_(-1 << dropped).view(torch.float32), scale, out=out)
+    # The mask costs a CPU as much as all that is above; a GPU would be waited for if it were asked.
+    if x.device.type != "cpu" or x.sum().isnan():
+        out.copy_(torch.where(x.isnan(), x, out))
 
 
 def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:

@@ -3,6 +3,7 @@
 The base low-precision pass and the patched passes of all L blocks are one pass through the
 low-precision model: a patched variant is the base until its block, so it enters the batch there, and
 every later block runs once over all variants that have entered. That is (L + 1) / 2 passes, not L.
+Under stochastic rounding all variants meet the same random bits: what they differ by is the patch.
 """
 
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ class Patching:
     def _patching(self, windows: int) -> Iterator[None]:
         """Hooks by which the patched variant of every block enters behind those before it, for one pass."""
         with ExitStack() as stack:
+            stack.callback(self._share_bits, 1)
             if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
                 stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
             for block, reference in self.pairs:
@@ -76,9 +78,16 @@ class Patching:
                 kwargs = kwargs | {"position_embeddings": self.positions}
             with self.low.paused():
                 patched = reference(args[0][:windows].float(), *args[1:], **kwargs)
-            return torch.cat([output, patched.to(output.dtype)])  # the cast is a kernel of the format
+            self._share_bits(1)
+            entered = torch.cat([output, patched.to(output.dtype)])  # the cast is a kernel of the format
+            self._share_bits(len(entered) // windows)
+            return entered
 
         return hook
+
+    def _share_bits(self, variants: int) -> None:
+        if self.low.execution == "stochastic":
+            self.low.emulation.copies = variants
 
 
 def one_mask(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

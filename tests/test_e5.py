@@ -44,6 +44,15 @@ def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):
     assert (steps[steps.policy == "none"].protected == 0).all()
 
 
+def test_runs_of_several_settings_are_those_of_each_alone(inputs, tmp_path):
+    settings = (SETTING, replace(SETTING, learning_rate=1e-2))
+    specs = [e5.specifications(setting, [acting("bgss")], (0,), inputs) for setting in settings]
+    rows = e5.run([*specs[1], *specs[0]], inputs, tmp_path / "together")
+    alone = [e5.run(part, inputs, tmp_path / "alone") for part in specs]
+    pd.testing.assert_frame_equal(rows, pd.concat(alone[::-1], ignore_index=True))
+    assert (alone[0].mismatch != alone[1].mismatch).any()
+
+
 def test_an_action_is_in_force_from_the_next_step_on(inputs, tmp_path):
     rows = e5.run_policies(SETTING, [acting("bgss")], (0,), inputs, tmp_path)
     epsilon = rows.pivot(index="step", columns="layer", values="epsilon").to_numpy()

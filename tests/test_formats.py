@@ -191,6 +191,7 @@ def test_stochastic_rounding_is_unbiased(name, data):
     if data.draw(st.booleans()):
         x = x / 2.0**exponent * format.smallest_normal / 4 if name not in ("bf16", "tf32") else x
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "PIECE", resolution)
         patch.setattr(formats, "random_bits", lambda count, *_: torch.arange(1 << count, dtype=torch.int32))
         rounded = format.round(torch.full((resolution,), x), generator()).double()
     below, above = min(neighbours(x, format)), max(neighbours(x, format))
@@ -227,6 +228,18 @@ def test_stochastic_rounding_is_drawn_from_the_generator(format):
     drawn = [format.round(x, generator(seed)) for seed in (2, 2, 3)]
     assert torch.equal(drawn[0], drawn[1])
     assert format.name == "fp32" or not torch.equal(drawn[0], drawn[2])
+
+
+@every_format
+def test_copies_are_rounded_with_the_same_bits(format):
+    x = torch.randn(3, 40, generator=generator(1))
+    expected = format.round(x, generator(2)).repeat(4, 1)
+    assert torch.equal(format.round(x.repeat(4, 1), generator(2), copies=4), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "PIECE", 32)  # 4 copies of 8 elements
+        assert torch.equal(format.round(x.repeat(4, 1), generator(2), copies=4), expected)
+    by_columns = x.repeat(4, 1).mT.contiguous().mT
+    assert torch.equal(format.round(by_columns, generator(2), copies=4), expected)
 
 
 @every_format

@@ -54,12 +54,15 @@ def effects_of(record, model, low, windows):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_effects_are_the_releases(precision, reference_model, reference_e3, reference_windows):
-    """Same kernels: within 3 % of the base mismatch (measured 0.3 % in bf16, 1.5 % in fp16)."""
+    """Native kernels, on whatever CPU: within 3 % of the base mismatch (measured up to 0.4 % in bf16, 1.9 % in fp16).
+
+    The base mismatch is off by 0.01 % to 0.9 % where the CPU has other matrix instructions than the release's.
+    """
     low = lower(reference_model, precision, "native")
     for record in (r for r in reference_e3 if r["precision"] == precision):
         effects = effects_of(record, reference_model, low, reference_windows)
         base = record["recomputed_base_mismatch"]
-        np.testing.assert_allclose(effects.base_mismatch, base, rtol=3e-3)
+        np.testing.assert_allclose(effects.base_mismatch, base, rtol=2e-2)
         np.testing.assert_allclose(effects.exact_reduction, record["layers"]["exact_reduction"], atol=0.03 * base)
         np.testing.assert_allclose(effects.patched_mismatch, record["layers"]["patched_mismatch"], rtol=0.03)
         np.testing.assert_allclose(effects.reduction_fraction, record["layers"]["reduction_fraction"], atol=0.03)
@@ -157,6 +160,25 @@ def test_realisations_are_reproducible_and_differ(model, tiny_tokens, reference)
 
     assert effects(1).equals(effects(1))
     assert not effects(1).equals(effects(2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_e4m3"])
+def test_variants_that_differ_by_nothing_stay_equal_under_one_realisation(precision, model, tiny_tokens):
+    """They meet the same random bits in every kernel behind their block, of both windows."""
+    realisation = lower(model, precision).stochastic(0)
+    patching, outputs = Patching(model, realisation), {}
+
+    def same_as_base(low_block):
+        return lambda hidden, *_, **__: outputs[low_block].float()
+
+    patching.pairs = [(block, same_as_base(block)) for block, _ in patching.pairs]
+    for block, _ in patching.pairs:  # attached before the patches: sees the output without them
+        block.register_forward_hook(lambda block, _, output: outputs.update({block: output[: len(tiny_tokens)]}))
+    base, *variants = patching(tiny_tokens)
+    assert len(variants) == 3 and all(torch.equal(variant, base) for variant in variants)
+    assert not torch.equal(base[0], base[1])
+    assert realisation.emulation.copies == 1
 
 
 # --- Effects -------------------------------------------------------------------------------------

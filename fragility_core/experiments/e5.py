@@ -275,16 +275,16 @@ def restore(path: Path, training: ShadowTraining) -> tuple[State, list[pd.DataFr
 # --- All runs, and views of their rows --------------------------------------------------------
 
 
-def run_policies(
-    setting: Setting,
-    policies: Sequence[Policy],
-    seeds: Sequence[int],
-    inputs: Inputs,
-    folder: Path,
-    workers: int = 1,
-    checkpoint_interval: int = 64,
+def run(
+    specs: Sequence[TrainingSpec], inputs: Inputs, folder: Path, workers: int = 1, checkpoint_interval: int = 64
 ) -> pd.DataFrame:
-    """Every policy with every seed, those finished in ``folder`` not computed again (see ``pool.complete``)."""
-    specs = specifications(setting, policies, seeds, inputs)
+    """The rows of every run, those finished in ``folder`` not computed again (see ``pool.complete``)."""
     prepare = partial(Mitigation, inputs, folder, checkpoint_interval)
     return complete([[spec] for spec in specs], RunStore(folder), prepare, inputs.device, workers, "E5")
+
+
+def run_policies(
+    setting: Setting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs, folder: Path, **options
+) -> pd.DataFrame:
+    """Every policy with every seed in one setting, with the ``options`` of ``run``."""
+    return run(specifications(setting, policies, seeds, inputs), inputs, folder, **options)

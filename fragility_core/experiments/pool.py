@@ -89,7 +89,7 @@ def complete(
             worker = prepare()
             for group in missing:
                 _compute(group, store, worker, bar.update, finished)
-    return pd.concat([store.load(spec) for spec in specs], ignore_index=True)
+    return store.rows(specs)
 
 
 def _warn_of_other_code(store: RunStore, finished: Sequence[Specification]) -> None:

@@ -117,6 +117,10 @@ class RunStore:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
 
+    def rows(self, specs: Iterable[Specification]) -> pd.DataFrame:
+        """The rows of finished runs, one run after another."""
+        return pd.concat([self.load(spec) for spec in specs], ignore_index=True)
+
     def metadata(self, spec: Specification) -> dict:
         """What was recorded with the run: specification, versions, device, wall time."""
         return json.loads(pq.read_schema(self.path(spec)).metadata[METADATA_KEY])

@@ -117,7 +117,6 @@ class Estimates:
         return places.assign(**spec_columns(spec.source))
 
     @torch.no_grad()
-    @torch.no_grad()
     def _noisy(self, low: LowPrecision, tokens: Tensor, start: int, realisations: int) -> dict[str, float]:
         """Mismatch of one window under so many realisations of stochastic rounding."""
         if not realisations:
