@@ -95,7 +95,9 @@ E3 = (
         "5 / layers"),
     _e3("Recompute gap of the mismatch", "recompute_gap",
         "E3's forward pass is that of E2 (gap below 1 % of the mismatch)", "0.01 * base_mismatch", "below", ".2e"),
-    Quantity("E3", "Noise floor: Spearman of the exact effects of two roundings (ours)", "e3_runs", "noise_floor"),
+    Quantity(
+        "E3", "Noise floor: Spearman of another rounding's effects and the exact ones (ours)", "e3_runs", "noise_floor"
+    ),
 )  # fmt: skip
 
 # --- E5: levels as the paper gives them, and BGSS against its rivals, paired by seed ---------------

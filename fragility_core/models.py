@@ -26,8 +26,8 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     reason = (str(cause).splitlines() or ["no message"])[0]
     return OSError(
         f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {reason}). "
-        f"Point {variable}= at a local copy (`make reproduce {variable}=path/to/copy`), "
-        f"or leave {variable} away: `make reproduce` runs on the embedded default, without a network."
+        f"Point {variable}= at a local copy ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
+        f"or leave {variable} away: they run on the embedded default, without a network."
     )
 
 

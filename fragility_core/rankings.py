@@ -60,12 +60,11 @@ def agreement(first: ArrayLike, second: ArrayLike) -> dict[str, np.ndarray]:
 def noise_floor(realisations: ArrayLike, nearest: ArrayLike) -> dict[str, np.ndarray]:
     """Spearman (...) between effects measured in equally good roundings.
 
-    A score that reaches it is worth another measurement. One that knew the effects free of noise would
-    agree with a measurement by about its square root (Spearman 1904, attenuation).
-
     ``realisations`` (R, ..., L) are effects under stochastic rounding, ``nearest`` (..., L) under
-    rounding to nearest: ``between_realisations`` is the mean over pairs of realisations (NaN for one),
-    ``with_nearest`` over each of them with ``nearest``.
+    rounding to nearest. ``with_nearest`` is the mean over each realisation with ``nearest``: a score that
+    agrees with ``nearest`` as well is worth another measurement. ``between_realisations`` is the mean over
+    pairs of realisations (NaN for one). A score that knew the effects free of noise would agree with
+    ``nearest`` by about with_nearest / sqrt(between_realisations) (Spearman 1904, attenuation).
     """
     realisations = np.asarray(realisations)
     first, second = np.triu_indices(len(realisations), 1)

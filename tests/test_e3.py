@@ -147,12 +147,17 @@ def test_tables_by_hand(table_rows):
     assert windows.spearman.tolist() == pytest.approx([1, -1])
     assert windows.pairwise_accuracy.tolist() == [1, 0]
     assert windows.top1_hit.tolist() == [1, 0]
-    assert windows.noise_floor[0] == pytest.approx(0.5) and np.isnan(windows.noise_floor[1])
-    assert windows.noise_with_nearest[0] == pytest.approx(0.75)
+    assert windows.noise_floor[0] == pytest.approx(0.75) and np.isnan(windows.noise_floor[1])
+    assert windows.between_realisations[0] == pytest.approx(0.5)
     run = e3.run_table(windows).iloc[0]
     assert (run.spearman, run.pairwise_accuracy, run.top1_hit, run.windows) == (0, 0.5, 0.5, 2)
     assert run.recompute_gap == pytest.approx(0.2)
-    assert run.noise_floor == pytest.approx(0.5), "of the windows where it was measured"
+    assert run.noise_floor == pytest.approx(0.75), "of the windows where it was measured"
+
+
+def test_runs_without_a_finite_window_are_refused():
+    with pytest.raises(ValueError, match="every window of E2's runs overflowed"):
+        e3.window_table(pd.DataFrame())
 
 
 def test_rank_counts_by_hand(table_rows):

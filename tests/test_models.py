@@ -32,7 +32,7 @@ def test_default_device():
 def assert_says_how_to_go_on(error: pytest.ExceptionInfo, kind: str, name: str, where: str):
     message = str(error.value)
     assert message.startswith(f"cannot load the {kind} {name!r} from {where} (")
-    assert "(`make reproduce MODEL=path/to/copy`), or leave MODEL away: `make reproduce` runs" in message
+    assert "(MODEL=path/to/copy after `make reproduce` or `make diagnose`), or leave MODEL away: they run" in message
     assert "\n" not in message
 
 

@@ -123,10 +123,13 @@ def test_independent_effects_have_a_floor_near_zero_and_noisy_ones_below_one():
         assert low - 1e-12 <= floor <= high + 1e-12
 
 
-def test_a_score_without_noise_reaches_the_root_of_the_floor():
+@pytest.mark.parametrize("noise", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("noise_of_nearest", [0.3, 1.0])
+def test_a_score_without_noise_reaches_the_ceiling(noise, noise_of_nearest):
     rng = np.random.default_rng(0)
     effects = rng.normal(size=(4000, 12))
-    for noise in (0.3, 0.6, 1.0):
-        measured = effects + noise * rng.normal(size=(2, 4000, 12))
-        floor = noise_floor(measured, measured[0])["between_realisations"].mean()
-        assert spearman(effects, measured[0]).mean() == pytest.approx(floor**0.5, abs=0.03)
+    realisations = effects + noise * rng.normal(size=(2, 4000, 12))
+    nearest = effects + noise_of_nearest * rng.normal(size=(4000, 12))
+    floor = {name: values.mean() for name, values in noise_floor(realisations, nearest).items()}
+    ceiling = floor["with_nearest"] / floor["between_realisations"] ** 0.5
+    assert spearman(effects, nearest).mean() == pytest.approx(ceiling, abs=0.03)

@@ -147,9 +147,12 @@ def run_patches(
 def window_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per window: how alike score and exact effect rank its blocks, and the noise floor where measured.
 
-    ``noise_floor`` is Spearman between the effects of two stochastic realisations, averaged over pairs,
-    ``noise_with_nearest`` between each of them and rounding to nearest (``rankings.noise_floor``).
+    ``noise_floor`` is how well the effects of another rounding, stochastic, agree with the exact ones,
+    ``between_realisations`` how well those of two such roundings do (``rankings.noise_floor``). Raises
+    ValueError where there are no rows, every window having overflowed.
     """
+    if rows.empty:
+        raise ValueError("E3 needs windows with a finite mismatch, got none: every window of E2's runs overflowed")
     windows = rows[rows.layer == 0][[*WINDOW, "base_mismatch", "recompute_gap"]].reset_index(drop=True)
     depth = rows.layer.nunique()
     risk, exact = (rows[name].to_numpy().reshape(-1, depth) for name in ("risk", "exact_reduction"))
@@ -158,7 +161,7 @@ def window_table(rows: pd.DataFrame) -> pd.DataFrame:
     if noisy:
         realisations = rows[noisy].to_numpy().T.reshape(len(noisy), -1, depth)
         floor = rankings.noise_floor(realisations, exact)
-        table = table.assign(noise_floor=floor["between_realisations"], noise_with_nearest=floor["with_nearest"])
+        table = table.assign(noise_floor=floor["with_nearest"], between_realisations=floor["between_realisations"])
     return table
 
 
