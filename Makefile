@@ -53,7 +53,8 @@ calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's wind
 	@$(EXECUTE) report $(GIVEN)
 
 ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
-    $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"}
+    $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"} \
+    $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"}
 
 .PHONY: diagnose
 diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to keep in fp32 for BUDGET=

@@ -229,17 +229,21 @@ def rounded_copy(model: nn.Module, format: Format) -> nn.Module:
 
 @dataclass(frozen=True)
 class LowPrecision:
-    """A model whose parameters are rounded to a format, and how its kernels compute in it."""
+    """A model whose parameters are rounded to a format, and how its kernels compute in it.
+
+    With ``weights_only`` they compute in fp32.
+    """
 
     model: nn.Module
     format: Format
     emulation: Emulation | None
+    weights_only: bool = False
 
     @property
     def execution(self) -> str:
-        """How kernels compute: "native", "emulated", or "stochastic" (emulated with random rounding)."""
+        """How kernels compute: "native", "emulated", "stochastic" (emulated with random rounding), or "weights"."""
         if self.emulation is None:
-            return "native"
+            return "weights" if self.weights_only else "native"
         return "emulated" if self.emulation.generator is None else "stochastic"
 
     def stochastic(self, seed: int) -> "LowPrecision":
@@ -262,12 +266,15 @@ class LowPrecision:
 def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecision:
     """``model`` in low precision: native where its device has the kernels, else emulated.
 
-    ``execution`` may insist on "native" or "emulated". Raises ValueError for an unknown format or
-    execution, or when native kernels are asked for in a format that torch cannot compute in.
+    ``execution`` may insist on "native" or "emulated", or round the "weights" only and compute in fp32. Raises
+    ValueError for an unknown format or execution, or when native kernels are asked for in a format that torch
+    cannot compute in.
     """
     chosen = get_format(format)
-    if execution not in ("auto", "native", "emulated"):
-        raise ValueError(f'execution must be "auto", "native" or "emulated", got {execution!r}')
+    if execution not in ("auto", "native", "emulated", "weights"):
+        raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
+    if execution == "weights":
+        return LowPrecision(rounded_copy(model, chosen).float(), chosen, None, weights_only=True)
     if execution == "native" and (chosen.is_narrower_than_carrier or chosen.name == "tf32"):
         raise ValueError(f'no device computes a whole model in {format}: use execution="emulated" or "auto"')
     device = next(model.parameters()).device

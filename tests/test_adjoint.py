@@ -168,26 +168,24 @@ def test_first_order_at_fp8(format, embedded):
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, format)
     assert 0.8 < (Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)).mean() < 1.3
-    with torch.no_grad():
-        rounded = mismatch(final_hidden(copy.deepcopy(low.model).float(), windows), final_hidden(model, windows))
-    weights = Adjoint(low, model, activations=False)(windows).windows.predicted
-    assert 0.88 < (weights / rounded.numpy()).mean() < 1.12
+    alone = lower(model, format, "weights")
+    weights = Adjoint(alone, model)(windows).windows.predicted
+    assert 0.88 < (weights / measured(model, alone, windows)).mean() < 1.12
 
 
 def test_weights_alone(embedded):
     """Only weights are rounded: the mean over many models that round to the same one."""
     model, windows = embedded[0], embedded[1][:2]
-    low = lower(model, "bf16")
-    prediction = Adjoint(low, probes=4, activations=False)(windows)
+    low = lower(model, "bf16", "weights")
+    prediction = Adjoint(low, probes=4)(windows)
     assert set(prediction.kernels.kind) == {"weight"}
     assert set(prediction.kernels.site) == {"embedding", "norm", "projection", "mlp"}
     squares = []
     with torch.no_grad():
-        rounded = copy.deepcopy(low.model).float()
-        state = final_hidden(rounded, windows)
+        state = final_hidden(low.model, windows)
         for seed in range(12):
             torch.manual_seed(seed)
-            exact = copy.deepcopy(rounded)
+            exact = copy.deepcopy(low.model)
             for parameter in exact.parameters():
                 parameter += (torch.rand_like(parameter) - 0.5) * ulp(parameter, low.format)
             squares.append(mismatch(final_hidden(exact, windows), state) ** 2)
@@ -201,10 +199,9 @@ def test_known_errors_of_weights(format, tolerance, embedded):
     Norms' weights lie close to 1, where a coarse format errs by less than ulp / sqrt(12).
     """
     model, windows = embedded[0], embedded[1][:2]
-    low = lower(model, format)
-    fitting = copy.deepcopy(low.model).float()
+    low = lower(model, format, "weights")
     known, expected, none = (
-        Adjoint(low, reference, activations=False)(windows).kernels.c2.sum() for reference in (model, None, fitting)
+        Adjoint(low, reference)(windows).kernels.c2.sum() for reference in (model, None, low.model)
     )
     assert known == pytest.approx(expected, rel=tolerance) and none == 0
 

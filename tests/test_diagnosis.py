@@ -163,6 +163,19 @@ def test_diagnosis_measures_what_it_predicts(found, tiny_tokens):
     assert page.block_shares(found.contributions).index.tolist() == ["embedding", "0", "1", "2", "after"]
 
 
+def test_a_diagnosis_of_weights_only(tiny_tokens):
+    model = random_gpt2(TINY)
+    model.transformer.ln_f.weight.fill_(5e4)  # results beyond fp16, in which only weights have to fit
+    found = diagnose(model, tiny_tokens, format="fp16", budget="1 block", weights_only=True)
+    assert found.execution == "weights" and set(found.prediction.kernels.kind) == {"weight"}
+    assert found.measured.mismatch.mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.3)
+    assert (found.protected.mismatch < found.measured.mismatch).all()
+    assert found.ranges.empty and not diagnose(model, tiny_tokens, format="fp16").ranges.empty
+    html = page.page(found)
+    assert "weights in fp16" in html and "computing in fp32" in html and "scores" not in html
+    assert "WEIGHTS_ONLY=yes" in html and "apply(model, plan, &#34;weights&#34;)" in html
+
+
 def test_experts_that_change_are_counted_and_said(tiny_tokens):
     torch.manual_seed(0)
     config = MixtralConfig(

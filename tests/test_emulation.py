@@ -503,7 +503,7 @@ def test_execution_is_recorded(format, execution, recorded, tiny_gpt2):
 
 
 def test_unknown_execution(tiny_gpt2):
-    with pytest.raises(ValueError, match='must be "auto", "native" or "emulated", got \'fast\''):
+    with pytest.raises(ValueError, match='must be "auto", "native", "emulated" or "weights", got \'fast\''):
         lower(tiny_gpt2, "bf16", "fast")
 
 

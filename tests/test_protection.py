@@ -68,9 +68,9 @@ def contributions(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=
 
 
 @torch.no_grad()
-def measured(model: nn.Module, chosen: Plan, tokens: torch.Tensor) -> np.ndarray:
+def measured(model: nn.Module, chosen: Plan, tokens: torch.Tensor, execution: str = "auto") -> np.ndarray:
     """Mismatch of every window under the plan."""
-    low = apply(model, chosen)
+    low = apply(model, chosen, execution)
     with low.running():
         final = adjoint.final_hidden(low.model, tokens)
     return mismatch(final, adjoint.final_hidden(model, tokens)).double().numpy()
@@ -195,6 +195,20 @@ def test_predicted_mismatch_is_that_measured(embedded, format):
     for chosen in [*plans, known.of_sites(["residual"]), known.of_sites(["scores"]), known.plan(100_000, "bytes")]:
         found = measured(model, chosen, tokens).mean()
         assert chosen.predicted == pytest.approx(found, rel=0.04), chosen.label
+
+
+@pytest.mark.parametrize(("format", "tolerance"), [("bf16", 0.08), ("fp8_e4m3_scaled", 0.12)])
+def test_plans_where_weights_only_are_rounded(embedded, format, tolerance):
+    """All windows meet the same errors of weights, so their mean is one draw from what is expected."""
+    model, tokens = embedded
+    low = lower(model, format, "weights")
+    known = contributions(model, tokens, format, low=low)
+    assert not {"residual", "scores"} & known.structure.sites.keys()
+    for chosen in (known.keep(), known.plan(2), known.plan(6), known.plan(1, "sites"), known.plan(100_000, "bytes")):
+        assert chosen.predicted == pytest.approx(measured(model, chosen, tokens, "weights").mean(), rel=tolerance)
+        assert chosen.flops == 0
+    everything = known.keep(["wte", "wpe", *(f"h.{layer}" for layer in range(12)), "ln_f"])
+    assert everything.predicted == 0 == measured(model, everything, tokens, "weights").max()
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -169,15 +169,13 @@ class LowArithmetic(TorchFunctionMode):
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""
-        if not self.rounding:
-            return torch.float32 if id(x) in self.weights else x.dtype
-        return self.format.carrier if stored_as(x) else x.dtype
+        return self.format.carrier if self.rounding and stored_as(x) else x.dtype
 
     def _wide(self, x: Tensor) -> Tensor:
-        """The fp32 tensor that stands for a tensor of the low dtype; others as they are."""
-        if x.dtype != self.format.carrier:
-            return x
-        return self.weights[id(x)] if id(x) in self.weights else store(x.float())
+        """The fp32 tensor that stands for a parameter or another tensor of the low dtype; others as they are."""
+        if id(x) in self.weights:
+            return self.weights[id(x)]
+        return store(x.float()) if x.dtype == self.format.carrier else x
 
     def _run(self, call: Call) -> Any:
         requested = self._requested_dtype(call)

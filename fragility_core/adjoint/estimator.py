@@ -71,17 +71,15 @@ class Adjoint:
         reference: nn.Module | None = None,
         probes: int = 1,
         seed: int = 0,
-        activations: bool = True,
         output: Callable[[nn.Module, Tensor], Tensor] = final_hidden,
     ):
         """``low`` is the model as it runs, with the attention that it is set to.
 
         ``reference`` is the model before its weights were rounded: their errors are then known, else
         expected from their magnitude. ``probes`` random sign vectors, drawn from ``seed``, are averaged
-        over. With ``activations`` off only the weights are in the format. ``output`` gives the tensor
-        (B, ...) whose error is predicted. Raises ValueError for a format that rounds no results (fp32,
-        tf32), a model without parameters in it, fewer than one probe, or a reference whose parameters
-        are not those of the model.
+        over. ``output`` gives the tensor (B, ...) whose error is predicted. Raises ValueError for a
+        format that rounds no results (fp32, tf32), a model without parameters in it, fewer than one probe,
+        or a reference whose parameters are not those of the model.
         """
         if low.format.carrier == torch.float32:
             raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
@@ -93,16 +91,18 @@ class Adjoint:
         self.tape = Tape()
         self._sites = pd.DataFrame()
         weights = self._watch_weights(reference)
-        self.arithmetic = LowArithmetic(low.format, self.tape, weights, low.execution == "stochastic", activations)
+        stochastic, rounding = low.execution == "stochastic", not low.weights_only
+        self.arithmetic = LowArithmetic(low.format, self.tape, weights, stochastic, rounding)
         self._follow_modules()
-        if low.execution != "stochastic":
-            self._recompute(activations)
+        if not stochastic:
+            self._recompute(rounding)
 
     def _watch_weights(self, reference: nn.Module | None) -> dict[int, Tensor]:
         """fp32 tensors, by the id of the parameter they stand for, whose gradients go to the tape."""
-        rounded = {path: p for path, p in self.model.named_parameters() if p.dtype == self.format.carrier}
+        dtype = torch.float32 if self.low.weights_only else self.format.carrier
+        rounded = {path: p for path, p in self.model.named_parameters() if p.dtype == dtype}
         if not rounded:
-            raise ValueError(f"the model must store parameters as {self.format.carrier}, as lower() does, got none")
+            raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
         exact = None if reference is None else exact_weights(reference, rounded)
         weights = {}
         for path, parameter in rounded.items():
@@ -122,12 +122,12 @@ class Adjoint:
             module.register_forward_pre_hook(lambda module, args, path=path: self.tape.path.append(path))
             module.register_forward_hook(lambda module, args, output: self.tape.leave())
 
-    def _recompute(self, activations_rounded: bool) -> None:
+    def _recompute(self, rounding: bool) -> None:
         """Let the costly parts of the model run as one autograd function each."""
         implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         by_rows = not self.format.scaled  # each block of rows would have a scale of its own
         if implementation == attention.IMPLEMENTATION and by_rows:
-            self.model.set_attn_implementation(recomputed.IMPLEMENTATION if activations_rounded else "sdpa")
+            self.model.set_attn_implementation(recomputed.IMPLEMENTATION if rounding else "sdpa")
         for module in self.model.modules():
             if type(module).__module__ == activations.__name__ and not list(module.parameters()):
                 module.forward = partial(recomputed.elementwise, self.arithmetic, module, module.forward)

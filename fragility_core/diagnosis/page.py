@@ -77,6 +77,7 @@ def command(request: Request) -> str:
     """The shell command that makes this page again."""
     values = ("model", "data", "format", "budget", "windows", "length", "attention")
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
+    words += ["WEIGHTS_ONLY=yes"] * request.weights_only
     return " ".join(["make diagnose", *words])
 
 
@@ -86,6 +87,7 @@ def snippet(request: Request, plan: Plan) -> str:
     if plan.modules:
         kept.append("modules=(\n" + "".join(f'    "{path}",\n' for path in plan.modules) + ")")
     kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
+    execution = ', "weights"' * request.weights_only
     attention = f'\nmodel.set_attn_implementation("{request.attention}")' if request.attention != "sdpa" else ""
     return f"""from transformers import AutoModelForCausalLM
 
@@ -94,7 +96,7 @@ from fragility_core.protection import Plan, apply
 
 model = load_model({json.dumps(request.model)}, auto_class=AutoModelForCausalLM){attention}
 plan = Plan({", ".join(kept)})
-low = apply(model, plan)  # raises if a module does not match or its dtype did not change
+low = apply(model, plan{execution})  # raises if a module does not match or its dtype did not change
 with low.running():
     logits = low.model(tokens).logits"""
 

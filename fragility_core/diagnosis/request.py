@@ -31,7 +31,8 @@ class Request:
     ``budget`` is "2 blocks", "1 site", "6 modules", "40 MB"; a number alone counts blocks. ``windows`` of
     ``length`` tokens are drawn by ``seed``; ``probes`` sign vectors are averaged over. ``attention``
     is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured
-    beside the prediction: "auto" if memory allows. Raises ValueError for values other than these.
+    beside the prediction: "auto" if memory allows. With ``weights_only`` the weights alone are rounded to the
+    format, and computing is in fp32. Raises ValueError for values other than these.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Request:
     seed: int = 0
     attention: str = "sdpa"
     reference: str = "auto"
+    weights_only: bool = False
 
     def __post_init__(self):
         rounding = [name for name, format in (FORMATS | SCALED).items() if format.carrier != torch.float32]
@@ -58,6 +60,11 @@ class Request:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         self.parsed_budget  # noqa: B018  raises
+
+    @property
+    def execution(self) -> str:
+        """As ``emulation.lower`` takes it."""
+        return "weights" if self.weights_only else "auto"
 
     @property
     def parsed_budget(self) -> tuple[int, str]:
@@ -119,7 +126,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     start = time.perf_counter()
     observe(loaded.model, tokens[:1])
     plain = time.perf_counter() - start
-    emulated = loaded.execution(request.format) == "emulated"
+    emulated = not request.weights_only and loaded.execution(request.format) == "emulated"
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
     return Forecast(plain * passes * len(tokens), memory(request, loaded), free_memory(loaded.device))
 
@@ -127,7 +134,8 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
 def memory(request: Request, loaded: Inputs) -> int:
     """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, what its backward pass keeps."""
     config, parameters = loaded.model.config, sum(p.numel() for p in loaded.model.parameters())
-    copies = parameters * (2 * get_format(request.format).carrier.itemsize + 4)
+    stored = torch.float32 if request.weights_only else get_format(request.format).carrier
+    copies = parameters * (2 * stored.itemsize + 4)
     kept_a_block = 40 * 6 * config.hidden_size  # bytes a token: about 40 d entries, value and error
     if request.attention == "eager":
         kept_a_block += 4 * 6 * config.num_attention_heads * request.length

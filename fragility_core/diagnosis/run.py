@@ -48,7 +48,7 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     Raises ValueError for a budget that exceeds what the model has.
     """
     start = time.perf_counter()
-    model, low = loaded.model, lower(loaded.model, request.format)
+    model, low = loaded.model, lower(loaded.model, request.format, request.execution)
     prediction = predict(low, model, tokens, request.probes)
     contributions, plan = None, None
     if prediction.windows.overflow.eq("").any():
@@ -64,7 +64,9 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         return result(ranges.table(model), time.perf_counter() - start)
     with ranges.counting():
         measured, drift = measure(low, model, tokens, "without the plan")
-    protected, protected_drift = (None, None) if plan is None else measure(apply(model, plan), model, tokens, "with it")
+    protected, protected_drift = None, None
+    if plan is not None:
+        protected, protected_drift = measure(apply(model, plan, request.execution), model, tokens, "with it")
     routed = bool(prediction.kernels.site.eq("router").any())
     changed = float(compare_routes(low, model, tokens).routers.changed.mean()) if routed else None
     return result(

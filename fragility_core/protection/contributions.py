@@ -48,6 +48,7 @@ class Contributions:
         self.relative = (squares.groupby(self.kernels.kernel).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
         self._embeddings = set(embedding_paths(model))
+        self._kernels_round = self.structure.places.kind.eq("kernel").any()  # not where weights only are rounded
 
     # --- Which roundings vanish ------------------------------------------------------------------
 
@@ -57,8 +58,9 @@ class Contributions:
         for path in plan.modules:
             inside = self._inside(path)
             gone |= inside
-            if inside.any() and not (plan.residual and path in self._embeddings):
-                gone[np.flatnonzero(inside)[-1]] = False  # the output, which is cast back
+            kernels = np.flatnonzero(inside & places.kind.eq("kernel").to_numpy())
+            if len(kernels) and not (plan.residual and path in self._embeddings):
+                gone[kernels[-1]] = False  # the output, which is cast back
         if plan.residual:
             gone |= self.structure.stream_sums.to_numpy()
             for path in self.structure.stream_norms:
@@ -205,7 +207,7 @@ class Contributions:
             predicted=float(self.predict(plan).predicted.mean()),
             parameter_bytes=cost.parameter_bytes(self.model, plan.modules, self.format),
             activation_bytes=self._activation_bytes(plan),
-            flops=cost.flops(self.structure, plan.modules, plan.scores, self.length),
+            flops=cost.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
         )
 
 

@@ -121,7 +121,7 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     if get_format(plan.format).carrier == torch.float32:
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
     low = lower(model, plan.format, execution)
-    carrier = low.format.carrier
+    carrier = torch.float32 if low.weights_only else low.format.carrier
     # Outputs that stay fp32: the stream, where it is kept, and the logits, after which nothing follows.
     wide = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
     if plan.residual:
@@ -132,7 +132,7 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
         keep_scores(low.model)
     if tokens is None:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    check(low, plan, tokens, wide)
+    check(low, plan, tokens, wide, carrier)
     return low
 
 
@@ -145,10 +145,10 @@ def require_modules(model: nn.Module, paths: Collection[str]) -> None:
             raise ValueError(f"a module to keep must be one of the model's with parameters, got {path!r}: see {like}")
 
 
-def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str]) -> None:
+def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], carrier: torch.dtype) -> None:
     """Raises ValueError unless, in a pass over ``tokens``, what ``plan`` names is in fp32 and the rest is not.
 
-    The modules kept take fp32 and give the format, those in ``wide`` fp32; with ``residual`` every block gives fp32.
+    The modules kept take fp32 and give ``carrier``, those in ``wide`` fp32; with ``residual`` every block gives fp32.
     """
     blocks = block_paths(low.model) if plan.residual else []
     received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
@@ -157,7 +157,7 @@ def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str]) 
         require(path, "ran", path in returned, "it did not in the checking pass: give tokens that reach it")
         require(path, "has fp32 parameters", parameters == {torch.float32}, parameters)
         require(path, "receives fp32", received[path] <= {torch.float32}, received[path])
-        expected = torch.float32 if path in wide else low.format.carrier
+        expected = torch.float32 if path in wide else carrier
         require(path, f"returns {expected}", returned[path] == {expected}, returned[path])
     for path in blocks:
         require(path, "keeps the residual stream in fp32", returned.get(path) == {torch.float32}, returned.get(path))

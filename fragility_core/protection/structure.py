@@ -126,6 +126,8 @@ class Structure:
         rounded there in any case.
         """
         kernels = self.places[self.places.kind == "kernel"]
+        if kernels.empty:  # only weights are rounded
+            return False
         before = kernels[: kernels.module.map(block_of).notna().argmax()]
         last = [kernels.site[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
         read = [any(within(norm, block) for norm in self.stream_norms) for block in self.blocks]
