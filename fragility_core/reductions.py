@@ -3,18 +3,23 @@
 import torch
 from torch import Tensor
 
+from fragility_core.formats import PIECE
+
 SAMPLED_ROWS = 16  # probability rows per head on which the softmax differential is estimated
 POWER_STEPS = 2
 
 
 def window_norm(x: Tensor) -> Tensor:
-    """Frobenius norm of each window, (B, ...) -> (B,), accumulated in fp32.
+    """Frobenius norm of each window, (B, ..., rows, columns) -> (B,), accumulated in fp32.
 
-    Rows first: the row-wise kernel reads 16-bit tensors as they are, the whole-tensor one would
-    make an fp32 copy, at five to ten times the cost.
+    Rows first, the faster kernel on a CPU. There it makes an fp32 copy of a 16-bit tensor, which stays in
+    cache if it is made piece by piece.
     """
-    rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-    return torch.linalg.vector_norm(rows.flatten(1), dim=-1)
+    parts = [x]
+    if x.device.type == "cpu" and x.dtype != torch.float32:
+        parts = x.split(max(1, PIECE * x.shape[-2] // max(1, x.numel())), -2)
+    rows = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts]
+    return torch.linalg.vector_norm(torch.cat(rows, -1).flatten(1), dim=-1)
 
 
 def window_max(x: Tensor) -> Tensor:
