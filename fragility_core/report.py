@@ -18,6 +18,7 @@ from fragility_core.published import HARDWARE_PAPER
 from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
 
 TEMPLATES = paths.ASSETS / "report"
+CUSTOM = "-custom"
 
 # Experiment: the notebook that runs it, and a table that it always leaves.
 EXPERIMENTS = {
@@ -157,7 +158,11 @@ def versions(records: list[pd.DataFrame]) -> dict[str, str]:
 
 
 def command(profile: str, records: pd.DataFrame | None) -> str:
-    """The shell command that makes this run; a model and text other than the profile's are named."""
+    """The shell command that makes this run; a model and text other than the profile's are named.
+
+    ``profile`` is the folder of the results: the Makefile adds ``CUSTOM`` for a model or text of one's own.
+    """
+    profile = profile.removesuffix(CUSTOM)
     words = ["make", "reproduce"] + ([] if profile == "embedded" else [f"PROFILE={profile}"])
     if records is not None:
         notebook, _ = EXPERIMENTS["E2"]

@@ -378,6 +378,14 @@ def test_command_names_another_model_and_text():
     assert report.command("embedded", other) == "make reproduce MODEL='my models/gpt2' DATA=text.txt"
 
 
+def test_results_of_a_model_of_ones_own_have_a_report(tables, figures):
+    """The Makefile keeps them in a folder beside the profile's, whose name reaches the report."""
+    (suffix,) = re.findall(r"^export RESULTS := .*,(-\w+)\)$", (paths.PROJECT / "Makefile").read_text(), re.M)
+    tables["e2_records"] = records().assign(model="my-gpt2")
+    html = report.page(f"laptop{suffix}", tables, figures)
+    assert "make reproduce PROFILE=laptop MODEL=my-gpt2" in html
+
+
 @pytest.mark.parametrize(
     ("value", "digits", "text"),
     [
