@@ -121,20 +121,26 @@ def test_summary_counts_the_runs_in_which_the_prediction_is_better():
 
 def test_rerun_skips_finished_runs(inputs, source, tmp_path, monkeypatch):
     sources = e2.specifications(GRID, inputs)
-    whole = x1.run_estimates(sources, inputs, source[0], tmp_path, worst=2)
+    whole = x1.run_estimates(sources, inputs, source[0], tmp_path)
     monkeypatch.setattr(x1.Estimates, "run", lambda *_: pytest.fail("computed again"))
-    pd.testing.assert_frame_equal(x1.run_estimates(sources, inputs, source[0], tmp_path, worst=2), whole)
-    highest = window_rows(source[1]).query("precision == 'bf16'").nlargest(2, "mismatch").window
-    assert set(whole[whole.precision == "bf16"].window) == set(highest)
+    pd.testing.assert_frame_equal(x1.run_estimates(sources, inputs, source[0], tmp_path), whole)
 
 
-@pytest.mark.parametrize("options", [{"probes": 0}, {"worst": 7}, {"noisy_windows": 7}, {"realisations": -1}])
+@pytest.mark.parametrize("options", [{"probes": 0}, {"noisy_windows": 7}, {"realisations": -1}])
 def test_counts_out_of_range_are_named(inputs, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         x1.specifications(e2.specifications(GRID, inputs), **options)
 
 
-@pytest.mark.parametrize(("run", "options"), [(x1.run_estimates, {}), (x1_protection.run_protections, {"windows": 2})])
+def test_plans_run_on_the_windows_that_hold_the_tokens(inputs):
+    source = e2.specifications(GRID, inputs)[0]
+    counts = {tokens: x1_protection.ProtectionSpec(source, tokens).windows for tokens in (16, 47, 48, 10_000)}
+    assert counts == {16: 1, 47: 2, 48: 3, 10_000: 6}
+    with pytest.raises(ValueError, match="a window of 16 at least, got 15"):
+        x1_protection.ProtectionSpec(source, 15)
+
+
+@pytest.mark.parametrize(("run", "options"), [(x1.run_estimates, {}), (x1_protection.run_protections, {})])
 def test_missing_runs_of_e2_are_named(inputs, tmp_path, run, options):
     with pytest.raises(FileNotFoundError, match="run e2_predictor first"):
         run(e2.specifications(GRID, inputs), inputs, tmp_path / "empty", tmp_path / "x1", **options)
@@ -142,7 +148,7 @@ def test_missing_runs_of_e2_are_named(inputs, tmp_path, run, options):
 
 @pytest.fixture(scope="module")
 def plans(inputs, source, tmp_path_factory):
-    options = {"windows": 3, "probes": 2, "draws": 3, "blocks": (1, 2), "sites": (1, 2)}
+    options = {"tokens": 48, "probes": 2, "draws": 3, "blocks": (1, 2), "sites": (1, 2)}
     folder = tmp_path_factory.mktemp("plans")
     return x1_protection.run_protections(e2.specifications(GRID, inputs), inputs, source[0], folder, **options)
 

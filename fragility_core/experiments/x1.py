@@ -19,7 +19,7 @@ from fragility_core.adjoint import Adjoint, Prediction, predict
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments.agreement import SIGNALS, signal_agreement
-from fragility_core.experiments.e3 import REALISATION, WINDOW, worst_windows
+from fragility_core.experiments.e3 import REALISATION, WINDOW
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, RunSpec, RunStore, Specification, spec_columns, window_rows
@@ -37,8 +37,7 @@ class EstimateSpec(Specification):
 
     source: RunSpec
     probes: int = 1
-    worst: int = 0  # only the so many windows of highest mismatch, in place of all
-    noisy_windows: int = 0  # of these, how many are measured under stochastic rounding too
+    noisy_windows: int = 0  # how many are measured under stochastic rounding too
     realisations: int = 0
 
     unit = "token"
@@ -46,11 +45,9 @@ class EstimateSpec(Specification):
     def __post_init__(self):
         if self.probes < 1:
             raise ValueError(f"probes must be at least 1, got {self.probes}")
-        if not 0 <= self.worst <= self.source.windows:
-            raise ValueError(f"worst must be between 0 and E2's {self.source.windows} windows, got {self.worst}")
-        if not 0 <= self.noisy_windows <= self.windows:
+        if not 0 <= self.noisy_windows <= self.source.windows:
             raise ValueError(
-                f"noisy_windows must be between 0 and the {self.windows} windows, got {self.noisy_windows}"
+                f"noisy_windows must be between 0 and E2's {self.source.windows} windows, got {self.noisy_windows}"
             )
         if self.realisations < 0:
             raise ValueError(f"realisations must be at least 0, got {self.realisations}")
@@ -61,15 +58,11 @@ class EstimateSpec(Specification):
 
     @property
     def label(self) -> str:
-        return f"{self.source.label}-{f'worst{self.worst}' if self.worst else 'all'}"
-
-    @property
-    def windows(self) -> int:
-        return self.worst or self.source.windows
+        return self.source.label
 
     @property
     def size(self) -> int:
-        return self.source.length * (self.windows + self.noisy_windows * self.realisations)
+        return self.source.length * (self.source.windows + self.noisy_windows * self.realisations)
 
 
 class Estimates:
@@ -102,7 +95,7 @@ class Estimates:
             raise FileNotFoundError(
                 f"X1 needs E2's run {spec.source.label}, which is not in {self.source.folder}: run e2_predictor first"
             )
-        windows = worst_windows(rows, spec.worst) if spec.worst else window_rows(rows)
+        windows = window_rows(rows)
         estimator = self.estimator(spec)
         frames, left = [], spec.size
         for place, window in enumerate(windows[~windows.overflow].itertuples()):

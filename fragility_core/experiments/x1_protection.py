@@ -30,7 +30,7 @@ class ProtectionSpec(Specification):
     """All plans on windows of one run of E2; raises ValueError for counts out of range."""
 
     source: RunSpec
-    windows: int = 8  # the first ones of E2's
+    tokens: int = 8192  # the first windows of E2's that hold so many
     probes: int = 4
     draws: int = 20  # of random blocks
     blocks: tuple[int, ...] = (2, 4)
@@ -39,10 +39,15 @@ class ProtectionSpec(Specification):
     unit = "plan"
 
     def __post_init__(self):
-        if not 1 <= self.windows <= self.source.windows:
-            raise ValueError(f"windows must be between 1 and E2's {self.source.windows}, got {self.windows}")
+        if self.tokens < self.source.length:
+            raise ValueError(f"tokens must make a window of {self.source.length} at least, got {self.tokens}")
         if min(self.probes, self.draws) < 1:
             raise ValueError(f"probes and draws must be at least 1, got {self.probes} and {self.draws}")
+
+    @property
+    def windows(self) -> int:
+        """How many windows every plan runs on."""
+        return min(self.tokens // self.source.length, self.source.windows)
 
     @property
     def device(self) -> str:
