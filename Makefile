@@ -14,6 +14,11 @@ export PROFILE MODEL DATA
 # An activated environment that has the packages works even without the package installed into it.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
+# Packages keep caches and settings at home. Where that cannot be written (some containers), home is here.
+ifneq ($(shell test -d "$$HOME" && test -w "$$HOME" && echo yes),yes)
+export HOME := $(CURDIR)/.home
+endif
+
 # The activated environment where it satisfies pyproject.toml, otherwise .venv.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
 LACKS := $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" -m fragility_core.environment 2>&1 || echo "(unmet)"))
@@ -114,5 +119,5 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .home .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find fragility_core tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
