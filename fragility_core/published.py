@@ -9,36 +9,6 @@ E1_RELEASE = {
     "residual_max_gap": 4.91093565467291,
 }
 
-# E1 of the paper: quantity -> (value, None).
-E1_PAPER = {"attention_pearson": (0.999999, None), "attention_spearman": (1.0, None)}
-
-# E2 of the paper: quantity -> (mean, standard deviation over runs or None).
-E2_PAPER = {
-    "combined_pearson": (0.370, 0.119),
-    "combined_spearman": (0.351, 0.060),
-    "no_transport_pearson": (0.206, None),
-    "no_transport_spearman": (0.212, None),
-    "delta_pearson": (0.163, None),
-    "delta_spearman": (0.139, None),
-}
-
-# E2 counts of the paper: claim -> (runs in which it holds, all runs).
-E2_PAPER_COUNTS = {
-    "combined correlates positively (Pearson)": (18, 18),
-    "transport improves Pearson": (17, 18),
-    "transport improves retrieval": (12, 18),
-}
-
-# E3 of the paper: quantity -> (mean, standard deviation over runs or None).
-E3_PAPER = {
-    "spearman": (0.362, 0.156),
-    "pairwise_accuracy": (0.643, 0.061),
-    "top1_hit": (0.264, None),
-    "top3_overlap": (0.505, 0.108),
-    "top5_overlap": (0.622, 0.084),
-    "recompute_gap": (9.24e-7, 3.47e-7),
-}
-
 # E5 of the paper: policy -> quantity -> (mean over seeds, standard deviation or None).
 E5_PAPER = {
     "random_same_budget": {
@@ -55,8 +25,5 @@ E5_PAPER = {
     },
     "static_global": {"protected_layer_steps": (3072, None)},
 }  # fmt: skip
-
-# E5 counts of the paper: claim -> (seeds in which it holds, all seeds).
-E5_PAPER_COUNTS = {"bgss has a smaller maximum mismatch than risk-only": (3, 3)}
 
 HARDWARE_PAPER = "NVIDIA H100"

@@ -5,7 +5,6 @@ and figures give the same bytes.
 """
 
 import base64
-import re
 import shlex
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fragility_core import paths
 from fragility_core.execute import defaults, notebook_path, profile_values
 from fragility_core.published import HARDWARE_PAPER
+from fragility_core.tables import number, shown, spread_text
 from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
 
 TEMPLATES = paths.ASSETS / "report"
@@ -39,25 +39,6 @@ def read_tables(profile: str) -> dict[str, pd.DataFrame]:
 # --- Words and numbers --------------------------------------------------------------------------
 
 
-def number(value, digits: str = "") -> str:
-    """``value`` in the format ``digits`` with a true minus sign, exponents unpadded; "–" for what is not there."""
-    if isinstance(value, str):
-        return value
-    if value is None or pd.isna(value):
-        return "–"
-    text = format(value, digits)
-    text = re.sub(r"^[+-]?(0(\.0+)?)(e\+00)?$", r"\1", text)  # zero has no sign
-    text = re.sub(r"e\+?(-?)0*(\d)", r"e\1\2", text).replace("%", "\N{NO-BREAK SPACE}%")
-    return f"−{text[1:]}" if text.startswith("-") else text
-
-
-def spread_text(mean: float, sd: float | None, digits: str) -> str:
-    """Mean ± standard deviation, as far as there are."""
-    if sd is None or pd.isna(sd):
-        return number(mean, digits)
-    return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"
-
-
 def duration(seconds: float) -> str:
     """``seconds`` as people say it: "4 min 18 s"."""
     minutes, rest = divmod(round(seconds), 60)
@@ -71,39 +52,6 @@ def listed(values: pd.Series) -> str:
 
 
 # --- The paper beside the run -------------------------------------------------------------------
-
-
-def shown(comparison: pd.DataFrame) -> pd.DataFrame:
-    """``verdicts.compare`` as a reader sees it: text throughout, counts as "17 of 18"."""
-    return pd.DataFrame([_shown(row) for row in comparison.itertuples()])
-
-
-def _shown(row) -> dict[str, str]:
-    if pd.notna(row.paper_runs):  # a count of runs
-        paper, here = (
-            f"{round(share * runs)} of {runs:.0f}" if runs else "–"
-            for share, runs in ((row.paper, row.paper_runs), (row.mean, row.runs))
-        )
-        difference, digits = f"{number(100 * row.difference, '+.0f')} points", ".0%"
-    else:
-        digits = row.digits
-        paper, here = spread_text(row.paper, row.paper_sd, digits), spread_text(row.mean, row.sd, digits)
-        difference = number(row.difference, f"+{digits}")
-    sampled = row.sampled and row.runs > 0
-    interval = f"{number(row.low, digits)} to {number(row.high, digits)}"
-    return {
-        "experiment": row.experiment,
-        "quantity": row.quantity,
-        "paper": paper,
-        "here": here,
-        "difference": "–" if pd.isna(row.difference) else difference,
-        "interval": interval if sampled and pd.notna(row.low) else "–",
-        "runs": number(row.runs) if sampled else "–",
-        "verdict": row.verdict,
-        "claim": row.claim,
-        "tested": row.tested,
-        "remark": row.remark,
-    }
 
 
 def sentences(comparison: pd.DataFrame) -> list[str]:

@@ -1,79 +1,71 @@
-"""The paper's tables, with the paper's numbers beside this run's."""
+"""Tables as they are kept, and as they are read: the paper's numbers beside a run's."""
 
+import re
 from pathlib import Path
 
 import pandas as pd
 
-from fragility_core.experiments.agreement import spread
-from fragility_core.published import E2_PAPER, E2_PAPER_COUNTS, E3_PAPER, E5_PAPER, E5_PAPER_COUNTS
-
-
-def e2_summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Mean ± sd over runs and 95 % bootstrap interval of every E2 quantity, the paper's beside it."""
-    return _summary(runs, E2_PAPER)
-
-
-def e3_summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """The same of every E3 quantity."""
-    return _summary(runs, E3_PAPER)
-
-
-def _summary(runs: pd.DataFrame, published: dict[str, tuple[float, float | None]]) -> pd.DataFrame:
-    rows = []
-    for quantity, (mean, sd) in published.items():
-        measured = spread(runs[quantity])
-        rows.append(
-            {"quantity": quantity, "paper": mean, "paper_sd": sd, **measured, "difference": measured["mean"] - mean}
-        )
-    return pd.DataFrame(rows).set_index("quantity")
-
-
-def e2_counts(runs: pd.DataFrame) -> pd.DataFrame:
-    """In how many runs each claim of the paper holds, and whether it holds in most of them here."""
-    holds = {
-        "combined correlates positively (Pearson)": runs.combined_pearson > 0,
-        "transport improves Pearson": runs.delta_pearson > 0,
-        "transport improves retrieval": runs.delta_retrieval > 0,
-    }
-    rows = [
-        {"claim": claim, "paper": f"{n}/{total}", "here": f"{int(holds[claim].sum())}/{len(runs)}",
-         "majority here": bool(holds[claim].mean() > 0.5)}
-        for claim, (n, total) in E2_PAPER_COUNTS.items()
-    ]  # fmt: skip
-    return pd.DataFrame(rows).set_index("claim")
-
-
-def e5_summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Mean ± sd over seeds and bootstrap interval of every E5 quantity that the paper gives, the paper's beside it."""
-    rows = []
-    for policy, quantities in E5_PAPER.items():
-        for quantity, (mean, sd) in quantities.items():
-            measured = spread(runs.loc[runs.policy == policy, quantity])
-            difference = measured["mean"] - mean
-            rows.append(
-                {
-                    "policy": policy,
-                    "quantity": quantity,
-                    "paper": mean,
-                    "paper_sd": sd,
-                    **measured,
-                    "difference": difference,
-                }
-            )
-    return pd.DataFrame(rows).set_index(["policy", "quantity"])
-
-
-def e5_counts(runs: pd.DataFrame) -> pd.DataFrame:
-    """In how many seeds BGSS's largest mismatch is below that of risk-only, the paper's count beside it."""
-    largest = runs.pivot(index="seed", columns="policy", values="max_mismatch")
-    holds = largest.bgss < largest.risk_only_same_budget
-    ((claim, (count, total)),) = E5_PAPER_COUNTS.items()
-    row = {"claim": claim, "paper": f"{count}/{total}", "here": f"{int(holds.sum())}/{len(holds)}",
-           "majority here": bool(holds.mean() > 0.5)}  # fmt: skip
-    return pd.DataFrame([row]).set_index("claim")
+BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict", "remark"]
 
 
 def save_table(table: pd.DataFrame, folder: Path, name: str) -> pd.DataFrame:
     """Write ``table`` as CSV with six significant digits and return it."""
     table.to_csv(folder / f"{name}.csv", float_format="%.6g", index=any(table.index.names))
     return table
+
+
+def number(value, digits: str = "") -> str:
+    """``value`` in the format ``digits`` with a true minus sign, exponents unpadded; "–" for what is not there."""
+    if isinstance(value, str):
+        return value
+    if value is None or pd.isna(value):
+        return "–"
+    text = format(value, digits)
+    text = re.sub(r"^[+-]?(0(\.0+)?)(e\+00)?$", r"\1", text)  # zero has no sign
+    text = re.sub(r"e\+?(-?)0*(\d)", r"e\1\2", text).replace("%", "\N{NO-BREAK SPACE}%")
+    return f"−{text[1:]}" if text.startswith("-") else text
+
+
+def spread_text(mean: float, sd: float | None, digits: str) -> str:
+    """Mean ± standard deviation, as far as there are."""
+    if sd is None or pd.isna(sd):
+        return number(mean, digits)
+    return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"
+
+
+def shown(comparison: pd.DataFrame) -> pd.DataFrame:
+    """``verdicts.compare`` as a reader sees it: text throughout, counts as "17 of 18"."""
+    return pd.DataFrame([_shown(row) for row in comparison.itertuples()])
+
+
+def _shown(row) -> dict[str, str]:
+    if pd.notna(row.paper_runs):  # a count of runs
+        paper, here = (
+            f"{round(share * runs)} of {runs:.0f}" if runs else "–"
+            for share, runs in ((row.paper, row.paper_runs), (row.mean, row.runs))
+        )
+        difference, digits = f"{number(100 * row.difference, '+.0f')} points", ".0%"
+    else:
+        digits = row.digits
+        paper, here = spread_text(row.paper, row.paper_sd, digits), spread_text(row.mean, row.sd, digits)
+        difference = number(row.difference, f"+{digits}")
+    sampled = row.sampled and row.runs > 0
+    interval = f"{number(row.low, digits)} to {number(row.high, digits)}"
+    return {
+        "experiment": row.experiment,
+        "quantity": row.quantity,
+        "paper": paper,
+        "here": here,
+        "difference": "–" if pd.isna(row.difference) else difference,
+        "interval": interval if sampled and pd.notna(row.low) else "–",
+        "runs": number(row.runs) if sampled else "–",
+        "verdict": row.verdict,
+        "claim": row.claim,
+        "tested": row.tested,
+        "remark": row.remark,
+    }
+
+
+def brief(comparison: pd.DataFrame) -> pd.DataFrame:
+    """``shown``, by quantity, with what was tested in place of the claim in words."""
+    return shown(comparison).set_index("quantity")[BRIEF]

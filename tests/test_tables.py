@@ -1,67 +1,62 @@
-"""The paper's numbers stand beside ours, and a claim that does not hold is said not to."""
+"""Tables read back as they were kept, and the paper's numbers stand beside ours as people write them."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from fragility_core.published import E2_PAPER, E3_PAPER
-from fragility_core.tables import e2_counts, e2_summary, e3_summary, e5_counts, e5_summary, save_table
+from fragility_core import tables
+from fragility_core.claims import E2, E3
+from fragility_core.verdicts import compare
 
 
 @pytest.fixture
-def runs():
-    columns = {quantity: [0.1, 0.2, 0.6] for quantity in E2_PAPER}
-    return pd.DataFrame(columns | {"delta_pearson": [-0.1, -0.2, 0.3], "delta_retrieval": [0.0, 0.1, 0.1]})
+def compared():
+    measured = {"combined_pearson": [0.1, 0.2, 0.6], "delta_pearson": [-0.1, -0.2, 0.3]}
+    return compare({"e2_runs": pd.DataFrame(measured)}, [quantity for quantity in E2 if "earson" in quantity.name])
 
 
-def test_summary_sets_the_paper_beside_the_run(runs):
-    row = e2_summary(runs).loc["combined_pearson"]
-    assert (row.paper, row.paper_sd) == (0.370, 0.119)  # Table gpt2_summary
-    assert row["mean"] == pytest.approx(0.3)
-    assert row.difference == pytest.approx(-0.07)
-    assert row.low <= row["mean"] <= row.high
-    assert row.runs == 3
+def test_paper_stands_beside_the_run(compared):
+    shown = tables.shown(compared).set_index("quantity")
+    row = shown.loc["Pearson of combined and mismatch"]
+    assert (row.paper, row.here) == ("0.370 ± 0.119", "0.300 ± 0.265")  # Table gpt2_summary
+    low, high = compared.set_index("quantity").loc[row.name, ["low", "high"]]
+    assert (row.difference, row.interval, row.runs) == ("−0.070", f"{low:.3f} to {high:.3f}", "3")
+    assert row.verdict == "holds" and "correlates positively" in row.claim
 
 
-def test_e3_summary_sets_the_paper_beside_the_run():
-    row = e3_summary(pd.DataFrame({quantity: [0.1, 0.2, 0.6] for quantity in E3_PAPER})).loc["top3_overlap"]
-    assert (row.paper, row.paper_sd, row.runs) == (0.505, 0.108, 3)  # Table gpt2_summary
-    assert row["mean"] == pytest.approx(0.3)
+def test_counts_are_given_as_runs(compared):
+    row = tables.shown(compared).set_index("quantity").loc["Runs in which transport improves Pearson"]
+    assert (row.paper, row.here, row.verdict) == ("17 of 18", "1 of 3", "does not hold")
 
 
-def test_claims_count_runs_and_say_when_they_fail(runs):
-    table = e2_counts(runs)
-    assert table.here.tolist() == ["3/3", "1/3", "2/3"]
-    assert table["majority here"].tolist() == [True, False, True]
-    assert table.paper.tolist() == ["18/18", "17/18", "12/18"]
+def test_brief_says_what_was_tested(compared):
+    brief = tables.brief(compared)
+    assert brief.index.tolist() == compared.quantity.tolist()
+    assert brief.tested["ΔPearson, combined − no_transport"] == "mean above 0"
+    assert brief.verdict["Pearson of no_transport and mismatch"] == "not run"
 
 
-def test_saved_table_reads_back(runs, tmp_path):
-    save_table(e2_summary(runs), tmp_path, "summary")
-    read = pd.read_csv(tmp_path / "summary.csv", index_col="quantity")
-    assert read.loc["combined_spearman", "paper"] == 0.351
+def test_saved_table_is_shown_as_the_original(compared, tmp_path):
+    tables.save_table(compared, tmp_path, "claims")
+    words = {"claim": "", "tested": "", "verdict": "", "remark": ""}
+    read = pd.read_csv(tmp_path / "claims.csv").fillna(words)
+    pd.testing.assert_frame_equal(tables.shown(read), tables.shown(compared))
 
 
-@pytest.fixture
-def policies():
-    table = pd.DataFrame(
-        [(policy, seed) for policy in ("static_global", "random_same_budget", "risk_only_same_budget", "bgss")
-         for seed in range(3)], columns=["policy", "seed"],
-    )  # fmt: skip
-    measured = {"onsets": table.seed + 1.0, "final_mismatch": 1e-3, "protected_layer_steps": 100 * table.seed}
-    largest = table.seed.where(table.policy == "bgss", 1.5)
-    return table.assign(max_mismatch=largest, **measured)
+def test_exponents_are_written_short():
+    (gap,) = (quantity for quantity in E3 if quantity.values == "recompute_gap")
+    runs = pd.DataFrame({"recompute_gap": [1e-7, 2e-7, 3e-7], "base_mismatch": 1e-3})
+    shown = tables.shown(compare({"e3_runs": runs}, [gap])).iloc[0]
+    assert (shown.paper, shown.here) == ("9.24e-7 ± 3.47e-7", "2.00e-7 ± 1.00e-7")
 
 
-def test_e5_summary_sets_the_paper_beside_every_policy(policies, tmp_path):
-    summary = e5_summary(policies)
-    row = summary.loc[("bgss", "max_mismatch")]
-    assert (row.paper, row.paper_sd) == (3.14e-3, 1.01e-3)  # protocol section 7
-    assert (row["mean"], row.sd, row.runs) == (1.0, 1.0, 3)
-    assert summary.loc[("static_global", "protected_layer_steps"), "difference"] == 100 - 3072
-    save_table(summary, tmp_path, "summary")
-    read = pd.read_csv(tmp_path / "summary.csv", index_col=["policy", "quantity"])
-    assert read.loc[("random_same_budget", "onsets"), "mean"] == 2
-
-
-def test_e5_claim_counts_seeds(policies):
-    assert e5_counts(policies).iloc[0].to_dict() == {"paper": "3/3", "here": "2/3", "majority here": True}
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.37, ".3f", "0.370"), (-0.0123, ".3f", "−0.012"), (1.243e-3, ".3e", "1.243e-3"), (-4e-5, "+.1e", "−4.0e-5"),
+        (0.0, "+.3f", "0.000"), (-1e-9, "+.2f", "0.00"), (0.0, "+.2e", "0.00"), (0.163, "+.3f", "+0.163"),
+        (0.5, ".0%", "50 %"), (np.nan, ".3f", "–"), (None, "", "–"), ("text", ".3f", "text"), (2e58, ".2g", "2e58"),
+    ],
+)  # fmt: skip
+def test_numbers_as_readers_see_them(value, digits, text):
+    assert tables.number(value, digits).replace("\N{NO-BREAK SPACE}", " ") == text
