@@ -19,7 +19,8 @@ from fragility_core.diagnosis.run import Diagnosis
 from fragility_core.experiments.agreement import spread
 from fragility_core.protection import Contributions, Plan
 from fragility_core.report import TEMPLATES as REPORT
-from fragility_core.report import duration, number
+from fragility_core.report import duration
+from fragility_core.tables import number
 
 TEMPLATES = paths.ASSETS / "diagnosis"
 MANY = 24  # bars and rows that a page shows

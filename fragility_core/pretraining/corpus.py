@@ -18,24 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STANDARD_LIBRARY = "stdlib"
-PACKAGES = (
-    STANDARD_LIBRARY,
-    "numpy",
-    "scipy",
-    "pandas",
-    "torch",
-    "transformers",
-    "networkx",
-    "sympy",
-    "matplotlib",
-    "seaborn",
-    "datasets",
-    "huggingface_hub",
-    "IPython",
-    "tornado",
-    "traitlets",
-    "pydantic",
-)
 SHORTEST_DOCSTRING = 40  # characters; below it, a docstring repeats the name it documents
 SHORTEST_COMMENT = 200  # characters; above it, a comment block is prose
 SHINGLE = 20  # words; two texts that share so long a sequence share a passage
