@@ -1,6 +1,8 @@
 """Dependencies are declared once, pinned once, and met by the environment that runs the tests."""
 
 import importlib.metadata
+import os
+import subprocess
 import sys
 import tomllib
 from itertools import chain
@@ -71,3 +73,16 @@ def test_unmet_dependencies_are_named(monkeypatch):
 def test_bare_environment_is_reported_without_a_traceback(monkeypatch):
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
     assert environment.unmet() == ["packaging (not installed)"]
+
+
+def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
+    def home(given: str) -> str:
+        """What the commands of a target find in $HOME."""
+        recipe = ["make", "--silent", "--no-print-directory", "--eval", 'home:; @echo "$$HOME"', "home"]
+        environ = {**os.environ, "HOME": given}
+        return subprocess.run(
+            recipe, cwd=PROJECT, env=environ, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert home(str(tmp_path)) == str(tmp_path)
+    assert home(str(tmp_path / "absent")) == str(PROJECT / ".home")
