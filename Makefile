@@ -4,12 +4,18 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# Given on the command line only (`make reproduce PROFILE=laptop MODEL=gpt2`): a variable DATA that happens to be
-# in the caller's environment does not change a result.
+# Given on the command line only (`make reproduce PROFILE=laptop MODEL=gpt2`): a variable DATA or LENGTH that happens
+# to be in the caller's environment does not change a result.
 PROFILE = embedded
 MODEL =
 DATA =
-export PROFILE MODEL DATA
+FORMAT =
+BUDGET =
+WINDOWS =
+LENGTH =
+ATTENTION =
+WEIGHTS_ONLY =
+export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY
 
 # An activated environment that has the packages works even without the package installed into it.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -67,7 +73,7 @@ diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to 
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
 
 .PHONY: pretrain
-pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (hours on a CPU)
+pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (an hour or two on a CPU)
 	@$(EXECUTE) pretrain_embedded $(GIVEN)
 
 .PHONY: test

@@ -234,6 +234,12 @@ def test_command_says_everything_that_was_asked():
     assert words.keys() == {"MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION"}
 
 
+def test_command_leaves_the_defaults_away_so_that_results_stay_in_one_place():
+    """``make`` keeps what was computed with a MODEL= or DATA= apart (outputs/PROFILE-custom)."""
+    command = page.command(replace(ASKED, model="embedded", data="embedded"))
+    assert "MODEL=" not in command and "DATA=" not in command
+
+
 def test_words_for_numbers():
     assert [page.percent(x).replace("\xa0", " ") for x in (0.0137, 1.0, 0.5, 2e-5)] == [
         "1.37 %",

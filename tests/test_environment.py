@@ -75,14 +75,21 @@ def test_bare_environment_is_reported_without_a_traceback(monkeypatch):
     assert environment.unmet() == ["packaging (not installed)"]
 
 
-def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
-    def home(given: str) -> str:
-        """What the commands of a target find in $HOME."""
-        recipe = ["make", "--silent", "--no-print-directory", "--eval", 'home:; @echo "$$HOME"', "home"]
-        environ = {**os.environ, "HOME": given}
-        return subprocess.run(
-            recipe, cwd=PROJECT, env=environ, capture_output=True, text=True, check=True
-        ).stdout.strip()
+def found_by_recipes(name: str, *given: str, **environ: str) -> str:
+    """What the commands of a target find in $name, with ``given`` on make's command line."""
+    recipe = ["make", "--silent", "--no-print-directory", "--eval", f'show:; @echo "$${name}"', "show", *given]
+    environ = os.environ | environ
+    return subprocess.run(recipe, cwd=PROJECT, env=environ, capture_output=True, text=True, check=True).stdout.strip()
 
-    assert home(str(tmp_path)) == str(tmp_path)
-    assert home(str(tmp_path / "absent")) == str(PROJECT / ".home")
+
+def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
+    assert found_by_recipes("HOME", HOME=str(tmp_path)) == str(tmp_path)
+    assert found_by_recipes("HOME", HOME=str(tmp_path / "absent")) == str(PROJECT / ".home")
+
+
+@pytest.mark.parametrize(
+    "name", ["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "WEIGHTS_ONLY"]
+)
+def test_values_come_from_the_command_line_only(name):
+    assert found_by_recipes(name, **{name: "7"}) == ""
+    assert found_by_recipes(name, f"{name}=7") == "7"

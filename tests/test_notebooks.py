@@ -4,12 +4,27 @@ import re
 
 import nbformat
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from fragility_core import paths
 from fragility_core.execute import notebook_names, notebook_path
 from fragility_core.lab import START, options
-from fragility_core.paths import NOTEBOOKS
+from fragility_core.models import load_tokenizer
+from fragility_core.paths import NOTEBOOKS, PROJECT
 
 ALL = notebook_names()
+
+
+def run_cells(name: str, **values: object) -> None:
+    """Run the code of the notebook ``name`` here, with ``values`` on top of its parameters."""
+    names: dict[str, object] = {}
+    for cell in nbformat.read(notebook_path(name), as_version=4).cells:
+        if cell.cell_type == "code":
+            exec(cell.source, names)
+        if "parameters" in cell.metadata.get("tags", []):
+            assert values.keys() <= names.keys()
+            names |= values
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -31,8 +46,30 @@ def test_notebook_is_clean(name):
             assert "/root/" not in str(output)
 
 
-def test_there_is_a_notebook_for_each_experiment():
-    assert set(ALL) >= {"e1_controlled_sweeps", "e2_predictor", "pretrain_embedded"}
+def test_every_target_of_make_has_its_notebook():
+    called = re.findall(r"\$\(EXECUTE\) (\w+)", (PROJECT / "Makefile").read_text())
+    assert {"e1_controlled_sweeps", "e2_predictor", "e3_patching", "e5_mitigation", "report"} <= set(called) <= set(ALL)
+
+
+def test_experiments_run_with_another_family(tmp_path, monkeypatch):
+    """What `make reproduce MODEL=...` does with a model that is no GPT-2: nothing may be read from GPT-2's names."""
+    monkeypatch.setattr(paths, "PROJECT", tmp_path)
+    monkeypatch.setattr(paths, "OUTPUTS", tmp_path / "outputs")
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer("embedded")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64,
+        )
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    given = {"model": str(tmp_path / "llama"), "profile": "smoke-custom"}
+    run_cells("e2_predictor", **given)
+    run_cells("e3_patching", **given)
+    run_cells("e5_mitigation", **given)
+    run_cells("report", profile="smoke-custom")
+    assert (tmp_path / "outputs/smoke-custom/report.html").is_file()
 
 
 def links(name: str) -> set[str]:

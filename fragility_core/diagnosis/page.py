@@ -17,6 +17,7 @@ from fragility_core import figures, paths
 from fragility_core.diagnosis.request import Request
 from fragility_core.diagnosis.run import Diagnosis
 from fragility_core.experiments.agreement import spread
+from fragility_core.models import EMBEDDED
 from fragility_core.protection import Contributions, Plan
 from fragility_core.report import TEMPLATES as REPORT
 from fragility_core.report import duration
@@ -75,8 +76,9 @@ def mean_of(values: pd.Series) -> Mean:
 
 
 def command(request: Request) -> str:
-    """The shell command that makes this page again."""
-    values = ("model", "data", "format", "budget", "windows", "length", "attention")
+    """The shell command that makes this page again, at the same place."""
+    given = [name for name in ("model", "data") if getattr(request, name) != EMBEDDED]
+    values = [*given, "format", "budget", "windows", "length", "attention"]
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
     words += ["WEIGHTS_ONLY=yes"] * request.weights_only
     return " ".join(["make diagnose", *words])
