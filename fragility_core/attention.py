@@ -1,9 +1,9 @@
 """Eager attention that can be observed, registered with transformers as IMPLEMENTATION.
 
 It forms and rounds scores and probabilities kernel by kernel, as the library's eager attention does,
-but one block of query rows at a time: what is observed is still in cache, causal blocks skip the
-keys they may not see, and no T x T tensor ever exists. FP32_SCORES is the same attention with scores
-and softmax in fp32.
+but one block of query rows at a time: on a CPU what is observed is still in cache, causal blocks skip the
+keys they may not see, and no T x T tensor exists. A GPU, which waits for the launch of small kernels, takes
+larger blocks. FP32_SCORES is the same attention with scores and softmax in fp32.
 """
 
 import weakref
@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 IMPLEMENTATION = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
 BLOCK_ELEMENTS = 2**20  # scores formed at once: 2 MiB in 16 bits, about a second-level cache
+GPU_BLOCK_ELEMENTS = 2**26
 
 
 class AttentionObserver(Protocol):
@@ -40,9 +41,9 @@ class AttentionObserver(Protocol):
 observers: "weakref.WeakKeyDictionary[nn.Module, AttentionObserver]" = weakref.WeakKeyDictionary()
 
 
-def row_blocks(rows: int, elements_per_row: int) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges of rows, a power of two long, of at most about BLOCK_ELEMENTS elements."""
-    fitting = max(1, BLOCK_ELEMENTS // elements_per_row)
+def row_blocks(rows: int, elements_per_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of rows, a power of two long, of at most about as many elements as the device's blocks."""
+    fitting = max(1, (BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS) // elements_per_row)
     length = 1 << (fitting.bit_length() - 1)
     for start in range(0, rows, length):
         yield start, min(start + length, rows)
@@ -101,7 +102,7 @@ def observed_attention(
     transposed = key.transpose(-1, -2)
 
     outputs = []
-    for start, stop in row_blocks(rows, batch * heads * key.shape[2]):
+    for start, stop in row_blocks(rows, batch * heads * key.shape[2], query.device):
         seen = cached + stop if causal else key.shape[2]
         scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen]) * scaling  # (B, H, C, seen)
         maskable = hidden = None

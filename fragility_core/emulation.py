@@ -8,7 +8,7 @@ rounded, everything else is fp32.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, repeat
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from fragility_core.formats import PIECE, Format, get_format, has_native_kernels
@@ -227,6 +228,26 @@ def rounded_copy(model: nn.Module, format: Format) -> nn.Module:
     return model
 
 
+@contextmanager
+def fp32_sums() -> Iterator[None]:
+    """A GPU's products of 16-bit matrices are summed in fp32 to the end; by default parts may be rounded before."""
+    settings = torch.backends.cuda.matmul
+    names = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
+    before = {name: getattr(settings, name) for name in names}
+    try:
+        for name in names:
+            setattr(settings, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def fp32_attention() -> AbstractContextManager:
+    """A GPU's fused attention of kernels that take fp32, as emulation calls them; most take 16 bits alone."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 @dataclass(frozen=True)
 class LowPrecision:
     """A model whose parameters are rounded to a format, and how its kernels compute in it.
@@ -254,9 +275,16 @@ class LowPrecision:
         generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
         return replace(self, emulation=Emulation(self.format, generator))
 
-    def running(self):
+    @contextmanager
+    def running(self) -> Iterator[None]:
         """Context in which calling ``model`` computes in the format."""
-        return self.emulation or nullcontext()
+        with ExitStack() as stack:
+            first = next(self.model.parameters(), None)
+            if first is not None and first.is_cuda:
+                stack.enter_context(fp32_sums() if self.emulation is None else fp32_attention())
+            if self.emulation is not None:
+                stack.enter_context(self.emulation)
+            yield
 
     def paused(self):
         """Context, inside ``running``, in which kernels are not rounded."""

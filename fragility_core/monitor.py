@@ -197,7 +197,8 @@ class Monitor:
         with self._observing(records, inputs, len(tokens)), self.low.running():
             hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
             logits = self.model.get_output_embeddings()(hidden) if loss else None
-        epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], device=hidden.device)
+        epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
+        epsilons = epsilons.to(hidden.device, non_blocking=True)
         statistics = finished(records, epsilons, hidden.shape[-1])
         if self.power_iteration:
             norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, inputs)]

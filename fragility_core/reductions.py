@@ -30,9 +30,11 @@ def window_max(x: Tensor) -> Tensor:
 def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """Z_eps(x) in the format of ``x`` (B, T, d), mean and 1 / sqrt(sigma^2 + epsilon) (B, T) in fp32.
 
-    The library's own kernel in one pass; fp32 weights make it return its statistics in fp32.
+    The library's own kernel in one pass. A GPU's returns its statistics in fp32 and wants weights of the format
+    of ``x``; a CPU's returns them in the format of the weights.
     """
-    path, mean, scale = torch.native_layer_norm(x, x.shape[-1:], gamma.float(), None, epsilon)
+    weight = gamma.float() if x.device.type == "cpu" else gamma.to(x.dtype)
+    path, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, None, epsilon)
     return path, mean.squeeze(-1), scale.squeeze(-1)
 
 

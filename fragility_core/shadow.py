@@ -6,10 +6,12 @@ over the same batch is compared with the master's own pass: the mismatch is what
 
 import copy
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
@@ -38,6 +40,11 @@ def fuse_activations(model: PreTrainedModel) -> PreTrainedModel:
 def warmed_up(rate: float, step: int, warmup_steps: int) -> float:
     """Learning rate at ``step`` (from 0) after a linear warm-up over ``warmup_steps``."""
     return rate * min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def repeatable_attention(device: torch.device) -> AbstractContextManager:
+    """Attention whose gradients are the same in every run: a GPU's fused kernels add them up in no fixed order."""
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
 
 
 class ShadowTraining:
@@ -77,8 +84,9 @@ class ShadowTraining:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.master.train()
-        loss = window_losses(self.master(tokens, use_cache=False).logits, tokens).mean()
-        loss.backward()
+        with repeatable_attention(tokens.device):
+            loss = window_losses(self.master(tokens, use_cache=False).logits, tokens).mean()
+            loss.backward()
         norm = clip_grad_norm_(self.master.parameters(), self.clip)
         self.master.eval()
         measured = torch.stack([loss.detach(), norm]).tolist()

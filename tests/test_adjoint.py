@@ -15,9 +15,11 @@ from torch.nn import functional
 from transformers import GPT2Config
 
 from fragility_core.adjoint import Adjoint, estimator, final_hidden, predict
+from fragility_core.adjoint.recomputed import Rows
 from fragility_core.adjoint.rounding import ulp
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
+from fragility_core.formats import get_format
 from fragility_core.models import load_model, load_tokenizer
 from fragility_core.theory import mismatch
 from fragility_core.windows import load_rows, select_windows, tokenize
@@ -318,6 +320,18 @@ def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny
         by_sites_of(low, IMPLEMENTATION, tiny_tokens[:, :window]),
     )
     np.testing.assert_allclose(recomputed, plain, rtol=0.03, atol=1e-12)
+
+
+def test_a_hidden_score_that_overflows_does_no_harm():
+    """The model itself replaces the scores of later keys, however large."""
+    rows = Rows(get_format("fp16"), 1.0, None, causal=True)
+    query, key, value = (torch.tensor([[[a], [b]]]) for a, b in ((300.0, 1.0), (1.0, 300.0), (1.0, 2.0)))
+    assert query[0, 0] * key[0, 1] > get_format("fp16").largest
+    context, _ = rows.context(query, key, value)
+    assert context.flatten().tolist() == [1.0, 2.0]
+    felt = []
+    gradients = list(rows.gradients(query, key, value, torch.ones_like(query), lambda name, x: felt.append(x)))
+    assert all(x.isfinite().all() for x in [*gradients, *felt])
 
 
 def by_sites_of(low, implementation, tokens):

@@ -192,7 +192,8 @@ def test_attention_of_other_scores_is_refused(option, attending):
 )
 def test_row_blocks(rows, per_row, block_elements, want, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", block_elements)
-    assert list(row_blocks(rows, per_row)) == want
+    assert list(row_blocks(rows, per_row, torch.device("cpu"))) == want
+    assert list(row_blocks(rows, per_row, torch.device("cuda"))) == [(0, rows)]
 
 
 class LargestOutput(TorchDispatchMode):

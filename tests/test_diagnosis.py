@@ -69,9 +69,13 @@ def test_wrong_requests_are_refused_before_anything_is_loaded(change, message):
         replace(ASKED, **change)
 
 
-def test_a_budget_of_more_blocks_than_there_are_is_refused_before_work():
-    with pytest.raises(ValueError, match="the budget must be between 0 and the 12 blocks of the model, got 13"):
-        diagnosis.load(replace(ASKED, budget="13"))
+@pytest.mark.parametrize(
+    ("budget", "most"), [("13", "12 blocks"), ("8 sites", "7 sites"), ("77 modules", "76 modules")]
+)  # 76: 12 blocks of two norms and four products, two embeddings, the final norm, the head
+def test_a_budget_of_more_than_there_is_is_refused_before_work(budget, most):
+    message = f"the budget must be between 0 and the {most} of the model, got {budget.split()[0]}"
+    with pytest.raises(ValueError, match=message):
+        diagnosis.load(replace(ASKED, budget=budget))
 
 
 def test_forecast_of_the_embedded_checkpoint():
@@ -146,6 +150,16 @@ def test_overflow_and_saturation_are_named(tiny_gpt2, tiny_tokens):
         observe(low.model, tiny_tokens, low)
     table = ranges.table(tiny_gpt2).set_index("module")
     assert table.loc["transformer.ln_f", "saturated"] > 0 and (table.loc["transformer.ln_f", "nonfinite"] == 0).all()
+
+
+def test_nothing_saturates_in_a_format_that_fits_itself_to_each_tensor(tiny_gpt2, tiny_tokens):
+    tiny_gpt2.transformer.ln_f.weight.fill_(1e4)
+    low = lower(tiny_gpt2, "fp8_e4m3_scaled")
+    ranges = Ranges(low)
+    with ranges.counting():
+        final = observe(low.model, tiny_tokens, low).final
+    assert final.abs().max() > low.format.largest
+    assert ranges.table(tiny_gpt2).empty
 
 
 def test_diagnosis_measures_what_it_predicts(found, tiny_tokens):

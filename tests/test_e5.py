@@ -111,6 +111,19 @@ def test_an_unreadable_checkpoint_is_started_over(inputs, tmp_path):
     pd.testing.assert_frame_equal(whole, again, check_exact=True)
 
 
+def test_a_checkpoint_of_other_code_is_started_over(inputs, tmp_path, monkeypatch):
+    run = [get_policy("none")], (0,), inputs, tmp_path
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            e5.run_policies(SETTING, *run, checkpoint_interval=2)
+    monkeypatch.setattr(e5, "code_digest", lambda: "other")
+    done = interrupted_after(monkeypatch, 100)
+    with pytest.warns(UserWarning, match="left by another version of this code, its run starts again"):
+        e5.run_policies(SETTING, *run, checkpoint_interval=2)
+    assert len(done) == SETTING.steps
+
+
 def test_runs_do_not_touch_the_callers_random_generator(inputs, tmp_path):
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -139,6 +152,17 @@ def test_an_overflow_ends_its_run_and_no_other(inputs, tmp_path):
     assert (runs.onsets == 1).all() and (runs.ended == "nonfinite mismatch").all()
     assert not np.isfinite(runs.max_mismatch).any()
     assert runs.final_mismatch.isna().all()
+
+
+@pytest.mark.parametrize(("spikes", "events"), [([40], 1), ([20, 40], 2), ([], 1)])
+def test_an_end_that_is_an_onset_too_is_one_event(spikes, events):
+    """A mismatch that becomes infinite stands above the median of those before it, and ends the run."""
+    steps = pd.DataFrame({"policy": "none", "seed": 0, "step": range(41), "mismatch": 1e-3, "event": ""})
+    steps = steps.assign(shadow_loss=4.0, actions=0, protected=0)
+    steps.loc[spikes, "mismatch"] = 1e-2
+    steps.loc[40, ["mismatch", "event"]] = [np.inf if 40 in spikes else 1e-3, "nonfinite mismatch"]
+    (run,) = outcomes.run_summary(steps, SpikeRule(warmup=12)).itertuples()
+    assert run.onsets == events
 
 
 def test_a_nonfinite_loss_ends_the_run_before_the_shadow_is_asked(inputs, tmp_path):

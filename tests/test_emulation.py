@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fragility_core.emulation import Emulation, LowPrecision, lower, rounded_copy
+from fragility_core.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
 from fragility_core.formats import FORMATS, get_format
 from fragility_core.theory import mismatch
 
@@ -36,6 +36,15 @@ def hidden_of(low: LowPrecision, tokens: torch.Tensor) -> torch.Tensor:
     """Final hidden states of ``low`` on ``tokens``."""
     with low.running():
         return low.model.base_model(tokens).last_hidden_state
+
+
+def test_a_gpu_sums_products_in_fp32_to_the_end_and_then_as_before():
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction
+    with fp32_sums():
+        assert not settings.allow_fp16_reduced_precision_reduction
+        assert not settings.allow_bf16_reduced_precision_reduction
+    assert (settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction) == before
 
 
 # --- Single kernels ------------------------------------------------------------------------------

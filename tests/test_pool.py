@@ -67,12 +67,19 @@ def test_every_run_is_computed_once_and_kept_in_order(tmp_path, workers):
     pd.testing.assert_frame_equal(rows, again)
 
 
-def test_runs_of_other_code_are_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "key", "other", "what"),
+    [
+        ("code_digest", "code", "other", "another version of this code"),
+        ("versions", "versions", {"torch": "2.6"}, "other packages"),
+    ],
+)
+def test_runs_of_other_code_or_packages_are_named(tmp_path, monkeypatch, name, key, other, what):
     store = RunStore(tmp_path)
     pool.complete(GROUPS[:1], store, Square, CPU)
-    assert store.metadata(Number(1))["code"] == pool.code_digest()
-    monkeypatch.setattr(pool, "code_digest", lambda: "other")
-    with pytest.warns(UserWarning, match="2 finished runs were computed by another version of this code"):
+    assert store.metadata(Number(1))[key] == getattr(pool, name)()
+    monkeypatch.setattr(pool, name, lambda: other)
+    with pytest.warns(UserWarning, match=f"2 finished runs were computed by {what}"):
         pool.complete(GROUPS, store, Square, CPU)
 
 

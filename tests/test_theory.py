@@ -470,6 +470,11 @@ def test_layernorm_change_bound_holds(seed, features, shift, exponent, size):
     assert moved.norm() <= bound * (1 + 1e-9)
 
 
+def test_layernorm_change_bound_is_refused_where_nothing_is_known():
+    with pytest.raises(ValueError, match=r"must be below 1, got 1\.0"):
+        theory.layernorm_change_bound(1.0, 3.0, 1.0, 4, 4.0)  # theta = 4 / sqrt(4 (3 + 1))
+
+
 def test_layernorm_magnitude_by_hand():
     assert theory.layernorm_magnitude(2.0, 1.0, 3.0, 8.0) == 10.0  # 2 * 0.625 * 8
     assert theory.layernorm_magnitude(2.0, 1.0, 3.0, 8.0, a_ln=0.5) == 5.0

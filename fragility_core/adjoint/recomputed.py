@@ -24,9 +24,9 @@ FUSED = {activations.NewGELUActivation: partial(functional.gelu, approximate="ta
 
 
 @lru_cache(maxsize=32)
-def causal_bias(rows: int, device: torch.device) -> Tensor:
-    """-inf above the diagonal of a (rows, rows) matrix of zeros: adding it is faster than filling."""
-    return torch.zeros(rows, rows, device=device).masked_fill_(future(rows, device), -torch.inf)
+def causal_cap(rows: int, device: torch.device) -> Tensor:
+    """-inf above the diagonal of a (rows, rows) matrix of +inf: taking the minimum is faster than filling."""
+    return torch.full((rows, rows), torch.inf, device=device).masked_fill_(future(rows, device), -torch.inf)
 
 
 class Rows:
@@ -43,7 +43,7 @@ class Rows:
         """Query rows, the keys that they see, and buffers (N, rows, keys) that every block uses again."""
         count, keys = len(query), key.shape[1]
         work = None
-        for start, stop in row_blocks(query.shape[1], WORKING_SET * count * keys):
+        for start, stop in row_blocks(query.shape[1], WORKING_SET * count * keys, query.device):
             seen = keys - query.shape[1] + stop if self.causal else keys
             shape = count, stop - start, seen
             if work is None:
@@ -58,7 +58,8 @@ class Rows:
         """``scores`` (N, rows, keys) with the keys that are not to be seen at the lowest number or below."""
         count = rows.stop - rows.start
         if self.causal:
-            scores[..., -count:].add_(causal_bias(count, scores.device))
+            hidden = scores[..., -count:]
+            torch.minimum(hidden, causal_cap(count, scores.device), out=hidden)
         elif self.mask is not None:
             hidden = ~self.mask[:, :, rows, : scores.shape[-1]]
             scores.view(len(hidden), -1, *scores.shape[1:]).masked_fill_(hidden, torch.finfo(scores.dtype).min)

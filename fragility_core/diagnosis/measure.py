@@ -1,5 +1,6 @@
 """What one pass gives beside another: the final state, the stream block by block, the tokens' probabilities."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Ranges:
         paths = list(self.counts)
         counts = torch.stack([sum(self.counts[path]) for path in paths]).cpu().numpy() if paths else []
         rows = [("output", path or "the model", *count) for path, count in zip(paths, counts)]
-        largest = self.low.format.largest
+        largest = range_of(self.low.format)
         over = ((path, (p.abs() > largest).sum()) for path, p in exact.named_parameters())
         rows = [("parameter", path, 0, int(n)) for path, n in over if n] + rows
         table = pd.DataFrame(rows, columns=["kind", "module", "nonfinite", "saturated"])
@@ -115,4 +116,9 @@ class Ranges:
 def outside(x: Tensor, format: Format) -> Tensor:
     """How many entries are not finite, and how many are at the format's largest number: two numbers."""
     finite = x.isfinite()
-    return torch.stack([(~finite).sum(), (finite & (x.abs() >= format.largest)).sum()])
+    return torch.stack([(~finite).sum(), (finite & (x.abs() >= range_of(format))).sum()])
+
+
+def range_of(format: Format) -> float:
+    """The largest number of ``format``; none where every tensor is scaled to fit."""
+    return math.inf if format.scaled else format.largest

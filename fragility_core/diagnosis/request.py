@@ -13,6 +13,7 @@ from fragility_core.diagnosis.measure import observe
 from fragility_core.experiments import inputs
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.formats import FORMATS, SCALED, get_format
+from fragility_core.protection import SITES
 from fragility_core.protection.structure import block_paths
 from fragility_core.report import duration
 from fragility_core.windows import select_windows
@@ -84,14 +85,16 @@ class Request:
 def load(request: Request) -> tuple[Inputs, Tensor]:
     """The model with its head and the windows (B, T) on its device.
 
-    Raises the errors of ``experiments.inputs.load``, and ValueError for a budget of more blocks than there are.
+    Raises the errors of ``experiments.inputs.load``, and ValueError for a budget of more than there can be.
     """
     loaded = inputs.load(
         request.model, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
     )
-    (count, unit), depth = request.parsed_budget, len(block_paths(loaded.model))
-    if unit == "blocks" and count > depth:
-        raise ValueError(f"the budget must be between 0 and the {depth} blocks of the model, got {count}")
+    (count, unit), modules = request.parsed_budget, [m.parameters(recurse=False) for m in loaded.model.modules()]
+    owning = sum(next(parameters, None) is not None for parameters in modules)
+    most = {"blocks": len(block_paths(loaded.model)), "sites": len(SITES), "modules": owning}.get(unit, count)
+    if count > most:
+        raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
     loaded.model.set_attn_implementation(request.attention)
     _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
     return loaded, tokens.to(loaded.device)
@@ -123,12 +126,19 @@ def binary(count: int) -> str:
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     """An estimate from two timed fp32 passes of one window and the model's size, good to a factor of two."""
     observe(loaded.model, tokens[:1])
-    start = time.perf_counter()
+    start = seconds(loaded.device)
     observe(loaded.model, tokens[:1])
-    plain = time.perf_counter() - start
+    plain = seconds(loaded.device) - start
     emulated = not request.weights_only and loaded.execution(request.format) == "emulated"
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
     return Forecast(plain * passes * len(tokens), memory(request, loaded), free_memory(loaded.device))
+
+
+def seconds(device: torch.device) -> float:
+    """The clock, once ``device`` has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def memory(request: Request, loaded: Inputs) -> int:
@@ -145,8 +155,9 @@ def memory(request: Request, loaded: Inputs) -> int:
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes free on ``device``, None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":  # torch keeps what it freed
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     table = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.is_file() else None
     return int(found[1]) * 1024 if found else None

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from fragility_core.architectures import blocks
 from fragility_core.bgss import Policy, State, advance, get_policy, replay
 from fragility_core.bgss.registry import policy_class
+from fragility_core.environment import code_digest
 from fragility_core.experiments.inputs import Inputs, load, require_values
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import RunStore, Specification
@@ -246,7 +247,10 @@ def save(path: Path, training: ShadowTraining, state: State, rows: list[pd.DataF
     random_states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state_all()
-    record = {"training": training.state(), "controller": state.to_dict(), "rows": rows, "random": random_states}
+    record = {
+        "code": code_digest(), "training": training.state(), "controller": state.to_dict(), "rows": rows,
+        "random": random_states,
+    }  # fmt: skip
     partial_path = path.with_suffix(f".{os.getpid()}.partial")
     try:
         torch.save(record, partial_path)
@@ -256,14 +260,17 @@ def save(path: Path, training: ShadowTraining, state: State, rows: list[pd.DataF
 
 
 def restore(path: Path, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:
-    """Take up the run at ``path``, if there is one; an unreadable file counts as none."""
+    """Take up the run at ``path``, if there is one; a file that cannot be read, or of other code, counts as none."""
     if not path.exists():
         return None
     try:
         # Written by ``save``, next to the results: as trustworthy as the code beside it.
         record = torch.load(path, weights_only=False)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as cause:
+    except (OSError, RuntimeError, EOFError, UnpicklingError, ImportError, AttributeError) as cause:
         warnings.warn(f"{path.name} cannot be read, its run starts again ({cause})", stacklevel=2)
+        return None
+    if record.get("code") != code_digest():
+        warnings.warn(f"{path.name} was left by another version of this code, its run starts again", stacklevel=2)
         return None
     training.load_state(record["training"])
     torch.set_rng_state(record["random"]["cpu"])

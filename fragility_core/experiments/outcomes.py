@@ -46,14 +46,15 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
         finite = mismatch[np.isfinite(mismatch)]
         starts = onsets(mismatch, rule)
         ended = run.event.iloc[-1]
+        end = {len(run) - 1} if ended else set()  # an event, counted once where it is an onset too
         table.append(
             {
                 "policy": policy,
                 "seed": seed,
                 "steps": len(run),
                 "onset_ratio": rule.ratio,
-                "onsets": len(starts) + bool(ended),
-                "onsets_paper_ratio": len(onsets(mismatch)) + bool(ended),
+                "onsets": len(end.union(starts)),
+                "onsets_paper_ratio": len(end.union(onsets(mismatch))),
                 "first_onset": starts[0] if starts else -1,
                 "final_mismatch": finite[-1] if len(finite) else np.nan,
                 "max_mismatch": mismatch.max(),

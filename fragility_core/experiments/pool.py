@@ -68,7 +68,7 @@ def complete(
     """
     specs = [spec for group in groups for spec in group]
     unfinished = {spec for spec in specs if store.load(spec) is None}
-    _warn_of_other_code(store, [spec for spec in specs if spec not in unfinished])
+    _warn_of_others(store, [spec for spec in specs if spec not in unfinished])
     missing = [[spec for spec in group if spec in unfinished] for group in groups]
     missing = sorted(filter(None, missing), key=lambda group: -sum(spec.size for spec in group))
     done = len(specs) - sum(map(len, missing))
@@ -92,29 +92,33 @@ def complete(
     return store.rows(specs)
 
 
-def _warn_of_other_code(store: RunStore, finished: Sequence[Specification]) -> None:
-    """Finished runs belong to their specification, and the code is no part of it: say so where it changed."""
-    others = sum(store.metadata(spec).get("code") != code_digest() for spec in finished)
-    if others:
-        warnings.warn(
-            f"{others} finished runs were computed by another version of this code and are taken as they are: "
-            f"remove {store.folder} to compute them again",
-            stacklevel=3,
-        )
+def computed_by() -> dict:
+    """What a run's numbers may depend on beside its specification."""
+    return {"versions": versions(), "code": code_digest()}
+
+
+def _warn_of_others(store: RunStore, finished: Sequence[Specification]) -> None:
+    """Finished runs belong to their specification alone: say so where they were computed by something else."""
+    now, found = computed_by(), [store.metadata(spec) for spec in finished]
+    for key, what in {"code": "another version of this code", "versions": "other packages"}.items():
+        others = sum(then.get(key) != now[key] for then in found)
+        if others:
+            warnings.warn(
+                f"{others} finished runs were computed by {what} and are taken as they are: "
+                f"remove {store.folder} to compute them again",
+                stacklevel=3,
+            )
 
 
 def _compute(group, store: RunStore, worker: Worker, advance: Advance, finished: Callable[[], None]) -> None:
     for spec in group:
-        begin = time.perf_counter()
-        frame = worker.run(spec, advance)
-        record = {
-            "versions": versions(),
-            "code": code_digest(),
+        record = computed_by() | {  # asked before the run: files may change meanwhile
             "device_name": device_name(spec.device),
             "threads": torch.get_num_threads(),
-            "seconds": round(time.perf_counter() - begin, 3),
         }
-        store.save(spec, frame, record | worker.record)
+        begin = time.perf_counter()
+        frame = worker.run(spec, advance)
+        store.save(spec, frame, record | {"seconds": round(time.perf_counter() - begin, 3)} | worker.record)
         finished()
 
 

@@ -128,7 +128,8 @@ def _places(prediction: Prediction) -> pd.DataFrame:
     """c^2 of one window summed over the kernels and weights of each place, mean over probes."""
     kernels = prediction.kernels
     probes = kernels.probe.max() + 1
-    c2 = kernels.assign(layer=kernels.layer.fillna(OUTSIDE)).groupby(PLACE, sort=False).c2.sum(min_count=1) / probes
+    filled = kernels.assign(layer=kernels.layer.fillna(OUTSIDE), c2=kernels.c2.fillna(np.inf))  # pandas skips a NaN
+    c2 = filled.groupby(PLACE, sort=False).c2.sum() / probes
     one_probe = predict(kernels[kernels.probe == 0], prediction.windows)
     (window,) = prediction.windows.itertuples()
     return c2.reset_index().assign(
@@ -193,9 +194,13 @@ def _noise(windows: pd.DataFrame) -> dict[str, float]:
 
 
 def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:
-    """Share of the error variance of each site (columns), mean over windows, by precision and length."""
+    """Share of the error variance of each site (columns), mean over windows, by precision and length.
+
+    Windows whose prediction is not finite are left out.
+    """
     by = ["precision", "length"]
-    c2 = estimates.groupby([*WINDOW, "site"]).c2.sum().unstack("site", fill_value=0.0)
+    known = estimates[np.isfinite(estimates.predicted)]
+    c2 = known.groupby([*WINDOW, "site"]).c2.sum().unstack("site", fill_value=0.0)
     return c2.div(c2.sum(axis=1), axis=0).groupby(by).mean()
 
 

@@ -96,10 +96,13 @@ def layernorm_change_bound(gamma_max, variance, epsilon, d_model, change_norm):
 
     ||Z(x + dx) - Z(x)|| <= ||Diag(gamma)||_2 ||dx|| / ((1 - theta) sqrt(sigma^2 + epsilon)) for theta =
     ||dx|| / sqrt(d_model (sigma^2 + epsilon)) < 1: the divisor is the norm of (x - mu, sqrt(d_model epsilon))
-    / sqrt(d_model), which the change moves by at most a share theta.
+    / sqrt(d_model), which the change moves by at most a share theta. Raises ValueError for theta >= 1, where
+    nothing is known.
     """
     divisor = (variance + epsilon) ** 0.5
     share = change_norm / (d_model**0.5 * divisor)
+    if not (torch.as_tensor(share) < 1).all():
+        raise ValueError(f"theta = ||dx|| / sqrt(d_model (sigma^2 + epsilon)) must be below 1, got {share}")
     return gamma_max * change_norm / (divisor * (1 - share))
 
 
