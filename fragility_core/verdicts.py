@@ -1,8 +1,9 @@
 """What a run says about the paper's claims: one table, by the same few tests for every experiment.
 
 A claim about a mean is decided by the 95 % bootstrap interval of the mean over runs: one that includes the
-bound decides nothing. That most runs show something holds where Wilson's interval of their share lies
-above 1/2, and does not hold where not even half of these runs show it.
+bound decides nothing. Runs of several formats on the same windows are drawn together. That most runs show
+something holds where Wilson's interval of their share lies above 1/2, and does not hold where not even half
+of these runs show it.
 """
 
 import re
@@ -18,6 +19,7 @@ from fragility_core.experiments.agreement import spread
 HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
 LEAST = 3  # runs below which nothing is shown to hold
 FEW = 6  # runs below which an interval of 95 % is that by name only: all of 5 agree by chance 1 time in 16
+WINDOWS = ["length", "seed"]  # what determines the windows of a run
 
 # What each test asks, in words: of the mean, or of the runs.
 TESTS = {
@@ -43,8 +45,11 @@ def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) 
     return HOLDS if holds else FAILS if fails else UNDECIDED
 
 
-def interval(values: np.ndarray, quantity: Quantity) -> tuple[float, float]:
-    """95 % interval of the mean of ``values`` (runs,): bootstrap, for counts Wilson's; NaN for too few runs."""
+def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None = None) -> tuple[float, float]:
+    """95 % interval of the mean of ``values`` (runs,): bootstrap, for counts Wilson's; NaN for too few runs.
+
+    Runs with equal ``windows`` (runs,) are drawn together; all differ unless given.
+    """
     if not quantity.sampled:
         return values.mean(), values.mean()
     if len(values) < LEAST:
@@ -53,7 +58,8 @@ def interval(values: np.ndarray, quantity: Quantity) -> tuple[float, float]:
         return stats.binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
     if np.ptp(values) == 0:
         return values[0], values[0]
-    spreading = spread(pd.Series(values))
+    together = pd.Series(values).groupby(np.arange(len(values)) if windows is None else windows).mean()
+    spreading = spread(together)
     return spreading["low"], spreading["high"]
 
 
@@ -66,24 +72,27 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
     return wide
 
 
-def measured(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, int, float]:
-    """Values (runs,) of ``quantity``, the number of runs left out as not finite, and the bound of its claim.
+def measured(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray, int, float]:
+    """Values (runs,) of ``quantity``, which windows they are from, how many runs are not finite, the claim's bound.
 
     There are no values where ``tables`` lack what they are computed from.
     """
+    nothing = np.empty(0)
     table = tables.get(quantity.table)
     if table is None:
-        return np.empty(0), 0, np.nan
+        return nothing, nothing, 0, np.nan
     table = by_seed(table) if "policy" in table else table
     used = [name for name in table if re.search(rf"\b{name}\b", quantity.values)]
     finite = table[np.isfinite(table[used]).all(axis=1)]
     if finite.empty:
-        return np.empty(0), len(table), np.nan
+        return nothing, nothing, len(table), np.nan
     try:
         values, bound = (np.atleast_1d(finite.eval(text)) for text in (quantity.values, quantity.bound))
     except pd.errors.UndefinedVariableError:  # a policy or statistic that this profile does not have
-        return np.empty(0), 0, np.nan
-    return values, len(table) - len(finite), float(np.mean(bound))
+        return nothing, nothing, 0, np.nan
+    shared = len(values) == len(finite) and {*WINDOWS} <= {*finite}
+    windows = finite.groupby(WINDOWS).ngroup().to_numpy() if shared else np.arange(len(values))
+    return values, windows, len(table) - len(finite), float(np.mean(bound))
 
 
 def compare(tables: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity] = QUANTITIES) -> pd.DataFrame:
@@ -95,13 +104,13 @@ def compare(tables: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity] =
     return pd.DataFrame([_row(quantity, *measured(quantity, tables)) for quantity in quantities])
 
 
-def _row(quantity: Quantity, values: np.ndarray, left_out: int, bound: float) -> dict:
+def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: int, bound: float) -> dict:
     """What is to be said of ``quantity``, given what ``measured`` found."""
     runs = len(values)
     paper, second = quantity.paper or (np.nan, None)
     spread_or_runs = {"paper_runs": second} if quantity.counted else {"paper_sd": second}
     paper = paper / second if quantity.counted else paper
-    low, high = interval(values, quantity) if runs else (np.nan, np.nan)
+    low, high = interval(values, quantity, windows) if runs else (np.nan, np.nan)
     decided = judge(quantity.test, values, low, high, bound) if runs and quantity.test else ""
     return {
         "experiment": quantity.experiment,

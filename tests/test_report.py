@@ -93,6 +93,18 @@ def test_claim_and_opposite_never_both_hold(values, bound):
     assert (above == UNDECIDED) == (below == UNDECIDED)
 
 
+def test_runs_on_the_same_windows_are_drawn_together():
+    """Two formats that say the same are one piece of evidence, not two."""
+    once = pd.DataFrame({"x": [0.1, 0.5, 0.2, 0.9, 0.4, 0.3], "length": [1, 1, 1, 2, 2, 2], "seed": [0, 1, 2] * 2})
+    both = pd.concat([once, once])
+    quantity = Quantity("E9", "x", "t", "x", claim="positive", test="above")
+    ends = ["mean", "low", "high"]
+    single, doubled = (compare({"t": table}, [quantity]).iloc[0] for table in (once, both))
+    assert doubled[ends].tolist() == pytest.approx(single[ends].tolist()) and doubled.runs == 12
+    apart = compare({"t": both.drop(columns="seed")}, [quantity]).iloc[0]
+    assert apart.high - apart.low < 0.8 * (single.high - single.low)
+
+
 def test_weak_and_undecided_verdicts_say_why():
     assert one_row([1.0, 2.0, 3.0], test="above").remark == "weak, 3 runs"
     assert one_row([1.0, 2.0, 3.0, 1.0, 2.0, 3.0], test="above").remark == ""
