@@ -43,13 +43,33 @@ def x1_agreement(runs: pd.DataFrame) -> Axes:
 
 
 def x1_ranking(runs: pd.DataFrame) -> Axes:
-    """Spearman with the patched effect, averaged over realisations, of prediction and score; what noise allows."""
-    columns = {"adjoint_average": "adjoint", "score_average": "score", "noise_floor": "other half of the realisations"}
+    """Spearman with the patched effect, averaged over realisations, of prediction and score, one point a run."""
+    columns = {"adjoint_average": "adjoint", "score_average": "score"}
     table = runs.melt(["precision", "length"], list(columns), "ranked by", "spearman")
     return _strip(
         table.assign(**{"ranked by": table["ranked by"].map(columns)}), "spearman", "ranked by",
         "Spearman with the averaged effect", "X1: who names the right blocks",
     )  # fmt: skip
+
+
+def x1_realisations(table: pd.DataFrame) -> Axes:
+    """Spearman with the effect averaged over more and more realisations: prediction, score, and measuring once more."""
+    axes = canvas(6.4, 4.0)
+    shown = table.assign(length=table.length.astype(str)).rename(columns={"ranked_by": "ranked by"})
+    shown = shown.rename(columns={"length": "window length"})
+    sns.lineplot(
+        shown, x="realisations", y="spearman", hue="ranked by", style="window length", markers=True, errorbar=None,
+        ax=axes,
+    )  # fmt: skip
+    counts = sorted(table.realisations.unique())
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set(
+        xlabel="realisations averaged", ylabel="Spearman with the averaged effect", ylim=(None, 1),
+        title="X1: how much of the disagreement is noise",
+    )  # fmt: skip
+    legend_outside(axes)
+    return axes
 
 
 def _strip(table: pd.DataFrame, y: str, hue: str, label: str, title: str) -> Axes:

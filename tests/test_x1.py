@@ -90,9 +90,13 @@ def test_a_window_that_overflowed_has_no_prediction(source, estimates):
     assert table.overflowed.tolist() == [1, 1] and table.windows.tolist() == [5, 5]
 
 
-def test_blocks_are_ranked_without_their_output(inputs, source, estimates, tmp_path):
-    sources = e2.specifications(GRID, inputs)
-    patches = e3.run_patches(sources, inputs, source[0], tmp_path, windows=2, noisy_windows=2, realisations=4)
+@pytest.fixture(scope="module")
+def patches(inputs, source, tmp_path_factory):
+    options = {"windows": 2, "noisy_windows": 2, "realisations": 4}
+    return e3.run_patches(e2.specifications(GRID, inputs), inputs, source[0], tmp_path_factory.mktemp("e3"), **options)
+
+
+def test_blocks_are_ranked_without_their_output(estimates, patches):
     ranked = x1.ranking_table(estimates, patches)
     assert len(ranked) == 4
     row = ranked.iloc[0]
@@ -105,6 +109,26 @@ def test_blocks_are_ranked_without_their_output(inputs, source, estimates, tmp_p
     average = effects.filter(like=e3.REALISATION).mean(axis=1)
     assert row.adjoint_average == pytest.approx(c2.corr(average, method="spearman"))
     assert row.score_single == pytest.approx(effects.risk.corr(effects.exact_reduction, method="spearman"))
+
+
+def test_effects_are_averaged_over_more_and_more_realisations(estimates, patches):
+    table = x1.realisation_table(estimates, patches)
+    ranked = x1.ranking_table(estimates, patches).set_index(e3.WINDOW)
+    by_window = table.set_index(["realisations", "ranked_by", *e3.WINDOW]).spearman.sort_index()
+    assert by_window.groupby(level=[0, 1]).size().to_dict() == {
+        (count, name): 4
+        for count in (1, 2, 4)
+        for name in ("adjoint", "score", "measurement")
+        if (count, name) != (4, "measurement")  # no other four are left
+    }
+    for window, row in ranked.iterrows():
+        assert by_window[4, "adjoint", *window] == row.adjoint_average
+        assert by_window[4, "score", *window] == row.score_average
+        effects = patches.set_index(e3.WINDOW).sort_index().loc[window].filter(like=e3.REALISATION)
+        pairs = effects.T.groupby([0, 0, 1, 1]).mean().T
+        assert by_window[2, "measurement", *window] == pytest.approx(pairs[0].corr(pairs[1], method="spearman"))
+        each = effects.corr(method="spearman").to_numpy()
+        assert by_window[1, "measurement", *window] == pytest.approx((each.sum() - 4) / 12)
 
 
 def test_summary_counts_the_runs_in_which_the_prediction_is_better():

@@ -210,6 +210,21 @@ def layer_contributions(estimates: pd.DataFrame) -> pd.DataFrame:
     return inside.groupby([*WINDOW, "layer"]).c2.sum().reset_index()
 
 
+def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
+    """The windows of ``patches``, and by name what ranks their blocks, (W, L), or (R, W, L) for ``realisations``."""
+    rows = patches.merge(layer_contributions(estimates), on=[*WINDOW, "layer"]).sort_values([*WINDOW, "layer"])
+    columns = {"adjoint": "c2", "score": "risk", "single": "exact_reduction"}
+    scores = {name: rows[column].to_numpy().reshape(-1, rows.layer.nunique()) for name, column in columns.items()}
+    noisy = rows.filter(like=REALISATION).to_numpy().T
+    scores["realisations"] = noisy.reshape(len(noisy), *scores["single"].shape)
+    return rows[rows.layer == 0][WINDOW].reset_index(drop=True), scores
+
+
+def _alike(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Spearman along the last axis; NaN where an overflow left effects that are not finite."""
+    return rankings.agreement(first, second)["spearman"]
+
+
 def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
     """How alike score and prediction rank the blocks of each window as patching them does, one row per window.
 
@@ -218,18 +233,35 @@ def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFram
     ``patches`` are rows of E3 in which every window was patched under stochastic rounding too:
     ``average`` compares with the mean effect of its realisations, ``single`` with rounding to nearest.
     """
-    noisy = [name for name in patches if name.startswith(REALISATION)]
-    rows = patches.merge(layer_contributions(estimates), on=[*WINDOW, "layer"]).sort_values([*WINDOW, "layer"])
-    depth = rows.layer.nunique()
-    rows = rows.assign(average=rows[noisy].mean(axis=1, skipna=False))
-    scores = {name: rows[name].to_numpy().reshape(-1, depth) for name in ("c2", "risk", "average", "exact_reduction")}
-    half = len(noisy) // 2
-    halves = [rows[part].mean(axis=1).to_numpy().reshape(-1, depth) for part in (noisy[:half], noisy[half:])]
-    table = rows[rows.layer == 0][WINDOW].reset_index(drop=True)
-    for proxy, column in (("adjoint", "c2"), ("score", "risk")):
-        for oracle, exact in (("average", "average"), ("single", "exact_reduction")):
-            table[f"{proxy}_{oracle}"] = rankings.agreement(scores[column], scores[exact])["spearman"]
-    return table.assign(noise_floor=rankings.spearman(*halves) if half else np.nan)
+    table, scores = _ranked_blocks(estimates, patches)
+    oracles = {"average": scores["realisations"].mean(0), "single": scores["single"]}
+    for proxy in ("adjoint", "score"):
+        for oracle, exact in oracles.items():
+            table[f"{proxy}_{oracle}"] = _alike(scores[proxy], exact)
+    return table
+
+
+def realisation_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
+    """Spearman with the effect averaged over 1, 2, 4 ... realisations, tidy, one row per window, count and proxy.
+
+    The mean over all averages of so many realisations, no two of which share one. ``ranked_by`` is
+    "adjoint", "score", or "measurement": another such average. What ranks better than that is worth
+    more than measuring once more at the same cost.
+    """
+    windows, scores = _ranked_blocks(estimates, patches)
+    realisations = scores["realisations"]
+    tables, count = [], 1
+    while count <= len(realisations):
+        whole = realisations[: len(realisations) // count * count]
+        averages = whole.reshape(-1, count, *whole.shape[1:]).mean(1)  # (groups, W, L)
+        spearman = {proxy: _alike(scores[proxy], averages).mean(0) for proxy in ("adjoint", "score")}
+        first, second = np.triu_indices(len(averages), 1)
+        if len(first):
+            spearman["measurement"] = _alike(averages[first], averages[second]).mean(0)
+        table = windows.assign(realisations=count, **spearman)
+        tables.append(table.melt([*WINDOW, "realisations"], list(spearman), "ranked_by", "spearman"))
+        count *= 2
+    return pd.concat(tables, ignore_index=True)
 
 
 def summary(runs: pd.DataFrame, rankings: pd.DataFrame) -> pd.DataFrame:
