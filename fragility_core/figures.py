@@ -245,16 +245,29 @@ def e5_events(runs: pd.DataFrame) -> Axes:
     return axes
 
 
-def e5_course(steps: pd.DataFrame) -> Axes:
-    """Mismatch over the training steps, one curve a policy (mean over seeds, band from smallest to largest)."""
-    axes = canvas(7.2, 3.8)
-    table = _with_policy_names(steps)
-    sns.lineplot(
-        table, x="step", y="mismatch", hue="policy", style="policy", errorbar=("pi", 100), linewidth=1.2, ax=axes
-    )
-    axes.set(yscale="log", xlabel="training step", ylabel="mismatch", title="E5: mismatch over training")
-    legend_outside(axes)
-    return axes
+def e5_course(steps: pd.DataFrame, title: str = "E5: mismatch over training") -> Axes:
+    """Mismatch over the training steps, mean over seeds: one panel a policy, over the course of ``none``."""
+    table = _with_policy_names(steps).groupby(["policy", "step"], observed=True).mismatch.mean().unstack("policy")
+    shown = [name for name in table if name != "none"] or ["none"]
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(2.6 * columns + 0.6, 1.9 * rows + 0.7), sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axes, name in zip(grid.flat, shown):
+        for course, colour in (("none", "0.6"), (name, COLOURS[0])):
+            if course in table:
+                axes.plot(table.index, table[course], color=colour, linewidth=1)
+        axes.set(yscale="log")
+        axes.set_title(name, fontsize="medium")
+    for number in range(len(shown), grid.size):
+        grid.flat[number].set_visible(False)
+        grid.flat[number - columns].tick_params(labelbottom=True)  # the last panel of its column
+    figure.supxlabel("training step", fontsize="medium")
+    figure.supylabel("mismatch, mean over seeds", fontsize="medium")
+    figure.suptitle(f"{title} (grey: none)" if len(table.columns) > 1 else title, fontsize="medium")
+    return grid[0, 0]
 
 
 def training_curve(log: pd.DataFrame) -> Axes:

@@ -95,15 +95,26 @@ def x1_sites(shares: pd.DataFrame) -> Axes:
     return axes
 
 
+# Plans that several choosers agree on are drawn inside each other, the largest disc first.
+CHOOSERS = {
+    "adjoint": 130, "patching": 70, "greedy": 25, "score": 45, "first": 45, "last": 45, "head and norms": 45,
+    "each kind of site": 20, "random": 8, "none": 45,
+}  # fmt: skip
+
+
 def x1_plans(plans: pd.DataFrame) -> Axes:
     """Predicted against measured mismatch of every plan, relative to none, and the line where they are equal."""
     run = ["precision", "length", "seed"]
     none = plans[plans.chosen_by == "none"].set_index(run).measured.rename("none").reset_index()
     table = plans.merge(none, on=run).assign(chosen_by=lambda t: t.chosen_by.replace({"each": "each kind of site"}))
     table = table.assign(predicted=table.predicted / table.none, measured=table.measured / table.none)
-    axes = canvas(6.4, 4.4)
+    table = table.rename(columns={"chosen_by": "chosen by", "unit": "unit kept"})
+    present = [name for name in CHOOSERS if name in set(table["chosen by"])]
+    largest_first = table.sort_values("chosen by", key=lambda names: -names.map(CHOOSERS), kind="stable")
+    axes = canvas(6.6, 4.6)
     sns.scatterplot(
-        table, x="predicted", y="measured", hue="chosen_by", style="unit", s=36, linewidth=0, alpha=0.75, ax=axes
+        largest_first, x="predicted", y="measured", hue="chosen by", hue_order=present, size="chosen by",
+        size_order=present, sizes=CHOOSERS, style="unit kept", linewidth=0, ax=axes,
     )  # fmt: skip
     axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
     axes.set(

@@ -111,10 +111,14 @@ def test_e5_events_shows_means_and_deviations(policies):
     np.testing.assert_allclose(horizontal[1][:, 0], [4 - 2**0.5, 4 + 2**0.5])
 
 
-def test_e5_course_has_a_curve_a_policy():
+def test_e5_course_has_a_panel_a_policy_over_the_course_of_none():
     steps = pd.DataFrame(
-        {"policy": ["none", "bgss"] * 4, "seed": 0, "step": [0, 0, 1, 1, 2, 2, 3, 3], "mismatch": 1e-3}
-    )
+        {"policy": ["none", "bgss"] * 4, "seed": [0] * 4 + [1] * 4, "step": [0, 0, 1, 1] * 2,
+         "mismatch": [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0]}
+    )  # fmt: skip
     axes = figures.e5_course(steps)
-    assert axes.get_yscale() == "log"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["none", "BGSS (released)"]
+    assert axes.get_yscale() == "log" and axes.get_title() == "BGSS (released)"
+    none, bgss = (line.get_ydata().tolist() for line in axes.get_lines())
+    assert none == [2.0, 4.0] and bgss == [3.0, 5.0]
+    (alone,) = figures.e5_course(steps[steps.policy == "none"]).get_lines()[:1]
+    assert alone.get_ydata().tolist() == [2.0, 4.0]
