@@ -132,6 +132,27 @@ def test_worker_count(monkeypatch, asked, groups, device, count):
     assert pool.worker_count(asked, groups, torch.device(device)) == count
 
 
+def test_paired_runs_need_as_many_threads(tmp_path, monkeypatch):
+    """Runs that were finished with other threads round otherwise; all finished, they are taken as they are."""
+    store, work = RunStore(tmp_path), partial(pool.complete, prepare=Square, device=CPU, paired=True)
+    threads = torch.get_num_threads()
+    work(GROUPS[:1], store)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert len(work(GROUPS[:1], store)) == 2
+    refused = f"would have {threads + 1}, finished ones had {threads}: .* remove {tmp_path}"
+    with pytest.raises(ValueError, match=refused):
+        work(GROUPS, store)
+    assert store.load(Number(3)) is None, "refused before any work"
+    assert len(pool.complete(GROUPS, store, Square, CPU)) == 5, "runs that are not paired are computed"
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_thread_count(monkeypatch, count):
+    monkeypatch.setattr(pool, "cores", lambda: 4)
+    assert pool.thread_count(count) == max(1, 4 // count)
+    assert pool.thread_count(1) == torch.get_num_threads()
+
+
 def test_negative_workers_are_refused():
     with pytest.raises(ValueError, match=r"workers must be 0 \(one a core\) or a number of processes, got -1"):
         pool.worker_count(-1, 3, CPU)

@@ -285,9 +285,12 @@ def restore(path: Path, training: ShadowTraining) -> tuple[State, list[pd.DataFr
 def run(
     specs: Sequence[TrainingSpec], inputs: Inputs, folder: Path, workers: int = 1, checkpoint_interval: int = 64
 ) -> pd.DataFrame:
-    """The rows of every run, those finished in ``folder`` not computed again (see ``pool.complete``)."""
+    """The rows of every run, those finished in ``folder`` not computed again (see ``pool.complete``).
+
+    Raises ValueError where those had other threads: policies are compared from equal starts.
+    """
     prepare = partial(Mitigation, inputs, folder, checkpoint_interval)
-    return complete([[spec] for spec in specs], RunStore(folder), prepare, inputs.device, workers, "E5")
+    return complete([[spec] for spec in specs], RunStore(folder), prepare, inputs.device, workers, "E5", paired=True)
 
 
 def run_policies(

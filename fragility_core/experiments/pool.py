@@ -52,6 +52,11 @@ def worker_count(asked: int, groups: int, device: torch.device) -> int:
     return 1 if device.type != "cpu" else max(1, min(asked or cores(), groups))
 
 
+def thread_count(processes: int) -> int:
+    """Threads of each of ``processes`` processes; one alone has as many as PyTorch would take."""
+    return max(1, cores() // processes) if processes > 1 else torch.get_num_threads()
+
+
 def complete(
     groups: Sequence[Sequence[Specification]],
     store: RunStore,
@@ -59,22 +64,27 @@ def complete(
     device: torch.device,
     workers: int = 1,
     desc: str = "runs",
+    paired: bool = False,
 ) -> pd.DataFrame:
     """All runs of ``groups``, in their order; those not in ``store`` are computed and kept there.
 
     The runs of a group share work and stay in one process. ``prepare`` makes the worker of a process
     and is pickled where there are several, as are the specifications. An interrupt keeps every
-    finished run.
+    finished run. ``paired`` runs are compared step by step, which only equal rounding allows: raises
+    ValueError, before any work, where finished ones had other threads on the CPU.
     """
     specs = [spec for group in groups for spec in group]
     unfinished = {spec for spec in specs if store.load(spec) is None}
-    _warn_of_others(store, [spec for spec in specs if spec not in unfinished])
+    known = [spec for spec in specs if spec not in unfinished]
+    count = worker_count(workers, len(groups), device)
+    if paired and unfinished and device.type == "cpu":
+        _require_threads(store, known, thread_count(count))
+    _warn_of_others(store, known)
     missing = [[spec for spec in group if spec in unfinished] for group in groups]
     missing = sorted(filter(None, missing), key=lambda group: -sum(spec.size for spec in group))
     done = len(specs) - sum(map(len, missing))
     total = sum(spec.size for spec in specs)
     left = sum(spec.size for group in missing for spec in group)
-    count = worker_count(workers, len(groups), device)
     with progress(total=total, initial=total - left, desc=desc, unit=specs[0].unit, unit_scale=True) as bar:
         bar.set_postfix_str(f"{done}/{len(specs)} runs")
 
@@ -110,6 +120,17 @@ def _warn_of_others(store: RunStore, finished: Sequence[Specification]) -> None:
             )
 
 
+def _require_threads(store: RunStore, finished: Sequence[Specification], threads: int) -> None:
+    """Sums are in the order of the threads: other threads, other roundings from the first step on."""
+    others = sorted({then for spec in finished if (then := store.metadata(spec).get("threads")) != threads})
+    if others:
+        raise ValueError(
+            "runs that are compared step by step must be computed by as many threads each: those still to come would "
+            f"have {threads}, finished ones had {', '.join(map(str, others))}: set workers as it was for them, or "
+            f"remove {store.folder} to compute all of them again"
+        )
+
+
 def _compute(group, store: RunStore, worker: Worker, advance: Advance, finished: Callable[[], None]) -> None:
     for spec in group:
         record = computed_by() | {  # asked before the run: files may change meanwhile
@@ -132,8 +153,8 @@ def _in_processes(missing, store, prepare, count, advance, finished) -> None:
     context = multiprocessing.get_context("spawn")
     prepare = pickle.dumps(prepare)  # as bytes: torch would share tensors through /dev/shm, which may be small
     reports, stop = context.Queue(), context.Event()
-    threads = max(1, cores() // count)
-    executor = ProcessPoolExecutor(min(count, len(missing)), context, _start_process, (prepare, reports, stop, threads))
+    arguments = (prepare, reports, stop, thread_count(count))
+    executor = ProcessPoolExecutor(min(count, len(missing)), context, _start_process, arguments)
     try:
         futures = {executor.submit(_compute_in_process, group, store) for group in missing}
         while futures:
