@@ -95,7 +95,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     left.plot(variance[:-1], epsilon[:-1], color="C0")
     left.plot(variance[-1], epsilon[-1], "o", color="C3", markersize=9)
     left.plot(rows.variance_1, np.full(len(rows), 2.2e-6), "|", color="0.2", markersize=12)
-    left.text(0.02, 1.7e-6, "the 12 blocks", fontsize="small")
+    left.text(2e-3, 1.7e-6, "the 12 blocks", fontsize="small", ha="right")
     left.set(ylim=(1e-6, 2), ylabel="ε after the update", title="ε follows σ² between base and cap")
     right.axhspan(target, 1, color="C2", alpha=0.25, linewidth=0)
     right.plot(variance[:-1], before[:-1], color="0.5", linestyle="--", label="before")
@@ -271,7 +271,7 @@ EXERCISES = (
         "In the playground, fp16: lower both thresholds as far as they go. What stops the blocks now?",
         "ρ_LN ≥ 1",
         "Every G and every φ passes, and the regime gate stops them all: σ² would have to be below "
-        "ε / (d_model u) = 1.6 · 10⁻⁴, and the smallest in the run is 0.005.",
+        "ε / (d_model u) = 1.6 · 10⁻⁴, and the smallest in the run is 0.004.",
         ("G < τ_G", "φ < τ_φ", "ρ_LN ≥ 1", "the budget"),
     ),
     Exercise(

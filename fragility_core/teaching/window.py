@@ -262,7 +262,9 @@ def epsilon(block: int, exponent: int, format: str) -> tuple[Axes, str]:
     left, right = figures.detached(2, height=3.8)
     left.plot(EPSILONS, frozen, "^-", color="C3", markersize=5, label="G of the block, frozen")
     left.plot(EPSILONS, measured, "o-", color="C0", markersize=5, label="mismatch, measured")
-    left.set(ylim=(0, 1.6), ylabel="relative to ε = 10⁻⁵", title=f"raising ε in block {block}")
+    left.set(
+        ylim=(0, max(1.6, 1.3 * measured.max())), ylabel="relative to ε = 10⁻⁵", title=f"raising ε in block {block}"
+    )
     right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
     right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
     figures.log_scale(right, "y")
@@ -286,8 +288,9 @@ EXERCISES = (
     Exercise(
         "Which block contributes most to the predicted mismatch of this window?",
         "block 4",
-        "Its attention term is the largest by far. Block 11 has much the same remainder and LayerNorm terms, but a "
-        "thirtieth of the attention term, and nothing behind it that could let an error grow.",
+        "Its attention term is the second largest. That of block 8 is larger, but behind block 8 come three blocks, "
+        "behind block 4 seven, which let an error grow three times as much. Block 11 has a fifteenth of the attention "
+        "term, and nothing behind it.",
         ("block 0", "block 4", "block 8", "block 11"),
     ),
     Exercise(
@@ -311,7 +314,7 @@ EXERCISES = (
         "ε of block 0 is raised to 10⁻², in both passes. What changes most?",
         "the output of the model",
         "In block 0, σ² is below 10⁻², so its LayerNorms now divide by something else, and the output moves by half "
-        "its norm. The mismatch moves by some percent, which is what any redrawing of the roundings does to it.",
+        "its norm. The mismatch moves by ten percent or so, which is what any redrawing of the roundings does to it.",
         ("the mismatch", "the frozen G of block 0", "the output of the model", "nothing"),
     ),
 )
