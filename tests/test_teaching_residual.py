@@ -128,7 +128,12 @@ def test_no_direction_grows_more_than_the_worst():
         direction = torch.randn(x.shape, generator=generator)
         _, image = torch.func.jvp(through, (x,), (direction,))
         assert image.norm() / direction.norm() < worst
-    assert worst <= 1 + residual_depth.estimates().power_iteration[11] * 1.1  # the estimate is from below
+    branches = torch.func.vjp(lambda x: through(x) - x, x)[1]  # of block 11, which alone is left
+    for _ in range(30):
+        (pulled,) = branches(direction / direction.norm())
+        norm, direction = pulled.norm(), torch.func.jvp(lambda x: through(x) - x, (x,), (pulled,))[1]
+    assert norm - 1 <= worst * 1.01 and worst <= (1 + norm) * 1.01
+    assert residual_depth.estimates().power_iteration[11] <= norm * 1.01, "the estimate is from below"
 
 
 def test_what_the_estimators_say_and_what_happens():
@@ -138,7 +143,7 @@ def test_what_the_estimators_say_and_what_happens():
     assert factors.release[10] == pytest.approx(1 + rho.release[11])
     assert (factors.operator_norm > factors.worst).all()
     assert (factors.release < factors.worst).any()
-    assert factors.rounding.between(0.9, 1.3).all()
+    assert factors.rounding.between(1, 3.5).all()
 
 
 def test_readout_of_the_checkpoint():
