@@ -166,13 +166,13 @@ def test_prediction_is_the_measured_mismatch(format, implementation, count, tole
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3_scaled", "fp8_e5m2_scaled"])
 def test_first_order_at_fp8(format, embedded):
-    """Every kernel in fp8, at mismatches of 0.2 to 0.4: off by up to 20 % either way. Weights alone: within 10 %."""
+    """Every kernel in fp8, at mismatches of 0.37 (e4m3) and 0.58: 17 % and 38 % too large. Weights alone: within 2 %."""
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, format)
-    assert 0.8 < (Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)).mean() < 1.3
+    assert 1 < (Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)).mean() < 1.5
     alone = lower(model, format, "weights")
     weights = Adjoint(alone, model)(windows).windows.predicted
-    assert 0.88 < (weights / measured(model, alone, windows)).mean() < 1.12
+    assert 0.95 < (weights / measured(model, alone, windows)).mean() < 1.05
 
 
 def test_weights_alone(embedded):
