@@ -215,6 +215,16 @@ def test_page_stands_alone(found):
     assert "No output of any module and no parameter left the range of bf16" in html
 
 
+@pytest.mark.parametrize(("format", "beyond"), [("bf16", False), ("fp8_e5m2", True)])
+def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
+    model = random_gpt2(TINY)
+    for block in model.transformer.h:
+        block.mlp.c_proj.weight.mul_(4)
+    found = diagnose(model, tiny_tokens, format=format)
+    assert (found.prediction.windows.predicted.mean() > 0.2) == beyond
+    assert ("a mismatch this large is beyond it" in page.page(found)) is beyond
+
+
 def test_page_of_a_model_that_overflows(tiny_tokens):
     model = random_gpt2(TINY)
     model.transformer.h[1].mlp.c_proj.bias.fill_(1e5)
