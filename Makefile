@@ -73,7 +73,7 @@ diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to 
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
 
 .PHONY: pretrain
-pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (an hour or two on a CPU)
+pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (two hours on two CPU cores)
 	@$(EXECUTE) pretrain_embedded $(GIVEN)
 
 .PHONY: test

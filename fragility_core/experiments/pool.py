@@ -122,7 +122,7 @@ def _warn_of_others(store: RunStore, finished: Sequence[Specification]) -> None:
 
 def _require_threads(store: RunStore, finished: Sequence[Specification], threads: int) -> None:
     """Sums are in the order of the threads: other threads, other roundings from the first step on."""
-    others = sorted({then for spec in finished if (then := store.metadata(spec).get("threads")) != threads})
+    others = sorted({then for spec in finished if (then := store.metadata(spec)["threads"]) != threads})
     if others:
         raise ValueError(
             "runs that are compared step by step must be computed by as many threads each: those still to come would "
