@@ -50,6 +50,7 @@ def row_blocks(rows: int, elements_per_row: int, device: torch.device) -> Iterat
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # a cached tensor may meet a backward pass later
 def future(rows: int, device: torch.device) -> Tensor:
     """True above the diagonal of a (rows, rows) matrix."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)

@@ -270,8 +270,14 @@ class LowPrecision:
     def stochastic(self, seed: int) -> "LowPrecision":
         """The same rounded weights, each kernel's result rounded stochastically (Croci et al. 2022).
 
-        Equal seeds give equal passes in the same order; see ``formats.round_stochastically``.
+        Equal seeds give equal passes in the same order; see ``formats.round_stochastically``. Raises
+        ValueError where weights alone are in the format.
         """
+        if self.weights_only:
+            raise ValueError(
+                "stochastic rounding needs kernels whose results are rounded, but here weights alone are in "
+                f'{self.format.name}: lower the model with execution="auto"'
+            )
         generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
         return replace(self, emulation=Emulation(self.format, generator))
 

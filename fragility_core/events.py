@@ -36,9 +36,13 @@ def relative_to_recent(values: np.ndarray, rule: SpikeRule) -> np.ndarray:
 
 def onsets(values: np.ndarray, rule: SpikeRule = SpikeRule()) -> list[int]:
     """Steps at which an event begins: a spike at least ``separation`` steps after the last onset."""
+    return _separated(np.flatnonzero(relative_to_recent(values, rule) > rule.ratio), rule.separation)
+
+
+def _separated(spikes: np.ndarray, separation: int) -> list[int]:
     steps: list[int] = []
-    for step in np.flatnonzero(relative_to_recent(values, rule) > rule.ratio):
-        if not steps or step - steps[-1] >= rule.separation:
+    for step in spikes:
+        if not steps or step - steps[-1] >= separation:
             steps.append(int(step))
     return steps
 
@@ -48,10 +52,11 @@ def ratio_of_rate(runs: list[np.ndarray], target: float, rule: SpikeRule = Spike
 
     Of several such ratios the largest. Raises ValueError where no ratio gives an onset.
     """
-    peak = max(np.nanmax(relative_to_recent(values, rule), initial=1.0) for values in runs)
+    relative = [relative_to_recent(values, rule) for values in runs]
+    peak = max(np.nanmax(ratios, initial=1.0) for ratios in relative)
     if peak <= 1:
         raise ValueError("no value stands above the median of those before it: the runs are too short or constant")
     grid = np.arange(1, peak + 0.005, 0.005)
-    rules = [SpikeRule(ratio, rule.recent, rule.warmup, rule.separation) for ratio in grid]
-    distance = np.array([abs(np.mean([len(onsets(values, r)) for values in runs]) - target) for r in rules])
+    counts = [[len(_separated(np.flatnonzero(r > ratio), rule.separation)) for r in relative] for ratio in grid]
+    distance = np.abs(np.mean(counts, axis=1) - target)
     return round(float(grid[np.flatnonzero(distance == distance.min())[-1]]), 3)

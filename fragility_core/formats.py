@@ -71,7 +71,7 @@ class Format:
 
     def scale(self, x: Tensor) -> Tensor | float:
         """The power of two that brings the largest entry of ``x`` just into range; 1 unless scaled."""
-        if not self.scaled:
+        if not self.scaled or not x.numel():
             return 1.0
         largest = torch.where(is_measured(x), x, 0.0).abs().amax().float()
         _, exponent = torch.frexp(self.largest / largest.clamp_min(2.0**-100))  # a scale for tensors of zeros, too

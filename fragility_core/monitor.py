@@ -38,6 +38,7 @@ from fragility_core.weights import WeightStatistics
 
 
 @lru_cache(maxsize=1024)
+@torch.inference_mode(False)  # a cached tensor may meet a backward pass later
 def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     """Row numbers on the device; making them there again for every block would wait for the device."""
     return torch.tensor(rows, device=device)

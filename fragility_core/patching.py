@@ -6,6 +6,7 @@ every later block runs once over all variants that have entered. That is (L + 1)
 Under stochastic rounding all variants meet the same random bits: what they differ by is the patch.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -41,6 +42,12 @@ class Patching:
         self.pairs = [(b.module, fp32.module) for b, fp32 in zip(blocks(low.model), blocks(model), strict=True)]
         self.positions: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary embeddings in fp32
         low.model.set_attn_implementation(IMPLEMENTATION)
+
+    def stochastic(self, seed: int) -> "Patching":
+        """The same models, the low-precision one rounding stochastically (``LowPrecision.stochastic``)."""
+        twin = copy.copy(self)
+        twin.low = self.low.stochastic(seed)
+        return twin
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Works on tidy rows, one per window and block, in fp64. The two readings of the L
 
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -77,6 +78,18 @@ def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator
     )
 
 
+def require_order(layers: pd.DataFrame, windows: pd.DataFrame) -> None:
+    """Raises ValueError unless ``layers`` holds all blocks, in order, of each of ``windows``, in their order."""
+    count = len(windows)
+    depth = max(1, len(layers) // max(1, count))
+    in_order = len(layers) == count * depth and np.array_equal(layers["layer"], np.tile(np.arange(depth), count))
+    if not in_order or not np.array_equal(layers["window"], np.repeat(windows["window"], depth)):
+        raise ValueError(
+            "layers must hold all blocks, from 0 on, of each row of windows, in their order, got "
+            f"{len(layers)} rows for {count} windows, or another order: take both from the same observation"
+        )
+
+
 def score(
     layers: pd.DataFrame, windows: pd.DataFrame, unit_roundoff: float, estimator: Estimator = Estimator()
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -86,8 +99,10 @@ def score(
     all blocks in order). Returns them with the terms, risk G (eq. alg-risk) and dominance phi
     (eq. alg-phi) of each block, and the signals of each window: ``combined`` = u sum(G),
     ``no_transport`` without the product over later blocks, the parts of M alone, and the unscaled
-    ``raw`` = sum(G). Nonfinite statistics give nonfinite risk, never a smaller one.
+    ``raw`` = sum(G). A nonfinite statistic makes all risks and signals of its window nonfinite. Raises
+    ValueError where the rows of ``layers`` are not those of ``windows``.
     """
+    require_order(layers, windows)
     layers, windows = layers.reset_index(drop=True), windows.reset_index(drop=True)
     terms = local_terms(layers, unit_roundoff, estimator)
     shape = (len(windows), len(layers) // len(windows))  # (windows, blocks)
@@ -95,7 +110,10 @@ def score(
     def grid(column: pd.Series) -> torch.Tensor:
         return torch.tensor(column.to_numpy()).view(shape)
 
-    final_norm = torch.tensor(windows.final_norm.to_numpy())[:, None]
+    # An infinite ||X_L|| would make every risk 0; other statistics enter some estimators as divisors.
+    finite = grid(pd.Series(np.isfinite(layers.select_dtypes("number")).all(axis=1))).all(1)
+    final_norm = torch.tensor(windows.final_norm.where(finite.numpy() & np.isfinite(windows.final_norm)).to_numpy())
+    final_norm = final_norm[:, None]
     downstream = theory.downstream_transport(grid(terms.transport))
     parts = {name: grid(terms[f"{name}_term"]) for name in ("attention", "layernorm", "remainder")}
     magnitude = theory.local_magnitude(parts["remainder"], parts["attention"], parts["layernorm"])

@@ -89,8 +89,8 @@ def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int
     """||J_f||_2 of each window by power iteration with JVPs and VJPs, (B,) (app. estimation, option i).
 
     ``args`` and ``kwargs`` are those of the observed call, the block input (B, T, d_model) first. The
-    low-precision weights compute in fp32 here: the Jacobian is the model's, not its rounding's. Never
-    above the exact norm.
+    low-precision weights compute in fp32 here: the Jacobian is the model's, not its rounding's. Beyond
+    fp32 rounding, never above the exact norm.
     """
     x = args[0].float()
     parameters = {name: parameter.float() for name, parameter in block.named_parameters()}
@@ -102,7 +102,8 @@ def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int
     direction = torch.randn(x.shape[1:], generator=generator).to(x.device).expand_as(x)
     norm = torch.ones(x.shape[0], device=x.device)
     for _ in range(steps):
-        direction = direction / torch.linalg.vector_norm(direction.flatten(1), dim=-1)[:, None, None]
+        length = torch.linalg.vector_norm(direction.flatten(1), dim=-1).clamp_min(torch.finfo(x.dtype).tiny)
+        direction = direction / length[:, None, None]
         _, image = jvp(branch, (x,), (direction,))
         norm = torch.linalg.vector_norm(image.flatten(1), dim=-1)
         _, pull_back = vjp(branch, x)

@@ -17,8 +17,9 @@ from fragility_core.claims import QUANTITIES, Quantity
 from fragility_core.experiments.agreement import spread
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
-LEAST = 3  # runs below which nothing is shown to hold
+LEAST = 3  # independent runs below which nothing is shown to hold
 FEW = 6  # runs below which an interval of 95 % is that by name only: all of 5 agree by chance 1 time in 16
+REFUTED = ("every", "equal")  # by one counterexample
 WINDOWS = ["length", "seed"]  # what determines the windows of a run
 
 # What each test asks, in words: of the mean, or of the runs.
@@ -38,7 +39,7 @@ def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) 
         "above": (low > bound, high < bound),
         "below": (high < bound, low > bound),
         "at most": (low < high <= bound or high < bound, low > bound),
-        "equal": (low == high == bound, low > bound or high < bound),
+        "equal": (low == high == bound, (values != bound).any()),
         "every": (not np.isnan(low) and values.all(), not values.all()),
         "most": (low > 0.5, not np.isnan(low) and values.mean() <= 0.5),
     }[test]
@@ -48,19 +49,29 @@ def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) 
 def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None = None) -> tuple[float, float]:
     """95 % interval of the mean of ``values`` (runs,): bootstrap, for counts Wilson's; NaN for too few runs.
 
-    Runs with equal ``windows`` (runs,) are drawn together; all differ unless given.
+    Runs with equal ``windows`` (runs,) are drawn together, and of counts are one trial; all differ unless given.
     """
     if not quantity.sampled:
         return values.mean(), values.mean()
-    if len(values) < LEAST:
+    together = pd.Series(values).astype(float).groupby(np.arange(len(values)) if windows is None else windows).mean()
+    trials = len(together)
+    if trials < LEAST:
         return np.nan, np.nan
     if quantity.counted:
-        return stats.binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
+        return wilson(together.sum(), trials)
     if np.ptp(values) == 0:
         return values[0], values[0]
-    together = pd.Series(values).groupby(np.arange(len(values)) if windows is None else windows).mean()
     spreading = spread(together)
     return spreading["low"], spreading["high"]
+
+
+def wilson(successes: float, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share; ``successes`` may be fractional, where a trial is a mean."""
+    z = stats.norm.ppf(0.975)
+    share = successes / trials
+    centre, half = share + z**2 / (2 * trials), z * np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    low, high = ((centre + sign * half) / (1 + z**2 / trials) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
 
 
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -130,19 +141,20 @@ def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: 
         "claim": quantity.claim,
         "tested": TESTS[quantity.test].format(f"{bound:.3g}") if decided else "",
         "verdict": decided if runs else NOT_RUN,
-        "remark": remark(quantity, values, left_out, decided, bound),
+        "remark": remark(quantity, values, len(np.unique(windows)), left_out, decided, bound),
     }
 
 
-def remark(quantity: Quantity, values: np.ndarray, left_out: int, decided: str, bound: float) -> str:
-    """Why a claim is undecided, and what weakens a verdict."""
+def remark(quantity: Quantity, values: np.ndarray, independent: int, left_out: int, decided: str, bound: float) -> str:
+    """Why a claim is undecided, and what weakens a verdict; ``independent`` is the number of different windows."""
     runs, reasons = len(values), []
+    count = f"{runs} runs" if independent == runs else f"{runs} runs of {independent} sets of windows"
     if left_out:
         reasons.append(f"{left_out} of {runs + left_out} runs left out, not finite")
     if decided == UNDECIDED:
         differ = (values != bound).any()
         includes = "the interval includes one half" if quantity.test == "most" else f"the interval includes {bound:.3g}"
-        reasons.append("too few runs" if runs < LEAST else includes if differ else "no run differs")
-    elif decided and quantity.sampled and runs < FEW and not (quantity.test == "every" and decided == FAILS):
-        reasons.append(f"weak, {runs} runs")
+        reasons.append(f"too few, {count}" if independent < LEAST else includes if differ else "no run differs")
+    elif decided and quantity.sampled and independent < FEW and not (quantity.test in REFUTED and decided == FAILS):
+        reasons.append(f"weak, {count}")
     return "; ".join(reasons)

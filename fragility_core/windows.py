@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -19,18 +20,24 @@ def load_rows(data: str) -> list[str]:
     """The text rows of ``data``: "embedded", a local file, or a hub dataset name[:config[:split]].
 
     Local files are .txt (a row per line) or .jsonl, .json, .csv, .parquet with a column ``text``.
-    Raises OSError where the data cannot be found, ValueError where it holds no text.
+    Raises OSError where the data cannot be found, ValueError where it holds no text or is no such file.
     """
     with quiet_loading():
         if data in EMBEDDED_TEXTS:
             rows = load_dataset("text", data_files=str(EMBEDDED_TEXTS[data]), split="train", sample_by="paragraph")
         elif Path(data).suffix in LOADERS:
             rows = _load_local(Path(data))
+        elif Path(data).is_file():
+            raise ValueError(f"a text file must end in one of {', '.join(LOADERS)}, got {data!r}: rename or convert it")
+        elif data.count(":") > 2:
+            raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
         else:
             rows = _load_from_hub(*data.split(":"))
     if "text" not in rows.column_names:
         raise ValueError(f'data must have a column "text", {data!r} has {", ".join(rows.column_names)}')
-    return rows["text"][:]
+    if rows.features["text"].dtype not in ("string", "large_string"):
+        raise ValueError(f'the column "text" of {data!r} must hold strings, got {rows.features["text"].dtype}')
+    return [row for row in rows["text"] if row is not None]
 
 
 def _load_local(path: Path):
@@ -38,7 +45,11 @@ def _load_local(path: Path):
         raise not_found("text", str(path), "DATA", FileNotFoundError("no such file"))
     if path.stat().st_size == 0:
         raise ValueError(f"data must hold text, but {path} is empty: point DATA= at another file")
-    return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+    try:
+        return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+    except DatasetGenerationError as cause:
+        reason = cause.__cause__ or cause
+        raise ValueError(f"{path} must be readable as {path.suffix}, got {type(reason).__name__}: {reason}") from cause
 
 
 def _load_from_hub(name: str, config: str | None = None, split: str = "validation"):

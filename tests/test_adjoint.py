@@ -252,6 +252,8 @@ def test_prediction_by_hand():
     np.testing.assert_allclose(got.standard_error, [1 / (2 * 2 * 2), 0])  # of the mean 4: 1; through the root
     assert np.isnan(predict(kernels.query("probe == 0"), windows).standard_error).all()
     assert (predict(kernels[:0], windows).predicted == 0).all()
+    alone = predict(kernels, windows.iloc[:1])  # what belongs to windows that were left out counts nowhere
+    pd.testing.assert_frame_equal(alone, got.iloc[:1])
 
 
 def test_standard_error_is_the_spread_over_seeds(tiny_gpt2, tiny_tokens):
@@ -398,6 +400,31 @@ def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
 def test_a_format_that_rounds_nothing_is_refused(format, tiny_gpt2):
     with pytest.raises(ValueError, match=f"must round every kernel's result, as bf16 or fp16 do, got {format}"):
         Adjoint(lower(tiny_gpt2, format))
+
+
+class NamedArguments(nn.Module):
+    """Calls torch's products as their signatures allow."""
+
+    def __init__(self, by_name: bool):
+        super().__init__()
+        self.weight, self.bias, self.by_name = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8)), by_name
+        self.eval().requires_grad_(False)
+
+    def forward(self, x):
+        if not self.by_name:
+            return functional.linear(0.5 * torch.addmm(2 * self.bias, x, self.weight), self.weight)
+        product = torch.addmm(input=self.bias, mat1=x, mat2=self.weight, beta=1.0, alpha=0.5)
+        return functional.linear(input=product, weight=self.weight)
+
+
+def test_products_by_name():
+    """Halving is exact: both ways make the same errors."""
+    torch.manual_seed(0)
+    first, second = NamedArguments(True), NamedArguments(False)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(1, 5, 8).bfloat16()[0]
+    outputs = [Adjoint(lower(m, "bf16"), output=lambda m, x: m(x[0]))(x[None]).windows for m in (first, second)]
+    assert outputs[0].predicted.item() == pytest.approx(outputs[1].predicted.item(), rel=0.1)
 
 
 def test_errors(tiny_gpt2, tiny_tokens):

@@ -246,6 +246,18 @@ def test_margins_of_probabilities_are_those_of_logits():
     assert torch.equal(*seen.experts)
 
 
+def test_margins_of_logits_that_happen_to_be_positive_are_their_differences():
+    with Routes() as seen:
+        torch.topk(torch.tensor([[1.0, 3.0, 2.5], [0.2, 0.5, 0.3]]), 1)  # one row is a distribution, too
+    torch.testing.assert_close(seen.margins[0], torch.tensor([0.5, 0.2]))
+
+
+def test_to_choose_all_experts_is_no_choice():
+    with Routes() as seen:
+        torch.topk(torch.rand(5, 4), 4)
+    assert not seen.experts and not seen.margins
+
+
 def test_near_ties_say_how_many_tokens_change():
     """Over 3 x 1536 choices: as many changes as the margins let expect, within the chance of their number."""
     model = random_model(EXPERTS[0])

@@ -16,6 +16,7 @@ from fragility_core.diagnosis.measure import Pass, Ranges, compare, observe
 from fragility_core.diagnosis.request import Forecast, Request
 from fragility_core.emulation import lower
 from fragility_core.experiments.inputs import Inputs
+from fragility_core.models import load_tokenizer
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
 
@@ -190,14 +191,17 @@ def test_a_diagnosis_of_weights_only(tiny_tokens):
     assert "WEIGHTS_ONLY=yes" in html and "apply(model, plan, &#34;weights&#34;)" in html
 
 
-def test_experts_that_change_are_counted_and_said(tiny_tokens):
+def test_experts_that_change_are_counted_and_said(tmp_path):
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=101, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    model = MixtralForCausalLM(config).eval().requires_grad_(False)
-    found = diagnose(model, tiny_tokens[:1])
+    model = MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    load_tokenizer("embedded").save_pretrained(tmp_path)
+    request = replace(ASKED, model=str(tmp_path), windows=1)
+    found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
     assert 0 <= found.changed_experts < 1
     assert "This model chooses experts" in page.page(found)
 

@@ -35,7 +35,7 @@ def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):
     rows = e5.run_policies(SETTING, policies, (0, 1), inputs, tmp_path)
     assert len(rows) == 5 * 2 * 10 * 3
     assert not rows.duplicated(["policy", "seed", "step", "layer"]).any()
-    steps = outcomes.step_rows(rows)
+    steps = outcomes.step_rows(rows, 1e-5)
     assert (steps.groupby(["policy", "seed"]).step.apply(list).map(lambda s: s == list(range(10)))).all()
     acted = outcomes.action_rows(rows)
     assert set(acted.policy) == {"random_same_budget", "risk_only_same_budget", "bgss"}
@@ -145,7 +145,7 @@ def test_an_overflow_ends_its_run_and_no_other(inputs, tmp_path):
     for block in inputs.model.transformer.h:
         block.mlp.c_proj.weight.mul_(3e5)
     rows = e5.run_policies(SETTING, [get_policy("none"), acting("bgss")], (0,), inputs, tmp_path)
-    steps = outcomes.step_rows(rows)
+    steps = outcomes.step_rows(rows, 1e-5)
     assert steps.groupby("policy").size().to_dict() == {"none": 1, "bgss": 1}
     assert (steps.event == "nonfinite mismatch").all()
     runs = outcomes.run_summary(steps)
@@ -169,7 +169,7 @@ def test_a_nonfinite_loss_ends_the_run_before_the_shadow_is_asked(inputs, tmp_pa
     inputs.model.transformer.ln_f.weight[0] = torch.inf
     rows = e5.run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path)
     assert len(rows) == 3 and (rows.event == "nonfinite loss").all()
-    assert outcomes.step_rows(rows).mismatch.isna().all()
+    assert outcomes.step_rows(rows, 1e-5).mismatch.isna().all()
 
 
 def test_a_policy_that_never_acts_has_the_run_of_none(inputs, tmp_path, monkeypatch):

@@ -543,3 +543,8 @@ def test_a_scaled_tensor_has_one_scale():
         masked = (got.masked_fill(got > 0.1, torch.finfo(got.dtype).min) * 1.0).softmax(0)
     assert torch.equal(got, format.round(x.float() * 0.3))
     assert (masked[got > 0.1] == 0).all() and (masked[got < 0.1] > 0).any()
+
+
+def test_weights_alone_cannot_round_stochastically(tiny_gpt2):
+    with pytest.raises(ValueError, match="stochastic rounding needs kernels .* weights alone are in bf16"):
+        lower(tiny_gpt2, "bf16", "weights").stochastic(0)

@@ -317,3 +317,8 @@ def test_scaled_stochastic_rounding_is_unbiased(format):
     generator = torch.Generator().manual_seed(0)
     mean = torch.stack([format.round(x, generator).float() for _ in range(4000)]).mean(0)
     torch.testing.assert_close(mean, x, rtol=4 * format.spacing / 4000**0.5, atol=1e-3)
+
+
+@every_scaled_format
+def test_nothing_is_rounded_to_nothing(format):
+    assert format.round(torch.empty(0, 4)).shape == (0, 4)

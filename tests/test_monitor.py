@@ -1,5 +1,8 @@
 """The monitored pass: parity with the release, and every statistic against a slow fp64 oracle."""
 
+import copy
+import itertools
+
 import pandas as pd
 import pytest
 import torch
@@ -10,12 +13,13 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from fragility_core import theory
 from fragility_core.architectures import blocks
-from fragility_core.attention import observers
+from fragility_core.attention import IMPLEMENTATION, observers
 from fragility_core.emulation import lower
 from fragility_core.formats import FORMATS
 from fragility_core.monitor import Monitor, Observation
 from fragility_core.reductions import sampled_rows
-from fragility_core.surrogates import SIGNALS, Estimator, score
+from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
+from fragility_core.transport import TRANSPORTS
 
 # Where each of the release's fields is found in ours, per block and per window.
 LAYER_FIELDS = {
@@ -528,11 +532,13 @@ def test_grad_mode_changes_nothing(context, power_iteration, tiny_gpt2, tiny_tok
 
 def test_a_pass_in_inference_mode_does_not_spoil_later_ones(tiny_gpt2):
     """Masks that are kept from pass to pass must not be inference tensors, which gradients refuse."""
-    monitor = Monitor(lower(tiny_gpt2, "fp32"), power_iteration=True)
+    model = copy.deepcopy(tiny_gpt2).requires_grad_(True)
+    model.set_attn_implementation(IMPLEMENTATION)
     tokens = torch.randint(101, (1, 37))  # a length that no other test uses
     with torch.inference_mode():
-        monitor.model.base_model(tokens)
-    assert monitor(tokens).layers.branch_jacobian_norm.gt(0).all()
+        model.base_model(tokens)
+    model.base_model(tokens).last_hidden_state.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.base_model.parameters())
 
 
 # --- Settings, refusals and overflow -------------------------------------------------------------
@@ -594,6 +600,26 @@ def test_an_overflow_is_flagged_never_zeroed(execution, site, tiny_gpt2, tiny_to
     assert not torch.tensor(layers.risk.to_numpy()).isfinite().any()
 
 
+def test_an_overflow_of_the_final_state_alone_is_no_safe_window(tiny_gpt2, tiny_tokens):
+    """Divided by an infinite norm, every risk would be 0."""
+    observation = Monitor(lower(tiny_gpt2, "fp16", "emulated"))(tiny_tokens)
+    windows = observation.windows.assign(final_norm=[torch.inf, *observation.windows.final_norm[1:]])
+    layers, scored = score(observation.layers, windows, 2.0**-11)
+    assert scored[list(SIGNALS)].isna().all(axis=1).tolist() == [True] + [False] * (len(scored) - 1)
+    assert layers.risk.isna().equals(layers.window == 0)
+
+
+@pytest.mark.parametrize(
+    "estimator", list(itertools.starmap(Estimator, itertools.product(LAYERNORM_TERMS, TRANSPORTS)))
+)
+def test_no_nonfinite_statistic_makes_a_finite_score(estimator, tiny_gpt2, tiny_tokens):
+    seen = Monitor(lower(tiny_gpt2, "bf16", "emulated"), power_iteration=True)(tiny_tokens[:1])
+    for name in seen.layers.select_dtypes("float"):
+        for value in (torch.inf, torch.nan):
+            layers = seen.layers.assign(**{name: [value, *seen.layers[name][1:]]})
+            assert not torch.tensor(score(layers, seen.windows, 2.0**-8, estimator)[1].combined.item()).isfinite(), name
+
+
 def test_an_overflow_in_one_window_leaves_the_others_alone(tiny_gpt2, tiny_tokens):
     rare = 100  # a token made enormous, present in the first window only
     tokens = torch.where(tiny_tokens == rare, 0, tiny_tokens)
@@ -607,6 +633,17 @@ def test_an_overflow_in_one_window_leaves_the_others_alone(tiny_gpt2, tiny_token
     assert not finite[0].any() and finite[1:].all()
     assert not torch.tensor(layers.query("window == 0").risk.to_numpy()).isfinite().any()
     pd.testing.assert_frame_equal(observation.layers.query("window > 0"), want.layers.query("window > 0"), rtol=LOOSE)
+
+
+def test_score_refuses_rows_that_do_not_belong_together(tiny_gpt2, tiny_tokens):
+    seen = Monitor(lower(tiny_gpt2, "fp32"))(tiny_tokens)
+    others = [
+        (seen.layers, seen.windows[:1]), (seen.layers[::-1], seen.windows), (seen.layers, seen.windows[::-1]),
+        (seen.layers[1:], seen.windows), (seen.layers[:0], seen.windows),
+    ]  # fmt: skip
+    for layers, windows in others:
+        with pytest.raises(ValueError, match="layers must hold all blocks, from 0 on, of each row of windows"):
+            score(layers, windows, 2.0**-8)
 
 
 def test_score_of_several_observations(tiny_gpt2, tiny_tokens):

@@ -160,6 +160,8 @@ def test_realisations_are_reproducible_and_differ(model, tiny_tokens, reference)
 
     assert effects(1).equals(effects(1))
     assert not effects(1).equals(effects(2))
+    again = patch_effects(Patching(model, low).stochastic(1)(tiny_tokens), reference).exact_reduction
+    assert again.equals(effects(1))
 
 
 @torch.no_grad()

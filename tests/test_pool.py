@@ -44,8 +44,9 @@ class Square:
     def run(self, spec, advance):
         if spec.value == self.refused:
             raise ValueError(f"no square of {spec.value}")
-        while spec.value == self.endless:
-            time.sleep(0.02)
+        begin = time.monotonic()
+        while spec.value == self.endless and time.monotonic() < begin + 60:
+            time.sleep(0.005)
             advance(0)
         advance(1)
         return pd.DataFrame({"value": [spec.value], "square": [spec.value**2], "process": [os.getpid()]})
@@ -92,8 +93,15 @@ def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers)
     assert store.load(Number(2)) is None
 
 
+def test_an_error_is_seen_while_other_processes_report(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="no square of 2"):
+        pool.complete([[Number(1)], [Number(2)]], RunStore(tmp_path), partial(Square, refused=2, endless=1), CPU, 2)
+    assert time.monotonic() - begin < 50
+
+
 def test_an_interrupt_ends_the_processes(tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pool, "_forward", interrupted)

@@ -44,7 +44,8 @@ def one_row(values: list[float], **options) -> pd.Series:
         ([0.0, 0.0, 0.0], {"test": "below"}, UNDECIDED),
         ([0.0, 0.0, 0.0], {"test": "equal"}, HOLDS),
         ([3.0, 4.0, 3.0], {"test": "equal"}, FAILS),
-        ([3.0, -4.0, 0.0], {"test": "equal"}, UNDECIDED),
+        ([3.0, -4.0, 0.0], {"test": "equal"}, FAILS),
+        ([3.0], {"test": "equal"}, FAILS),
         ([0.5, 0.5], {"test": "above"}, UNDECIDED),
     ],
 )
@@ -105,10 +106,25 @@ def test_runs_on_the_same_windows_are_drawn_together():
     assert apart.high - apart.low < 0.8 * (single.high - single.low)
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_two_sets_of_windows_are_too_few_however_many_runs(counted):
+    table = pd.DataFrame({"x": [0.1, 0.2, 0.3, 0.2], "length": [1, 2, 1, 2], "seed": 0})
+    row = compare({"t": table}, [Quantity("E9", "x", "t", "x > 0", (17, 18), "c", "most", counted=counted)]).iloc[0]
+    assert np.isnan(row.low) and row.verdict == UNDECIDED
+    assert row.remark == "too few, 4 runs of 2 sets of windows"
+
+
+def test_interval_of_a_share_counts_sets_of_windows():
+    once = pd.DataFrame({"x": [1.0] * 8 + [-1.0], "length": [1, 2, 3] * 3, "seed": [0, 0, 0, 1, 1, 1, 2, 2, 2]})
+    quantity = Quantity("E9", "x", "t", "x > 0", (17, 18), "c", "most", counted=True)
+    single, doubled = (compare({"t": t}, [quantity]).iloc[0] for t in (once, pd.concat([once, once])))
+    assert (doubled.low, doubled.high) == pytest.approx((single.low, single.high)) and doubled.runs == 18
+
+
 def test_weak_and_undecided_verdicts_say_why():
     assert one_row([1.0, 2.0, 3.0], test="above").remark == "weak, 3 runs"
     assert one_row([1.0, 2.0, 3.0, 1.0, 2.0, 3.0], test="above").remark == ""
-    assert one_row([1.0, 2.0], test="above").remark == "too few runs"
+    assert one_row([1.0, 2.0], test="above").remark == "too few, 2 runs"
     assert one_row([-1.0, 2.0, 0.5], test="above").remark == "the interval includes 0"
     assert one_row([0.0, 0.0, 0.0], test="below").remark == "no run differs"
 

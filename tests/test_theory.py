@@ -197,8 +197,9 @@ def test_attention_error_bounds_by_hand():
 
 
 def test_softmax_growth_by_hand():
-    growth = theory.softmax_growth(torch.tensor([0.0, 1.0], dtype=torch.float64))
-    assert growth.tolist() == exactly([1.0, math.e - 1])
+    growth = theory.softmax_growth(torch.tensor([0.0, 1.0, math.nan], dtype=torch.float64))
+    assert growth[:2].tolist() == exactly([1.0, math.e - 1])
+    assert growth[2].isnan()  # an unknown spread promises nothing
 
 
 @given(seed=seeds, entries=st.integers(2, 8), scale=st.floats(0.01, 5), size=st.floats(1e-3, 20))

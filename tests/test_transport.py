@@ -79,6 +79,14 @@ def test_power_iteration_converges_to_the_exact_norm(tiny_gpt2, tokens):
     torch.testing.assert_close(by_steps[-1].T.flatten().double(), exact_norms(tiny_gpt2, tokens), rtol=0.02, atol=0)
 
 
+def test_a_branch_that_does_nothing_transports_nothing(tiny_gpt2, tokens):
+    """Both output projections zero, as some initialisations have them."""
+    for block in blocks(tiny_gpt2):
+        for out in (block.attention_out, block.mlp_out):
+            out.weight.zero_()
+    assert (Monitor(lower(tiny_gpt2, "fp32"), power_iteration=True)(tokens).layers.branch_jacobian_norm == 0).all()
+
+
 def test_power_iteration_under_emulation_is_of_the_exact_function(tiny_gpt2, tokens):
     """Near the fp32 model's: weights and inputs are rounded, the products with the Jacobian are not."""
     exact, rounded = (

@@ -47,6 +47,31 @@ def test_tabular_files_need_a_text_column(tmp_path, suffix):
         load_rows(str(bad))
 
 
+def test_cells_without_text_are_dropped(tmp_path):
+    file = tmp_path / "holes.csv"
+    file.write_text("text,number\nhello,1\n,2\nworld,3\n")
+    assert load_rows(str(file)) == ["hello", "world"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("text.md", "words", r"must end in one of \.txt, \.jsonl, \.json, \.csv, \.parquet, got .*text\.md"),
+        ("bad.jsonl", "{broken", r"bad\.jsonl must be readable as \.jsonl, got"),
+        ("numbers.csv", "text\n1\n2\n", 'column "text" .* must hold strings, got int64'),
+    ],
+)
+def test_files_that_hold_no_text(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_rows(str(tmp_path / name))
+
+
+def test_a_hub_name_has_three_parts_at_most():
+    with pytest.raises(ValueError, match=r"name\[:config\[:split\]\], got 'a:b:c:d'"):
+        load_rows("a:b:c:d")
+
+
 def test_missing_file_names_it_and_the_ways_out(tmp_path):
     with pytest.raises(OSError, match=r"text .*nothing\.txt.*DATA=.*embedded default"):
         load_rows(str(tmp_path / "nothing.txt"))

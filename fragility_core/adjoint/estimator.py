@@ -47,12 +47,15 @@ class Prediction:
 def predict(kernels: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
     """``predicted`` mismatch and ``standard_error`` of every row of ``windows`` from the rows ``kernels`` alone.
 
-    Leave rows out to predict the mismatch without those roundings. The prediction is sqrt(sum c^2) /
-    ||X_L||, the sum averaged over probes; its error is to first order in that of the average.
+    Leave rows out to predict the mismatch without those roundings; windows may be left out, too. The
+    prediction is sqrt(sum c^2) / ||X_L||, the sum averaged over probes; its error is to first order in
+    that of the average.
     """
     probes = int(kernels.probe.max()) + 1 if len(kernels) else 1
     totals = np.zeros((len(windows), probes))  # a NaN in it stays, which pandas would skip
-    np.add.at(totals, (pd.Index(windows.window).get_indexer(kernels.window), kernels.probe), kernels.c2)
+    rows = pd.Index(windows.window).get_indexer(kernels.window)
+    known = rows >= 0
+    np.add.at(totals, (rows[known], kernels.probe[known]), kernels.c2[known])
     root = totals.mean(1) ** 0.5
     spread = totals.std(1, ddof=1) / probes**0.5 if probes > 1 else np.nan
     return windows.assign(predicted=root / windows.final_norm, standard_error=spread / (2 * root * windows.final_norm))

@@ -32,14 +32,16 @@ class WeightProduct(torch.autograd.Function):
         )
 
 
-def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """``torch.addmm`` of a bias, values and weights."""
-    return WeightProduct.apply(x, weight, bias)
+    if (beta, alpha) != (1, 1):
+        return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
+    return WeightProduct.apply(mat1, mat2, input)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``."""
-    return WeightProduct.apply(x.flatten(0, -2), weight.mT, bias).unflatten(0, x.shape[:-1])
+    return WeightProduct.apply(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
 
 
 def fast_products(device: torch.device) -> dict[str, Callable[..., Tensor]]:

@@ -24,6 +24,7 @@ FUSED = {activations.NewGELUActivation: partial(functional.gelu, approximate="ta
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # a cached tensor may meet a backward pass later
 def causal_cap(rows: int, device: torch.device) -> Tensor:
     """-inf above the diagonal of a (rows, rows) matrix of +inf: taking the minimum is faster than filling."""
     return torch.full((rows, rows), torch.inf, device=device).masked_fill_(future(rows, device), -torch.inf)

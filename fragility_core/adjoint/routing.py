@@ -14,7 +14,8 @@ from fragility_core.emulation import LowPrecision
 class Routes(TorchFunctionMode):
     """The choices made inside: for every router, in order, the ``experts`` of each token and its ``margins``.
 
-    A margin is the log probability of the last expert chosen less that of the first one left out.
+    A margin is the log probability of the last expert chosen less that of the first one left out; where a
+    router's scores are no probabilities (logits, sigmoids), their difference. A choice of all is none.
     """
 
     def __init__(self):
@@ -25,16 +26,19 @@ class Routes(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.__name__ == "topk":
-            k = result.indices.shape[-1]
-            self.experts.append(result.indices.flatten(0, -2).sort(-1).values)
-            best = log_probabilities(args[0].float()).flatten(0, -2).topk(k + 1).values
-            self.margins.append(best[:, k - 1] - best[:, k])
+            scores, k = args[0].float().flatten(0, -2), result.indices.shape[-1]
+            if k < scores.shape[-1]:
+                self.experts.append(result.indices.flatten(0, -2).sort(-1).values)
+                best = log_probabilities(scores).topk(k + 1).values
+                self.margins.append(best[:, k - 1] - best[:, k])
         return result
 
 
 def log_probabilities(scores: Tensor) -> Tensor:
-    """Of probabilities; the scores of routers that choose by logits, with the same differences, as they are."""
-    return scores if (scores < 0).any() else scores.log()
+    """The logarithms of ``scores`` (tokens, experts) where all rows are probabilities, else ``scores`` themselves."""
+    sums_to_one = (scores.detach().sum(-1) - 1).abs() < 2**-6  # in a 16-bit format, nearly
+    probable = (sums_to_one & (scores > 0).all(-1)).all()
+    return torch.where(probable, scores.where(probable, 1.0).log(), scores)
 
 
 def routes(model: nn.Module, tokens: Tensor) -> Routes:
@@ -67,24 +71,32 @@ class Routing:
     undisturbed: Tensor
 
 
+@torch.no_grad()
+def changed_choices(low: LowPrecision, reference: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where ``low`` chooses other experts than ``reference`` for ``tokens`` (B, T), and its margins: (routers, B, T).
+
+    Raises ValueError for a model that makes no choices.
+    """
+    exact = routes(reference, tokens)
+    with low.running():
+        rounded = routes(low.model, tokens)
+    changed = torch.stack([(a != b).any(-1) for a, b in zip(exact.experts, rounded.experts)])
+    return changed.unflatten(1, tokens.shape), torch.stack(rounded.margins).unflatten(1, tokens.shape)
+
+
 def compare_routes(low: LowPrecision, reference: nn.Module, tokens: Tensor) -> Routing:
     """Routing of the windows ``tokens`` (B, T) in the low-precision model beside the ``reference`` model.
 
     Near ties and expected changes need no reference: margins and their error are the low-precision
     model's own. Raises ValueError for a model that makes no choices.
     """
-    with torch.no_grad():
-        exact = routes(reference, tokens)
-        with low.running():
-            rounded = routes(low.model, tokens)
-    shape = len(exact.experts), *tokens.shape  # routers, B, T
-    changed = torch.stack([(a != b).any(-1) for a, b in zip(exact.experts, rounded.experts)]).view(shape)
-    margins = torch.stack(rounded.margins).view(shape)
+    changed, margins = changed_choices(low, reference, tokens)
     error = Adjoint(low, reference, output=router_margins)(tokens).windows
     deviation = torch.tensor((error.predicted * error.final_norm).to_numpy()) / margins[:, 0].numel() ** 0.5
     scaled = margins / deviation[:, None].to(margins)
     shares = {"changed": changed, "near_ties": scaled < 1, "expected": torch.special.ndtr(-scaled)}
-    rows = pd.MultiIndex.from_product([range(shape[1]), range(shape[0])], names=["window", "router"]).to_frame(False)
+    pairs = range(len(tokens)), range(len(changed))
+    rows = pd.MultiIndex.from_product(pairs, names=["window", "router"]).to_frame(False)
     columns = {name: x.float().mean(-1).T.flatten().cpu().numpy() for name, x in shares.items()}
     unchanged = ~changed.any(0)
     return Routing(rows.assign(**columns), unchanged, unchanged.cumprod(1).bool())

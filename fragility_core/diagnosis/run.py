@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from fragility_core import adjoint
-from fragility_core.adjoint.routing import compare_routes
+from fragility_core.adjoint.routing import changed_choices
 from fragility_core.diagnosis.measure import Ranges, compare, observe
 from fragility_core.diagnosis.request import Forecast, Request
 from fragility_core.emulation import LowPrecision, lower
@@ -67,8 +68,10 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     protected, protected_drift = None, None
     if plan is not None:
         protected, protected_drift = measure(apply(model, plan, request.execution), model, tokens, "with it")
-    routed = bool(prediction.kernels.site.eq("router").any())
-    changed = float(compare_routes(low, model, tokens).routers.changed.mean()) if routed else None
+    changed = None
+    if prediction.kernels.site.eq("router").any():
+        windows = progress(tokens.split(1), desc="comparing choices of experts")
+        changed = float(torch.stack([changed_choices(low, model, w)[0].float().mean() for w in windows]).mean())
     return result(
         ranges.table(model), time.perf_counter() - start, measured=measured, drift=drift, protected=protected,
         protected_drift=protected_drift, changed_experts=changed,

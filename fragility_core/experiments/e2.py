@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from fragility_core.architectures import blocks
 from fragility_core.emulation import lower
 from fragility_core.experiments.inputs import Inputs, load, require_values
 from fragility_core.experiments.pool import Advance, complete
@@ -35,9 +36,14 @@ class Grid:
 
 
 def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
-    """Load and check everything a grid needs, before any work (see ``inputs.load``)."""
+    """Load and check everything a grid needs, before any work (see ``inputs.load``).
+
+    Raises TypeError for a model whose blocks are not known.
+    """
     require_values(precisions=grid.precisions, lengths=grid.lengths, seeds=grid.seeds)
-    return load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
+    inputs = load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
+    blocks(inputs.model)
+    return inputs
 
 
 def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 from fragility_core import rankings
-from fragility_core.emulation import LowPrecision, lower
+from fragility_core.emulation import lower
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, RunSpec, RunStore, Specification, spec_columns, window_rows
@@ -70,14 +70,14 @@ class Patches:
         """``source`` is the folder of E2's runs."""
         self.inputs, self.source = inputs, RunStore(source)
         self.record = {"attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation}}
-        self._lows: dict[tuple[str, str], LowPrecision] = {}
+        self._patchings: dict[tuple[str, str], Patching] = {}
 
-    def low(self, spec: RunSpec) -> LowPrecision:
-        """The model in the precision of ``spec``."""
+    def patching(self, spec: RunSpec) -> Patching:
+        """The patched passes of the model in the precision of ``spec``."""
         key = (spec.precision, spec.execution)
-        if key not in self._lows:
-            self._lows[key] = lower(self.inputs.model, *key)
-        return self._lows[key]
+        if key not in self._patchings:
+            self._patchings[key] = Patching(self.inputs.model, lower(self.inputs.model, *key))
+        return self._patchings[key]
 
     def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
@@ -110,12 +110,11 @@ class Patches:
         """Effects of patching every block of one window, and those of ``realisations`` of stochastic rounding."""
         tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
         reference = self.inputs.model.base_model(tokens, use_cache=False).last_hidden_state
-        low = self.low(source)
-        effects = patch_effects(Patching(self.inputs.model, low)(tokens), reference).drop(columns="window")
+        patching = self.patching(source)
+        effects = patch_effects(patching(tokens), reference).drop(columns="window")
         for number in range(realisations):
             # Of two windows rounded with the same random bits, the errors would be correlated.
-            realisation = low.stochastic(start * realisations + number)
-            patched = Patching(self.inputs.model, realisation)(tokens)
+            patched = patching.stochastic(start * realisations + number)(tokens)
             effects[f"{REALISATION}{number}"] = patch_effects(patched, reference).exact_reduction
         return effects
 

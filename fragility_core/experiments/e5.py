@@ -93,11 +93,16 @@ def parameters_of(policy: Policy) -> tuple[tuple[str, float], ...]:
 
 
 def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
-    """Load and check the language model and text of ``setting``, before any work (see ``inputs.load``)."""
+    """Load and check the language model and text of ``setting``, before any work (see ``inputs.load``).
+
+    Raises TypeError for a model whose blocks are not known.
+    """
     lengths = (setting.length,)
-    return load(
+    inputs = load(
         setting.model, setting.data, (setting.precision,), lengths, setting.windows, device, AutoModelForCausalLM
     )
+    blocks(inputs.model)
+    return inputs
 
 
 def specifications(

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 from fragility_core import models
-from fragility_core.architectures import blocks
 from fragility_core.formats import get_format, has_native_kernels
 from fragility_core.windows import load_rows, select_windows, tokenize
 
@@ -44,8 +43,7 @@ def load(
     """Load what an experiment needs, and check that it can run.
 
     Raises OSError where the model or text is not found, and ValueError for windows longer than the
-    model's context, fewer windows than asked, or an unknown precision, and TypeError for a model whose
-    blocks are not known.
+    model's context, fewer windows than asked, or an unknown precision.
     """
     config = models.load_config(model).get_text_config()
     context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative
@@ -57,7 +55,6 @@ def load(
     for length in lengths:
         select_windows(stream, length, windows, seed=0)
     loaded = models.load_model(model, device, auto_class)
-    blocks(loaded)
     return Inputs(loaded, stream, digest(loaded, stream))
 
 

@@ -18,8 +18,9 @@ ACTION_COLUMNS = [
 LOSS_SPIKE_RATIO = 1.2
 
 
-def step_rows(rows: pd.DataFrame, base_epsilon: float = 1e-5) -> pd.DataFrame:
-    """One row per run and step, with the number of ``protected`` blocks and of ``actions`` decided there.
+def step_rows(rows: pd.DataFrame, base_epsilon: float) -> pd.DataFrame:
+    """One row per run and step, with the number of ``protected`` blocks, those whose epsilon is above
+    ``base_epsilon``, and of ``actions`` decided there.
 
     What a run that ended early did not come to see is NaN.
     """

@@ -159,19 +159,20 @@ def _in_processes(missing, store, prepare, count, advance, finished) -> None:
         futures = {executor.submit(_compute_in_process, group, store) for group in missing}
         while futures:
             ended, futures = wait(futures, timeout=0.1, return_when=FIRST_EXCEPTION)
-            _forward(reports, advance, finished)
+            _forward(reports, advance, finished, patience=0)
             for future in ended:
                 future.result()
     finally:
         stop.set()
         executor.shutdown(cancel_futures=True)
-        _forward(reports, advance, finished)
+        _forward(reports, advance, finished, patience=0.05)
 
 
-def _forward(reports, advance: Advance, finished: Callable[[], None]) -> None:
+def _forward(reports, advance: Advance, finished: Callable[[], None], patience: float) -> None:
+    """Pass reports on until none has come for ``patience`` seconds."""
     while True:
         try:
-            units = reports.get(timeout=0.05)
+            units = reports.get(timeout=patience)
         except queue.Empty:
             return
         finished() if units is None else advance(units)

@@ -25,7 +25,7 @@ class Contributions:
     A prediction answers all questions: no pass is run for a plan, nor for another budget.
     """
 
-    def __init__(self, model: nn.Module, prediction: adjoint.Prediction, format: str, length: int = 1):
+    def __init__(self, model: nn.Module, prediction: adjoint.Prediction, format: str, length: int):
         """``prediction`` is that of ``model`` in ``format`` over windows of ``length`` tokens.
 
         ``model`` is asked for its modules and parameters' shapes only. Raises ValueError for an unknown

@@ -44,7 +44,10 @@ def chi_score(query_norm, key_norm, probability_norm, head_width, sensitivity):
 
 
 def kappa_score(query_norm, key_norm, score_norm, head_width):
-    """kappa_score = ||Q|| ||K|| / (||S|| sqrt(d)) >= 1, so chi_score = kappa_softmax kappa_score (app. estimation)."""
+    """kappa_score = ||Q|| ||K|| / (||S|| sqrt(d)) >= 1 (app. estimation), defined where ||S|| > 0.
+
+    There chi_score = kappa_softmax kappa_score.
+    """
     return query_norm * key_norm / (score_norm * head_width**0.5)
 
 
@@ -77,7 +80,7 @@ class AttentionNorms(NamedTuple):
 
     @property
     def kappa_value(self) -> Tensor:
-        """kappa_val (subsec. attn), infinite where A = 0."""
+        """kappa_val (subsec. attn), infinite where A = 0, NaN where V = 0."""
         return kappa_value(self.probability_norm, self.value_spectral_norm, self.context_norm)
 
 
@@ -188,7 +191,7 @@ def softmax_growth(spread: Tensor) -> Tensor:
     most the second moment about any centre, so ||J(p(t))||_2 <= e^{tr} ||J(p)||_2; integrate over t.
     Closes the O(u^2) of Theorem attn; not in the paper.
     """
-    return torch.where(spread > 0, torch.expm1(spread) / spread, 1.0)
+    return torch.where(spread == 0, 1.0, torch.expm1(spread) / spread)
 
 
 def attention_error_bound_with_remainder(
@@ -211,7 +214,7 @@ def attention_error_bound_with_remainder(
     score_error = score_underflow + score_error_bound(
         norms.score_norm, norms.query_norm, norms.key_norm, norms.head_width, unit_roundoff, c_gemm
     )
-    # Nor does the softmax stretch anything by more than 1/2, which fmin prefers to 0 times infinity.
+    # Nor does the softmax stretch anything by more than 1/2, whatever the spread: fmin takes that for a NaN.
     stretch = torch.fmin(norms.sensitivity * softmax_growth(spread), torch.full_like(norms.sensitivity, 0.5))
     moved = stretch * score_error
     probability_error = (
