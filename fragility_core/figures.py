@@ -152,15 +152,16 @@ def e2_delta(runs: pd.DataFrame) -> Axes:
 
 
 def e2_trend(bins: pd.DataFrame) -> Axes:
-    """Mean mismatch over mean predicted risk in bins of equal count."""
+    """Mean mismatch over mean predicted risk in bins of equal count, coloured by the formats of their windows."""
     axes = canvas()
-    sns.lineplot(bins, x="combined", y="mismatch", marker="o", ax=axes)
+    sns.scatterplot(bins, x="combined", y="mismatch", hue="precision", style="precision", s=70, ax=axes)
     axes.set(
         xscale="log", yscale="log", xlabel="predicted risk (mean of bin)", ylabel="mismatch (mean of bin)",
         title="E2: mismatch over predicted risk",
     )  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
         plain_log_ticks(axis)
+    legend_outside(axes)
     return axes
 
 
@@ -194,8 +195,7 @@ def e3_fidelity(runs: pd.DataFrame) -> Axes:
 def e3_noise_floor(windows: pd.DataFrame) -> Axes:
     """Spearman of the score beside that of a second measurement of the same effects, by window length."""
     names = {"spearman": "score", "noise_floor": "another rounding"}
-    measured = windows.dropna(subset="noise_floor")
-    table = measured.melt(["precision", "length"], list(names), "compared with", "value")
+    table = windows.melt(["precision", "length"], list(names), "compared with", "value")
     table["compared with"] = table["compared with"].map(names)
     axes = canvas(6.0, 4.0)
     sns.swarmplot(
@@ -236,11 +236,15 @@ def e5_events(runs: pd.DataFrame) -> Axes:
     means, deviations = by_policy.mean().reset_index(), by_policy.std().fillna(0)
     axes = canvas(6.4, 4.0)
     sns.scatterplot(means, x="onsets", y="final_mismatch", hue="policy", style="policy", s=110, zorder=3, ax=axes)
-    axes.errorbar(
-        means.onsets, means.final_mismatch, xerr=deviations.onsets, yerr=deviations.final_mismatch, fmt="none",
-        ecolor="0.6", elinewidth=1, capsize=3,
+    for mean, deviation, colour in zip(means.itertuples(), deviations.itertuples(), sns.color_palette()):
+        axes.errorbar(
+            mean.onsets, mean.final_mismatch, xerr=deviation.onsets, yerr=deviation.final_mismatch, fmt="none",
+            ecolor=colour, elinewidth=1, capsize=3,
+        )  # fmt: skip
+    axes.set(
+        xlabel=f"onset events a run (ratio {runs.onset_ratio.iloc[0]:g})", ylabel="final mismatch",
+        title="E5: events and final mismatch (mean ± sd)",
     )  # fmt: skip
-    axes.set(xlabel="onset events a run", ylabel="final mismatch", title="E5: events and final mismatch (mean ± sd)")
     legend_outside(axes)
     return axes
 
@@ -256,9 +260,9 @@ def e5_course(steps: pd.DataFrame, title: str = "E5: mismatch over training") ->
         layout="constrained",
     )  # fmt: skip
     for axes, name in zip(grid.flat, shown):
-        for course, colour in (("none", "0.6"), (name, COLOURS[0])):
+        for course, colour, width in (("none", "0.8", 3), (name, COLOURS[0], 1)):
             if course in table:
-                axes.plot(table.index, table[course], color=colour, linewidth=1)
+                axes.plot(table.index, table[course], color=colour, linewidth=width)
         axes.set(yscale="log")
         axes.set_title(name, fontsize="medium")
     for number in range(len(shown), grid.size):
@@ -285,9 +289,10 @@ def named(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_policy_names(table: pd.DataFrame) -> pd.DataFrame:
-    """Policies under the names that figures use, in the order of ``POLICY_NAMES``."""
-    present = [name for policy, name in POLICY_NAMES.items() if policy in set(table.policy)]
-    return table.assign(policy=pd.Categorical(table.policy.map(POLICY_NAMES), present, ordered=True))
+    """Policies under the names that figures use, in the order of ``POLICY_NAMES``; others behind, unchanged."""
+    names = POLICY_NAMES | {name: name for name in table.policy if name not in POLICY_NAMES}
+    present = [name for policy, name in names.items() if policy in set(table.policy)]
+    return table.assign(policy=pd.Categorical(table.policy.map(names), present, ordered=True))
 
 
 def plain_log_ticks(axis: Axis) -> None:

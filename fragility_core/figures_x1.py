@@ -4,32 +4,27 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 
-from fragility_core.figures import canvas, legend_outside, named, plain_log_ticks
+from fragility_core.figures import canvas, legend_outside, named
 
 SIGNAL_NAMES = {"adjoint": "adjoint", "combined": "score", "no_transport": "score without transport"}
 SITE_ORDER = (
     "residual", "norm", "projection", "mlp", "scores", "softmax", "context", "attention", "router", "embedding", "head",
 )  # fmt: skip
+SMALL_SHARE = 0.02
 
 
 def x1_calibration(windows: pd.DataFrame) -> Axes:
-    """Predicted against measured mismatch of every window, the line where they are equal."""
-    axes = canvas()
-    kept = windows[~windows.overflow]
-    sns.scatterplot(
-        named(kept), x="adjoint", y="mismatch", hue="precision", style="window length", s=18, linewidth=0, alpha=0.6,
-        ax=axes,
+    """Predicted against measured mismatch of every window: one panel a format, with the line where they are equal."""
+    kept = named(windows[~windows.overflow])
+    grid = sns.relplot(
+        kept, x="adjoint", y="mismatch", col="precision", hue="window length", s=18, linewidth=0, alpha=0.6, height=3.6,
+        facet_kws={"sharex": False, "sharey": False},
     )  # fmt: skip
-    ends = kept[["adjoint", "mismatch"]].stack().agg(["min", "max"])
-    axes.plot(ends, ends, color="0.4", linestyle="--", linewidth=1, zorder=0)
-    axes.set(
-        xscale="log", yscale="log", xlabel="predicted mismatch (adjoint)", ylabel="measured mismatch",
-        title="X1: predicted and measured, by window",
-    )  # fmt: skip
-    for axis in (axes.xaxis, axes.yaxis):
-        plain_log_ticks(axis)
-    legend_outside(axes)
-    return axes
+    for axes in grid.axes.flat:
+        axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    grid.set_axis_labels("predicted mismatch (adjoint)", "measured mismatch").set_titles("{col_name}")
+    grid.figure.suptitle("X1: predicted and measured, by window", y=1.02)
+    return grid.axes.flat[0]
 
 
 def x1_agreement(runs: pd.DataFrame) -> Axes:
@@ -84,42 +79,42 @@ def _strip(table: pd.DataFrame, y: str, hue: str, label: str, title: str) -> Axe
 
 
 def x1_sites(shares: pd.DataFrame) -> Axes:
-    """Share of the error variance by kind of site, one bar per format and window length."""
+    """Share of the error variance by kind of site, one bar per format and window length; small ones together."""
     ordered = shares[[site for site in SITE_ORDER if site in shares]]
+    small = ordered.columns[ordered.max() < SMALL_SHARE]
+    ordered = ordered.drop(columns=small).assign(**({"other": ordered[small].sum(axis=1)} if len(small) else {}))
     ordered.index = [f"{precision}, T = {length}" for precision, length in shares.index]
     axes = canvas(7.0, 3.6)
-    ordered.iloc[::-1].plot.barh(stacked=True, width=0.75, ax=axes, color=[*sns.color_palette("colorblind", 10), "0.3"])
+    ordered.iloc[::-1].plot.barh(
+        stacked=True, width=0.75, linewidth=0, ax=axes, color=[*sns.color_palette("colorblind", 10), "0.3"]
+    )
     axes.set(xlabel="share of the predicted error variance", xlim=(0, 1), title="X1: where the error comes from")
     axes.grid(axis="y", visible=False)
     legend_outside(axes)
     return axes
 
 
-# Plans that several choosers agree on are drawn inside each other, the largest disc first.
-CHOOSERS = {
-    "adjoint": 130, "patching": 70, "greedy": 25, "score": 45, "first": 45, "last": 45, "head and norms": 45,
-    "each kind of site": 20, "random": 8, "none": 45,
-}  # fmt: skip
+CHOOSERS = (
+    "adjoint", "greedy", "patching", "score", "first", "last", "random", "head and norms", "each kind of site",
+)  # fmt: skip
 
 
 def x1_plans(plans: pd.DataFrame) -> Axes:
-    """Predicted against measured mismatch of every plan, relative to none, and the line where they are equal."""
+    """Predicted against measured mismatch of every plan, relative to none: a panel for each way of choosing."""
     run = ["precision", "length", "seed"]
     none = plans[plans.chosen_by == "none"].set_index(run).measured.rename("none").reset_index()
     table = plans.merge(none, on=run).assign(chosen_by=lambda t: t.chosen_by.replace({"each": "each kind of site"}))
     table = table.assign(predicted=table.predicted / table.none, measured=table.measured / table.none)
     table = table.rename(columns={"chosen_by": "chosen by", "unit": "unit kept"})
     present = [name for name in CHOOSERS if name in set(table["chosen by"])]
-    largest_first = table.sort_values("chosen by", key=lambda names: -names.map(CHOOSERS), kind="stable")
-    axes = canvas(6.6, 4.6)
-    sns.scatterplot(
-        largest_first, x="predicted", y="measured", hue="chosen by", hue_order=present, size="chosen by",
-        size_order=present, sizes=CHOOSERS, style="unit kept", linewidth=0, ax=axes,
+    grid = sns.relplot(
+        table, x="predicted", y="measured", col="chosen by", col_order=present, col_wrap=min(5, len(present)),
+        hue="unit kept", style="unit kept", height=1.9, s=35, linewidth=0, alpha=0.7,
     )  # fmt: skip
-    axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
-    axes.set(
-        xlabel="predicted mismatch over that without a plan", ylabel="measured", xlim=(0, 1.1), ylim=(0, 1.1),
-        title="X1: what a plan buys, predicted and measured",
-    )  # fmt: skip
-    legend_outside(axes)
-    return axes
+    for axes in grid.axes.flat:
+        axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    grid.set(xlim=(0, 1.1), ylim=(0, 1.1)).set_titles("{col_name}").set_axis_labels("", "")
+    grid.figure.supxlabel("predicted mismatch over that without a plan", fontsize="medium", y=-0.02)
+    grid.figure.supylabel("measured", fontsize="medium", x=-0.01)
+    grid.figure.suptitle("X1: what a plan buys, predicted and measured", y=1.04)
+    return grid.axes.flat[0]

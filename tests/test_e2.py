@@ -125,3 +125,10 @@ def test_impossible_grids_are_refused_before_any_work(change, message):
     grid = replace(GRID, model="embedded", data="embedded", lengths=(16,))
     with pytest.raises(ValueError, match=message):
         e2.load_inputs(replace(grid, **change))
+
+
+def test_finished_runs_that_lack_a_new_signal_are_named(inputs, tmp_path, monkeypatch):
+    e2.run_grid(GRID, inputs, tmp_path)
+    monkeypatch.setattr(e2, "SIGNALS", (*e2.SIGNALS, "new_signal"))
+    with pytest.raises(ValueError, match="finished ones lack new_signal: remove .* to compute them again"):
+        e2.run_grid(GRID, inputs, tmp_path)

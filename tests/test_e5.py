@@ -13,6 +13,7 @@ from fragility_core.experiments import e5, outcomes
 from fragility_core.experiments.inputs import Inputs, digest
 from fragility_core.experiments.runs import RunStore
 
+RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
 SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
 EAGER = {"warmup_steps": 2, "cooldown_steps": 2, "trigger_quantile": 0.0, "max_total_actions": 7}
 
@@ -30,8 +31,15 @@ def acting(name: str):
     return get_policy(name, **EAGER)
 
 
+def test_policies_that_need_a_value_say_so(inputs):
+    with pytest.raises(ValueError, match=r"policy 'eps_bump' needs target_ratio, .* e.g. \{'target_ratio': 0.5\}"):
+        e5.policies(["none", "eps_bump"], SETTING, inputs)
+    _, bump = e5.policies(["none", "eps_bump"], SETTING, inputs, target_ratio=0.25)
+    assert bump.target_ratio == 0.25
+
+
 def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):
-    policies = e5.policies(e5.RELEASED, SETTING, inputs, **EAGER)
+    policies = e5.policies(RELEASED, SETTING, inputs, **EAGER)
     rows = e5.run_policies(SETTING, policies, (0, 1), inputs, tmp_path)
     assert len(rows) == 5 * 2 * 10 * 3
     assert not rows.duplicated(["policy", "seed", "step", "layer"]).any()

@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from fragility_core import figures
-from fragility_core.experiments import e1
+from fragility_core.experiments import e1, e3
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +78,12 @@ def test_e3_fidelity_has_a_point_a_run(runs):
     assert (points[:, 1] == 0.6).all()
 
 
-def test_e3_noise_floor_shows_measured_windows_only():
+def test_e3_noise_floor_shows_measured_windows_once():
     windows = pd.DataFrame(
-        {"precision": "fp16", "length": [128, 128, 512], "spearman": [0.1, 0.2, 0.3], "noise_floor": [0.7, np.nan, 0.9]}
-    )
-    axes = figures.e3_noise_floor(windows)
+        {"precision": "fp16", "length": [128, 128, 512, 512], "spearman": [0.1, 0.2, 0.3, 0.3],
+         "noise_floor": [0.7, np.nan, 0.9, 0.9], "base_mismatch": [1.0, 2.0, 3.0, 3.0]}
+    )  # fmt: skip
+    axes = figures.e3_noise_floor(e3.measured_twice(windows))
     points = np.concatenate([part.get_offsets() for part in axes.collections])
     assert sorted(points[:, 1]) == [0.1, 0.3, 0.7, 0.9]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["score", "another rounding"]
@@ -91,7 +92,9 @@ def test_e3_noise_floor_shows_measured_windows_only():
 @pytest.fixture
 def policies():
     table = pd.DataFrame([(p, s) for p in ("bgss", "none") for s in (0, 1)], columns=["policy", "seed"])
-    return table.assign(onsets=[3, 5, 8, 8], final_mismatch=[1e-3, 2e-3, 3e-3, 3e-3], max_mismatch=[2.0, 4.0, 5.0, 7.0])
+    return table.assign(
+        onset_ratio=1.1, onsets=[3, 5, 8, 8], final_mismatch=[1e-3, 2e-3, 3e-3, 3e-3], max_mismatch=[2.0, 4.0, 5.0, 7.0]
+    )
 
 
 def test_e5_maximum_shows_every_seed_and_the_means(policies):
@@ -106,9 +109,9 @@ def test_e5_events_shows_means_and_deviations(policies):
     axes = figures.e5_events(policies)
     points = axes.collections[0].get_offsets()
     np.testing.assert_allclose(points, [[8, 3e-3], [4, 1.5e-3]])
-    assert axes.get_xlabel() == "onset events a run"
-    horizontal = axes.containers[0].lines[2][0].get_segments()
-    np.testing.assert_allclose(horizontal[1][:, 0], [4 - 2**0.5, 4 + 2**0.5])
+    assert axes.get_xlabel() == "onset events a run (ratio 1.1)"
+    (horizontal,) = axes.containers[1].lines[2][0].get_segments()
+    np.testing.assert_allclose(horizontal[:, 0], [4 - 2**0.5, 4 + 2**0.5])
 
 
 def test_e5_course_has_a_panel_a_policy_over_the_course_of_none():

@@ -62,6 +62,16 @@ def agreement_by_run(windows: pd.DataFrame) -> pd.DataFrame:
     return table.astype({"windows": int, "overflowed": int})
 
 
+def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row per signal of ``agreement_by_run``: mean measures over runs, and in how many it beats ``combined``."""
+    measures = ("pearson", "spearman", "retrieval")
+    table = pd.DataFrame(
+        [{"signal": signal} | {m: runs[f"{signal}_{m}"].mean() for m in measures} for signal in SIGNALS]
+    )
+    better = [int((runs[f"{signal}_pearson"] > runs.combined_pearson).sum()) for signal in SIGNALS]
+    return table.assign(runs_above_combined=better, runs=len(runs)).set_index("signal")
+
+
 def spread(values: pd.Series) -> dict[str, float]:
     """Mean, standard deviation, number of runs, and a 95 % bootstrap interval of the mean (BCa)."""
     values = values.dropna().to_numpy()
@@ -79,10 +89,15 @@ def spread(values: pd.Series) -> dict[str, float]:
 
 
 def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:
-    """Mean signal and mismatch in bins of equal count, all windows sorted by ``combined``."""
+    """Mean signal and mismatch, and the formats, in bins of equal count of all windows sorted by ``combined``."""
     kept = windows[~windows.overflow].sort_values("combined", kind="stable").reset_index(drop=True)
     groups = kept.groupby(kept.index * bins // len(kept))
-    return groups.agg(combined=("combined", "mean"), mismatch=("mismatch", "mean"), windows=("mismatch", "size"))
+    return groups.agg(
+        combined=("combined", "mean"),
+        mismatch=("mismatch", "mean"),
+        windows=("mismatch", "size"),
+        precision=("precision", lambda names: ", ".join(sorted(set(names)))),
+    )
 
 
 def compare_estimators(rows: pd.DataFrame) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import RunSpec, RunStore, spec_columns
 from fragility_core.formats import get_format
 from fragility_core.monitor import Monitor
-from fragility_core.surrogates import score
+from fragility_core.surrogates import SIGNALS, score
 from fragility_core.windows import select_windows
 
 
@@ -129,11 +129,19 @@ class Passes:
 def run_grid(grid: Grid, inputs: Inputs, folder: Path, workers: int = 1) -> pd.DataFrame:
     """All runs of ``grid``, those already finished in ``folder`` not computed again.
 
-    ``workers`` processes share them out, 0 being one a CPU core (see ``pool.complete``).
+    ``workers`` processes share them out, 0 being one a CPU core (see ``pool.complete``). Raises ValueError
+    where finished runs were computed before a signal was added.
     """
     specs = specifications(grid, inputs)
     groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.length, spec.seed))]
-    return complete(groups, RunStore(folder), partial(Passes, inputs), inputs.device, workers, "E2")
+    rows = complete(groups, RunStore(folder), partial(Passes, inputs), inputs.device, workers, "E2")
+    lacking = [signal for signal in SIGNALS if signal not in rows or rows[signal][~rows.overflow].isna().any()]
+    if lacking:
+        raise ValueError(
+            f"every run must have all signals, but finished ones lack {', '.join(lacking)}: "
+            f"remove {folder} to compute them again"
+        )
+    return rows
 
 
 def records(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:

@@ -170,6 +170,11 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
     return by_run.mean().drop(columns="window").assign(windows=by_run.size()).reset_index()
 
 
+def measured_twice(windows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``window_table`` with a noise floor, each window once: runs of several seeds may share it."""
+    return windows.dropna(subset="noise_floor").drop_duplicates(["precision", "length", "base_mismatch"])
+
+
 def rank_counts(rows: pd.DataFrame) -> pd.DataFrame:
     """How often a block of each rank by the score has each rank by its exact effect; ties split evenly."""
     depth = rows.layer.nunique()

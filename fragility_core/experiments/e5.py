@@ -7,12 +7,13 @@ epsilon in force, and the action decided there; steps, actions and summaries are
 import os
 import random
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -31,8 +32,6 @@ from fragility_core.formats import get_format
 from fragility_core.shadow import ShadowTraining, warmed_up
 from fragility_core.surrogates import Estimator
 from fragility_core.windows import select_windows
-
-RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
 
 
 @dataclass(frozen=True)
@@ -127,14 +126,26 @@ def specifications(
 def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
     """The policies ``names`` on the epsilon of the model's own norms and the shadow's unit roundoff.
 
-    ``parameters`` are given to those that have them. Raises ValueError for unknown names.
+    ``parameters`` are given to those that have them. Raises ValueError for unknown names, and where a policy
+    needs a parameter that is not given.
     """
     parameters |= {
         "base_epsilon": blocks(inputs.model)[0].norm_1.eps,
         "unit_roundoff": get_format(setting.precision).unit_roundoff,
     }
-    known = {name: {field.name for field in fields(policy_class(name))} for name in names}
-    return [get_policy(name, **{key: parameters[key] for key in known[name] & set(parameters)}) for name in names]
+    return [_policy(name, parameters) for name in names]
+
+
+def _policy(name: str, parameters: Mapping[str, Any]) -> Policy:
+    """Policy ``name`` with those of ``parameters`` that it has."""
+    known = fields(policy_class(name))
+    missing = [f.name for f in known if f.default is MISSING and f.name not in parameters]
+    if missing:
+        raise ValueError(
+            f"policy {name!r} needs {', '.join(missing)}, for which the paper gives no value: "
+            f"pass them as policy parameters, e.g. {{{missing[0]!r}: 0.5}}"
+        )
+    return get_policy(name, **{f.name: parameters[f.name] for f in known if f.name in parameters})
 
 
 def training_windows(stream: Tensor, setting: Setting, seed: int) -> Tensor:
