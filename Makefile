@@ -36,7 +36,8 @@ export LACKS
 NOTEBOOKS := $(wildcard notebooks/*.ipynb notebooks/*/*.ipynb)
 EXECUTE = $(PYTHON) -m fragility_core.execute
 
-# Results of a model or text of one's own do not mix with those of the profile.
+# Results of a model or text of one's own do not mix with those of the profile; RESULTS=name on the command line
+# keeps those of several apart.
 export RESULTS := $(PROFILE)$(if $(MODEL)$(DATA),-custom)
 
 # The values come through the shell's variables, so that spaces and quotes in them survive.
@@ -46,7 +47,8 @@ GIVEN = --profile "$$PROFILE" -p "profile=$$RESULTS" \
 .PHONY: help
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
-	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path"
+	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path,"
+	@echo "  RESULTS= a name for the folder of results under outputs"
 
 .PHONY: reproduce
 reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures under outputs/PROFILE

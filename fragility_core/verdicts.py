@@ -148,7 +148,7 @@ def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: 
 def remark(quantity: Quantity, values: np.ndarray, independent: int, left_out: int, decided: str, bound: float) -> str:
     """Why a claim is undecided, and what weakens a verdict; ``independent`` is the number of different windows."""
     runs, reasons = len(values), []
-    count = f"{runs} runs" if independent == runs else f"{runs} runs of {independent} sets of windows"
+    count = f"{runs} run{'s' * (runs != 1)}" + (f" of {independent} sets of windows" if independent != runs else "")
     if left_out:
         reasons.append(f"{left_out} of {runs + left_out} runs left out, not finite")
     if decided == UNDECIDED:

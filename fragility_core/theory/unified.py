@@ -14,12 +14,12 @@ def mismatch(low: Tensor, reference: Tensor) -> Tensor:
 
 
 def remainder_magnitude(*bounds):
-    """M_eff = sum_r b_r: u M_eff bounds a sum of errors that u b_r bound one by one (Lemma eff-closure)."""
+    """M_eff = sum_r b_r: u M_eff bounds a sum of errors that u b_r bound one by one (Lemma eff-closure; each b_r as in eq. eff-module)."""
     return sum(bounds)
 
 
 def local_magnitude(remainder, attention, layernorm):
-    """M = M_eff + A + M_LN (eq. local-coeff)."""
+    """M = M_eff + A + M_LN (eq. local-coeff; at step t eq. bgss-local)."""
     return remainder + attention + layernorm
 
 
