@@ -90,7 +90,7 @@ def test_progress_adds_up(inputs, source):
 
 
 def test_without_e2_it_says_what_to_run(inputs, tmp_path):
-    with pytest.raises(FileNotFoundError, match="E3 needs E2's run bf16-T24-seed0, .* run e2_predictor first"):
+    with pytest.raises(FileNotFoundError, match="E2's run bf16-T24-seed0 must be there, .* run e2_predictor first"):
         patches(inputs, (tmp_path / "nothing", None), tmp_path / "e3")
 
 

@@ -76,7 +76,7 @@ class Passes:
     def __init__(self, inputs: Inputs):
         self.inputs = inputs
         self.model = inputs.model
-        self.record = {"attention": {"monitored": "eager", "reference": self.model.config._attn_implementation}}
+        self.record = {"attention": inputs.attention}
         self._monitors: dict[tuple, Monitor] = {}
         self._hidden: dict[int, Tensor] = {}
         self._selection: tuple | None = None

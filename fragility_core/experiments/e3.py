@@ -18,7 +18,7 @@ from fragility_core import rankings
 from fragility_core.emulation import lower
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
-from fragility_core.experiments.runs import IDENTITY, RunSpec, RunStore, Specification, spec_columns, window_rows
+from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
 from fragility_core.patching import Patching, patch_effects
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
@@ -26,10 +26,9 @@ WINDOW = [*IDENTITY, "window"]
 
 
 @dataclass(frozen=True)
-class PatchSpec(Specification):
+class PatchSpec(DerivedSpec):
     """One run of E3; raises ValueError for counts out of range."""
 
-    source: RunSpec  # the run of E2
     windows: int = 8
     noisy_windows: int = 1  # of these, how many are patched under stochastic rounding too
     realisations: int = 2
@@ -43,14 +42,6 @@ class PatchSpec(Specification):
             raise ValueError(f"noisy_windows must be between 0 and windows, got {self.noisy_windows} of {self.windows}")
         if self.realisations < 1:
             raise ValueError(f"realisations must be at least 1, got {self.realisations}")
-
-    @property
-    def device(self) -> str:
-        return self.source.device
-
-    @property
-    def label(self) -> str:
-        return self.source.label
 
     @property
     def size(self) -> int:
@@ -69,7 +60,7 @@ class Patches:
     def __init__(self, inputs: Inputs, source: Path):
         """``source`` is the folder of E2's runs."""
         self.inputs, self.source = inputs, RunStore(source)
-        self.record = {"attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation}}
+        self.record = {"attention": inputs.attention}
         self._patchings: dict[tuple[str, str], Patching] = {}
 
     def patching(self, spec: RunSpec) -> Patching:
@@ -84,11 +75,7 @@ class Patches:
 
         Raises FileNotFoundError where E2's run is not there.
         """
-        rows = self.source.load(spec.source)
-        if rows is None:
-            raise FileNotFoundError(
-                f"E3 needs E2's run {spec.source.label}, which is not in {self.source.folder}: run e2_predictor first"
-            )
+        rows = self.source.require(spec.source)
         worst = worst_windows(rows, spec.windows)
         frames, left = [], spec.size
         for place, window in enumerate(worst.itertuples()):

@@ -26,6 +26,11 @@ class Inputs:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def attention(self) -> dict[str, str]:
+        """Which attention low-precision and reference passes run with, to be recorded."""
+        return {"monitored": "eager", "reference": self.model.config._attn_implementation}
+
     def execution(self, precision: str) -> str:
         """How the device computes in ``precision``: "native" or "emulated"."""
         return "native" if has_native_kernels(get_format(precision), self.device) else "emulated"

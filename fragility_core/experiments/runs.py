@@ -93,6 +93,21 @@ class RunSpec(Specification):
         return self.windows * self.length
 
 
+@dataclass(frozen=True)
+class DerivedSpec(Specification):
+    """A run on windows of one run of E2, its ``source``."""
+
+    source: RunSpec
+
+    @property
+    def device(self) -> str:
+        return self.source.device
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+
 IDENTITY = ("precision", "length", "seed")  # columns that tell the runs of one grid apart
 
 
@@ -116,6 +131,15 @@ class RunStore:
         except (OSError, pa.ArrowInvalid) as cause:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
+
+    def require(self, spec: Specification) -> pd.DataFrame:
+        """The finished run of ``spec``, one of E2's; raises FileNotFoundError where there is none."""
+        rows = self.load(spec)
+        if rows is None:
+            raise FileNotFoundError(
+                f"E2's run {spec.label} must be there, but is not in {self.folder}: run e2_predictor first"
+            )
+        return rows
 
     def rows(self, specs: Iterable[Specification]) -> pd.DataFrame:
         """The rows of finished runs, one run after another."""

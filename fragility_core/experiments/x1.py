@@ -22,7 +22,7 @@ from fragility_core.experiments.agreement import SIGNALS, signal_agreement
 from fragility_core.experiments.e3 import REALISATION, WINDOW
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
-from fragility_core.experiments.runs import IDENTITY, RunSpec, RunStore, Specification, spec_columns, window_rows
+from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
 from fragility_core.theory import mismatch
 
 PLACE = ["site", "layer", "block_output"]
@@ -32,10 +32,9 @@ COMPARED = ("adjoint", "one_probe", "combined", "no_transport")
 
 
 @dataclass(frozen=True)
-class EstimateSpec(Specification):
+class EstimateSpec(DerivedSpec):
     """Estimates for the windows of one run of E2; raises ValueError for counts out of range."""
 
-    source: RunSpec
     probes: int = 1
     noisy_windows: int = 0  # how many are measured under stochastic rounding too
     realisations: int = 0
@@ -53,14 +52,6 @@ class EstimateSpec(Specification):
             raise ValueError(f"realisations must be at least 0, got {self.realisations}")
 
     @property
-    def device(self) -> str:
-        return self.source.device
-
-    @property
-    def label(self) -> str:
-        return self.source.label
-
-    @property
     def size(self) -> int:
         return self.source.length * (self.source.windows + self.noisy_windows * self.realisations)
 
@@ -71,7 +62,7 @@ class Estimates:
     def __init__(self, inputs: Inputs, source: Path):
         """``source`` is the folder of E2's runs."""
         self.inputs, self.source = inputs, RunStore(source)
-        self.record = {"attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation}}
+        self.record = {"attention": inputs.attention}
         self._estimators: dict[tuple, Adjoint] = {}
 
     def estimator(self, spec: EstimateSpec) -> Adjoint:
@@ -90,11 +81,7 @@ class Estimates:
         ``one_probe`` is the prediction from the first probe alone, ``stochastic_mismatch_0`` ... the mismatch under
         stochastic rounding, where measured. Raises FileNotFoundError where E2's run is not there.
         """
-        rows = self.source.load(spec.source)
-        if rows is None:
-            raise FileNotFoundError(
-                f"X1 needs E2's run {spec.source.label}, which is not in {self.source.folder}: run e2_predictor first"
-            )
+        rows = self.source.require(spec.source)
         windows = window_rows(rows)
         estimator = self.estimator(spec)
         frames, left = [], spec.size

@@ -19,17 +19,16 @@ from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
 from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
-from fragility_core.experiments.runs import RunSpec, RunStore, Specification, spec_columns
+from fragility_core.experiments.runs import DerivedSpec, RunSpec, RunStore, spec_columns
 from fragility_core.patching import Patching, patch_effects
 from fragility_core.protection import Contributions, Plan, apply, baselines
 from fragility_core.theory import mismatch
 
 
 @dataclass(frozen=True)
-class ProtectionSpec(Specification):
+class ProtectionSpec(DerivedSpec):
     """All plans on windows of one run of E2; raises ValueError for counts out of range."""
 
-    source: RunSpec
     tokens: int = 8192  # the first windows of E2's that hold so many
     probes: int = 4
     draws: int = 20  # of random blocks
@@ -50,14 +49,6 @@ class ProtectionSpec(Specification):
         return min(self.tokens // self.source.length, self.source.windows)
 
     @property
-    def device(self) -> str:
-        return self.source.device
-
-    @property
-    def label(self) -> str:
-        return self.source.label
-
-    @property
     def size(self) -> int:
         return len(self.blocks) * (self.draws + 6)
 
@@ -70,17 +61,13 @@ class Protections:
         self.inputs, self.source = inputs, RunStore(source)
         self.model = copy.deepcopy(inputs.model)
         self.model.set_attn_implementation(IMPLEMENTATION)  # the attention of E2's low-precision pass
-        self.record = {"attention": {"monitored": "eager", "reference": inputs.model.config._attn_implementation}}
+        self.record = {"attention": inputs.attention}
 
     def run(self, spec: ProtectionSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows, one per plan: ``chosen_by`` what, its ``budget`` of which ``unit``, ``predicted`` and ``measured``
         mismatch (means over windows), and the plan's price. Raises FileNotFoundError where E2's run is not there.
         """
-        rows = self.source.load(spec.source)
-        if rows is None:
-            raise FileNotFoundError(
-                f"X1 needs E2's run {spec.source.label}, which is not in {self.source.folder}: run e2_predictor first"
-            )
+        rows = self.source.require(spec.source)
         trial = Trial(self, spec, rows[rows.window < spec.windows])
         table = []
         for unit, budget, chosen_by, plan in trial.plans():

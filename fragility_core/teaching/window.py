@@ -314,7 +314,7 @@ EXERCISES = (
         "ε of block 0 is raised to 10⁻², in both passes. What changes most?",
         "the output of the model",
         "In block 0, σ² is below 10⁻², so its LayerNorms now divide by something else, and the output moves by half "
-        "its norm. The mismatch moves by ten to twenty percent, which is what any redrawing of the roundings does to it.",
+        "its norm. The mismatch moves by ten to twenty percent, as it does whenever roundings are drawn anew.",
         ("the mismatch", "the frozen G of block 0", "the output of the model", "nothing"),
     ),
 )

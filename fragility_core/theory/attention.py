@@ -156,10 +156,11 @@ def attention_coefficient(kappa, chi, c_softmax=0.0, c_gemm=1.0, c_gemm_out=0.0)
 
 
 def attention_magnitude(kappa, chi, probability_norm, value_spectral_norm, c_softmax=0.0, c_gemm=1.0, c_gemm_out=0.0):
-    """A = [c_smx + kappa_softmax + c_gemm chi_score + c'_gemm] ||P|| ||V||_2 (eq. attn-contrib; at step t eq. bgss-attn).
+    """A = [c_smx + kappa_softmax + c_gemm chi_score + c'_gemm] ||P|| ||V||_2 (eq. attn-contrib).
 
     u A bounds the forward error of PV (Theorem attn). The default constants are those of the
-    practical score (subsec. bgss_estimation): (kappa_softmax + chi_score) ||P|| ||V||_2.
+    practical score (subsec. bgss_estimation): (kappa_softmax + chi_score) ||P|| ||V||_2. At step t of a
+    training run, A is eq. bgss-attn.
     """
     return attention_coefficient(kappa, chi, c_softmax, c_gemm, c_gemm_out) * probability_norm * value_spectral_norm
 

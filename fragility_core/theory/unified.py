@@ -14,7 +14,10 @@ def mismatch(low: Tensor, reference: Tensor) -> Tensor:
 
 
 def remainder_magnitude(*bounds):
-    """M_eff = sum_r b_r: u M_eff bounds a sum of errors that u b_r bound one by one (Lemma eff-closure; each b_r as in eq. eff-module)."""
+    """M_eff = sum_r b_r: u M_eff bounds a sum of errors that u b_r bound one by one (Lemma eff-closure).
+
+    Each of ``bounds`` is the b_r of one kernel, as in eq. eff-module.
+    """
     return sum(bounds)
 
 
