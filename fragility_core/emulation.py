@@ -243,6 +243,17 @@ def fp32_sums() -> Iterator[None]:
             setattr(settings, name, value)
 
 
+@contextmanager
+def single_kernels() -> Iterator[None]:
+    """torch's Transformer encoder layers run kernel by kernel; as one, a whole layer would be rounded once."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def fp32_attention() -> AbstractContextManager:
     """A GPU's fused attention of kernels that take fp32, as emulation calls them; most take 16 bits alone."""
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -289,6 +300,7 @@ class LowPrecision:
             if first is not None and first.is_cuda:
                 stack.enter_context(fp32_sums() if self.emulation is None else fp32_attention())
             if self.emulation is not None:
+                stack.enter_context(single_kernels())
                 stack.enter_context(self.emulation)
             yield
 

@@ -253,6 +253,8 @@ def test_prediction_by_hand():
     np.testing.assert_allclose(got.standard_error, [1 / (2 * 2 * 2), 0])  # of the mean 4: 1; through the root
     assert np.isnan(predict(kernels.query("probe == 0"), windows).standard_error).all()
     assert (predict(kernels[:0], windows).predicted == 0).all()
+    second = predict(kernels.query("probe == 1"), windows)  # the average over the probes that there are
+    np.testing.assert_allclose(second.predicted, [5**0.5 / 2, 1.0])
     alone = predict(kernels, windows.iloc[:1])  # what belongs to windows that were left out counts nowhere
     pd.testing.assert_frame_equal(alone, got.iloc[:1])
 
@@ -383,6 +385,28 @@ def test_a_gradient_that_is_not_finite_is_named():
     assert list(prediction.windows.overflow) == ["the gradient"]
 
 
+class HandWrittenNorm(nn.Module):
+    """x / rms(x), whose square leaves fp16 where x itself does not: 1 / infinity is 0, and finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(4, 16), nn.Module()
+        self.embedding.weight.data[1:] *= 1000
+        self.inner.forward = lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.inner(self.embedding(tokens))
+
+
+@pytest.mark.parametrize(("format", "overflows"), [("fp16", True), ("fp8_e5m2", True), ("bf16", False)])
+def test_an_overflow_inside_a_module_is_named(format, overflows):
+    torch.manual_seed(0)
+    windows = Adjoint(lower(HandWrittenNorm(), format))(torch.tensor([[0, 0], [0, 1]])).windows
+    assert list(windows.overflow) == ["", "inner" if overflows else ""]
+    assert np.isfinite(windows.predicted).tolist() == [True, not overflows]
+
+
 def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
     low.model.set_attn_implementation(IMPLEMENTATION)
@@ -439,7 +463,7 @@ def test_errors(tiny_gpt2, tiny_tokens):
         ValueError, match=r"with transformer.wte.weight of shape \(101, 32\), got the shape \(101, 64\)"
     ):
         Adjoint(low, deeper)
-    low.model.train()
+    low.model.transformer.drop.train()
     with pytest.raises(ValueError, match=r"eval mode, got training mode: call model.eval\(\)"):
         Adjoint(low)(tiny_tokens)
 

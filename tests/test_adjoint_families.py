@@ -252,6 +252,13 @@ def test_margins_of_logits_that_happen_to_be_positive_are_their_differences():
     torch.testing.assert_close(seen.margins[0], torch.tensor([0.5, 0.2]))
 
 
+def test_choices_within_groups_of_experts_are_not_those_of_tokens():
+    with Routes(tokens=5) as seen:
+        torch.topk(torch.rand(5, 2, 4), 2)  # in each of two groups
+        torch.topk(torch.rand(5, 8), 2)
+    assert [chosen.shape for chosen in seen.experts] == [(5, 2)]
+
+
 def test_to_choose_all_experts_is_no_choice():
     with Routes() as seen:
         torch.topk(torch.rand(5, 4), 4)

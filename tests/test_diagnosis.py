@@ -8,7 +8,16 @@ import pandas as pd
 import pytest
 import torch
 from conftest import TINY, random_gpt2
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from fragility_core import adjoint, diagnosis
 from fragility_core.diagnosis import page
@@ -204,6 +213,28 @@ def test_experts_that_change_are_counted_and_said(tmp_path):
     found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
     assert 0 <= found.changed_experts < 1
     assert "This model chooses experts" in page.page(found)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        OPTForCausalLM(
+            OPTConfig(
+                vocab_size=101, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2,
+                num_attention_heads=4, max_position_embeddings=64,
+            )
+        ),
+        MambaForCausalLM(MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2, state_size=4)),
+    ],
+    ids=["opt", "mamba"],
+)  # fmt: skip
+def test_models_whose_head_or_configuration_differs(model, tiny_tokens):
+    """OPT's head asks the decoder inside of its base model, Mamba has no attention heads."""
+    model = model.eval().requires_grad_(False)
+    found = diagnose(model, tiny_tokens[:1], attention="eager")
+    assert diagnosis.forecast(found.request, Inputs(model, tiny_tokens, ""), tiny_tokens).memory > 0
+    assert found.measured.mismatch.item() > 0 and len(found.drift) == 2
+    assert torch.equal(observe(model, tiny_tokens).final, adjoint.final_hidden(model, tiny_tokens))
 
 
 # --- The page -----------------------------------------------------------------------------------

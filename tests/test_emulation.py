@@ -1,5 +1,6 @@
 """Emulated execution against PyTorch's native kernels."""
 
+import copy
 import math
 
 import pytest
@@ -548,3 +549,19 @@ def test_a_scaled_tensor_has_one_scale():
 def test_weights_alone_cannot_round_stochastically(tiny_gpt2):
     with pytest.raises(ValueError, match="stochastic rounding needs kernels .* weights alone are in bf16"):
         lower(tiny_gpt2, "bf16", "weights").stochastic(0)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_encoder_layers_run_kernel_by_kernel(norm_first):
+    """As one fused kernel a whole layer would be rounded once."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=norm_first).eval().requires_grad_(False)
+    x = torch.randn(8, 32, 64).bfloat16()
+    exact = copy.deepcopy(layer)
+    drifts = []
+    for execution in ("native", "emulated"):
+        low = lower(layer, "bf16", execution)
+        with low.running():
+            drifts.append(mismatch(low.model(x), exact(x.float())).mean().item())
+    assert drifts[1] == pytest.approx(drifts[0], rel=0.05)
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     AutoModel,
+    FalconConfig,
     Gemma2Config,
     GemmaConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    MambaConfig,
     Olmo2Config,
+    OlmoConfig,
     OPTConfig,
     PhiConfig,
     Qwen2Config,
@@ -179,7 +184,7 @@ def test_a_post_norm_stream_is_neither_offered_nor_applied(tiny_tokens):
     config = OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, do_layer_norm_before=False)
     model = random_model(config)
     assert "residual" not in contributions(model, tiny_tokens[:1]).structure.sites
-    with pytest.raises(ValueError, match=r"layers.0 keeps the residual stream in fp32, got \{torch.bfloat16\}"):
+    with pytest.raises(ValueError, match=r"layers.0 keeps the residual stream in fp32, got torch.bfloat16"):
         apply(model, Plan("bf16", residual=True))
 
 
@@ -335,7 +340,7 @@ def test_fp32_scores_need_the_attention_interface():
         def forward(self, tokens):
             return self.embed(tokens)
 
-    with pytest.raises(ValueError, match="attention comes from transformers' attention interface, got Bare"):
+    with pytest.raises(ValueError, match="transformers' attention interface and caps no scores, got Bare"):
         apply(Bare(), Plan("bf16", scores=True))
 
 
@@ -351,8 +356,51 @@ def test_fp32_scores_are_attention_with_fp32_scores():
 def test_soft_capped_scores_are_not_computed_without_their_cap(tiny_tokens):
     torch.manual_seed(0)
     model = AutoModel.from_config(Gemma2Config(**GATED, head_dim=8), attn_implementation="eager").eval()
-    with pytest.raises(ValueError, match="softmax of scaled products, got a model that passes softcap"):
+    with pytest.raises(ValueError, match="attention interface and caps no scores, got Gemma2Model"):
         apply(model, Plan("bf16", scores=True))
+    assert "scores" not in contributions(model, tiny_tokens[:1]).structure.sites
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTJConfig(vocab_size=101, n_positions=64, n_embd=32, n_layer=3, n_head=4, rotary_dim=4),
+        GPTNeoConfig(
+            vocab_size=101, max_position_embeddings=64, hidden_size=32, num_layers=2, num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+        ),
+        FalconConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        OlmoConfig(**GATED),
+        MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2, state_size=4),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_every_site_that_is_offered_can_be_kept(config, tiny_tokens):
+    """Blocks that return attention weights too, norms without parameters, attention without the interface."""
+    torch.manual_seed(0)
+    kinds = {"attn_implementation": "eager"} if config.model_type != "mamba" else {}
+    model = AutoModel.from_config(config, **kinds).eval().requires_grad_(False)
+    known = contributions(model, tiny_tokens[:1])
+    assert known.structure.sites
+    for site in known.structure.sites:
+        apply(model, known.of_sites([site]))
+
+
+def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_tokens):
+    """What it looks up is cast back to what it was: only with an fp32 stream are embeddings worth keeping."""
+    known = contributions(tiny_gpt2.transformer, tiny_tokens[:1])
+    assert known.of_sites(["embedding"]).predicted == known.keep().predicted
+    assert known.of_sites(["embedding", "residual"]).predicted < known.of_sites(["residual"]).predicted
+    kept, plain = apply(tiny_gpt2.transformer, known.of_sites(["embedding"])), lower(tiny_gpt2.transformer, "bf16")
+    assert torch.equal(adjoint.final_hidden(kept.model, tiny_tokens), adjoint.final_hidden(plain.model, tiny_tokens))
+
+
+def test_a_plan_for_weights_alone_is_applied_to_weights_alone(tiny_gpt2, tiny_tokens):
+    model = tiny_gpt2.transformer
+    plan = contributions(model, tiny_tokens[:1], low=lower(model, "bf16", "weights")).plan(1)
+    assert plan.weights_only and apply(model, plan).weights_only
+    assert not contributions(model, tiny_tokens[:1]).plan(1).weights_only
 
 
 # --- Errors -------------------------------------------------------------------------------------

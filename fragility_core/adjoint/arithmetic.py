@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fragility_core import emulation
 from fragility_core.adjoint.products import fast_products
-from fragility_core.adjoint.rounding import local_error, stochastic_error
+from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import map_tensors
 from fragility_core.formats import Format
@@ -230,6 +230,8 @@ class LowArithmetic(TorchFunctionMode):
         rounded = self.format.round(exact).float()
         if self.recording and not constant:
             place, error = self.tape.kernel(name, product), local_error(exact, rounded, self.format)
+            if has_short_range(self.format):
+                self.tape.note_largest(place, rounded)
             if self.stochastic:
                 error = stochastic_error(error, exact, self.format)
         exact.copy_(rounded)

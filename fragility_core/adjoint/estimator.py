@@ -36,8 +36,8 @@ class Prediction:
     ``kernels`` has one row per window, probe and place where values are rounded: its contribution
     ``c2`` to E||E_L||^2 and where it belongs; rows of any selection may be summed. ``windows`` has one
     row per window: the ``predicted`` mismatch, its ``standard_error`` over the probes (NaN for one),
-    the ``final_norm`` ||X_L||, and in ``overflow`` the module that first gave a value that is not finite
-    ("" where none did); the prediction is then not finite either.
+    the ``final_norm`` ||X_L||, and in ``overflow`` the module that first gave a value that is not finite, or
+    in which a kernel did ("" where none did); the prediction is then not finite either.
     """
 
     kernels: pd.DataFrame
@@ -51,11 +51,12 @@ def predict(kernels: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
     prediction is sqrt(sum c^2) / ||X_L||, the sum averaged over probes; its error is to first order in
     that of the average.
     """
-    probes = int(kernels.probe.max()) + 1 if len(kernels) else 1
+    probe, distinct = pd.factorize(kernels.probe)
+    probes = max(1, len(distinct))
     totals = np.zeros((len(windows), probes))  # a NaN in it stays, which pandas would skip
     rows = pd.Index(windows.window).get_indexer(kernels.window)
     known = rows >= 0
-    np.add.at(totals, (rows[known], kernels.probe[known]), kernels.c2[known])
+    np.add.at(totals, (rows[known], probe[known]), kernels.c2[known])
     root = totals.mean(1) ** 0.5
     spread = totals.std(1, ddof=1) / probes**0.5 if probes > 1 else np.nan
     return windows.assign(predicted=root / windows.final_norm, standard_error=spread / (2 * root * windows.final_norm))
@@ -142,7 +143,7 @@ class Adjoint:
         prediction is then of ||E_L|| / ||X_L|| over those. A window's prediction does not depend on the
         others. Raises ValueError for a model in training mode.
         """
-        if self.model.training:
+        if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
         self.tape.clear()
         norms = [
@@ -150,8 +151,11 @@ class Adjoint:
             for window in range(len(tokens))
         ]
         contributions = self.tape.contributions(len(tokens), self.probes)
+        inside = self.tape.overflows()
+        for window, place in inside.items():  # what follows from an infinity is no small error
+            contributions[window, :, place] = np.nan
         prediction = self._prediction(contributions, torch.stack(norms).cpu().double())
-        return self._name_overflow(prediction, tokens)
+        return self._name_overflow(prediction, tokens, inside)
 
     def _passes(self, window: int, tokens: Tensor, counted: Tensor | None) -> Tensor:
         """One forward and all backward passes of a window; the norm of the final state, on the device."""
@@ -177,12 +181,17 @@ class Adjoint:
         windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
         return Prediction(kernels, predict(kernels, windows))
 
-    def _name_overflow(self, prediction: Prediction, tokens: Tensor) -> Prediction:
-        """Name the module where windows with a nonfinite prediction overflowed."""
+    def _name_overflow(self, prediction: Prediction, tokens: Tensor, inside: Mapping[int, int]) -> Prediction:
+        """Name the module where windows with a nonfinite prediction overflowed.
+
+        ``inside`` has the place of a kernel that stored +inf, by window: its module's result may be finite.
+        """
+        modules = [place.module for place in self.tape.places]
         windows = prediction.windows.assign(overflow="")
         for window in np.flatnonzero(~np.isfinite(windows.predicted)):
             path = first_nonfinite(self.low, partial(self.output, tokens=tokens[window : window + 1]))
-            windows.loc[window, "overflow"] = path or "the gradient"
+            within = modules[inside[window]] or "the model" if window in inside else "the gradient"
+            windows.loc[window, "overflow"] = path or within
         return Prediction(prediction.kernels, windows)
 
 

@@ -17,15 +17,20 @@ def ulp(x: Tensor, format: Format) -> Tensor:
 def local_error(exact: Tensor, rounded: Tensor, format: Format) -> Tensor:
     """``exact`` - ``rounded``, and 0 where that is not finite.
 
-    An overflow is no small error. Where it matters the result of the pass is not finite, and is
-    reported; where it does not (masked scores, a saturated tanh) it must not make 0 times infinity.
+    An overflow is no small error. It is reported apart (``Tape.overflows``); where it does not matter (masked
+    scores, a saturated tanh) it must not make 0 times infinity.
     """
     return finite_error(exact - rounded, format)
 
 
 def finite_error(error: Tensor, format: Format) -> Tensor:
-    """``error`` with 0 where it is not finite, in place; bf16 has the range of fp32 and is spared the pass."""
-    return error if format.largest > 1e38 else error.nan_to_num_(0.0, 0.0, 0.0)
+    """``error`` with 0 where it is not finite, in place."""
+    return error.nan_to_num_(0.0, 0.0, 0.0) if has_short_range(format) else error
+
+
+def has_short_range(format: Format) -> bool:
+    """Whether results may leave the range of ``format``; bf16 has that of fp32 and is spared such passes."""
+    return format.largest < 1e38
 
 
 def expected_error(x: Tensor, format: Format) -> Tensor:

@@ -18,8 +18,10 @@ class Routes(TorchFunctionMode):
     router's scores are no probabilities (logits, sigmoids), their difference. A choice of all is none.
     """
 
-    def __init__(self):
+    def __init__(self, tokens: int | None = None):
+        """With ``tokens``, only what is chosen once for each of so many counts, not choices within groups."""
         super().__init__()
+        self.tokens = tokens
         self.experts: list[Tensor] = []  # (tokens, k) each, ascending
         self.margins: list[Tensor] = []  # (tokens,) each
 
@@ -27,7 +29,7 @@ class Routes(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func.__name__ == "topk":
             scores, k = args[0].float().flatten(0, -2), result.indices.shape[-1]
-            if k < scores.shape[-1]:
+            if k < scores.shape[-1] and len(scores) == (self.tokens or len(scores)):
                 self.experts.append(result.indices.flatten(0, -2).sort(-1).values)
                 best = log_probabilities(scores).topk(k + 1).values
                 self.margins.append(best[:, k - 1] - best[:, k])
@@ -43,7 +45,7 @@ def log_probabilities(scores: Tensor) -> Tensor:
 
 def routes(model: nn.Module, tokens: Tensor) -> Routes:
     """The choices of ``model`` for ``tokens`` (B, T); raises ValueError for a model that makes none by torch.topk."""
-    with Routes() as seen:
+    with Routes(tokens.numel()) as seen:
         final_hidden(model, tokens)
     if not seen.experts:
         raise ValueError("the model must choose experts by torch.topk, but it made no such choice")

@@ -31,10 +31,11 @@ class Tape:
         self.places: dict[Place, int] = {}  # over all passes, in the order in which they were first seen
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules, see ``note``
         self._readings: list[tuple[int, int, int, Tensor]] = []
+        self._largest: list[tuple[int, int, Tensor]] = []
 
     def clear(self) -> None:
         """Forget the readings of a call that did not end."""
-        self._readings = []
+        self._readings, self._largest = [], []
 
     def begin(self, window: int) -> None:
         """Start the passes of a window."""
@@ -81,6 +82,17 @@ class Tape:
     def read(self, place: int, felt: Tensor) -> None:
         """Note the product of error and gradient at (a part of) ``place``."""
         self._readings.append((self.window, self.probe, place, torch.linalg.vector_norm(felt)))
+
+    def note_largest(self, place: int, stored: Tensor) -> None:
+        """Note the largest of the values ``stored`` at ``place``: infinity where they overflowed."""
+        if stored.numel():
+            self._largest.append((self.window, place, stored.amax()))
+
+    def overflows(self) -> dict[int, int]:
+        """The first place that stored +inf, by window, since the last call; one transfer from the device."""
+        noted, self._largest = self._largest, []
+        largest = torch.stack([x for *_, x in noted]).cpu() if noted else ()
+        return {window: place for (window, place, _), x in reversed([*zip(noted, largest)]) if torch.isposinf(x)}
 
     def contributions(self, windows: int, probes: int) -> np.ndarray:
         """c^2 (windows, probes, places) of all that was read since the last call; one transfer from the device."""

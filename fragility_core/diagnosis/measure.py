@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 import torch
@@ -36,11 +37,17 @@ def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = N
             stack.callback(
                 block.register_forward_hook(lambda m, i, output: blocks.append(next(tensors(output)))).remove
             )
-        keep = model.base_model.register_forward_hook(lambda m, i, output: finals.append(output.last_hidden_state))
-        stack.callback(keep.remove)
+        for module in model.modules():  # the last one to return it: OPT's head asks the decoder, not the base model
+            stack.callback(module.register_forward_hook(partial(keep_final, finals)).remove)
         stack.enter_context(nullcontext() if low is None else low.running())
         logits = model(tokens, use_cache=False).logits
-    return Pass(logits, finals[0], blocks)
+    return Pass(logits, finals[-1], blocks)
+
+
+def keep_final(finals: list[Tensor], module: nn.Module, args: tuple, output: object) -> None:
+    """A forward hook: the final hidden state, where ``output`` has one, goes to ``finals``."""
+    if (final := getattr(output, "last_hidden_state", None)) is not None:
+        finals.append(final)
 
 
 def compare(low: Pass, reference: Pass, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:

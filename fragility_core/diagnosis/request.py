@@ -143,12 +143,12 @@ def seconds(device: torch.device) -> float:
 
 def memory(request: Request, loaded: Inputs) -> int:
     """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, what its backward pass keeps."""
-    config, parameters = loaded.model.config, sum(p.numel() for p in loaded.model.parameters())
+    config, parameters = loaded.model.config.get_text_config(), sum(p.numel() for p in loaded.model.parameters())
     stored = torch.float32 if request.weights_only else get_format(request.format).carrier
     copies = parameters * (2 * stored.itemsize + 4)
     kept_a_block = 40 * 6 * config.hidden_size  # bytes a token: about 40 d entries, value and error
     if request.attention == "eager":
-        kept_a_block += 4 * 6 * config.num_attention_heads * request.length
+        kept_a_block += 4 * 6 * getattr(config, "num_attention_heads", 0) * request.length
     logits = 6 * 4 * config.vocab_size
     return copies + request.length * (config.num_hidden_layers * kept_a_block + logits)
 

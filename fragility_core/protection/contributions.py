@@ -57,9 +57,12 @@ class Contributions:
         places, gone = self.structure.places, np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
             inside = self._inside(path)
-            gone |= inside
             kernels = np.flatnonzero(inside & places.kind.eq("kernel").to_numpy())
-            if len(kernels) and not (plan.residual and path in self._embeddings):
+            narrowed = self._kernels_round and not (plan.residual and path in self._embeddings)
+            if narrowed and not len(kernels):  # a lookup: what is cast back is the rounded weights again
+                continue
+            gone |= inside
+            if narrowed:
                 gone[kernels[-1]] = False  # the output, which is cast back
         if plan.residual:
             gone |= self.structure.stream_sums.to_numpy()
@@ -199,7 +202,10 @@ class Contributions:
     ) -> Plan:
         words = [f"{len(modules)} modules"] if len(modules) > 4 else list(modules)
         words += ["residual"] * residual + ["scores"] * scores
-        return Plan(self.format.name, tuple(modules), residual, scores, label or ", ".join(words) or "nothing")
+        return Plan(
+            self.format.name, tuple(modules), residual, scores, label or ", ".join(words) or "nothing",
+            weights_only=not self._kernels_round,
+        )  # fmt: skip
 
     def _priced(self, plan: Plan) -> Plan:
         return replace(

@@ -23,6 +23,7 @@ from fragility_core.protection.structure import (
     embedding_paths,
     head_paths,
     norm_paths,
+    scores_can_be_kept,
     within,
 )
 
@@ -100,27 +101,27 @@ def widen_with_input(norm: nn.Module, args: tuple) -> None:
 
 def keep_scores(model: nn.Module) -> None:
     """Let attention compute scores and softmax in fp32; raises ValueError for a model whose attention cannot."""
-    if isinstance(model, PreTrainedModel):
-        model.set_attn_implementation(FP32_SCORES)
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) != FP32_SCORES:
+    if not scores_can_be_kept(model):
         raise ValueError(
-            "scores can be kept in models whose attention comes from transformers' attention interface, got "
-            f"{type(model).__name__}: keep its attention modules instead"
+            "scores can be kept in models whose attention comes from transformers' attention interface and caps no "
+            f"scores, got {type(model).__name__}: keep its attention modules instead"
         )
+    model.set_attn_implementation(FP32_SCORES)
 
 
 @torch.no_grad()
 def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> LowPrecision:
     """The fp32 ``model`` in the plan's format, but for what the plan keeps; ``model`` itself stays as it is.
 
-    ``execution`` is that of ``emulation.lower``. A pass over ``tokens`` (B, T), two zeros unless given,
-    checks that everything named computes in fp32 indeed. Raises ValueError for an unknown module, one
-    that does not run or whose dtype did not change, and for a stream or scores that cannot be kept.
+    ``execution`` is that of ``emulation.lower``, unless given "weights" for a plan that was made for weights
+    alone. A pass over ``tokens`` (B, T), two zeros unless given, checks that everything named computes in
+    fp32 indeed. Raises ValueError for an unknown module, one that does not run or whose dtype did not
+    change, and for a stream or scores that cannot be kept.
     """
     require_modules(model, plan.modules)
     if get_format(plan.format).carrier == torch.float32:
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
-    low = lower(model, plan.format, execution)
+    low = lower(model, plan.format, "weights" if plan.weights_only and execution == "auto" else execution)
     carrier = torch.float32 if low.weights_only else low.format.carrier
     # Outputs that stay fp32: the stream, where it is kept, and the logits, after which nothing follows.
     wide = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
@@ -156,11 +157,12 @@ def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], 
         parameters = {p.dtype for p in low.model.get_submodule(path).parameters()}
         require(path, "ran", path in returned, "it did not in the checking pass: give tokens that reach it")
         require(path, "has fp32 parameters", parameters == {torch.float32}, parameters)
-        require(path, "receives fp32", received[path] <= {torch.float32}, received[path])
+        require(path, "receives fp32", {*received[path]} <= {torch.float32}, {*received[path]})
         expected = torch.float32 if path in wide else carrier
-        require(path, f"returns {expected}", returned[path] == {expected}, returned[path])
+        require(path, f"returns {expected}", {*returned[path]} == {expected}, {*returned[path]})
     for path in blocks:
-        require(path, "keeps the residual stream in fp32", returned.get(path) == {torch.float32}, returned.get(path))
+        stream = returned.get(path, [None])[0]  # attention weights may come behind it
+        require(path, "keeps the residual stream in fp32", stream == torch.float32, stream)
 
 
 def require(path: str, invariant: str, holds: bool, found: object) -> None:
@@ -171,12 +173,12 @@ def require(path: str, invariant: str, holds: bool, found: object) -> None:
 
 def dtypes_of(
     paths: Collection[str], low: LowPrecision, tokens: Tensor
-) -> tuple[dict[str, set[torch.dtype]], dict[str, set[torch.dtype]]]:
-    """Floating dtypes that the modules at ``paths`` receive and return in a pass over ``tokens``, of those that run."""
+) -> tuple[dict[str, list[torch.dtype]], dict[str, list[torch.dtype]]]:
+    """Dtypes of the floating tensors that the modules at ``paths``, those that run, receive and return, in order."""
     received, returned = {}, {}
 
-    def floating(values: Any) -> set[torch.dtype]:
-        return {x.dtype for x in tensors(values) if x.is_floating_point()}
+    def floating(values: Any) -> list[torch.dtype]:
+        return [x.dtype for x in tensors(values) if x.is_floating_point()]
 
     with ExitStack() as stack:
         for path in paths:

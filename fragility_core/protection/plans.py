@@ -8,7 +8,7 @@ SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep in fp32 in a model that otherwise computes in ``format``.
+    """What to keep in fp32 in a model that otherwise computes in ``format``, or has its weights in it alone.
 
     ``modules`` are paths of modules kept whole. With ``residual`` the residual stream is fp32: embeddings
     and residual additions are, norms read it in fp32 (with their rounded weights), branches as before.
@@ -29,3 +29,4 @@ class Plan:
     parameter_bytes: int = 0
     activation_bytes: int = 0
     flops: int = 0
+    weights_only: bool = False

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import pandas as pd
 from torch import nn
+from transformers import PreTrainedModel
 
 from fragility_core.adjoint.sites import block_of, is_norm
 
@@ -59,6 +60,12 @@ def branch_paths(model: nn.Module) -> list[str]:
     return [path for path, child in children if not is_norm(child) and next(child.parameters(), None) is not None]
 
 
+def scores_can_be_kept(model: nn.Module) -> bool:
+    """Whether attention comes from transformers' interface, as a softmax of scaled products alone."""
+    interface = isinstance(model, PreTrainedModel) and model._can_set_attn_implementation()
+    return interface and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
+
+
 class Structure:
     """The units of ``model`` that ran in a prediction.
 
@@ -95,14 +102,15 @@ class Structure:
         sites = {site: tuple(paths) for site, paths in found.items() if paths}
         if self.blocks and self.stream_can_be_kept:
             sites["residual"] = ()
-        if (self.places.site == "scores").any():
+        if (self.places.site == "scores").any() and scores_can_be_kept(self.model):
             sites["scores"] = ()
         return sites
 
     def _branches_of(self, sites: Collection[str]) -> list[str]:
-        """Paths of the children of blocks in which there are places of ``sites``."""
+        """Paths of the children of blocks, with parameters, in which there are places of ``sites``."""
         parts = (block_of(path) for path in self.places.module[self.places.site.isin(sites)])
-        return list(dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch))
+        paths = dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch)
+        return [path for path in paths if next(self.model.get_submodule(path).parameters(), None) is not None]
 
     @cached_property
     def stream_sums(self) -> pd.Series:
