@@ -4,18 +4,18 @@ The page needs nothing but itself: style and figures are inside, and there is no
 and figures give the same bytes.
 """
 
-import base64
 import shlex
 from pathlib import Path
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fragility_core import paths
 from fragility_core.execute import defaults, notebook_path, profile_values
+from fragility_core.html import data_uri, template
 from fragility_core.published import HARDWARE_PAPER
 from fragility_core.tables import number, shown, spread_text
 from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
+from fragility_core.words import duration
 
 TEMPLATES = paths.ASSETS / "report"
 CUSTOM = "-custom"
@@ -37,13 +37,6 @@ def read_tables(profile: str) -> dict[str, pd.DataFrame]:
 
 
 # --- Words and numbers --------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """``seconds`` as people say it: "4 min 18 s"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def listed(values: pd.Series) -> str:
@@ -135,22 +128,11 @@ def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
 # --- The page -----------------------------------------------------------------------------------
 
 
-def data_uri(path: Path) -> str | None:
-    """The PNG at ``path`` as an address that holds the image itself, or None where there is none."""
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
-
-
 def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
     """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML."""
     comparison = compare(tables)
     records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"number": number, "spread": spread_text}
-    return environment.get_template("page.html.jinja").render(
-        style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
+    return template(TEMPLATES, number=number, spread=spread_text).render(
         profile=profile,
         command=command(profile, records.get("E2")),
         missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
@@ -160,7 +142,7 @@ def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
         sentences=sentences(comparison),
         comparison=shown(comparison).groupby("experiment", sort=False),
         stopped=stopped(tables),
-        image=lambda name: data_uri(figures / f"{name}.png"),
+        image=lambda name: data_uri(path.read_bytes()) if (path := figures / f"{name}.png").is_file() else None,
         tables=tables,
     )
 

@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fragility_core.bootstrap import spread
 from fragility_core.experiments.agreement import (
     agreement_by_run,
     binned_trend,
     retrieval,
     run_agreement,
-    spread,
 )
 from fragility_core.surrogates import SIGNALS
 

@@ -24,10 +24,11 @@ from fragility_core.diagnosis import page
 from fragility_core.diagnosis.measure import Pass, Ranges, compare, observe
 from fragility_core.diagnosis.request import Forecast, Request
 from fragility_core.emulation import lower
-from fragility_core.experiments.inputs import Inputs
+from fragility_core.inputs import Inputs
 from fragility_core.models import load_tokenizer
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
+from fragility_core.words import percent, quantity
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
 ENOUGH = Forecast(1.0, 1, None)
@@ -246,7 +247,7 @@ def test_page_stands_alone(found):
     assert html.count('<img src="data:image/png;base64,') == 4
     assert html.count("alt=") == 4 and 'name="viewport"' in html
     assert f"keep <b>{found.plan.label}</b> in fp32" in html
-    assert page.percent(found.measured.mismatch.mean()) in html
+    assert percent(found.measured.mismatch.mean()) in html
     assert "No output of any module and no parameter left the range of bf16" in html
 
 
@@ -300,14 +301,14 @@ def test_command_leaves_the_defaults_away_so_that_results_stay_in_one_place():
 
 
 def test_words_for_numbers():
-    assert [page.percent(x).replace("\xa0", " ") for x in (0.0137, 1.0, 0.5, 2e-5)] == [
+    assert [percent(x).replace("\xa0", " ") for x in (0.0137, 1.0, 0.5, 2e-5)] == [
         "1.37 %",
         "100 %",
         "50.0 %",
         "0.00200 %",
     ]
-    assert page.percent(float("nan")) == "–"
-    assert [page.quantity(x).replace("\xa0", " ") for x in (0, 256, 1600, 1.5e6)] == ["0", "256 B", "1.6 kB", "1.5 MB"]
+    assert percent(float("nan")) == "–"
+    assert [quantity(x).replace("\xa0", " ") for x in (0, 256, 1600, 1.5e6)] == ["0", "256 B", "1.6 kB", "1.5 MB"]
     assert page.price(Plan("bf16")) == "no byte and no matrix product more"
     assert page.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")])).mean == 2.0
 

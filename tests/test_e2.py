@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fragility_core.experiments import e2
-from fragility_core.experiments.inputs import Inputs, digest
 from fragility_core.experiments.runs import RunStore, window_rows
+from fragility_core.inputs import Inputs, digest
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
 

@@ -9,8 +9,8 @@ import torch
 
 from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments import e2, e3
-from fragility_core.experiments.inputs import Inputs, digest
 from fragility_core.experiments.runs import window_rows
+from fragility_core.inputs import Inputs, digest
 from fragility_core.patching import Patching
 from fragility_core.theory import mismatch
 

@@ -44,7 +44,7 @@ from transformers.masking_utils import sdpa_mask
 from fragility_core.architectures import blocks
 from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments import e2, e5
-from fragility_core.experiments.inputs import load
+from fragility_core.inputs import load
 from fragility_core.models import load_tokenizer
 from fragility_core.monitor import Monitor
 from fragility_core.patching import Patching

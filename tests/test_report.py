@@ -15,6 +15,7 @@ from fragility_core.claims import E2, QUANTITIES, Quantity
 from fragility_core.experiments import e1
 from fragility_core.experiments.outcomes import policy_summary
 from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, TESTS, UNDECIDED, VERDICTS, compare, interval, judge
+from fragility_core.words import duration
 
 POLICIES = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss", "bgss_printed")
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
@@ -415,4 +416,4 @@ def test_results_of_a_model_of_ones_own_have_a_report(tables, figures):
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (258, "4 min 18 s"), (7500, "2 h 5 min")])
 def test_durations(seconds, text):
-    assert report.duration(seconds) == text
+    assert duration(seconds) == text

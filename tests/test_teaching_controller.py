@@ -18,8 +18,8 @@ from fragility_core import theory
 from fragility_core.bgss import get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_core.experiments import e5
-from fragility_core.experiments.inputs import Inputs, digest
 from fragility_core.experiments.runs import METADATA_KEY
+from fragility_core.inputs import Inputs, digest
 from fragility_core.paths import ASSETS, RECORDED_RUNS
 from fragility_core.teaching import controller, record
 

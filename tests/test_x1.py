@@ -10,8 +10,8 @@ from fragility_core.adjoint import Adjoint
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
 from fragility_core.experiments import e2, e3, x1, x1_protection
-from fragility_core.experiments.inputs import Inputs, digest
 from fragility_core.experiments.runs import window_rows
+from fragility_core.inputs import Inputs, digest
 from fragility_core.protection import Contributions
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16,), (0,), windows=6, batch_tokens=48)

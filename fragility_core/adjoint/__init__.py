@@ -14,7 +14,10 @@ variables and Menon et al. 2018 (doi:10.1109/SC.2018.00051) on adjoints for tuni
 The local error e_i is the known one, the exact result of the kernel less the stored one, so that exact
 kernels count as such; in its place stands an expected one for weights without a reference (ulp^2 / 12)
 and for stochastic rounding (d (ulp - d) at distance d). Independence is the one assumption: the error
-of one realised pass scatters about the prediction, which is that of the mean over realisations.
+of one realised pass scatters about the prediction, which is that of the mean over realisations. It fails
+where many entries err alike: a channel that has nearly the same large value at every position makes
+nearly the same error at every position. The standard error knows nothing of that: it is the scatter of the
+probes alone, and with p of them that of a t distribution of p - 1 degrees of freedom.
 
 How far the first order carries, measured on the embedded checkpoint: in bf16 and fp16 the mean ratio of
 predicted to measured mismatch is 0.99 to 1.02; with every kernel in fp8, where the mismatch is 0.35 to 0.64,

@@ -1,6 +1,5 @@
 """One page on one model: style and figures inside, no script."""
 
-import base64
 import json
 import shlex
 from dataclasses import dataclass
@@ -10,18 +9,17 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import transformers
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 
 from fragility_core import figures, paths
+from fragility_core.bootstrap import spread
 from fragility_core.diagnosis.request import Request
 from fragility_core.diagnosis.run import Diagnosis
-from fragility_core.experiments.agreement import spread
+from fragility_core.html import data_uri, template
 from fragility_core.models import EMBEDDED
 from fragility_core.protection import Contributions, Plan
-from fragility_core.report import TEMPLATES as REPORT
-from fragility_core.report import duration
 from fragility_core.tables import number
+from fragility_core.words import duration, percent, quantity
 
 TEMPLATES = paths.ASSETS / "diagnosis"
 MANY = 24  # bars and rows that a page shows
@@ -34,19 +32,6 @@ SITES = {
 
 
 # --- Words and numbers --------------------------------------------------------------------------
-
-
-def percent(share: float) -> str:
-    """A share with three significant digits in percent."""
-    return number(100 * share, "#.3g").removesuffix(".") + ("\N{NO-BREAK SPACE}%" if pd.notna(share) else "")
-
-
-def quantity(count: float, unit: str = "B") -> str:
-    """``count`` of ``unit`` with a decimal prefix: "1.6 MB"; "0" for none."""
-    for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
-        if count >= 10**power:
-            return f"{count / 10**power:.3g}\N{NO-BREAK SPACE}{prefix}{unit}"
-    return f"{count:.0f}\N{NO-BREAK SPACE}{unit}" if count else "0"
 
 
 def price(plan: Plan) -> str:
@@ -140,9 +125,9 @@ def block_shares(contributions: Contributions) -> pd.Series:
 
 def uri(axes: Axes) -> str:
     """The figure of ``axes`` as an address that holds it."""
-    image = base64.b64encode(figures.png(axes)).decode()
+    image = figures.png(axes)
     plt.close(axes.get_figure())
-    return f"data:image/png;base64,{image}"
+    return data_uri(image)
 
 
 def pictures(diagnosis: Diagnosis) -> dict[str, str]:
@@ -179,14 +164,9 @@ def agreement(diagnosis: Diagnosis) -> pd.DataFrame:
 
 def page(diagnosis: Diagnosis) -> str:
     """The page as HTML."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
     contributions, plan = diagnosis.contributions, diagnosis.plan
-    return environment.get_template("page.html.jinja").render(
-        style=(REPORT / "style.css").read_text(encoding="utf-8"),
+    filters = {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
+    return template(TEMPLATES, **filters).render(
         request=diagnosis.request,
         found=diagnosis,
         predicted=mean_of(diagnosis.prediction.windows.predicted),

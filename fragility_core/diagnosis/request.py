@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fragility_core import inputs
 from fragility_core.diagnosis.measure import observe
-from fragility_core.experiments import inputs
-from fragility_core.experiments.inputs import Inputs
 from fragility_core.formats import FORMATS, SCALED, get_format
+from fragility_core.inputs import Inputs
 from fragility_core.protection import SITES
 from fragility_core.protection.structure import block_paths
-from fragility_core.report import duration
 from fragility_core.windows import select_windows
+from fragility_core.words import binary, duration
 
 ATTENTIONS = ("sdpa", "eager")
 REFERENCES = ("auto", "yes", "no")
@@ -85,7 +85,7 @@ class Request:
 def load(request: Request) -> tuple[Inputs, Tensor]:
     """The model with its head and the windows (B, T) on its device.
 
-    Raises the errors of ``experiments.inputs.load``, and ValueError for a budget of more than there can be.
+    Raises the errors of ``inputs.load``, and ValueError for a budget of more than there can be.
     """
     loaded = inputs.load(
         request.model, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
@@ -116,11 +116,6 @@ class Forecast:
     def __str__(self) -> str:
         free = "" if self.free is None else f", {binary(self.free)} are free"
         return f"about {duration(self.seconds)} and {binary(self.memory)} more memory{free}"
-
-
-def binary(count: int) -> str:
-    """``count`` bytes in words: "1.5 GiB"."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:

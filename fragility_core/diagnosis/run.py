@@ -13,7 +13,7 @@ from fragility_core.adjoint.routing import changed_choices
 from fragility_core.diagnosis.measure import Ranges, compare, observe
 from fragility_core.diagnosis.request import Forecast, Request
 from fragility_core.emulation import LowPrecision, lower
-from fragility_core.experiments.inputs import Inputs
+from fragility_core.inputs import Inputs
 from fragility_core.progress import progress
 from fragility_core.protection import Contributions, Plan, apply
 

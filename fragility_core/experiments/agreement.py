@@ -12,7 +12,6 @@ from fragility_core.surrogates import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimat
 from fragility_core.transport import TRANSPORTS
 
 RETRIEVED = 0.125  # share of the windows counted as the worst ones
-RESAMPLES = 9999
 
 
 def top_windows(values: pd.Series, count: int) -> set[int]:
@@ -70,22 +69,6 @@ def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
     )
     better = [int((runs[f"{signal}_pearson"] > runs.combined_pearson).sum()) for signal in SIGNALS]
     return table.assign(runs_above_combined=better, runs=len(runs)).set_index("signal")
-
-
-def spread(values: pd.Series) -> dict[str, float]:
-    """Mean, standard deviation, number of runs, and a 95 % bootstrap interval of the mean (BCa)."""
-    values = values.dropna().to_numpy()
-    low = high = np.nan
-    if len(values) > 2 and np.ptp(values) > 0:
-        interval = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, rng=0).confidence_interval
-        low, high = interval.low, interval.high
-    return {
-        "mean": values.mean() if len(values) else np.nan,
-        "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
-        "low": low,
-        "high": high,
-        "runs": len(values),
-    }
 
 
 def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:

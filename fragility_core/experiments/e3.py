@@ -16,9 +16,9 @@ import torch
 
 from fragility_core import rankings
 from fragility_core.emulation import lower
-from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
+from fragility_core.inputs import Inputs
 from fragility_core.patching import Patching, patch_effects
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0

@@ -20,9 +20,9 @@ from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments.agreement import SIGNALS, signal_agreement
 from fragility_core.experiments.e3 import REALISATION, WINDOW
-from fragility_core.experiments.inputs import Inputs
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
+from fragility_core.inputs import Inputs
 from fragility_core.theory import mismatch
 
 PLACE = ["site", "layer", "block_output"]
