@@ -15,7 +15,10 @@ WINDOWS =
 LENGTH =
 ATTENTION =
 WEIGHTS_ONLY =
-export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY
+REFERENCE =
+PROBES =
+SEED =
+export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED
 
 # An activated environment that has the packages works even without the package installed into it.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -67,7 +70,8 @@ calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's wind
 
 ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
     $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"} \
-    $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"}
+    $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"} $${REFERENCE:+-p "reference=$$REFERENCE"} \
+    $${PROBES:+-p "probes=$$PROBES"} $${SEED:+-p "seed=$$SEED"}
 
 .PHONY: diagnose
 diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to keep in fp32 for BUDGET=

@@ -313,10 +313,15 @@ def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecisio
     """``model`` in low precision: native where its device has the kernels, else emulated.
 
     ``execution`` may insist on "native" or "emulated", or round the "weights" only and compute in fp32. Raises
-    ValueError for an unknown format or execution, or when native kernels are asked for in a format that torch
-    cannot compute in.
+    ValueError for an unknown format or execution, a model that is not in fp32, or when native kernels are
+    asked for in a format that torch cannot compute in.
     """
     chosen = get_format(format)
+    if other := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
+        raise ValueError(
+            f"a model must be lowered from fp32 parameters, got {', '.join(map(str, sorted(other, key=str)))}: load it "
+            "with fragility_core.models.load_model, or call model.float()"
+        )
     if execution not in ("auto", "native", "emulated", "weights"):
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":

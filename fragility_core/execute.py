@@ -26,6 +26,7 @@ from fragility_core import paths
 from fragility_core.progress import TERMINAL
 
 SMOKE = "smoke"
+ASKED_FOR = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # of a request that cannot be met
 
 
 class OwnInterpreter(AsyncKernelManager):
@@ -145,7 +146,8 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
             stderr_file=sys.stderr,
         )
     except papermill.PapermillExecutionError as error:
-        print(f"{error}\n{name} stopped; executed so far: {executed}", file=sys.stderr)
+        told = "" if error.ename in ASKED_FOR else f"{error}\n"  # what to do is in the message, not in the traceback
+        print(f"{told}{name} stopped; executed so far: {executed}", file=sys.stderr)
         raise SystemExit(f"{error.ename}: {error.evalue}") from error
     except DeadKernelError as error:
         print(f"{name} stopped; executed so far: {executed}", file=sys.stderr)
@@ -171,7 +173,8 @@ def main(arguments: list[str] | None = None) -> None:
         # A profile's values with another model or text are another set of results: -p profile=NAME.
         print(f"executed notebook: {execute(given.notebook, values.get('profile', given.profile), values)}")
     except KeyboardInterrupt:
-        print("\ninterrupted: finished runs are kept, and the same command resumes", file=sys.stderr)
+        goes_on = "starts again" if given.notebook == "diagnose_my_model" else "goes on from the last finished run"
+        print(f"\ninterrupted: the same command {goes_on}", file=sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -48,7 +48,8 @@ def load(
     """Load what an experiment needs, and check that it can run.
 
     Raises OSError where the model or text is not found, and ValueError for windows longer than the
-    model's context, fewer windows than asked, or an unknown precision.
+    model's context, fewer windows than asked, a
+    tokenizer of another vocabulary, or an unknown precision.
     """
     config = models.load_config(model).get_text_config()
     context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative
@@ -57,6 +58,11 @@ def load(
     for precision in precisions:
         get_format(precision)
     stream = tokenize(load_rows(data), models.load_tokenizer(model))
+    if len(stream) and stream.max() >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {model!r} must give tokens below the model's vocabulary of {config.vocab_size}, "
+            f"got {stream.max()}: is it that of another model?"
+        )
     for length in lengths:
         select_windows(stream, length, windows, seed=0)
     loaded = models.load_model(model, device, auto_class)

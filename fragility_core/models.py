@@ -13,6 +13,11 @@ from transformers.utils import logging
 from fragility_core.paths import EMBEDDED_CHECKPOINT
 
 EMBEDDED = "embedded"
+NEEDED = {
+    "model": "a local copy of a decoder saved as safetensors (save_pretrained)",
+    "tokenizer": "a folder that holds the model's tokenizer too (tokenizer.save_pretrained)",
+    "text": "a local copy",
+}
 
 
 def resolve(name: str) -> str:
@@ -26,7 +31,7 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     reason = (str(cause).splitlines() or ["no message"])[0]
     return OSError(
         f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {reason}). "
-        f"Point {variable}= at a local copy ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
+        f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
         f"or leave {variable} away: they run on the embedded default, without a network."
     )
 
@@ -64,15 +69,24 @@ def load_config(name: str):
 def load_model(name: str, device: str | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
-    Raises OSError where it is not found, naming what was wanted and how to go on without it.
+    Raises OSError where it is not found, naming what was wanted and how to go on without it, or lacks
+    weights, and ValueError for weights that are not finite.
     """
     try:
         with quiet_loading():
-            model = auto_class.from_pretrained(
-                resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-            )
+            model, info = auto_class.from_pretrained(
+                resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
+    if missing := sorted(info["missing_keys"]):
+        raise OSError(
+            f"a checkpoint must hold all weights of its model, but {name!r} lacks {', '.join(missing[:5])}"
+            f"{' and others' if len(missing) > 5 else ''}, which would be drawn at random: save the whole model"
+        )
+    if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
+        raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
     return model.eval().requires_grad_(False).to(device or default_device())
 
 

@@ -271,6 +271,18 @@ def test_page_of_a_model_that_overflows(tiny_tokens):
     assert "Choose a format of wider range, such as bf16" in html and 'id="plan"' not in html
 
 
+def test_page_of_a_plan_that_leaves_an_overflow(found):
+    """All means are over the windows that are finite without and with the plan."""
+    measured, protected = found.measured.copy(), found.protected.copy()
+    measured.loc[0, ["mismatch", "changed"]] = [float("nan"), 0.77]
+    protected.loc[[0, 1], "mismatch"] = float("inf")
+    broken = replace(found, measured=measured, protected=protected)
+    kept = page.finite(broken)
+    assert [table.window.tolist() for table in kept] == [[2], [2]]
+    html = page.page(broken)
+    assert "With the plan, <b>2 of 3 windows still overflow</b>" in html
+
+
 def test_page_without_a_reference(tiny_gpt2, tiny_tokens):
     html = page.page(diagnose(tiny_gpt2, tiny_tokens[:1], reference="no"))
     assert "Nothing was measured against fp32: it was not asked for" in html
@@ -280,24 +292,25 @@ def test_page_without_a_reference(tiny_gpt2, tiny_tokens):
 def test_snippet_runs(found):
     request = replace(ASKED, attention="eager")
     plan = Plan("bf16", ("transformer.h.3",), residual=True, scores=True)
-    names = {"tokens": torch.tensor([[1, 2, 3]])}
+    names = {}
     exec(page.snippet(request, plan), names)
     assert names["plan"] == plan
     assert names["low"].model.transformer.h[3].mlp.c_fc.weight.dtype == torch.float32
-    assert names["logits"].shape == (1, 3, 4096)
+    assert names["logits"].shape == (*names["tokens"].shape, 4096)
 
 
 def test_command_says_everything_that_was_asked():
     request = replace(ASKED, model="my model", data="a'b.txt", budget="2 blocks")
-    words = dict(word.split("=", 1) for word in shlex.split(page.command(request))[2:])
+    words = dict(word.split("=", 1) for word in shlex.split(page.command(request, "embedded-custom"))[2:])
     assert {name: str(getattr(request, name.lower())) for name in words} == words
-    assert words.keys() == {"MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION"}
+    assert words.keys() == {*["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "PROBES", "SEED"]}
+    assert page.command(request, "mine").endswith(" RESULTS=mine")
 
 
 def test_command_leaves_the_defaults_away_so_that_results_stay_in_one_place():
     """``make`` keeps what was computed with a MODEL= or DATA= apart (outputs/PROFILE-custom)."""
-    command = page.command(replace(ASKED, model="embedded", data="embedded"))
-    assert "MODEL=" not in command and "DATA=" not in command
+    command = page.command(replace(ASKED, model="embedded", data="embedded"), "embedded")
+    assert not {"MODEL", "DATA", "RESULTS"} & {word.partition("=")[0] for word in command.split()}
 
 
 def test_words_for_numbers():

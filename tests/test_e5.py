@@ -31,6 +31,11 @@ def acting(name: str):
     return get_policy(name, **EAGER)
 
 
+def test_a_mismatch_that_never_rises_leaves_the_papers_ratio():
+    steps = pd.DataFrame({"policy": "none", "seed": 0, "step": range(60), "mismatch": np.linspace(2, 1, 60)})
+    assert outcomes.chosen_ratio(steps) == 1.22
+
+
 def test_policies_that_need_a_value_say_so(inputs):
     with pytest.raises(ValueError, match=r"policy 'eps_bump' needs target_ratio, .* e.g. \{'target_ratio': 0.5\}"):
         e5.policies(["none", "eps_bump"], SETTING, inputs)

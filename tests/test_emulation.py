@@ -565,3 +565,8 @@ def test_encoder_layers_run_kernel_by_kernel(norm_first):
             drifts.append(mismatch(low.model(x), exact(x.float())).mean().item())
     assert drifts[1] == pytest.approx(drifts[0], rel=0.05)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_model_in_16_bits_is_no_reference(tiny_gpt2):
+    with pytest.raises(ValueError, match="must be lowered from fp32 parameters, got torch.bfloat16: load it"):
+        lower(tiny_gpt2.bfloat16(), "bf16")

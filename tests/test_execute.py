@@ -153,7 +153,7 @@ def test_interrupt_exits_with_130(project, monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         execute.main(["tiny"])
     assert error.value.code == 130
-    assert capsys.readouterr().err == "\ninterrupted: finished runs are kept, and the same command resumes\n"
+    assert capsys.readouterr().err == "\ninterrupted: the same command goes on from the last finished run\n"
 
 
 PROFILE_FILES = sorted(paths.PROFILES.glob("*/*.yaml"))

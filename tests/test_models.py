@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import TINY, random_gpt2
 from transformers import AutoModel, AutoModelForCausalLM
 
 from fragility_core.models import default_device, load_config, load_model, load_tokenizer, resolve
@@ -84,3 +85,20 @@ def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(OSError) as error:
         load_model(str(tmp_path))
     assert_says_how_to_go_on(error, "model", str(tmp_path), "the folder")
+
+
+def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
+    """The library would draw them at random, every time anew."""
+    model = random_gpt2(TINY)
+    weights = {name: x for name, x in model.state_dict().items() if "h.1.mlp" not in name and name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(OSError, match="must hold all weights of its model, but .* lacks h.1.mlp.c_fc.bias, .* drawn at random"):
+        load_model(str(tmp_path))
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    model = random_gpt2(TINY)
+    model.transformer.h[1].mlp.c_fc.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must be finite in fp32, but those of .* are not in h.1.mlp.c_fc.weight"):
+        load_model(str(tmp_path))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import torch
 import transformers
@@ -60,12 +61,23 @@ def mean_of(values: pd.Series) -> Mean:
     return Mean(found["mean"], found["low"], found["high"])
 
 
-def command(request: Request) -> str:
-    """The shell command that makes this page again, at the same place."""
+def finite(diagnosis: Diagnosis) -> tuple[pd.DataFrame | None, pd.DataFrame | None]:
+    """What was measured without and with the plan, in the windows that are finite in both."""
+    tables = [table for table in (diagnosis.measured, diagnosis.protected) if table is not None]
+    if not tables:
+        return None, None
+    kept = np.isfinite(np.stack([table.mismatch for table in tables])).all(0)
+    return tables[0][kept], tables[1][kept] if len(tables) > 1 else None
+
+
+def command(request: Request, results: str) -> str:
+    """The shell command that makes this page again, in the folder ``results`` under outputs."""
     given = [name for name in ("model", "data") if getattr(request, name) != EMBEDDED]
-    values = [*given, "format", "budget", "windows", "length", "attention"]
+    values = [*given, "format", "budget", "windows", "length", "attention", "probes", "seed"]
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
     words += ["WEIGHTS_ONLY=yes"] * request.weights_only
+    words += [f"REFERENCE={request.reference}"] * (request.reference != "auto")
+    words += [f"RESULTS={results}"] * (results != EMBEDDED + "-custom" * bool(given))
     return " ".join(["make diagnose", *words])
 
 
@@ -77,12 +89,14 @@ def snippet(request: Request, plan: Plan) -> str:
     kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
     execution = ', "weights"' * request.weights_only
     attention = f'\nmodel.set_attn_implementation("{request.attention}")' if request.attention != "sdpa" else ""
-    return f"""from transformers import AutoModelForCausalLM
+    return f"""# From the project's folder, or with PYTHONPATH= set to it.
+from transformers import AutoModelForCausalLM
 
-from fragility_core.models import load_model
+from fragility_core.models import load_model, load_tokenizer
 from fragility_core.protection import Plan, apply
 
 model = load_model({json.dumps(request.model)}, auto_class=AutoModelForCausalLM){attention}
+tokens = load_tokenizer({json.dumps(request.model)})("Any text.", return_tensors="pt").input_ids.to(model.device)
 plan = Plan({", ".join(kept)})
 low = apply(model, plan{execution})  # raises if a module does not match or its dtype did not change
 with low.running():
@@ -162,13 +176,18 @@ def agreement(diagnosis: Diagnosis) -> pd.DataFrame:
 # --- The page -----------------------------------------------------------------------------------
 
 
-def page(diagnosis: Diagnosis) -> str:
-    """The page as HTML."""
+def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
+    """The page as HTML, for the folder ``results`` under outputs."""
     contributions, plan = diagnosis.contributions, diagnosis.plan
+    measured, protected = finite(diagnosis)
+    overflow_left = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
     filters = {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
     return template(TEMPLATES, **filters).render(
         request=diagnosis.request,
         found=diagnosis,
+        measured=measured,
+        protected=protected,
+        still_overflowing=overflow_left,
         predicted=mean_of(diagnosis.prediction.windows.predicted),
         under_plan=None if plan is None else mean_of(contributions.predict(plan).predicted),
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
@@ -176,7 +195,7 @@ def page(diagnosis: Diagnosis) -> str:
         alternatives=[] if contributions is None else alternatives(contributions),
         ranges=diagnosis.ranges.head(MANY),
         images=pictures(diagnosis),
-        command=command(diagnosis.request),
+        command=command(diagnosis.request, results),
         snippet=None if plan is None else snippet(diagnosis.request, plan),
         seconds=duration(diagnosis.seconds),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
@@ -186,5 +205,5 @@ def page(diagnosis: Diagnosis) -> str:
 def write(diagnosis: Diagnosis, profile: str) -> Path:
     """Write ``outputs/<profile>/diagnosis.html`` and return its path."""
     path = paths.output_folder(profile) / "diagnosis.html"
-    path.write_text(page(diagnosis), encoding="utf-8")
+    path.write_text(page(diagnosis, profile), encoding="utf-8")
     return path

@@ -80,9 +80,12 @@ def policy_summary(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def chosen_ratio(steps: pd.DataFrame, target: float = 12.0) -> float:
-    """The spike ratio at which policy ``none`` alone has about ``target`` onsets a run (``events.ratio_of_rate``)."""
+    """The spike ratio at which policy ``none`` alone has about ``target`` onsets a run (``events.ratio_of_rate``).
+
+    The paper's where its mismatch never rises above the median of the values before.
+    """
     runs = [run.mismatch.to_numpy() for _, run in steps[steps.policy == "none"].groupby("seed")]
-    return ratio_of_rate(runs, target)
+    return ratio_of_rate(runs, target) if peak_ratio(steps) > 1 else SpikeRule().ratio
 
 
 def peak_ratio(steps: pd.DataFrame) -> float:

@@ -1,6 +1,6 @@
 """From one prediction to the best plan for any budget."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
@@ -9,6 +9,7 @@ import pandas as pd
 from torch import Tensor, nn
 
 from fragility_core import adjoint
+from fragility_core.adjoint.sites import is_norm
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
 from fragility_core.protection import cost
@@ -48,7 +49,7 @@ class Contributions:
         self.relative = (squares.groupby(self.kernels.kernel).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
         self._embeddings = set(embedding_paths(model))
-        self._kernels_round = self.structure.places.kind.eq("kernel").any()  # not where weights only are rounded
+        self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # not where weights only are rounded
 
     # --- Which roundings vanish ------------------------------------------------------------------
 
@@ -63,15 +64,24 @@ class Contributions:
                 continue
             gone |= inside
             if narrowed:
-                gone[kernels[-1]] = False  # the output, which is cast back
+                gone[self._cast_back(path, kernels)] = False
         if plan.residual:
             gone |= self.structure.stream_sums.to_numpy()
             for path in self.structure.stream_norms:
                 kernels = np.flatnonzero(self._inside(path) & places.kind.eq("kernel").to_numpy())
-                gone[kernels[:-1]] = True
+                gone[kernels] = kernels != self._cast_back(path, kernels)
         if plan.scores:
             gone |= places.site.eq("scores").to_numpy()
         return gone
+
+    def _cast_back(self, path: str, kernels: np.ndarray) -> int:
+        """Which of ``kernels``, those of the module at ``path``, stands for casting its result back: the last.
+
+        Of a norm that rounds and then scales by gamma the larger one of both: to scale by 1 makes no error, but the
+        cast does.
+        """
+        last = kernels[-2:] if is_norm(self.model.get_submodule(path)) else kernels[-1:]
+        return int(last[np.argmax(self.relative[last])])
 
     def _inside(self, path: str) -> np.ndarray:
         return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
@@ -109,7 +119,8 @@ class Contributions:
 
         ``unit`` is "blocks", "sites" or "modules" (the smallest ones with parameters); or "bytes", of
         parameters, and of the residual stream of one window: of modules, "residual" and "scores",
-        those that take off the most error a byte are kept while they fit. Kinds of site overlap,
+        those that take off the most error a byte are kept while they fit, unless whole blocks or kinds of
+        site that fit take off more. Kinds of site overlap,
         so all choices of them are compared; others are additive, so sorting finds the best. Raises
         ValueError for another unit, or a budget that is negative or exceeds the number of units.
         """
@@ -118,7 +129,8 @@ class Contributions:
         if unit == "bytes":
             if budget < 0:
                 raise ValueError(f"a budget of bytes must be at least 0, got {budget}")
-            return self._priced(self._for_bytes(budget))
+            fitting = [plan for plan in self._few_units() if self._bytes(plan) <= budget]
+            return self._priced(min([self._for_bytes(budget), *fitting], key=self.remaining))
         count = len(getattr(self.structure, unit))
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
@@ -154,7 +166,10 @@ class Contributions:
 
     def _for_bytes(self, budget: int) -> Plan:
         """Unit after unit, each time the one that takes off the most error a byte, of those that fit."""
-        units = [self._plan((path,), path in self._embeddings) for path in (*self.structure.modules, *self._embeddings)]
+        units = [
+            self._plan((path,), path in self._embeddings and self._kernels_round)
+            for path in (*self.structure.modules, *self._embeddings)
+        ]
         units += [self._of_sites((site,)) for site in ("residual", "scores") if site in self.structure.sites]
         vanishing = np.stack([self.vanishing(unit) for unit in units])  # (units, places)
         streams = np.array([unit.residual for unit in units])
@@ -173,6 +188,17 @@ class Contributions:
         kept = [units[i] for i in sorted(chosen)]
         modules = [path for unit in kept for path in unit.modules]
         return self._plan(modules, any(u.residual for u in kept), any(u.scores for u in kept))
+
+    def _few_units(self) -> Iterator[Plan]:
+        """The best plans of all numbers of blocks, and all choices of kinds of site."""
+        order = np.argsort(-self.gains("blocks").gain, kind="stable")
+        yield from (self._of_blocks(tuple(sorted(order[:count].tolist()))) for count in range(len(order) + 1))
+        sites = [site for site in SITES if site in self.structure.sites]
+        yield from (self._of_sites(names) for count in range(len(sites) + 1) for names in combinations(sites, count))
+
+    def _bytes(self, plan: Plan) -> int:
+        parameters = cost.parameter_bytes(self.model, plan.modules, self.format)
+        return parameters + self._activation_bytes(plan) * self.length
 
     def _activation_bytes(self, plan: Plan) -> int:
         return plan.residual * (cost.WIDE - self.format.storage.itemsize) * cost.stream_width(self.model)
