@@ -9,6 +9,8 @@ import pytest
 import torch
 from conftest import TINY, random_gpt2
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -236,6 +238,17 @@ def test_models_whose_head_or_configuration_differs(model, tiny_tokens):
     assert diagnosis.forecast(found.request, Inputs(model, tiny_tokens, ""), tiny_tokens).memory > 0
     assert found.measured.mismatch.item() > 0 and len(found.drift) == 2
     assert torch.equal(observe(model, tiny_tokens).final, adjoint.final_hidden(model, tiny_tokens))
+
+
+def test_attention_that_a_model_does_not_have_is_named_with_the_other(tmp_path):
+    config = Gemma2Config(
+        vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    Gemma2ForCausalLM._from_config(config).save_pretrained(tmp_path)
+    load_tokenizer("embedded").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no sdpa attention: choose attention eager \(ATTENTION=eager\)"):
+        diagnosis.load(replace(ASKED, model=str(tmp_path)))
 
 
 # --- The page -----------------------------------------------------------------------------------

@@ -92,7 +92,9 @@ def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
     model = random_gpt2(TINY)
     weights = {name: x for name, x in model.state_dict().items() if "h.1.mlp" not in name and name != "lm_head.weight"}
     model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(OSError, match="must hold all weights of its model, but .* lacks h.1.mlp.c_fc.bias, .* drawn at random"):
+    with pytest.raises(
+        OSError, match="must hold all weights of its model, but .* lacks h.1.mlp.c_fc.bias, .* drawn at random"
+    ):
         load_model(str(tmp_path))
 
 

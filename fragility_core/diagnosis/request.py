@@ -95,7 +95,14 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     most = {"blocks": len(block_paths(loaded.model)), "sites": len(SITES), "modules": owning}.get(unit, count)
     if count > most:
         raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
-    loaded.model.set_attn_implementation(request.attention)
+    try:
+        loaded.model.set_attn_implementation(request.attention)
+    except ValueError as cause:
+        other = ", ".join(name for name in ATTENTIONS if name != request.attention)
+        raise ValueError(
+            f"{request.model!r} must have the attention that it is to run with, but has no {request.attention} "
+            f"attention: choose attention {other} (ATTENTION={other})"
+        ) from cause
     _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
     return loaded, tokens.to(loaded.device)
 
