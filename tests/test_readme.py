@@ -42,6 +42,14 @@ def test_every_local_link_leads_somewhere():
         assert (PROJECT / target).exists(), target
 
 
+def test_examples_run():
+    """One after the other, as a reader would paste them."""
+    names: dict = {}
+    for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S):
+        exec(code, names)
+    assert names["low"].format.name == "fp16" and len(names["layers"]) == 12 * len(names["windows"])
+
+
 def committed(path: str) -> pd.DataFrame:
     """A committed table as it is in the checkout's history: a rerun may have written other numbers over it."""
     shown = subprocess.run(["git", "show", f"HEAD:{path}"], cwd=PROJECT, capture_output=True, text=True, check=False)
