@@ -20,8 +20,9 @@ def x1_calibration(windows: pd.DataFrame) -> Axes:
         kept, x="adjoint", y="mismatch", col="precision", hue="window length", s=18, linewidth=0, alpha=0.6, height=3.6,
         facet_kws={"sharex": False, "sharey": False},
     )  # fmt: skip
-    for axes in grid.axes.flat:
-        axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
+    for precision, axes in grid.axes_dict.items():
+        ends = kept[kept.precision == precision][["adjoint", "mismatch"]].stack().agg(["min", "max"])
+        axes.plot(ends, ends, color="0.4", linestyle="--", linewidth=1, zorder=0)
     grid.set_axis_labels("predicted mismatch (adjoint)", "measured mismatch").set_titles("{col_name}")
     grid.figure.suptitle("X1: predicted and measured, by window", y=1.02)
     return grid.axes.flat[0]
@@ -114,7 +115,7 @@ def x1_plans(plans: pd.DataFrame) -> Axes:
     for axes in grid.axes.flat:
         axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
     grid.set(xlim=(0, 1.1), ylim=(0, 1.1)).set_titles("{col_name}").set_axis_labels("", "")
-    grid.figure.supxlabel("predicted mismatch over that without a plan", fontsize="medium", y=-0.02)
-    grid.figure.supylabel("measured", fontsize="medium", x=-0.01)
-    grid.figure.suptitle("X1: what a plan buys, predicted and measured", y=1.04)
+    grid.figure.supxlabel("predicted mismatch over that without a plan", fontsize="medium", y=0.04)
+    grid.figure.supylabel("measured", fontsize="medium", x=0.03)
+    grid.figure.suptitle("X1: what a plan buys, predicted and measured", y=1.03)
     return grid.axes.flat[0]
