@@ -1,6 +1,5 @@
 """Models and reference values shared by the tests; see data/README.md for where the values come from."""
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -9,15 +8,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no 
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from tiny import TINY, random_gpt2
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from fragility_core.models import load_model
 
 DATA = Path(__file__).parent / "data"
-TINY = GPT2Config(
-    n_layer=3, n_embd=32, n_head=2, n_positions=64, vocab_size=101, bos_token_id=0, eos_token_id=0,
-    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-)  # fmt: skip
 
 
 def pytest_configure(config):
@@ -28,24 +24,6 @@ def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-
-def random_gpt2(config: GPT2Config, weight_scale: float = 8.0) -> GPT2LMHeadModel:
-    """A GPT-2 whose statistics are far from degenerate.
-
-    Freshly initialised weights give uniform probabilities and LayerNorms with gamma = 1, beta = 0,
-    on which several wrong definitions would agree with the right one.
-    """
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(copy.deepcopy(config)).eval().requires_grad_(False)  # attention is set on configurations
-    for name, parameter in model.named_parameters():
-        if "ln_" in name:
-            parameter.copy_(name.endswith("weight") + 0.4 * torch.randn_like(parameter))
-        elif "h." in name:
-            parameter.copy_(weight_scale * 0.02 * torch.randn_like(parameter))
-        else:
-            parameter.mul_(10)
-    return model
 
 
 @pytest.fixture

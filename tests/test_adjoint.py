@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, random_gpt2
 from hypothesis import given, settings
 from scipy.linalg import hadamard
+from tiny import TINY, random_gpt2
 from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, random_gpt2
+from tiny import TINY, random_gpt2
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

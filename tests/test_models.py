@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY, random_gpt2
+from tiny import TINY, random_gpt2
 from transformers import AutoModel, AutoModelForCausalLM
 
 from fragility_core.models import default_device, load_config, load_model, load_tokenizer, resolve

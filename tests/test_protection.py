@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, random_gpt2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import TINY, random_gpt2
 from torch import nn
 from transformers import (
     AutoModel,

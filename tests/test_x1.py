@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, random_gpt2
+from tiny import TINY, random_gpt2
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.attention import IMPLEMENTATION
