@@ -37,7 +37,8 @@ class Prediction:
     ``c2`` to E||E_L||^2 and where it belongs; rows of any selection may be summed. ``windows`` has one
     row per window: the ``predicted`` mismatch, its ``standard_error`` over the probes (NaN for one),
     the ``final_norm`` ||X_L||, and in ``overflow`` the module that first gave a value that is not finite, or
-    in which a kernel did ("" where none did); the prediction is then not finite either.
+    in which a kernel did ("" where none did); the prediction is then not finite either. A mixture's
+    changes of experts are not seen: see ``routing``.
     """
 
     kernels: pd.DataFrame
