@@ -144,6 +144,7 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
             extra_arguments=["--log-level=CRITICAL"],  # of the kernel's own log; a cell's errors come as outputs
             stdout_file=sys.stdout,
             stderr_file=sys.stderr,
+            coalesce_streams=True,  # what one cell prints is one output, however it was timed
         )
     except papermill.PapermillExecutionError as error:
         told = "" if error.ename in ASKED_FOR else f"{error}\n"  # what to do is in the message, not in the traceback
