@@ -61,6 +61,9 @@ def test_results_are_those_of_the_committed_tables():
         claims = committed(f"outputs/embedded/tables/{experiment}_claims.csv")
         for row in tables.shown(claims.fillna({"verdict": "–"})).itertuples():
             assert f"| {row.quantity} | {row.paper} | {row.here} | {row.interval} | {row.verdict} |" in README
+    for row in committed("outputs/embedded/tables/e2_signals.csv").itertuples():
+        above = "–" if row.signal == "combined" else row.runs_above_combined
+        assert f"| `{row.signal}` | {row.pearson:.3f} | {row.spearman:.3f} | {row.retrieval:.3f} | {above} |" in README
     runs = committed("outputs/embedded/tables/e5_runs.csv").groupby("policy").mean(numeric_only=True)
     columns = ["onsets", "onsets_paper_ratio", "max_mismatch", "final_mismatch", "actions", "protected_layer_steps"]
     for policy, means in runs[columns].iterrows():
