@@ -387,6 +387,17 @@ def test_every_site_that_is_offered_can_be_kept(config, tiny_tokens):
         apply(model, known.of_sites([site]))
 
 
+def test_a_stream_that_is_fp32_already_is_not_rounded_at_kept_blocks(tiny_tokens):
+    """Mamba's: casting the output of a block back would add a rounding that was not there."""
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=3, state_size=4, residual_in_fp32=True)
+    model = AutoModel.from_config(config).eval().requires_grad_(False)
+    known = contributions(model, tiny_tokens, probes=2)
+    for count in (1, 2, 3):
+        plan = known.of_blocks(range(count))
+        assert measured(model, plan, tiny_tokens).mean() == pytest.approx(plan.predicted, rel=0.15)
+
+
 def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_tokens):
     """What it looks up is cast back to what it was: only with an fp32 stream are embeddings worth keeping."""
     known = contributions(tiny_gpt2.transformer, tiny_tokens[:1])

@@ -125,14 +125,16 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     carrier = torch.float32 if low.weights_only else low.format.carrier
     # Outputs that stay fp32: the stream, where it is kept, and the logits, after which nothing follows.
     wide = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
+    if tokens is None:
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    returned = dtypes_of(plan.modules, low, tokens)[1]  # some models keep the stream in fp32 of their own accord
+    wide |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
     if plan.residual:
         keep_stream(low.model, carrier, plan.modules)
     for path in plan.modules:
         keep_module(low.model.get_submodule(path), model.get_submodule(path), carrier, path not in wide)
     if plan.scores:
         keep_scores(low.model)
-    if tokens is None:
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
     check(low, plan, tokens, wide, carrier)
     return low
 
