@@ -71,7 +71,7 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
     share = successes / trials
     centre, half = share + z**2 / (2 * trials), z * np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     low, high = ((centre + sign * half) / (1 + z**2 / trials) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)
+    return (low if share > 0 else 0.0), (high if share < 1 else 1.0)  # exact, whatever the rounding
 
 
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
