@@ -154,7 +154,11 @@ def e2_delta(runs: pd.DataFrame) -> Axes:
 def e2_trend(bins: pd.DataFrame) -> Axes:
     """Mean mismatch over mean predicted risk in bins of equal count, coloured by the formats of their windows."""
     axes = canvas()
-    sns.scatterplot(bins, x="combined", y="mismatch", hue="precision", style="precision", s=70, ax=axes)
+    formats = sorted(set(bins.precision), key=lambda names: (names.count(","), names))  # those of one format first
+    sns.scatterplot(
+        bins, x="combined", y="mismatch", hue="precision", style="precision", hue_order=formats, style_order=formats,
+        s=70, ax=axes,
+    )  # fmt: skip
     axes.set(
         xscale="log", yscale="log", xlabel="predicted risk (mean of bin)", ylabel="mismatch (mean of bin)",
         title="E2: mismatch over predicted risk",
