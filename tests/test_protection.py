@@ -197,7 +197,8 @@ def test_predicted_mismatch_is_that_measured(embedded, format):
     model, tokens = embedded
     known = contributions(model, tokens, format)
     plans = [known.keep(), *(known.plan(k) for k in (2, 4)), *(known.plan(k, "sites") for k in (1, 2, 3))]
-    for chosen in [*plans, known.of_sites(["residual"]), known.of_sites(["scores"]), known.plan(100_000, "bytes")]:
+    plans += [known.of_sites(["residual"]), known.of_sites(["scores"]), known.plan(100_000, "bytes")]
+    for chosen in {(p.modules, p.residual, p.scores): p for p in plans}.values():
         found = measured(model, chosen, tokens).mean()
         assert chosen.predicted == pytest.approx(found, rel=0.04), chosen.label
 
