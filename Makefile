@@ -38,6 +38,7 @@ export LACKS
 
 NOTEBOOKS := $(wildcard notebooks/*.ipynb notebooks/*/*.ipynb)
 EXECUTE = $(PYTHON) -m fragility_core.execute
+PARALLEL = --numprocesses logical --maxprocesses 4
 
 # Results of a model or text of one's own do not mix with those of the profile; RESULTS=name on the command line
 # keeps those of several apart.
@@ -84,8 +85,8 @@ pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (two hours on t
 
 .PHONY: test
 test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
-	$(PYTHON) -m pytest tests --numprocesses logical --maxprocesses 4
-	$(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS)
+	$(PYTHON) -m pytest tests $(PARALLEL)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS) $(PARALLEL) --dist loadfile
 
 .PHONY: browser
 browser: $(ENVIRONMENT)  ## install what test-browser needs, or say what is missing
