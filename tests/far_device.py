@@ -1,0 +1,152 @@
+"""A second device without a GPU: CPU tensors behind a wall, so that code for one device can be tested on none.
+
+A ``Far`` tensor says that it lies on the device "meta" and holds its values in a CPU tensor. Kernels compute as on
+the CPU, but operands of both devices are refused, as CUDA refuses them, and everything for which a host would wait
+is noted. Not covered: what asks for CUDA by name, and derivatives in forward mode.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+FAR = torch.device("meta")
+aten = torch.ops.aten
+
+TRANSFERS = {aten._to_copy.default, aten.copy_.default}
+READ_BY_THE_HOST = {
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default,
+    aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
+}  # fmt: skip
+INDEXING = {
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
+}  # fmt: skip
+
+waits: Counter[str] = Counter()  # what a host would have waited for since the last ``clear``
+
+
+class Far(Tensor):
+    """A tensor on the far device."""
+
+    @staticmethod
+    def __new__(cls, near: Tensor):
+        outside = Tensor._make_wrapper_subclass(
+            cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype, device=FAR
+        )
+        outside.near = near
+        return outside
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+    def __repr__(self):
+        return f"Far({self.near!r})"
+
+    @property
+    def data(self):
+        return Far(self.near.data)
+
+    @data.setter
+    def data(self, value):
+        Tensor.data.__set__(self, value)
+        self.near = value.near
+
+    def untyped_storage(self):
+        return self.near.untyped_storage()
+
+    def _is_view(self):
+        return self.near._is_view() or Tensor._is_view(self)
+
+    def tolist(self):
+        waits["tolist"] += 1
+        return self.near.tolist()
+
+    def numpy(self):
+        raise TypeError("numpy() of a tensor on another device")
+
+
+def is_far(x) -> bool:
+    return isinstance(x, Far)
+
+
+def near(x):
+    return x.near if is_far(x) else x
+
+
+def far(x: Tensor) -> Far:
+    return x if is_far(x) else Far(x)
+
+
+def run(func, args: tuple, kwargs: dict):
+    """Compute ``func`` on the CPU, its results on the device where they would be."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    to_far = any(map(is_far, tensors))
+    if kwargs.get("device") is not None:
+        to_far = torch.device(kwargs["device"]) == FAR
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    note_waits(func, args, tensors, to_far)
+    inside = {id(near(x)): x for x in tensors}  # an argument that is changed in place is returned itself
+    results = func(*tree_map(near, args), **tree_map(near, kwargs))
+    if func is aten._to_copy.default and to_far != is_far(args[0]):
+        results = results.clone()
+
+    def placed(y):
+        if id(y) in inside or not isinstance(y, Tensor):
+            return inside.get(id(y), y)
+        return far(y) if to_far else y
+
+    return tree_map(placed, results)
+
+
+def note_waits(func, args: tuple, tensors: list[Tensor], to_far: bool) -> None:
+    """Count what a host would wait for; raises RuntimeError for operands of both devices."""
+    if func is aten._to_copy.default and to_far != is_far(args[0]):
+        waits["to the device" if to_far else "to the host"] += 1
+    elif func is aten.copy_.default and is_far(args[0]) != is_far(args[1]) and args[1].ndim:
+        waits["to the device" if is_far(args[0]) else "to the host"] += 1
+    if not any(map(is_far, tensors)) or func in TRANSFERS:
+        return
+    if func in READ_BY_THE_HOST:
+        waits[func.name()] += 1
+    if func in INDEXING:
+        for index in args[1]:
+            if index is not None and (not is_far(index) or index.dtype == torch.bool):
+                waits["an index or mask"] += 1
+        return
+    apart = [tuple(x.shape) for x in tensors if not is_far(x) and x.ndim]
+    if apart or (func._schema.is_mutable and not is_far(args[0]) and isinstance(args[0], Tensor)):
+        raise RuntimeError(f"{func.name()} has operands on two devices: on the CPU those of shapes {apart}")
+
+
+class FarMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+@contextmanager
+def far_device(monkeypatch) -> Iterator[torch.device]:
+    """The far device, which is also the default one of ``load_model``; what torch makes in C++ is made here."""
+    make, generator = torch.tensor, torch.Generator
+
+    def tensor(data, *, device=None, pin_memory=False, **options):
+        made = make(data, **options)
+        if device is None or torch.device(device) != FAR:
+            return made
+        waits["to the device"] += 1
+        return far(made)
+
+    monkeypatch.setattr("fragility_core.models.default_device", lambda: FAR.type)
+    monkeypatch.setattr(torch, "tensor", tensor)
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator("cpu"))
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_: None)
+    with FarMode():
+        waits.clear()
+        yield FAR

@@ -1,0 +1,139 @@
+"""Every computation on a second device (see ``far_device``): nothing mixes devices, and passes do not wait."""
+
+import copy
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from far_device import far_device, waits
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.attention import IMPLEMENTATION
+from fragility_core.diagnosis import Request, diagnose, forecast
+from fragility_core.diagnosis.page import page
+from fragility_core.emulation import lower
+from fragility_core.experiments import e2, e3, e5, x1, x1_protection
+from fragility_core.inputs import Inputs
+from fragility_core.models import load_model
+from fragility_core.monitor import Monitor
+from fragility_core.patching import Patching
+
+GRID = e2.Grid("tiny", "random", ("bf16", "fp16"), (32,), (0,), 4)
+EXECUTIONS = [
+    ("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"),
+    ("fp8_e5m2_scaled", "emulated"), ("bf16", "weights"),
+]  # fmt: skip
+# The library asks before the first block, in plain passes too, whether a window holds several texts.
+OF_THE_LIBRARY = "aten::_local_scalar_dense"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with far_device(monkeypatch) as device:
+        yield device
+
+
+@pytest.fixture
+def moved(device, tiny_gpt2, tiny_tokens):
+    """A model and its windows on the far device."""
+    return copy.deepcopy(tiny_gpt2).to(device), tiny_tokens.to(device)
+
+
+@pytest.fixture
+def inputs(moved, tiny_gpt2):
+    """What experiments load, on the far device and on the CPU."""
+    stream = torch.randint(tiny_gpt2.config.vocab_size, (400,), generator=torch.Generator().manual_seed(2))
+    return [Inputs(model, stream, "tiny") for model in (moved[0], tiny_gpt2)]
+
+
+def test_operands_of_two_devices_are_refused(device):
+    with pytest.raises(RuntimeError, match="two devices"):
+        torch.ones(3, device=device) + torch.ones(3)
+    with pytest.raises(RuntimeError, match="two devices"):
+        torch.ones(3).add_(torch.ones((), device=device))
+    assert not waits
+
+
+def test_waits_are_counted(device):
+    x = torch.arange(4.0, device=device)
+    assert x[x > 1].cpu().tolist() == [2.0, 3.0]
+    assert x.sum().item() == 6 and bool(x[0] == 0)
+    assert waits == {"an index or mask": 1, "to the host": 1, OF_THE_LIBRARY: 2}
+
+
+@pytest.mark.parametrize(("format", "execution"), EXECUTIONS)
+def test_a_monitored_pass(format, execution, moved, tiny_gpt2, tiny_tokens):
+    monitor = Monitor(lower(moved[0], format, execution))
+    monitor(moved[1])  # indices that are made once
+    waits.clear()
+    observed = monitor(moved[1])
+    # Epsilons go to the device, from pinned memory, and all statistics come back at once.
+    assert waits == {"to the device": 1, "to the host": 1, OF_THE_LIBRARY: 1}
+    expected = Monitor(lower(tiny_gpt2, format, execution))(tiny_tokens)
+    pd.testing.assert_frame_equal(observed.layers, expected.layers, rtol=0.02)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize(("format", "execution"), EXECUTIONS)
+def test_an_estimate(format, execution, attention, moved, tiny_gpt2, tiny_tokens):
+    predicted = []
+    for model, tokens in (moved, (tiny_gpt2, tiny_tokens)):
+        low = lower(model, format, execution)
+        low.model.set_attn_implementation(attention)
+        estimate = Adjoint(low, model, probes=2)
+        waits.clear()
+        predicted.append(estimate(tokens).windows.predicted)
+        if model is moved[0]:
+            assert waits.pop(OF_THE_LIBRARY) == len(tokens)
+            assert set(waits) == {"to the host"} and waits.total() <= 3  # readings, norms, ranges
+    np.testing.assert_allclose(*predicted, rtol=0.01)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_patched_passes(format, moved, tiny_gpt2, tiny_tokens):
+    patching = Patching(moved[0], lower(moved[0], format, "emulated"))
+    waits.clear()
+    patched = patching(moved[1])
+    assert waits == {OF_THE_LIBRARY: 1}
+    expected = Patching(tiny_gpt2, lower(tiny_gpt2, format, "emulated"))(tiny_tokens)
+    torch.testing.assert_close(patched.cpu(), expected, rtol=0, atol=0.02)
+
+
+def test_experiments(inputs, tmp_path):
+    there, here = inputs
+    rows = e2.run_grid(GRID, there, tmp_path / "e2")
+    on_cpu = e2.run_grid(GRID, here, tmp_path / "cpu")
+    np.testing.assert_allclose(rows.mismatch, on_cpu.mismatch, rtol=0.3)  # other rounding errors where that is native
+    given = e2.specifications(GRID, there), there, tmp_path / "e2"
+    patches = e3.run_patches(*given, tmp_path / "e3", windows=2, noisy_windows=1, realisations=2)
+    assert patches.exact_reduction.notna().all()
+    estimates = x1.run_estimates(*given, tmp_path / "x1", probes=2, noisy_windows=1, realisations=2)
+    assert np.isfinite(estimates.predicted).all()
+    sizes = {"tokens": 64, "probes": 1, "draws": 1, "blocks": (1,), "sites": (1,)}
+    plans = x1_protection.run_protections(*given, tmp_path / "plans", **sizes)
+    assert np.isfinite(plans.measured).all()
+
+
+def test_training_with_a_shadow(inputs, tmp_path):
+    setting = e5.Setting("tiny", "random", length=32, windows=4, steps=4)
+    losses = []
+    for place in inputs:
+        policies = e5.policies(["none", "bgss"], setting, place)
+        folder = tmp_path / place.device.type
+        losses.append(e5.run_policies(setting, policies, [0], place, folder, checkpoint_interval=2).loss)
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
+@pytest.mark.parametrize("asked", [{}, {"attention": "eager"}, {"weights_only": True}, {"format": "fp8_e4m3_scaled"}])
+def test_a_diagnosis(asked, inputs, moved):
+    sizes = {"model": "tiny", "data": "random", "format": "bf16", "budget": "1 site", "windows": 3, "length": 40}
+    request = Request(**sizes | asked)
+    inputs[0].model.set_attn_implementation(request.attention)
+    found = diagnose(request, inputs[0], moved[1], forecast(request, inputs[0], moved[1]))
+    assert np.isfinite(found.measured.mismatch).all() and found.plan is not None
+    assert "<html" in page(found)
+
+
+def test_models_are_loaded_onto_the_default_device(device):
+    assert load_model("embedded").device == device
