@@ -11,6 +11,7 @@ from tiny import TINY, random_gpt2
 from torch import nn
 from transformers import (
     AutoModel,
+    CohereConfig,
     FalconConfig,
     Gemma2Config,
     GemmaConfig,
@@ -52,6 +53,7 @@ FAMILIES = {
     "qwen3": Qwen3Config(**GATED, head_dim=8),
     "gemma": GemmaConfig(**GATED, head_dim=8),
     "phi": PhiConfig(**SIZES, intermediate_size=64),
+    "cohere": CohereConfig(**GATED, use_qk_norm=False),
 }
 
 
@@ -163,12 +165,12 @@ def test_a_kept_block_keeps_its_output_rounding(tiny):
     assert places.kind[gone].eq("weight").any()
 
 
-def test_parallel_branches_are_summed_before_the_stream(tiny_tokens):
+def test_branches_may_be_summed_before_they_are_added_to_the_stream(tiny_tokens):
     places = {}
-    for family in ("gpt_neox", "gpt_neox_sequential"):
+    for family in ("gpt_neox", "gpt_neox_sequential", "cohere"):
         known = contributions(random_model(FAMILIES[family]), tiny_tokens[:1])
         places[family] = int(known.structure.stream_sums.sum())
-    assert places == {"gpt_neox": 3, "gpt_neox_sequential": 6}
+    assert places == {"gpt_neox": 3, "gpt_neox_sequential": 6, "cohere": 6}
 
 
 def test_a_stream_that_branches_read_without_a_norm_is_not_offered(tiny_tokens):

@@ -12,12 +12,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fragility_core import emulation
 from fragility_core.adjoint.products import fast_products
 from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
+from fragility_core.adjoint.sites import SUMS, is_block
 from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import map_tensors
 from fragility_core.formats import Format
@@ -64,6 +65,13 @@ def store(x: Tensor, kind: str = "value") -> Tensor:
     return x
 
 
+def mark_stream(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A hook before the forward of ``block``: what it reads is the residual stream."""
+    read = args[0] if args else kwargs.get("hidden_states")
+    if isinstance(read, Tensor):
+        read._is_stream = True
+
+
 class Call:
     """A function of tensors with its arguments, those of the low dtype in fp32."""
 
@@ -94,6 +102,11 @@ class Call:
         if self.name not in PRODUCTS:
             return ""
         return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
+
+    @property
+    def of_stream(self) -> bool:
+        """Whether the residual stream is an operand."""
+        return any(getattr(x, "_is_stream", False) for x in self.floating)
 
     def moves(self, y: Tensor) -> bool:
         """Whether the result ``y`` holds stored values again."""
@@ -220,16 +233,20 @@ class LowArithmetic(TorchFunctionMode):
         if not y.is_floating_point():
             return y
         if call.moves(y):
+            y._is_stream = call.of_stream
             return store(y, "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value")
         constant = not call.floating or (call.writes and not y.requires_grad)
-        return self.round(y, call.name, call.product, constant)
+        stream = call.name in SUMS and call.of_stream and is_block(self.tape.path[-1])
+        y = self.round(y, call.name, call.product, stream, constant)
+        y._is_stream = stream
+        return y
 
-    def round(self, y: Tensor, name: str, product: str = "", constant: bool = False) -> Tensor:
+    def round(self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False) -> Tensor:
         """Round what the kernel ``name`` computed; a result to which no gradient would come is replaced by one."""
         exact = y.data  # not counted as a change: what autograd saved of y is what was stored
         rounded = self.format.round(exact).float()
         if self.recording and not constant:
-            place, error = self.tape.kernel(name, product), local_error(exact, rounded, self.format)
+            place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded, self.format)
             if has_short_range(self.format):
                 self.tape.note_largest(place, rounded)
             if self.stochastic:

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, activations
 
 from fragility_core import attention
 from fragility_core.adjoint import recomputed
-from fragility_core.adjoint.arithmetic import LowArithmetic, store
+from fragility_core.adjoint.arithmetic import LowArithmetic, mark_stream, store
 from fragility_core.adjoint.overflow import first_nonfinite
 from fragility_core.adjoint.rounding import expected_error, local_error
-from fragility_core.adjoint.sites import Sites
+from fragility_core.adjoint.sites import Sites, is_block
 from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import LowPrecision
 
@@ -122,10 +122,12 @@ class Adjoint:
         return weights
 
     def _follow_modules(self) -> None:
-        """Let the tape know which module's forward is running."""
+        """Let the tape know which module's forward is running, and which tensor a block adds to."""
         for path, module in self.model.named_modules():
             module.register_forward_pre_hook(lambda module, args, path=path: self.tape.path.append(path))
             module.register_forward_hook(lambda module, args, output: self.tape.leave())
+            if is_block(path):
+                module.register_forward_pre_hook(mark_stream, with_kwargs=True)
 
     def _recompute(self, rounding: bool) -> None:
         """Let the costly parts of the model run as one autograd function each."""

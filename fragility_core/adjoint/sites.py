@@ -27,6 +27,12 @@ def block_of(path: str) -> tuple[str, int, str] | None:
     return (found[1], int(found[2]), found[3] or "") if found else None
 
 
+def is_block(path: str) -> bool:
+    """Whether ``path`` is that of a block: a numbered module, but not one inside of another."""
+    found = block_of(path)
+    return found is not None and found[0] == path
+
+
 def is_norm(module: nn.Module) -> bool:
     """Whether a module scales, and perhaps shifts, the entries of a vector and does nothing else with weights."""
     parameters = list(module.parameters())
@@ -106,7 +112,7 @@ class Sites:
     def table(self) -> pd.DataFrame:
         """One row per place: what rounds, its site, layer (missing outside of blocks) and module.
 
-        ``block_output`` marks the last kernel of each block.
+        ``block_output`` marks the last kernel of each block, ``stream`` sums with the residual stream.
         """
         rows = pd.DataFrame(
             {
@@ -115,6 +121,7 @@ class Sites:
                 "site": [self.site(i) for i in range(len(self.places))],
                 "layer": pd.array([block[1] if block else None for block in self.blocks], dtype="Int64"),
                 "module": [place.module for place in self.places],
+                "stream": [place.stream for place in self.places],
             }
         )
         last = {

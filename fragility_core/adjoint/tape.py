@@ -17,6 +17,7 @@ class Place(NamedTuple):
     occurrence: int  # how many kernels of that name ran before, in that module and pass
     kind: str  # "kernel" or "weight"
     product: str = ""  # what a matrix product multiplies values by: "weights" or "values"
+    stream: bool = False  # whether it is a sum with the residual stream, in the forward of a block itself
 
 
 def keep(error: Tensor) -> Tensor:
@@ -51,11 +52,11 @@ class Tape:
         """The running module multiplies values by values ("attention") or chooses among experts ("router")."""
         self.roles[role].add(self.path[-1])
 
-    def kernel(self, name: str, product: str = "") -> int:
+    def kernel(self, name: str, product: str = "", stream: bool = False) -> int:
         """The place of the kernel that is running."""
         module = self.path[-1]
         self._counts[module, name] += 1
-        return self._index(Place(module, name, self._counts[module, name] - 1, "kernel", product))
+        return self._index(Place(module, name, self._counts[module, name] - 1, "kernel", product, stream))
 
     def weight(self, path: str) -> int:
         """The place of the parameter at ``path``."""

@@ -17,7 +17,7 @@ from fragility_core.protection.plans import SITES, Plan
 from fragility_core.protection.structure import Structure, embedding_paths, outermost
 
 UNITS = ("blocks", "sites", "modules", "bytes")
-PLACE = ["kernel", "name", "kind", "site", "layer", "module", "block_output"]
+PLACE = ["kernel", "name", "kind", "site", "layer", "module", "stream", "block_output"]
 
 
 class Contributions:

@@ -7,7 +7,7 @@ import pandas as pd
 from torch import nn
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint.sites import block_of, is_norm
+from fragility_core.adjoint.sites import block_of, is_block, is_norm
 
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}
@@ -21,12 +21,6 @@ def within(path: str, module: str) -> bool:
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
     """``paths`` without those inside of another one."""
     return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
-
-
-def is_block(path: str) -> bool:
-    """Whether ``path`` is that of a block: a numbered module, but not one inside of another."""
-    found = block_of(path)
-    return found is not None and found[0] == path
 
 
 def block_paths(model: nn.Module) -> list[str]:
@@ -114,17 +108,12 @@ class Structure:
 
     @cached_property
     def stream_sums(self) -> pd.Series:
-        """Whether a place is a sum that has the residual stream as an operand, or makes it.
-
-        Of residual additions that follow each other at once (parallel branches) only the last has the
-        stream as an operand: those before it add branches.
-        """
+        """Whether a place is a sum that has the residual stream as an operand, or makes it."""
         site, embeddings = self.places.site, set(embedding_paths(self.model))
         kernel = self.places.kind == "kernel"
-        added_to_again = site.shift(-1).eq("residual") & self.places.module.shift(-1).eq(self.places.module)
         above_blocks = self.places.module.map(lambda path: any(not path or within(b, path) for b in self.blocks))
         embedded = site.eq("embedding") & kernel & above_blocks & ~self.places.module.isin(embeddings)
-        return (site.eq("residual") & ~added_to_again) | embedded
+        return self.places.stream | embedded
 
     @cached_property
     def stream_can_be_kept(self) -> bool:
@@ -137,9 +126,9 @@ class Structure:
         if kernels.empty:  # only weights are rounded
             return False
         before = kernels[: kernels.module.map(block_of).notna().argmax()]
-        last = [kernels.site[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
+        last = [kernels.stream[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
         read = [any(within(norm, block) for norm in self.stream_norms) for block in self.blocks]
-        return all(site == "residual" for site in last) and all(read) and not before.site.eq("norm").any()
+        return all(last) and all(read) and not before.site.eq("norm").any()
 
     @cached_property
     def stream_norms(self) -> list[str]:
