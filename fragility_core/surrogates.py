@@ -14,7 +14,9 @@ from fragility_core import theory
 from fragility_core.transport import residual_transport
 
 LAYERNORM_TERMS = ("release", "paper")
-SIGNALS = ("combined", "no_transport", "attention_only", "layernorm_only", "remainder_only")
+SIGNALS = (
+    "combined", "no_transport", "attention_only", "layernorm_only", "remainder_only", "transport_only", "norm_only",
+)  # fmt: skip
 
 # Columns that ``score`` adds to the statistics of a block.
 DERIVED = (
@@ -98,7 +100,8 @@ def score(
     ``layers`` and ``windows`` are those of ``monitor.Observation`` (any number of windows, each with
     all blocks in order). Returns them with the terms, risk G (eq. alg-risk) and dominance phi
     (eq. alg-phi) of each block, and the signals of each window: ``combined`` = u sum(G),
-    ``no_transport`` without the product over later blocks, the parts of M alone, and the unscaled
+    ``no_transport`` without the product over later blocks, the parts of M alone, ``transport_only``
+    with M = 1, ``norm_only`` without either (what dividing by ||X_L|| knows), and the unscaled
     ``raw`` = sum(G). A nonfinite statistic makes all risks and signals of its window nonfinite. Raises
     ValueError where the rows of ``layers`` are not those of ``windows``.
     """
@@ -124,8 +127,12 @@ def score(
         risk=risk.flatten().numpy(),
         dominance=theory.layernorm_dominance(parts["layernorm"], magnitude).flatten().numpy(),
     )
-    signals = {"combined": risk, "no_transport": theory.layer_risk(magnitude, 1.0, final_norm)} | {
-        f"{name}_only": theory.layer_risk(part, downstream, final_norm) for name, part in parts.items()
-    }
+    even = torch.ones_like(magnitude)
+    signals = {
+        "combined": risk,
+        "no_transport": theory.layer_risk(magnitude, 1.0, final_norm),
+        "transport_only": theory.layer_risk(even, downstream, final_norm),
+        "norm_only": theory.layer_risk(even, 1.0, final_norm),
+    } | {f"{name}_only": theory.layer_risk(part, downstream, final_norm) for name, part in parts.items()}
     sums = {name: unit_roundoff * value.sum(-1).numpy() for name, value in signals.items()}
     return layers.join(block), windows.assign(**sums, raw=risk.sum(-1).numpy())

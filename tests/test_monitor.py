@@ -357,9 +357,10 @@ def test_score_by_definition(reading, tiny_gpt2, tiny_tokens):
             assert s.dominance == close(1e-12, layernorm / magnitude)
             assert s.risk == close(1e-12, magnitude / window.final_norm * downstream)
             parts = {"combined": magnitude, "attention_only": attention, "layernorm_only": layernorm}
-            for name, part in (parts | {"remainder_only": remainder}).items():
+            for name, part in (parts | {"remainder_only": remainder, "transport_only": 1.0}).items():
                 signals[name] += u * part / window.final_norm * downstream
             signals["no_transport"] += u * magnitude / window.final_norm
+            signals["norm_only"] += u / window.final_norm
             alpha, beta = s.attention_norm / s.input_1_norm, s.mlp_norm / s.input_2_norm
             downstream *= 1 + alpha + beta * (1 + alpha)
         for name, value in signals.items():
