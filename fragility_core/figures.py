@@ -273,7 +273,7 @@ def e5_course(steps: pd.DataFrame, title: str = "E5: mismatch over training") ->
         grid.flat[number].set_visible(False)
         grid.flat[number - columns].tick_params(labelbottom=True)  # the last panel of its column
     figure.supxlabel("training step", fontsize="medium")
-    figure.supylabel("mismatch, mean over seeds", fontsize="medium")
+    figure.supylabel("mismatch" if rows == 1 else "mismatch, mean over seeds", fontsize="medium")
     figure.suptitle(f"{title} (grey: none)" if len(table.columns) > 1 else title, fontsize="medium")
     return grid[0, 0]
 

@@ -114,8 +114,9 @@ def x1_plans(plans: pd.DataFrame) -> Axes:
     )  # fmt: skip
     for axes in grid.axes.flat:
         axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
-    grid.set(xlim=(0, 1.1), ylim=(0, 1.1)).set_titles("{col_name}").set_axis_labels("", "")
-    grid.figure.supxlabel("predicted mismatch over that without a plan", fontsize="medium", y=0.04)
-    grid.figure.supylabel("measured", fontsize="medium", x=0.03)
+    ends = (0, 1.05 * max(1.0, table[["predicted", "measured"]].max(axis=None)))
+    grid.set(xlim=ends, ylim=ends).set_titles("{col_name}").set_axis_labels("", "")
+    grid.figure.supxlabel("predicted mismatch / mismatch measured without a plan", fontsize="medium", y=0.04)
+    grid.figure.supylabel("measured / measured without", fontsize="medium", x=0.03)
     grid.figure.suptitle("X1: what a plan buys, predicted and measured", y=1.03)
     return grid.axes.flat[0]

@@ -155,8 +155,8 @@ def mitigation(shift: float) -> pd.DataFrame:
     quantities = dict.fromkeys(("onsets", "onsets_paper_ratio", "final_mismatch", "max_mismatch"), 10 - better)
     protected = runs.policy.map({"static_global": 3072}).fillna(2742)
     return runs.assign(
-        **quantities, steps=256, onset_ratio=1.05, peak_ratio=1.1, mean_mismatch=1.0, actions=24, ended="",
-        protected_layer_steps=protected,
+        **quantities, steps=256, onset_ratio=1.05, peak_ratio=1.1, mean_mismatch=1.0, final_loss=3.0, actions=24,
+        ended="", protected_layer_steps=protected,
     )  # fmt: skip
 
 

@@ -70,6 +70,11 @@ def test_prediction_and_signals_stand_side_by_side(source, estimates):
     assert runs.loc["bf16", "between_realisations"] == pytest.approx(
         noisy.corr().to_numpy()[[0, 0, 1], [1, 2, 2]].mean()
     )
+    adjoint = bf16.adjoint[noisy.index].to_numpy()
+    ones = [np.corrcoef(noisy[name], adjoint)[0, 1] for name in noisy]
+    assert runs.loc["bf16", "adjoint_with_one"] == pytest.approx(np.mean(ones))
+    mean = noisy.to_numpy().mean(1)
+    assert runs.loc["bf16", "adjoint_with_mean"] == pytest.approx(np.corrcoef(mean, adjoint)[0, 1])
 
 
 def test_mean_prediction_is_the_mean_mismatch(source, estimates):

@@ -168,16 +168,21 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _noise(windows: pd.DataFrame) -> dict[str, float]:
-    """Pearson between the mismatches of two stochastic realisations, and of the prediction with their mean.
+    """Pearson between the mismatches of two stochastic realisations, and of the prediction with one and their mean.
 
-    The first says how well one measurement foretells another one, the second has less of that noise.
+    The first says how well one measurement foretells another one; its root is what the exact expectation would
+    have with one (Spearman 1904). The mean has less of that noise.
     """
     noisy = windows[[name for name in windows if name.startswith(NOISY)]].dropna()
     if len(noisy) < 3 or noisy.shape[1] < 2:
         return {}
     between = np.corrcoef(noisy.T)[np.triu_indices(noisy.shape[1], 1)].mean()
     adjoint = windows.adjoint[noisy.index]
-    return {"between_realisations": between, "adjoint_with_mean": np.corrcoef(adjoint, noisy.mean(axis=1))[0, 1]}
+    return {
+        "between_realisations": between,
+        "adjoint_with_one": noisy.corrwith(adjoint).mean(),
+        "adjoint_with_mean": noisy.mean(axis=1).corr(adjoint),
+    }
 
 
 def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:

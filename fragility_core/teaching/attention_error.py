@@ -84,7 +84,7 @@ def beyond_range(margin: float, format: str) -> tuple[Axes, str]:
         table = errors(inputs, name)
         # An overflow leaves inf or NaN: an error beyond all bounds.
         ratio = np.nan_to_num(table.observed / table.bound, nan=np.inf).reshape(-1, DRAWS).max(1)
-        held[name], allowed[name] = EXPONENTS[ratio <= 1], table.relative_bound.mean()
+        held[name], allowed[name] = ratio <= 1, table.relative_bound.mean()
         strong = {"linewidth": 2.5} if name == format else {"linewidth": 1, "alpha": 0.55}
         axes.plot(EXPONENTS, ratio.clip(max=1e6), marker=marker, markersize=4, label=name, **strong)
     axes.axhline(1, color="0.2", linestyle="--", linewidth=1)
@@ -95,9 +95,10 @@ def beyond_range(margin: float, format: str) -> tuple[Axes, str]:
         title="the theorem holds while nothing over- or underflows",
     )  # fmt: skip
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    broken = ", ".join(f"2^{exponent}" for exponent in EXPONENTS[~held[format]]) or "none of them"
     return axes, (
-        f"{format}, margin {margin:g}: the bound holds for value scales from 2^{held[format].min()} "
-        f"to 2^{held[format].max()}; it is {allowed[format]:.2g} ‖A‖"
+        f"{format}, margin {margin:g}: the bound holds at {held[format].sum()} of {len(EXPONENTS)} value scales, "
+        f"not at {broken}; it is {allowed[format]:.2g} ‖A‖"
     )
 
 

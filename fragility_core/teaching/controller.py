@@ -1,6 +1,6 @@
 """Notebook 5: what raising LayerNorm's epsilon does, and a recorded E5 run under controllers of it.
 
-The statistics stay as recorded: neither LayerNorm's output nor anything behind it answers to a raised epsilon.
+The statistics stay as recorded: neither LayerNorm's output nor anything after it answers to a raised epsilon.
 """
 
 import math
@@ -108,10 +108,10 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
         figures.log_scale(axes)
         axes.set(xlim=(1e-6, 1e3), xlabel="σ²")
         axes.axvline(variance[-1], color="0.2", linestyle=":")
-    gate = "open" if before[-1] < 1 else "closed"
+    gate, gives = ("open", "gives") if before[-1] < 1 else ("closed", "would give")
     return left, (
         f"σ² = {variance[-1]:.2g}, u = 2^-{precision}: ρ_LN = {before[-1]:.3g} before, the gate ρ_LN < 1 is {gate}; "
-        f"the update gives ε = {epsilon[-1]:.2g} and ρ_LN = {after[-1]:.3g}, guaranteed {bound[-1]:.3g}"
+        f"the update {gives} ε = {epsilon[-1]:.2g} and ρ_LN = {after[-1]:.3g}, guaranteed {bound[-1]:.3g}"
     )
 
 
@@ -200,7 +200,7 @@ def playground(
     counts = np.bincount(stop.ravel(), minlength=len(STOPS))
     return course, (
         f"{run} run, u = 2^-{precision}, of {stop.size} times that a block is looked at: "
-        + ", ".join(f"{name} {count}" for name, count in zip(STOPS, counts))
+        + ", ".join(f"{name}: {count}" for name, count in zip(STOPS, counts))
         + f". The released controller acts {len(acted)} times."
     )
 
@@ -268,10 +268,11 @@ EXERCISES = (
         "ρ_LN &lt; 1, one action raises ε by a factor below 1/ρ*.",
     ),
     Exercise(
-        "In the playground, fp16: lower both thresholds as far as they go. What stops the blocks now?",
+        "In the playground, steady run, fp16: lower both thresholds as far as they go. What stops the blocks now?",
         "ρ_LN ≥ 1",
         "Every G and every φ passes, and the regime gate stops them all: σ² would have to be below "
-        "ε / (d_model u) = 1.6 · 10⁻⁴, and the smallest in the run is 0.004.",
+        "ε / (d_model u) = 1.6 · 10⁻⁴, and the smallest in the run is 0.004. (In the spiking run φ falls further, and "
+        "its gate stops some blocks first.)",
         ("G < τ_G", "φ < τ_φ", "ρ_LN ≥ 1", "the budget"),
     ),
     Exercise(

@@ -101,8 +101,9 @@ def ranges(exponent: int, format: str) -> tuple[Axes, str]:
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     chosen = get_format(format)
     error = table.error[(table.format == format) & (table.exponent == exponent)].item()
+    told = f"{error:.2g} = {error / chosen.unit_roundoff:.3g} u" if np.isfinite(error) else "infinite, by overflow"
     return axes, (
-        f"{format} around 2^{exponent}: largest relative error {error:.2g} = {error / chosen.unit_roundoff:.3g} u; "
+        f"{format} between 2^{exponent} and 2^{exponent + 1}: largest relative error {told}; "
         f"normal from {chosen.smallest_normal:.2g} to {chosen.largest:.3g}"
     )
 
@@ -196,11 +197,11 @@ def score_rounding(offset: float, spread: float, format: str) -> tuple[Axes, str
     (axes,) = figures.detached(1, width=6.4, height=4.2)
     axes.plot(table.first_order[~above], table.observed[~above], ".", color="C0", label="below the bound")
     axes.plot(table.first_order[above], table.observed[above], "x", color="C3", label="above it")
-    ends = np.array([1e-6, 10])
+    ends = np.array([1e-6, 100])
     axes.plot(ends, ends, color="0.2", linestyle="--", linewidth=1)
     figures.log_scale(axes)
     axes.set(
-        xlim=ends, ylim=(1e-7, 10), xlabel="first-order bound u ‖s‖ ‖J(p)‖₂", ylabel="observed change of p",
+        xlim=ends, ylim=(1e-9, 10), xlabel="first-order bound u ‖s‖ ‖J(p)‖₂", ylabel="observed change of p",
         title="rounding the scores",
     )  # fmt: skip
     axes.legend(frameon=False, loc="upper left")

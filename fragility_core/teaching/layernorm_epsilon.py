@@ -33,7 +33,7 @@ def factor(variance_exponent: float, epsilon_exponent: float) -> tuple[Axes, str
     curve.plot(epsilons, theory.layernorm_factor(variance, epsilons), color="C3", label="f(ε)")
     curve.plot(epsilon, here, "o", color="C3", markersize=8)
     figures.log_scale(curve)
-    curve.set(ylim=(1e-2, 1e4), xlabel="ε", title="f(ε), the amplification of LayerNorm")
+    curve.set(ylim=(1e-2, 1e4), xlabel="ε", ylabel="f(ε)", title="f(ε), the amplification of LayerNorm")
     curve.legend(frameon=False, fontsize="small")
 
     scale = (1 + epsilons / variance) ** -0.5
@@ -43,7 +43,7 @@ def factor(variance_exponent: float, epsilon_exponent: float) -> tuple[Axes, str
     shares.plot(epsilons, bound / scale, color="C2", linestyle="-.", label="C_LN (their quotient)")
     figures.log_scale(shares, "x")
     shares.axvline(variance, color="0.2", linestyle="--", linewidth=1)
-    shares.set(ylim=(0, 1.05), xlabel="ε (dashed: ε = σ²)", title="as a share of the value at ε = 0")
+    shares.set(ylim=(0, 1.05), xlabel="ε (dashed: ε = σ²)", ylabel="share", title="as a share of the value at ε = 0")
     shares.legend(frameon=False, fontsize="small", loc="center left")
     for axes in (curve, shares):
         axes.axvline(epsilon, color="0.2", linestyle=":")
@@ -81,7 +81,7 @@ def rounding(
         axes.axvline(variance, color="0.2", linestyle="--", linewidth=1)
         axes.axvline(epsilon, color="0.2", linestyle=":")
         figures.log_scale(axes)
-        axes.set(ylim=(1e-6, 1e2), xlabel="ε (dashed: ε = σ²)", title=f"{format}: {kind} error")
+        axes.set(ylim=(1e-6, 1e2), xlabel="ε (dashed: ε = σ²)", ylabel=f"{kind} error", title=f"{format}: {kind} error")
     row[0].legend(frameon=False, ncols=2, loc="upper right", fontsize="small")
     return row[0], (
         f"{format}, σ² = {variance:.2g}, mean {offset:g} σ, ε = {epsilon:.2g}, rounded: {rounded}; "

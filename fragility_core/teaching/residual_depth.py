@@ -39,7 +39,7 @@ def one_block(rho: float, kind: str) -> tuple[Axes, str]:
     curve.axvline(1, color="0.2", linestyle="--", linewidth=1)
     curve.axvline(rho, color="0.2", linestyle=":")
     figures.log_scale(curve, "y")
-    curve.set(ylim=(0.8, 1e3), xlabel="ρ = ‖J‖₂ (dashed: 1)", title="condition number of the block")
+    curve.set(ylim=(0.8, 1e3), xlabel="ρ = ‖J‖₂ (dashed: 1)", ylabel="κ(I + J)", title="condition number of the block")
     curve.legend(frameon=False, loc="upper left", fontsize="small")
     bound = f"bound {theory.residual_condition_bound(rho):.3g}" if rho < 1 else "without a bound, as ρ is not below 1"
     return bars, (
@@ -56,11 +56,11 @@ def depth(rho: float, blocks: int, kind: str) -> tuple[Axes, str]:
     growth.plot(table.blocks, table.transport, color="C3", label="bound ∏(1 + ρ)")
     growth.plot(table.blocks, table.worst, color="C0", label="worst direction")
     growth.plot(table.blocks, table.typical, "--", color="C2", label="typical direction")
-    growth.set(title="growth of an error")
+    growth.set(title="growth of an error", ylabel="factor")
     conditions.plot(table.blocks, table.condition_bound, color="C3", label="bound ∏(1 + ρ)/(1 − ρ)")
     conditions.plot(table.blocks, table.condition, color="C0", label="κ of the product")
     conditions.plot(table.blocks, table.transport, "--", color="C1", label="∏(1 + ρ), its stand-in")
-    conditions.set(title="condition number")
+    conditions.set(title="condition number", ylabel="κ")
     for axes in (growth, conditions):
         figures.log_scale(axes, "y")
         axes.axvline(blocks, color="0.2", linestyle=":")
@@ -84,7 +84,7 @@ def estimates() -> pd.DataFrame:
 
 
 def factors() -> pd.DataFrame:
-    """prod_{k > l} (1 + rho_k) behind every block l but the last, by estimator, and what errors really do."""
+    """prod_{k > l} (1 + rho_k) after every block l but the last, by estimator, and what errors really do."""
     transport = estimates().apply(lambda rho: theory.downstream_transport(torch.tensor(rho.to_numpy())).numpy())
     return transport.join(embedded.growth(), how="right")
 
@@ -102,7 +102,7 @@ def checkpoint(layer: int, estimator: str) -> tuple[Axes, str]:
     gain.set(ylim=(0.1, 1e7), ylabel="ρ", title="gain of every block")
     growth.plot(table.index, table.worst, "^-", color="0.2", markersize=5, label="worst direction (real)")
     growth.plot(table.index, table.rounding, "*-", color="C3", markersize=8, label="bf16 rounding (real)")
-    growth.set(ylim=(0.5, 1e12), title="growth of an error from a block to the end")
+    growth.set(ylim=(0.5, 1e12), ylabel="factor", title="growth of an error from a block to the end")
     for axes in (gain, growth):
         figures.log_scale(axes, "y")
         axes.axvline(layer, color="0.2", linestyle=":")
@@ -123,7 +123,7 @@ EXERCISES = (
         "I + J = diag(1.5, 0.5): κ = 3, which is (1 + ρ) / (1 − ρ). The bound of Theorem residual is attained.",
     ),
     Exercise(
-        "ρ = 0.2 in each of the 12 blocks behind an error. How large is the factor ∏(1 + ρ)?",
+        "ρ = 0.2 in each of the 12 blocks after an error. How large is the factor ∏(1 + ρ)?",
         theory.downstream_transport(torch.full((13,), 0.2, dtype=torch.float64))[0].item(),
         "1.2¹² = 8.92.",
     ),

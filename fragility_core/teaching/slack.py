@@ -7,12 +7,12 @@ from fragility_core.figures import Axes
 
 
 def histogram(axes: Axes, slack: pd.Series, title: str) -> None:
-    """Count the draws by ``slack`` from 1, a sharp bound, to 1000 on a logarithmic axis; dashed the median."""
-    axes.hist(np.log10(slack), bins=np.linspace(0, 3, 31), color="C0")
+    """Count the draws by ``slack`` from 1, a sharp bound, to 1000 or more on a logarithmic axis; dashed the median."""
+    axes.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31), color="C0")
     axes.axvline(0, color="C3", linewidth=2)
     axes.axvline(np.log10(slack.median()), color="0.2", linestyle="--", linewidth=1)
     axes.set(
-        xlim=(-0.1, 3), xticks=[0, 1, 2, 3], xticklabels=["1", "10", "100", "1000"], xlabel="bound / observed error",
+        xlim=(-0.1, 3), xticks=[0, 1, 2, 3], xticklabels=["1", "10", "100", "≥ 1000"], xlabel="bound / observed error",
         title=title,
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 class Pass(NamedTuple):
-    """A monitored pass beside the fp32 one: scored block rows, window row, and the errors behind every block."""
+    """A monitored pass beside the fp32 one: scored block rows, window row, and the errors after every block."""
 
     layers: pd.DataFrame
     window: pd.Series
@@ -98,29 +98,33 @@ def passed(format: str) -> Pass:
 
 
 def text(block: int, format: str) -> tuple[Axes, str]:
-    """The window's tokens, shaded by the relative error of their hidden states behind ``block``."""
+    """The window's tokens, shaded by the relative error of their hidden states after ``block``."""
     drift, columns = passed(format).token_drift, 8
     shades = np.log10(drift)  # one scale for all blocks, its dark end kept back for the letters
     (axes,) = figures.detached(1, width=9.6, height=3.8)
-    axes.get_figure().subplots_adjust(left=0.02, right=0.99, bottom=0.02)
+    axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.02)
     scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
-    axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
+    cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
+    bar = axes.get_figure().colorbar(cells, fraction=0.04, pad=0.02)
+    unit, powers = get_format(format).unit_roundoff, 2.0 ** np.arange(-2, 8)
+    inside = powers[np.abs(np.log10(powers * unit) - shades.mean()) < np.ptp(shades) / 1.5]
+    bar.set_ticks(np.log10(inside * unit), labels=[f"{power:g}" for power in inside])
     axes.invert_yaxis()
-    for place, word in enumerate(words()):
+    shown = [word.strip(" ").replace("\n", "⏎") or "␣" for word in words()]
+    for place, word in enumerate(shown):
         row, column = divmod(place, columns)
-        shown = word.strip(" ").replace("\n", "⏎") or "␣"
-        axes.text(column + 0.5, row + 0.5, shown, ha="center", va="center", fontsize="small")
-    axes.set(xticks=[], yticks=[], title=f"error of every token behind block {block}: darker is larger")
+        axes.text(column + 0.5, row + 0.5, word, ha="center", va="center", fontsize="small")
+    axes.set(xticks=[], yticks=[], title=f"relative error of every token after block {block}, in units of u")
     worst = int(drift[block].argmax())
     return axes, (
-        f"{format}, behind block {block}: relative error of the whole hidden state {passed(format).drift[block]:.2g}, "
+        f"{format}, after block {block}: relative error of the whole hidden state {passed(format).drift[block]:.2g}, "
         f"of single tokens {drift[block].min():.2g} to {drift[block].max():.2g}, largest at token {worst} "
-        f"({words()[worst].strip()!r})"
+        f"({shown[worst]})"
     )
 
 
 def profile(block: int, format: str) -> tuple[Axes, str]:
-    """Left: the terms of M over the blocks. Right: error of the hidden state behind each, measured and predicted."""
+    """Left: the terms of M over the blocks. Right: error of the hidden state after each, measured and predicted."""
     here = passed(format)
     row = here.layers.iloc[block]
     terms, drift = figures.detached(2, height=3.8)
@@ -134,7 +138,7 @@ def profile(block: int, format: str) -> tuple[Axes, str]:
     drift.plot(here.predicted_drift, "^-", color="C3", markersize=5, label="predicted")
     drift.plot(here.drift, "o-", color="C0", markersize=5, label="measured")
     drift.axhline(get_format(format).unit_roundoff, color="0.2", linestyle="--", linewidth=1, label="u")
-    drift.set(ylim=(1e-4, 1e3), title="error of the hidden state behind the block")
+    drift.set(ylim=(1e-4, 1e3), ylabel="relative error", title="error of the hidden state after the block")
     terms.set(ylim=(50, 2e6))
     for axes in (terms, drift):
         figures.log_scale(axes, "y")
@@ -143,7 +147,7 @@ def profile(block: int, format: str) -> tuple[Axes, str]:
         axes.legend(frameon=False, fontsize="small", loc="upper left", ncols=2)
     return terms, (
         f"{format}, block {block}: attention {row.attention_term:.2g}, remainder {row.remainder_term:.2g}, LayerNorm "
-        f"{row.layernorm_term:.2g}; behind it the hidden state is off by {here.drift[block]:.2g}, "
+        f"{row.layernorm_term:.2g}; after it the hidden state is off by {here.drift[block]:.2g}, "
         f"predicted {here.predicted_drift[block]:.2g}"
     )
 
@@ -268,7 +272,7 @@ def epsilon(block: int, exponent: int, format: str) -> tuple[Axes, str]:
     right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
     right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
     figures.log_scale(right, "y")
-    right.set(ylim=(1e-6, 100), title="what it costs")
+    right.set(ylim=(1e-6, 100), ylabel="relative change", title="what it costs")
     place = EPSILONS.index(chosen)
     for axes in (left, right):
         figures.log_scale(axes, "x")
@@ -288,9 +292,9 @@ EXERCISES = (
     Exercise(
         "Which block contributes most to the predicted mismatch of this window?",
         "block 4",
-        "Its attention term is the second largest. That of block 8 is larger, but behind block 8 come three blocks, "
-        "behind block 4 seven, which let an error grow three times as much. Block 11 has a fifteenth of the attention "
-        "term, and nothing behind it.",
+        "Its attention term is the second largest. That of block 8 is larger, but after block 8 come three blocks, "
+        "after block 4 seven, which let an error grow three times as much. Block 11 has a fifteenth of the attention "
+        "term, and nothing after it.",
         ("block 0", "block 4", "block 8", "block 11"),
     ),
     Exercise(
@@ -304,7 +308,7 @@ EXERCISES = (
         "(1 + 0.5)(1 + 0.2) = 1.8. A block's own ρ does not count: its errors are made at its end.",
     ),
     Exercise(
-        "How does the measured error behind the last block change from bf16 to fp16?",
+        "How does the measured error after the last block change from bf16 to fp16?",
         "about 8 times smaller",
         "Terms and transport belong to the model and hardly change; u goes from 2⁻⁸ to 2⁻¹¹. To first order every "
         "error is proportional to u.",
