@@ -158,8 +158,10 @@ def test_every_step_of_the_proof_gives_something_away(format):
     assert (steps.diff(axis=1).iloc[:, 1:] >= 0).all(axis=None)
 
 
-def test_readout_names_the_value_scales_that_keep_the_bound():
+def test_readout_names_the_value_scales_that_break_the_bound():
     _, readout = attention_error.beyond_range(2.0, "bf16")
-    assert "from 2^-30 to 2^20" in readout  # the range of the figure: bf16 leaves it at neither end
+    assert "holds from 2^-30 to 2^20" in readout  # the range of the figure: bf16 leaves it at neither end
     _, readout = attention_error.beyond_range(2.0, "fp16")
-    assert readout.endswith("to 2^14; it is 0.0052 ‖A‖")  # values of a few 2^14 still fit below 65504
+    assert readout.endswith("and 2^16 to 2^20; it is 0.0052 ‖A‖")  # values of a few 2^14 still fit below 65504
+    _, readout = attention_error.beyond_range(0.5, "fp8_e4m3")
+    assert "fails for values of 2^10;" in readout  # far above, all saturate: the bound exceeds ‖A‖ and allows it

@@ -208,7 +208,7 @@ def test_playground_shows_every_stop_and_every_action():
     np.testing.assert_allclose(axes.collections[0].get_array(), shades[stop])
     acted = controller.released("steady")
     np.testing.assert_array_equal(axes.lines[0].get_xydata(), np.stack([acted.step + 1, acted.layer], 1))
-    assert f"raised {(stop == 6).sum()}." in readout and (stop == 6).any()
+    assert f"raised: {(stop == 6).sum()}." in readout and (stop == 6).any()
 
 
 def test_the_table_shows_one_look():

@@ -95,10 +95,13 @@ def beyond_range(margin: float, format: str) -> tuple[Axes, str]:
         title="the theorem holds while nothing over- or underflows",
     )  # fmt: skip
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    broken = ", ".join(f"2^{exponent}" for exponent in EXPONENTS[~held[format]]) or "none of them"
+    broken = EXPONENTS[~held[format]]
+    stretches = np.split(broken, np.flatnonzero(np.diff(broken) > 2) + 1) if len(broken) else []
+    where = " and ".join(f"2^{s[0]}" + f" to 2^{s[-1]}" * (len(s) > 1) for s in stretches)
     return axes, (
-        f"{format}, margin {margin:g}: the bound holds at {held[format].sum()} of {len(EXPONENTS)} value scales, "
-        f"not at {broken}; it is {allowed[format]:.2g} ‖A‖"
+        f"{format}, margin {margin:g}: the bound "
+        + (f"fails for values of {where}" if where else f"holds from 2^{EXPONENTS[0]} to 2^{EXPONENTS[-1]}")
+        + f"; it is {allowed[format]:.2g} ‖A‖"
     )
 
 
