@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fragility_core.dataflow import Call, agree, attention_modules, decoder_blocks, one_token_pass, reads
+from fragility_core.dataflow import Call, agree, one_token_pass, reads
 from fragility_core.linear import Projection, is_linear
+from fragility_core.modules import attention_modules, block_paths
 from fragility_core.norms import Norm, known_norm
 
 
@@ -63,9 +64,21 @@ def blocks(model: PreTrainedModel) -> list[Block]:
             f"the monitor sees scores through transformers' attention interface, got {type(base).__name__}, "
             "which computes them on its own"
         )
-    found = decoder_blocks(base)
+    found = [base.get_submodule(path) for path in block_paths(base)]
+    _require_attention(base, [module for module in found if attention_modules(module)])
     calls = one_token_pass(base, found)
-    return [_Reading(module, calls[module], config.num_attention_heads).block() for module in found]
+    ran = [module for module in found if module in calls[module]]  # not the blocks of a vision tower
+    _require_attention(base, ran)
+    return [_Reading(module, calls[module], config.num_attention_heads).block() for module in ran]
+
+
+def _require_attention(base: nn.Module, found: list[nn.Module]) -> None:
+    """Raises TypeError unless there are blocks ``found``, with one attention each."""
+    if not found or any(len(attention_modules(module)) != 1 for module in found):
+        raise TypeError(
+            f"the score does not cover {type(base).__name__}: it needs blocks with one attention module (attribute "
+            "is_causal) each"
+        )
 
 
 class _Reading:

@@ -15,22 +15,6 @@ class Call(NamedTuple):
     output: Tensor
 
 
-def attention_modules(module: nn.Module) -> list[nn.Module]:
-    """The attention modules in ``module``: those that tell transformers' attention functions if they are causal."""
-    return [m for m in module.modules() if hasattr(m, "is_causal")]
-
-
-def decoder_blocks(base: nn.Module) -> list[nn.Module]:
-    """The list of modules that hold one attention each; raises TypeError where there is none."""
-    for modules in base.modules():
-        if isinstance(modules, nn.ModuleList) and modules and all(len(attention_modules(m)) == 1 for m in modules):
-            return list(modules)
-    raise TypeError(
-        f"{type(base).__name__} is no decoder whose score is known: looked for a list of blocks with one "
-        "attention module each (attribute is_causal), and found none"
-    )
-
-
 def _tensor(value) -> Tensor | None:
     """The first of nested tuples, or the tensor itself."""
     while isinstance(value, tuple) and value:

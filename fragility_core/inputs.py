@@ -48,8 +48,7 @@ def load(
     """Load what an experiment needs, and check that it can run.
 
     Raises OSError where the model or text is not found, and ValueError for windows longer than the
-    model's context, fewer windows than asked, a
-    tokenizer of another vocabulary, or an unknown precision.
+    model's context, fewer windows than asked, a tokenizer of another vocabulary, or an unknown precision.
     """
     config = models.load_config(model).get_text_config()
     context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative

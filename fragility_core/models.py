@@ -32,7 +32,7 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     return OSError(
         f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {reason}). "
         f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
-        f"or leave {variable} away: they run on the embedded default, without a network."
+        f"or leave {variable} unset: both then run on the embedded default, without a network."
     )
 
 
@@ -70,8 +70,9 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
     Raises OSError where it is not found, naming what was wanted and how to go on without it, or lacks
-    weights, and ValueError for weights that are not finite.
+    weights, and ValueError for weights that are not finite, or where torch multiplies fp32 in less than fp32.
     """
+    require_fp32_products()
     try:
         with quiet_loading():
             model, info = auto_class.from_pretrained(
@@ -88,6 +89,16 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
     return model.eval().requires_grad_(False).to(device or default_device())
+
+
+def require_fp32_products() -> None:
+    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference would drift itself."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise ValueError(
+            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
+            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+        )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -153,5 +153,5 @@ def _base64(data: bytes) -> str:
 def _number(text: str) -> float:
     try:
         return float(Fraction(text.replace(",", ".").strip()))
-    except (ValueError, ZeroDivisionError) as error:
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
         raise ValueError(f"An answer is a number such as 0.01, 1e-2 or 1/100, not {text!r}") from error

@@ -41,6 +41,10 @@ def test_policies_that_need_a_value_say_so(inputs):
         e5.policies(["none", "eps_bump"], SETTING, inputs)
     _, bump = e5.policies(["none", "eps_bump"], SETTING, inputs, target_ratio=0.25)
     assert bump.target_ratio == 0.25
+    with pytest.raises(ValueError, match=r"among those of the chosen policies, .*cooldown.*, got cooldown_stepz"):
+        e5.policies(["none", "bgss"], SETTING, inputs, cooldown_stepz=3)
+    (bgss,) = e5.policies(["bgss"], SETTING, inputs, base_epsilon=1e-4)
+    assert bgss.base_epsilon == 1e-4
 
 
 def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):

@@ -26,6 +26,12 @@ def test_the_embedded_default_has_a_name():
     assert resolve("gpt2") == "gpt2"
 
 
+def test_fp32_products_must_be_fp32(monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    with pytest.raises(ValueError, match=r'set to "high" precision: call torch.set_float32_matmul_precision'):
+        load_model("embedded")
+
+
 def test_default_device():
     assert default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -33,7 +39,7 @@ def test_default_device():
 def assert_says_how_to_go_on(error: pytest.ExceptionInfo, kind: str, name: str, where: str):
     message = str(error.value)
     assert message.startswith(f"cannot load the {kind} {name!r} from {where} (")
-    assert "(MODEL=path/to/copy after `make reproduce` or `make diagnose`), or leave MODEL away: they run" in message
+    assert "(MODEL=path/to/copy after `make reproduce` or `make diagnose`), or leave MODEL unset: both" in message
     assert "\n" not in message
 
 

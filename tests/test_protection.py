@@ -14,6 +14,8 @@ from transformers import (
     CohereConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
@@ -30,6 +32,7 @@ from transformers import (
 )
 
 from fragility_core import adjoint, attention
+from fragility_core.architectures import blocks
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
 from fragility_core.models import load_model, load_tokenizer
@@ -186,8 +189,24 @@ def test_a_post_norm_stream_is_neither_offered_nor_applied(tiny_tokens):
     config = OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, do_layer_norm_before=False)
     model = random_model(config)
     assert "residual" not in contributions(model, tiny_tokens[:1]).structure.sites
-    with pytest.raises(ValueError, match=r"layers.0 keeps the residual stream in fp32, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"layers.0 must keep the residual stream in fp32, got torch.bfloat16"):
         apply(model, Plan("bf16", residual=True))
+
+
+def test_the_language_part_of_a_vision_model_is_planned_for(tiny_tokens):
+    """A vision tower's blocks do not run over text: they are neither offered nor asked for."""
+    text = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    images = {"mm_tokens_per_image": 4, "image_token_index": 100, "boi_token_index": 99, "eoi_token_index": 98}
+    config = Gemma3Config(text, vision | {"image_size": 28, "patch_size": 14}, **images)
+    model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
+    known = contributions(model, tiny_tokens[:2].clamp_max(90))
+    assert known.structure.blocks == [f"model.language_model.layers.{number}" for number in range(3)]
+    residual = known.of_sites(["residual"])
+    assert residual.activation_bytes == 2 * 32
+    apply(model, residual)
+    with pytest.raises(TypeError, match="Gemma3DecoderLayer is no block whose score is known"):
+        blocks(model)
 
 
 # --- Predicted and measured ---------------------------------------------------------------------
@@ -462,7 +481,7 @@ def test_plans_that_do_not_fit_the_model_are_refused(tiny, chosen, message):
 def test_a_module_that_does_not_run_is_refused():
     model = random_gpt2(TINY)
     model.transformer.unused = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"if transformer.unused ran, got it did not in the checking pass"):
+    with pytest.raises(ValueError, match=r"transformer.unused must run in the checking pass, got no call of it"):
         apply(model, Plan("bf16", ("transformer.unused",)))
 
 

@@ -114,7 +114,7 @@ def test_wrong_numbers(answer):
     assert NUMBER.verdict(answer) == "Not yet: try again, or show the answer."
 
 
-@pytest.mark.parametrize("answer", ["an eighth", "1/0", "nan", "2**-3"])
+@pytest.mark.parametrize("answer", ["an eighth", "1/0", "nan", "2**-3", "1e400"])
 def test_what_is_no_number_is_named(answer):
     assert NUMBER.verdict(answer) == f"An answer is a number such as 0.01, 1e-2 or 1/100, not {answer!r}."
 

@@ -18,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 from fragility_core import emulation
 from fragility_core.adjoint.products import fast_products
 from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
-from fragility_core.adjoint.sites import SUMS, is_block
+from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import map_tensors
 from fragility_core.formats import Format
+from fragility_core.modules import is_block
 
 GET_DTYPE = Tensor.dtype.__get__
 SHORT_CASTS = {

@@ -17,9 +17,10 @@ from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic, mark_stream, store
 from fragility_core.adjoint.overflow import first_nonfinite
 from fragility_core.adjoint.rounding import expected_error, local_error
-from fragility_core.adjoint.sites import Sites, is_block
+from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import LowPrecision
+from fragility_core.modules import is_block
 
 
 def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Which part of a Transformer a place belongs to: from the tree of modules and the kernels that ran in it.
 
-A block is a numbered module, a branch one of its children. No names of classes or modules are used.
+No names of classes or modules are used.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,32 +10,11 @@ import pandas as pd
 from torch import nn
 
 from fragility_core.adjoint.tape import Place
+from fragility_core.modules import block_of, is_norm
 
-SITES = (
-    "embedding", "norm", "attention", "scores", "softmax", "context", "projection", "mlp", "router", "residual", "head",
-)  # fmt: skip
-BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
 SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
 NORMS = {"layer_norm", "rms_norm", "group_norm"}
 TO_PROBABILITIES = {"softmax", "to"}  # of scores; models that exponentiate in fp32 cast the result down
-
-
-def block_of(path: str) -> tuple[str, int, str] | None:
-    """The block's path, its number and the branch ("" in the block itself) for the path of a module in a block."""
-    found = BLOCK.fullmatch(path)
-    return (found[1], int(found[2]), found[3] or "") if found else None
-
-
-def is_block(path: str) -> bool:
-    """Whether ``path`` is that of a block: a numbered module, but not one inside of another."""
-    found = block_of(path)
-    return found is not None and found[0] == path
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module scales, and perhaps shifts, the entries of a vector and does nothing else with weights."""
-    parameters = list(module.parameters())
-    return not list(module.children()) and bool(parameters) and all(p.ndim == 1 for p in parameters)
 
 
 def attention_sites(places: Sequence[Place]) -> list[str]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.emulation import LowPrecision, tensors
 from fragility_core.formats import Format
-from fragility_core.protection.structure import block_paths
+from fragility_core.modules import block_paths
 from fragility_core.theory import mismatch
 
 
@@ -114,8 +114,9 @@ class Ranges:
         counts = torch.stack([sum(self.counts[path]) for path in paths]).cpu().numpy() if paths else []
         rows = [("output", path or "the model", *count) for path, count in zip(paths, counts)]
         largest = range_of(self.low.format)
-        over = ((path, (p.abs() > largest).sum()) for path, p in exact.named_parameters())
-        rows = [("parameter", path, 0, int(n)) for path, n in over if n] + rows
+        over = {path: (p.abs() > largest).sum() for path, p in exact.named_parameters()}
+        counted = torch.stack([*over.values()]).cpu().numpy()
+        rows = [("parameter", path, 0, count) for path, count in zip(over, counted)] + rows
         table = pd.DataFrame(rows, columns=["kind", "module", "nonfinite", "saturated"])
         return table[(table.nonfinite > 0) | (table.saturated > 0)].reset_index(drop=True)
 

@@ -13,8 +13,8 @@ from fragility_core import inputs
 from fragility_core.diagnosis.measure import observe
 from fragility_core.formats import FORMATS, SCALED, get_format
 from fragility_core.inputs import Inputs
+from fragility_core.modules import block_paths
 from fragility_core.protection import SITES
-from fragility_core.protection.structure import block_paths
 from fragility_core.windows import select_windows
 from fragility_core.words import binary, duration
 

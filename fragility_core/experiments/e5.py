@@ -126,14 +126,20 @@ def specifications(
 def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
     """The policies ``names`` on the epsilon of the model's own norms and the shadow's unit roundoff.
 
-    ``parameters`` are given to those that have them. Raises ValueError for unknown names, and where a policy
-    needs a parameter that is not given.
+    ``parameters`` are given to those that have them. Raises ValueError for unknown names, for a parameter that no
+    policy has, and where a policy needs one that is not given.
     """
-    parameters |= {
+    known = {f.name for name in names for f in fields(policy_class(name))}
+    if unknown := sorted(parameters.keys() - known):
+        raise ValueError(
+            f"policy parameters must be among those of the chosen policies, {', '.join(sorted(known))}, "
+            f"got {', '.join(unknown)}"
+        )
+    own = {
         "base_epsilon": blocks(inputs.model)[0].norm_1.eps,
         "unit_roundoff": get_format(setting.precision).unit_roundoff,
     }
-    return [_policy(name, parameters) for name in names]
+    return [_policy(name, own | parameters) for name in names]
 
 
 def _policy(name: str, parameters: Mapping[str, Any]) -> Policy:
@@ -164,8 +170,7 @@ class Mitigation:
         if checkpoint_interval < 1:
             raise ValueError(f"checkpoint_interval must be at least 1 step, got {checkpoint_interval}")
         self.inputs, self.store, self.interval = inputs, RunStore(folder), checkpoint_interval
-        attention = {"monitored": "eager", "reference": inputs.model.config._attn_implementation}
-        self.record = {"attention": attention}
+        self.record = {"attention": inputs.attention}
 
     def run(self, spec: TrainingSpec, advance_by: Advance) -> pd.DataFrame:
         """Rows per step and block. A nonfinite loss, gradient or mismatch is named in ``event`` and ends the run."""

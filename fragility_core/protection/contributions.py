@@ -9,12 +9,12 @@ import pandas as pd
 from torch import Tensor, nn
 
 from fragility_core import adjoint
-from fragility_core.adjoint.sites import is_norm
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
+from fragility_core.modules import embedding_paths, is_norm, outermost
 from fragility_core.protection import cost
 from fragility_core.protection.plans import SITES, Plan
-from fragility_core.protection.structure import Structure, embedding_paths, outermost
+from fragility_core.protection.structure import Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 PLACE = ["kernel", "name", "kind", "site", "layer", "module", "stream", "block_output"]
@@ -117,12 +117,15 @@ class Contributions:
     def plan(self, budget: int, unit: str = "blocks") -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
 
-        ``unit`` is "blocks", "sites" or "modules" (the smallest ones with parameters); or "bytes", of
-        parameters, and of the residual stream of one window: of modules, "residual" and "scores",
-        those that take off the most error a byte are kept while they fit, unless whole blocks or kinds of
-        site that fit take off more. Kinds of site overlap,
-        so all choices of them are compared; others are additive, so sorting finds the best. Raises
-        ValueError for another unit, or a budget that is negative or exceeds the number of units.
+        ``unit`` is one of
+
+        - "blocks" or "modules" (the smallest ones with parameters): additive, so sorting finds the best;
+        - "sites": kinds of site overlap, so all choices of them are compared;
+        - "bytes", of parameters and of the residual stream of one window: modules, "residual" and "scores" that
+          take off the most error per byte, while they fit, or the best blocks or kinds of site that fit, if
+          those take off more.
+
+        Raises ValueError for another unit, or a budget that is negative or exceeds the number of units.
         """
         if unit not in UNITS:
             raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")

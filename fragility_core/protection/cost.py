@@ -3,10 +3,11 @@
 from collections.abc import Collection
 
 from torch import nn
+from transformers import PreTrainedConfig
 
-from fragility_core.adjoint.sites import block_of
 from fragility_core.formats import Format
-from fragility_core.protection.structure import ATTENTION, Structure, within
+from fragility_core.modules import block_of, within
+from fragility_core.protection.structure import ATTENTION, Structure
 
 WIDE = 4  # bytes of fp32
 
@@ -48,11 +49,17 @@ def flops(structure: Structure, kept: Collection[str], scores: bool, length: int
 
 def heads_width(model: nn.Module) -> int:
     """Width of the queries of all heads together; 0 for a model without a configuration that gives it."""
-    config = getattr(model, "config", None)
+    config = text_config(model)
     width, heads = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
     return heads * (getattr(config, "head_dim", None) or width // max(heads, 1))
 
 
 def stream_width(model: nn.Module) -> int:
     """d_model, or 0 for a model without a configuration that gives it."""
-    return getattr(getattr(model, "config", None), "hidden_size", 0) or 0
+    return getattr(text_config(model), "hidden_size", 0) or 0
+
+
+def text_config(model: nn.Module) -> PreTrainedConfig | None:
+    """The configuration of the model, or of the part of it that reads text; None where there is none."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if isinstance(config, PreTrainedConfig) else None

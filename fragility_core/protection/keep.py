@@ -16,16 +16,9 @@ from transformers import PreTrainedModel
 from fragility_core.attention import FP32_SCORES
 from fragility_core.emulation import LowPrecision, lower, tensors
 from fragility_core.formats import get_format
+from fragility_core.modules import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.plans import Plan
-from fragility_core.protection.structure import (
-    block_paths,
-    branch_paths,
-    embedding_paths,
-    head_paths,
-    norm_paths,
-    scores_can_be_kept,
-    within,
-)
+from fragility_core.protection.structure import scores_can_be_kept
 
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
@@ -153,24 +146,24 @@ def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], 
 
     The modules kept take fp32 and give ``carrier``, those in ``wide`` fp32; with ``residual`` every block gives fp32.
     """
-    blocks = block_paths(low.model) if plan.residual else []
+    blocks = block_paths(low.model) if plan.residual else []  # of these, some may not run: a vision tower's
     received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
     for path in plan.modules:
         parameters = {p.dtype for p in low.model.get_submodule(path).parameters()}
-        require(path, "ran", path in returned, "it did not in the checking pass: give tokens that reach it")
-        require(path, "has fp32 parameters", parameters == {torch.float32}, parameters)
-        require(path, "receives fp32", {*received[path]} <= {torch.float32}, {*received[path]})
+        require(path, "run in the checking pass", path in returned, "no call of it: give tokens that reach it")
+        require(path, "have fp32 parameters", parameters == {torch.float32}, parameters)
+        require(path, "receive fp32", {*received[path]} <= {torch.float32}, {*received[path]})
         expected = torch.float32 if path in wide else carrier
-        require(path, f"returns {expected}", {*returned[path]} == {expected}, {*returned[path]})
-    for path in blocks:
-        stream = returned.get(path, [None])[0]  # attention weights may come behind it
-        require(path, "keeps the residual stream in fp32", stream == torch.float32, stream)
+        require(path, f"return {expected}", {*returned[path]} == {expected}, {*returned[path]})
+    for path in returned.keys() & blocks:
+        stream = returned[path][0] if returned[path] else None  # attention weights may come after it
+        require(path, "keep the residual stream in fp32", stream == torch.float32, stream)
 
 
 def require(path: str, invariant: str, holds: bool, found: object) -> None:
     """Raises ValueError unless it ``holds``."""
     if not holds:
-        raise ValueError(f"a plan was applied if {path} {invariant}, got {found}")
+        raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
 
 
 def dtypes_of(

@@ -7,51 +7,18 @@ import pandas as pd
 from torch import nn
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint.sites import block_of, is_block, is_norm
+from fragility_core.modules import (
+    block_of,
+    block_paths,
+    embedding_paths,
+    head_paths,
+    is_block,
+    norm_paths,
+    within,
+)
 
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}
-
-
-def within(path: str, module: str) -> bool:
-    """Whether ``path`` is that of ``module`` or of a module inside it."""
-    return path == module or path.startswith(f"{module}.")
-
-
-def outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """``paths`` without those inside of another one."""
-    return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
-
-
-def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the blocks, in order."""
-    return [path for path, _ in model.named_modules() if is_block(path)]
-
-
-def norm_paths(model: nn.Module) -> list[str]:
-    """Paths of all norms."""
-    return [path for path, module in model.named_modules() if is_norm(module)]
-
-
-def embedding_paths(model: nn.Module) -> list[str]:
-    """Paths of the embeddings outside of blocks."""
-    return [p for p, module in model.named_modules() if isinstance(module, nn.Embedding) and not block_of(p)]
-
-
-def head_paths(model: nn.Module) -> list[str]:
-    """Path of the layer that gives the logits, if there is one."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return [path for path, module in model.named_modules() if module is head]
-
-
-def branch_paths(model: nn.Module) -> list[str]:
-    """Paths of the children of blocks that have parameters and are no norms."""
-    children = (
-        (f"{path}.{name}", child)
-        for path in block_paths(model)
-        for name, child in model.get_submodule(path).named_children()
-    )
-    return [path for path, child in children if not is_norm(child) and next(child.parameters(), None) is not None]
 
 
 def scores_can_be_kept(model: nn.Module) -> bool:
@@ -72,8 +39,9 @@ class Structure:
 
     @cached_property
     def blocks(self) -> list[str]:
-        """Paths of the blocks that ran."""
-        ran = {found[0] for path in self.places.module if (found := block_of(path))}
+        """Paths of the blocks that ran: a vision tower's have weights, but no kernel where there is text alone."""
+        kernel = self.places.kind == "kernel"
+        ran = {found[0] for path in self.places.module[kernel | ~kernel.any()] if (found := block_of(path))}
         return [path for path in block_paths(self.model) if path in ran]
 
     @cached_property

@@ -1,0 +1,75 @@
+"""Parts of a model by the tree of its modules: blocks, branches, norms. No names of classes or families are used.
+
+A block is a numbered module, a branch one of its children.
+"""
+
+import re
+from collections.abc import Collection
+
+from torch import nn
+
+BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
+
+
+def block_of(path: str) -> tuple[str, int, str] | None:
+    """The block's path, its number and the branch ("" in the block itself) for the path of a module in a block."""
+    found = BLOCK.fullmatch(path)
+    return (found[1], int(found[2]), found[3] or "") if found else None
+
+
+def is_block(path: str) -> bool:
+    """Whether ``path`` is that of a block: a numbered module, but not one inside of another."""
+    found = block_of(path)
+    return found is not None and found[0] == path
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module scales, and perhaps shifts, the entries of a vector and does nothing else with weights."""
+    parameters = list(module.parameters())
+    return not list(module.children()) and bool(parameters) and all(p.ndim == 1 for p in parameters)
+
+
+def attention_modules(module: nn.Module) -> list[nn.Module]:
+    """The attention modules in ``module``: those that tell transformers' attention functions if they are causal."""
+    return [m for m in module.modules() if hasattr(m, "is_causal")]
+
+
+def within(path: str, module: str) -> bool:
+    """Whether ``path`` is that of ``module`` or of a module inside it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def outermost(paths: Collection[str]) -> tuple[str, ...]:
+    """``paths`` without those inside of another one."""
+    return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
+
+
+def block_paths(model: nn.Module) -> list[str]:
+    """Paths of the blocks, in order."""
+    return [path for path, _ in model.named_modules() if is_block(path)]
+
+
+def norm_paths(model: nn.Module) -> list[str]:
+    """Paths of all norms."""
+    return [path for path, module in model.named_modules() if is_norm(module)]
+
+
+def embedding_paths(model: nn.Module) -> list[str]:
+    """Paths of the embeddings outside of blocks."""
+    return [p for p, module in model.named_modules() if isinstance(module, nn.Embedding) and not block_of(p)]
+
+
+def head_paths(model: nn.Module) -> list[str]:
+    """Path of the layer that gives the logits, if there is one."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [path for path, module in model.named_modules() if module is head]
+
+
+def branch_paths(model: nn.Module) -> list[str]:
+    """Paths of the children of blocks that have parameters and are no norms."""
+    children = (
+        (f"{path}.{name}", child)
+        for path in block_paths(model)
+        for name, child in model.get_submodule(path).named_children()
+    )
+    return [path for path, child in children if not is_norm(child) and next(child.parameters(), None) is not None]
