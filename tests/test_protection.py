@@ -198,7 +198,8 @@ def test_the_language_part_of_a_vision_model_is_planned_for(tiny_tokens):
     text = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
     vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     images = {"mm_tokens_per_image": 4, "image_token_index": 100, "boi_token_index": 99, "eoi_token_index": 98}
-    config = Gemma3Config(text, vision | {"image_size": 28, "patch_size": 14}, **images)
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, **images)
     model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
     known = contributions(model, tiny_tokens[:2].clamp_max(90))
     assert known.structure.blocks == [f"model.language_model.layers.{number}" for number in range(3)]
