@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "observed_eager"
@@ -56,16 +56,33 @@ def future(rows: int, device: torch.device) -> Tensor:
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
 
 
-def require_plain_softmax(dropout: float, options: dict) -> None:
-    """Raises ValueError where a model asks for more than a softmax of scaled products."""
+def observe_attention(model: PreTrainedModel) -> None:
+    """Let observers see the attention of ``model`` from now on; scores that are kept in fp32 stay so."""
+    if model.config._attn_implementation != FP32_SCORES:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) -> None:
+    """Raises ValueError where a model asks for more than a softmax of scaled products, some of them masked."""
     if dropout:
         raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
-    for option in ("softcap", "s_aux"):
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(
+            f"observed attention takes masks that are True where a key may be seen, got one of {mask.dtype}: "
+            'use attn_implementation="eager", which cannot be observed'
+        )
+    for option in ("softcap", "s_aux", "position_bias", "head_mask"):
         if options.get(option) is not None:
             raise ValueError(
                 f"observed attention is a softmax of scaled products, got a model that passes {option}: "
                 'use attn_implementation="eager", which cannot be observed'
             )
+
+
+def is_causal(module: nn.Module, options: dict) -> bool:
+    """What transformers' own sdpa attention takes for it: the option, else the module's attribute, else True."""
+    asked = options.get("is_causal")
+    return getattr(module, "is_causal", True) if asked is None else asked
 
 
 def observed_attention(
@@ -81,12 +98,12 @@ def observed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of ``query`` (B, H, T, d) over ``key``, ``value`` (B, H_kv, T_kv, d) -> (B, T, H, d).
 
-    ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for
-    modules that are. Scores and softmax are computed in ``score_dtype`` (that of the query unless
-    given), probabilities are cast to the dtype of the values. Raises ValueError for dropout, capped scores
-    and attention sinks: what is observed must be the model itself.
+    ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for modules that
+    are, or say so by the option ``is_causal``. Scores and softmax are computed in ``score_dtype`` (that of the
+    query unless given), probabilities are cast to the dtype of the values. Raises ValueError for dropout, capped
+    or biased scores, attention sinks and additive masks: what is observed must be the model itself.
     """
-    require_plain_softmax(dropout, options)
+    require_plain_softmax(dropout, attention_mask, options)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -95,7 +112,7 @@ def observed_attention(
     observer = observers.get(module)
     if observer is not None:
         observer.begin(query, key, value, scaling)
-    causal = attention_mask is None and rows > 1 and getattr(module, "is_causal", True)
+    causal = attention_mask is None and rows > 1 and is_causal(module, options)
     cached = key.shape[2] - rows  # keys before the first query
     query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)
     # Heads one after another in memory: 16-bit products of the projections' layout are several times slower.

@@ -7,7 +7,7 @@ rounded, everything else is fp32.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from transformers import PreTrainedModel
 
 from fragility_core.formats import PIECE, Format, get_format, has_native_kernels
 
@@ -55,11 +56,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples and lists."""
+    """All tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors(item)
 
 
@@ -216,16 +217,38 @@ class Emulation(TorchDispatchMode):
         return func(*rounded, **kwargs)
 
 
-def rounded_copy(model: nn.Module, format: Format) -> nn.Module:
-    """A copy of ``model`` whose parameters are rounded to ``format``; buffers stay as they are.
+def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.Module:
+    """A copy of ``model`` whose floating parameters are rounded to ``format``, and with ``buffers`` what it stores too.
 
     TF32 stores fp32, so its parameters keep every bit.
     """
     model = copy.deepcopy(model)
     if format.name not in ("fp32", "tf32"):
-        for parameter in model.parameters():
-            parameter.data = format.round(parameter.data)
+        stored = stored_buffers(model, format.carrier) if buffers else []
+        for x in (*model.parameters(), *stored):
+            if x.is_floating_point():
+                x.data = format.round(x.data)
     return model
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy of the tree of modules, to attach to, with the parameters and buffers of ``model`` itself."""
+    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+
+
+def stored_buffers(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """The floating buffers of ``model`` that are of ``dtype`` when it is.
+
+    Of a model of transformers those that it has when made in ``dtype``: rotary frequencies stay in fp32, tables of
+    positions do not. Of another all, as ``model.to(dtype)`` does.
+    """
+    floating = {path: buffer for path, buffer in model.named_buffers() if buffer.is_floating_point()}
+    if floating and isinstance(model, PreTrainedModel):
+        with torch.device("meta"):
+            made = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+        dtypes = {path: buffer.dtype for path, buffer in made.named_buffers()}
+        return [buffer for path, buffer in floating.items() if dtypes.get(path) == dtype]
+    return list(floating.values())
 
 
 @contextmanager
@@ -313,7 +336,7 @@ def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecisio
     """``model`` in low precision: native where its device has the kernels, else emulated.
 
     ``execution`` may insist on "native" or "emulated", or round the "weights" only and compute in fp32. Raises
-    ValueError for an unknown format or execution, a model that is not in fp32, or when native kernels are
+    ValueError for an unknown format or execution, a model without parameters or not in fp32, or when native kernels are
     asked for in a format that torch cannot compute in.
     """
     chosen = get_format(format)
@@ -325,9 +348,13 @@ def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecisio
     if execution not in ("auto", "native", "emulated", "weights"):
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":
-        return LowPrecision(rounded_copy(model, chosen).float(), chosen, None, weights_only=True)
+        rounded = rounded_copy(model, chosen, buffers=False).float()
+        return LowPrecision(rounded, chosen, None, weights_only=True)
     if execution == "native" and (chosen.is_narrower_than_carrier or chosen.name == "tf32"):
         raise ValueError(f'no device computes a whole model in {format}: use execution="emulated" or "auto"')
-    device = next(model.parameters()).device
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"a model must have parameters to be lowered, got a {type(model).__name__} without")
+    device = first.device
     native = execution == "native" or (execution == "auto" and has_native_kernels(chosen, device))
     return LowPrecision(rounded_copy(model, chosen), chosen, None if native else Emulation(chosen))

@@ -45,8 +45,8 @@ def outermost(paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the blocks, in order."""
-    return [path for path, _ in model.named_modules() if is_block(path)]
+    """Paths of the blocks that have parameters, in order."""
+    return [path for path, m in model.named_modules() if is_block(path) and next(m.parameters(), None) is not None]
 
 
 def norm_paths(model: nn.Module) -> list[str]:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from fragility_core.architectures import Block, blocks
-from fragility_core.attention import IMPLEMENTATION, observers
+from fragility_core.attention import observe_attention, observers
 from fragility_core.emulation import LowPrecision
 from fragility_core.norms import Norm
 from fragility_core.reductions import (
@@ -165,13 +165,14 @@ class Monitor:
     def __init__(self, low: LowPrecision, power_iteration: bool = False):
         """``power_iteration`` also measures ||J_f||_2 of every block (app. estimation, option i).
 
+        The model of ``low`` runs with attention that can be observed from then on, monitored or not.
         Raises TypeError for an architecture whose blocks are not known.
         """
         self.low = low
         self.model: PreTrainedModel = low.model
         self.blocks = blocks(self.model)
         self.power_iteration = power_iteration
-        self.model.set_attn_implementation(IMPLEMENTATION)
+        observe_attention(self.model)
         self.weight_statistics = WeightStatistics(self.blocks)
         self.refresh()
 

@@ -18,7 +18,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from fragility_core.architectures import blocks
-from fragility_core.attention import IMPLEMENTATION
+from fragility_core.attention import observe_attention
 from fragility_core.emulation import LowPrecision
 from fragility_core.theory import mismatch
 
@@ -41,7 +41,7 @@ class Patching:
         self.model, self.low = model, low
         self.pairs = [(b.module, fp32.module) for b, fp32 in zip(blocks(low.model), blocks(model), strict=True)]
         self.positions: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary embeddings in fp32
-        low.model.set_attn_implementation(IMPLEMENTATION)
+        observe_attention(low.model)
 
     def stochastic(self, seed: int) -> "Patching":
         """The same models, the low-precision one rounding stochastically (``LowPrecision.stochastic``)."""

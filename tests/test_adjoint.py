@@ -1,6 +1,7 @@
 """The calibrated predictor against exact Jacobians, many random roundings, and measured mismatches."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import numpy as np
@@ -475,9 +476,53 @@ def test_a_model_of_fp32_weights_is_refused(tiny_gpt2):
         Adjoint(low)
 
 
+def test_gradients_of_the_model_itself_are_left_alone(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16")
+    low.model.transformer.ln_f.float().requires_grad_(True)
+    low.model.transformer.ln_f.register_forward_pre_hook(lambda module, args: args[0].float())
+    for reference in (tiny_gpt2, None):
+        Adjoint(low, reference)(tiny_tokens)
+        assert all(parameter.grad is None for parameter in low.model.parameters())
+
+
+def test_an_estimate_of_other_weights_is_refused(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16")
+    estimate = Adjoint(low, tiny_gpt2)
+    estimate(tiny_tokens)
+    low.model.transformer.ln_f.weight.mul_(2)
+    with pytest.raises(ValueError, match="weights as they were read, but they have changed: make an Adjoint"):
+        estimate(tiny_tokens)
+    with pytest.raises(ValueError, match=r"the reference must be in fp32, .* got torch.bfloat16"):
+        Adjoint(low, low.model)
+    with pytest.raises(ValueError, match=r"windows must hold tokens \(B, T\), got shape \(2, 0\)"):
+        Adjoint(low)(tiny_tokens[:2, :0])
+
+
+def test_threads_wait_for_each_other(tiny_gpt2, tiny_tokens):
+    estimate = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2)
+    alone = [estimate(window).windows.predicted.item() for window in tiny_tokens.split(1)]
+    with ThreadPoolExecutor(3) as threads:
+        together = threads.map(lambda window: estimate(window).windows.predicted.item(), tiny_tokens.split(1))
+    assert list(together) == alone
+
+
+def test_an_estimate_in_inference_mode(tiny_gpt2, tiny_tokens):
+    estimate = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2)
+    expected = estimate(tiny_tokens).windows.predicted
+    with torch.inference_mode():
+        assert estimate(tiny_tokens).windows.predicted.equals(expected)
+
+
 def test_mixed_precision_rounds_what_is_low(tiny_gpt2, tiny_tokens):
-    """Modules kept in fp32 make no error: their kernels and weights are not rounded."""
+    """Kernels of modules kept in fp32 make no error; weights do where they were rounded before."""
     low = lower(tiny_gpt2, "bf16", "emulated")
-    low.model.transformer.ln_f.float().register_forward_pre_hook(lambda module, args: args[0].float())
+    final = low.model.transformer.ln_f.float()
+    final.register_forward_pre_hook(lambda module, args: args[0].float())
     kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).kernels
-    assert not kernels.module.str.endswith("ln_f").any()
+    rounded = kernels[kernels.module.str.endswith("ln_f")]
+    assert set(rounded.kind) == {"weight"} and (rounded.c2 > 0).all()
+    assert not Adjoint(low)(tiny_tokens).kernels.module.str.endswith("ln_f").any()  # nothing tells that they were
+    for parameter, exact in zip(final.parameters(), tiny_gpt2.transformer.ln_f.parameters()):
+        parameter.copy_(exact)
+    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).kernels
+    assert kernels[kernels.module.str.endswith("ln_f")].c2.eq(0).all()

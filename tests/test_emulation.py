@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaModel, XGLMConfig, XGLMModel
 
 from fragility_core.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
 from fragility_core.formats import FORMATS, get_format
@@ -491,10 +492,31 @@ def test_parameters_of_a_rounded_copy_lie_on_the_grid_and_stay_tied(format, tiny
         assert parameter.dtype == torch.float32 and torch.equal(parameter, before[name])
 
 
-def test_buffers_keep_their_values():
+def test_buffers_are_stored_as_in_a_model_of_the_dtype():
     norm = nn.BatchNorm1d(4)
     norm.running_mean.fill_(0.1)
-    assert rounded_copy(norm, get_format("fp16")).running_mean.dtype == torch.float32
+    assert rounded_copy(norm, get_format("fp16")).running_mean.equal(norm.running_mean.half())
+    assert lower(norm, "fp16", "weights").model.running_mean.equal(norm.running_mean)
+    sizes = {"num_layers": 1, "d_model": 16, "ffn_dim": 32, "attention_heads": 2, "max_position_embeddings": 16}
+    xglm = XGLMModel(XGLMConfig(vocab_size=11, pad_token_id=0, bos_token_id=0, eos_token_id=0, **sizes)).eval()
+    low = lower(xglm, "bf16", "native")
+    assert low.model.embed_positions.weights.dtype == torch.bfloat16
+    assert low.model(torch.arange(4)[None]).last_hidden_state.dtype == torch.bfloat16
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    llama = LlamaModel(LlamaConfig(vocab_size=11, pad_token_id=0, bos_token_id=0, eos_token_id=0, **sizes))
+    assert lower(llama, "bf16").model.rotary_emb.inv_freq.equal(llama.rotary_emb.inv_freq)
+
+
+def test_integer_parameters_are_not_rounded():
+    table = nn.Module()
+    table.scale = nn.Parameter(torch.ones(2))
+    table.index = nn.Parameter(torch.tensor([257]), requires_grad=False)
+    assert lower(table, "bf16").model.index.item() == 257
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="must have parameters to be lowered, got a ReLU without"):
+        lower(nn.ReLU(), "bf16")
 
 
 @pytest.mark.parametrize(

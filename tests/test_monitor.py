@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from fragility_core import theory
 from fragility_core.architectures import blocks
-from fragility_core.attention import IMPLEMENTATION, observers
+from fragility_core.attention import FP32_SCORES, IMPLEMENTATION, observers
 from fragility_core.emulation import lower
 from fragility_core.formats import FORMATS
 from fragility_core.monitor import Monitor, Observation
+from fragility_core.patching import Patching
 from fragility_core.reductions import sampled_rows
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.transport import TRANSPORTS
@@ -492,6 +493,16 @@ def test_the_pass_makes_no_index_on_the_host(tiny_gpt2, tiny_tokens):
     with ListIndices() as lists:
         monitor(tiny_tokens)
     assert lists.count == 0
+
+
+def test_scores_kept_in_fp32_stay_so(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16")
+    low.model.set_attn_implementation(FP32_SCORES)
+    with low.running():
+        expected = low.model.base_model(tiny_tokens).last_hidden_state
+    assert Monitor(low)(tiny_tokens).hidden.equal(expected)
+    Patching(tiny_gpt2, low)
+    assert low.model.config._attn_implementation == FP32_SCORES
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

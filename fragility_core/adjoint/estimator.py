@@ -1,10 +1,9 @@
 """The estimator: predicted forward error of low-precision passes, and what every kernel and weight contributes."""
 
-import copy
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from fragility_core.adjoint.overflow import first_nonfinite
 from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
-from fragility_core.emulation import LowPrecision
+from fragility_core.emulation import LowPrecision, sharing_copy
 from fragility_core.modules import is_block
 
 
@@ -34,6 +33,8 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
 class Prediction:
     """What one forward and backward pass a window predict.
 
+    It is of passes in ``format`` over windows of ``length`` tokens.
+
     ``kernels`` has one row per window, probe and place where values are rounded: its contribution
     ``c2`` to E||E_L||^2 and where it belongs; rows of any selection may be summed. ``windows`` has one
     row per window: the ``predicted`` mismatch, its ``standard_error`` over the probes (NaN for one),
@@ -44,6 +45,8 @@ class Prediction:
 
     kernels: pd.DataFrame
     windows: pd.DataFrame
+    format: str
+    length: int
 
 
 def predict(kernels: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
@@ -81,11 +84,13 @@ class Adjoint:
     ):
         """``low`` is the model as it runs, with the attention that it is set to.
 
-        ``reference`` is the model before its weights were rounded: their errors are then known, else
+        ``reference`` is the fp32 model before its weights were rounded: their errors are then known, else
         expected from their magnitude. ``probes`` random sign vectors, drawn from ``seed``, are averaged
-        over. ``output`` gives the tensor (B, ...) whose error is predicted. Raises ValueError for a
+        over. ``output`` gives the tensor (B, ...) whose error is predicted, and may call the model as it
+        likes: ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``. Weights are read
+        once, here: after they have changed, make another. Raises ValueError for a
         format that rounds no results (fp32, tf32), a model without parameters in it, fewer than one probe,
-        or a reference whose parameters are not those of the model.
+        or a reference that is not in fp32 or whose parameters are not those of the model.
         """
         if low.format.carrier == torch.float32:
             raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
@@ -94,7 +99,7 @@ class Adjoint:
         self.low, self.format = low, low.format
         self.probes, self.seed, self.output = probes, seed, output
         self.model = sharing_copy(low.model)
-        self.tape = Tape()
+        self.tape, self._lock = Tape(), threading.Lock()
         self._sites = pd.DataFrame()
         weights = self._watch_weights(reference)
         stochastic, rounding = low.execution == "stochastic", not low.weights_only
@@ -106,27 +111,31 @@ class Adjoint:
     def _watch_weights(self, reference: nn.Module | None) -> dict[int, Tensor]:
         """fp32 tensors, by the id of the parameter they stand for, whose gradients go to the tape."""
         dtype = torch.float32 if self.low.weights_only else self.format.carrier
-        rounded = {path: p for path, p in self.model.named_parameters() if p.dtype == dtype}
-        if not rounded:
+        floating = {path: p for path, p in self.model.named_parameters() if p.is_floating_point()}
+        if not any(p.dtype == dtype for p in floating.values()):
             raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
-        exact = None if reference is None else exact_weights(reference, rounded)
+        exact = None if reference is None else exact_weights(reference, floating)
         weights = {}
-        for path, parameter in rounded.items():
-            leaf = store(parameter.detach().float().requires_grad_(), "weight")
-            error = (
-                partial(expected_error, leaf.detach(), self.format)
-                if exact is None
-                else partial(local_error, exact[path], leaf.detach(), self.format)
-            )
-            self.tape.watch_leaf(self.tape.weight(path), leaf, error)
-            weights[id(parameter)] = leaf
+        for path, parameter in floating.items():
+            low = parameter.dtype == dtype
+            leaf = parameter.detach().float()  # of fp32 ones too: gradients are the tape's, not the model's
+            if exact is not None:  # fp32 ones may hold rounded values: norms beside an fp32 stream
+                error = partial(local_error, exact[path], leaf.detach(), self.format)
+            else:
+                error = partial(expected_error, leaf.detach(), self.format)
+            if low or exact is not None:
+                leaf.requires_grad_()
+                self.tape.watch_leaf(self.tape.weight(path), leaf, error)
+            weights[id(parameter)] = store(leaf, "weight") if low else leaf
+        self._versions = [(parameter, parameter._version) for parameter in floating.values()]
         return weights
 
     def _follow_modules(self) -> None:
         """Let the tape know which module's forward is running, and which tensor a block adds to."""
+        tape = self.tape
         for path, module in self.model.named_modules():
-            module.register_forward_pre_hook(lambda module, args, path=path: self.tape.path.append(path))
-            module.register_forward_hook(lambda module, args, output: self.tape.leave())
+            module.register_forward_pre_hook(lambda module, args, path=path: tape.path.append(path))
+            module.register_forward_hook(lambda module, args, output: tape.leave())
             if is_block(path):
                 module.register_forward_pre_hook(mark_stream, with_kwargs=True)
 
@@ -145,10 +154,18 @@ class Adjoint:
 
         ``counted`` (B, T) is True for the positions whose error counts, all unless given: the
         prediction is then of ||E_L|| / ||X_L|| over those. A window's prediction does not depend on the
-        others. Raises ValueError for a model in training mode.
+        others. Raises ValueError for a model in training mode, or whose weights have changed.
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
+        if any(parameter._version != version for parameter, version in self._versions):
+            raise ValueError("a prediction needs the weights as they were read, but they have changed: make an Adjoint")
+        if not tokens.numel():
+            raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
+        with self._lock, torch.inference_mode(False):
+            return self._predict(tokens, counted)
+
+    def _predict(self, tokens: Tensor, counted: Tensor | None) -> Prediction:
         self.tape.clear()
         norms = [
             self._passes(window, tokens[window : window + 1], None if counted is None else counted[window, :, None])
@@ -158,7 +175,7 @@ class Adjoint:
         inside = self.tape.overflows()
         for window, place in inside.items():  # what follows from an infinity is no small error
             contributions[window, :, place] = np.nan
-        prediction = self._prediction(contributions, torch.stack(norms).cpu().double())
+        prediction = self._prediction(contributions, torch.stack(norms).cpu().double(), tokens.shape[-1])
         return self._name_overflow(prediction, tokens, inside)
 
     def _passes(self, window: int, tokens: Tensor, counted: Tensor | None) -> Tensor:
@@ -174,7 +191,7 @@ class Adjoint:
             final.backward(random_signs(final, generator) * scope, retain_graph=probe < self.probes - 1)
         return torch.linalg.vector_norm(final.detach() * scope)
 
-    def _prediction(self, contributions: np.ndarray, norms: Tensor) -> Prediction:
+    def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
         """Tidy rows from c^2 (windows, probes, places) and the norms (windows,) of the final states."""
         if len(self._sites) < len(self.tape.places):
             self._sites = Sites(self.model, list(self.tape.places), self.tape.roles).table()
@@ -183,7 +200,7 @@ class Adjoint:
         sites = self._sites.iloc[place].reset_index(drop=True)
         kernels = pd.concat([where, sites], axis=1).assign(c2=contributions.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
-        return Prediction(kernels, predict(kernels, windows))
+        return Prediction(kernels, predict(kernels, windows), self.format.name, length)
 
     def _name_overflow(self, prediction: Prediction, tokens: Tensor, inside: Mapping[int, int]) -> Prediction:
         """Name the module where windows with a nonfinite prediction overflowed.
@@ -196,12 +213,14 @@ class Adjoint:
             path = first_nonfinite(self.low, partial(self.output, tokens=tokens[window : window + 1]))
             within = modules[inside[window]] or "the model" if window in inside else "the gradient"
             windows.loc[window, "overflow"] = path or within
-        return Prediction(prediction.kernels, windows)
+        return replace(prediction, windows=windows)
 
 
 def exact_weights(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of ``reference`` that were ``rounded``, by path; raises ValueError where they do not match."""
-    exact = {path: parameter.detach() for path, parameter in reference.named_parameters()}
+    """The fp32 parameters of ``reference`` for those that were ``rounded``, by path; raises ValueError if others."""
+    exact = {path: p.detach() for path, p in reference.named_parameters(remove_duplicate=False)}
+    if other := sorted({str(p.dtype) for p in exact.values() if p.is_floating_point()} - {"torch.float32"}):
+        raise ValueError(f"the reference must be in fp32, before its weights were rounded, got {', '.join(other)}")
     for path, parameter in rounded.items():
         if path not in exact or exact[path].shape != parameter.shape:
             found = f"the shape {tuple(exact[path].shape)}" if path in exact else "no such parameter"
@@ -215,8 +234,3 @@ def exact_weights(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Independent +1 and -1 of the shape of ``like``."""
     return torch.randint(2, like.shape, generator=generator, device=like.device) * 2.0 - 1
-
-
-def sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy of the tree of modules, to attach to, with the parameters and buffers of ``model`` itself."""
-    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})

@@ -1,6 +1,6 @@
 """Where a low-precision pass leaves the range of its format."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -19,9 +19,8 @@ def first_nonfinite(low: LowPrecision, run: Callable[[nn.Module], object]) -> st
 
     def look(path: str):
         def hook(module: nn.Module, args: tuple, output) -> None:
-            results = tuple(output.values()) if isinstance(output, Mapping) else output
             with low.paused():
-                finite.extend((path, x.isfinite().all()) for x in tensors(results))
+                finite.extend((path, x.isfinite().all()) for x in tensors(output))
 
         return hook
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from fragility_core.adjoint.arithmetic import LowArithmetic, store, stored_as
 from fragility_core.adjoint.rounding import finite_error, local_error
 from fragility_core.adjoint.tape import Tape, keep
-from fragility_core.attention import future, observed_attention, require_plain_softmax, row_blocks
+from fragility_core.attention import future, is_causal, observed_attention, require_plain_softmax, row_blocks
 from fragility_core.formats import Format
 
 IMPLEMENTATION = "recomputed_eager"
@@ -135,12 +135,12 @@ def recomputed_attention(
     arithmetic.tape.note("attention")
     if stored_as(query) is None:  # kept in fp32: nothing is rounded
         return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
-    require_plain_softmax(dropout, options)
+    require_plain_softmax(dropout, attention_mask, options)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+    causal = attention_mask is None and query.shape[2] > 1 and is_causal(module, options)
     rows = Rows(arithmetic.format, scaling, attention_mask, causal)
     heads = (x.flatten(0, 1) for x in (query, key, value))
     context = store(EagerAttention.apply(arithmetic.tape, rows, *heads))  # (B H, T, d)

@@ -99,7 +99,7 @@ class Ranges:
     def _hook(self, path: str):
         def count(module: nn.Module, args: tuple, output) -> None:
             with self.low.paused():
-                for x in tensors(tuple(output.values()) if isinstance(output, dict) else output):
+                for x in tensors(output):
                     if x.is_floating_point():
                         self.counts.setdefault(path, []).append(outside(x, self.low.format))
 

@@ -1,7 +1,7 @@
 """The work: predict every window, plan, and measure with and without the plan where a reference fits."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pandas as pd
@@ -53,7 +53,7 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     prediction = predict(low, model, tokens, request.probes)
     contributions, plan = None, None
     if prediction.windows.overflow.eq("").any():
-        contributions = Contributions(model, prediction, request.format, request.length)
+        contributions = Contributions(model, prediction)
         plan = contributions.plan(*request.parsed_budget)
     ranges = Ranges(low)
     referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
@@ -86,7 +86,7 @@ def predict(low: LowPrecision, model, tokens: Tensor, probes: int) -> adjoint.Pr
         pd.concat([getattr(p, name).assign(window=number) for number, p in enumerate(found)], ignore_index=True)
         for name in ("kernels", "windows")
     )
-    return adjoint.Prediction(kernels, windows)
+    return replace(found[0], kernels=kernels, windows=windows)
 
 
 def measure(low: LowPrecision, model, tokens: Tensor, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -94,7 +94,7 @@ class Trial:
         self.reference = torch.cat([self._hidden(worker.inputs.model, window) for window in self.tokens])
         low = lower(self.model, spec.source.precision, spec.source.execution)
         prediction = Adjoint(low, probes=spec.probes)(self.tokens)
-        self.contributions = Contributions(self.model, prediction, spec.source.precision, length)
+        self.contributions = Contributions(self.model, prediction)
         self.risks = rows.groupby("layer").risk.mean().to_numpy()
         patching = Patching(worker.inputs.model, low)
         effects = [

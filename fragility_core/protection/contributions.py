@@ -13,6 +13,7 @@ from fragility_core.emulation import lower
 from fragility_core.formats import get_format
 from fragility_core.modules import embedding_paths, is_norm, outermost
 from fragility_core.protection import cost
+from fragility_core.protection.keep import require_modules
 from fragility_core.protection.plans import SITES, Plan
 from fragility_core.protection.structure import Structure
 
@@ -26,18 +27,19 @@ class Contributions:
     A prediction answers all questions: no pass is run for a plan, nor for another budget.
     """
 
-    def __init__(self, model: nn.Module, prediction: adjoint.Prediction, format: str, length: int):
-        """``prediction`` is that of ``model`` in ``format`` over windows of ``length`` tokens.
+    def __init__(self, model: nn.Module, prediction: adjoint.Prediction):
+        """``prediction`` is that of ``model`` in low precision, ``model`` itself in fp32.
 
-        ``model`` is asked for its modules and parameters' shapes only. Raises ValueError for an unknown
-        format, or where the prediction is finite for no window; other windows are left out.
+        ``model`` is asked for its modules and parameters' shapes, and runs over a few tokens. Raises ValueError
+        where the prediction is finite for no window; other windows are left out.
         """
-        self.model, self.format, self.length = model, get_format(format), length
+        self.model, self.format, self.length = model, get_format(prediction.format), prediction.length
         finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
         if finite.empty:
+            places = ", ".join(sorted(set(prediction.windows.overflow)))
             raise ValueError(
-                f"a plan needs a prediction that is finite for some window, but in {format} all overflow first in "
-                f"{', '.join(sorted(set(prediction.windows.overflow)))}: choose a format of wider range, such as bf16"
+                f"a plan needs a prediction that is finite for some window, but in {self.format.name} all overflow "
+                f"first in {places}: choose a format of wider range, such as bf16"
             )
         self.windows = finite.reset_index(drop=True)
         self.kernels = prediction.kernels[prediction.kernels.window.isin(finite.window)]
@@ -75,12 +77,14 @@ class Contributions:
         return gone
 
     def _cast_back(self, path: str, kernels: np.ndarray) -> int:
-        """Which of ``kernels``, those of the module at ``path``, stands for casting its result back: the last.
+        """Which place of the module at ``path`` stands for casting its result back: the last of its ``kernels``.
 
-        Of a norm that rounds and then scales by gamma the larger one of both: to scale by 1 makes no error, but the
-        cast does.
+        Where that may be exact, the larger one of it and what was rounded before it: of a norm that rounds and
+        then scales by gamma, which may be 1, and of an embedding that scales what it looks up by a power of two.
         """
         last = kernels[-2:] if is_norm(self.model.get_submodule(path)) else kernels[-1:]
+        if path in self._embeddings:
+            last = np.append(np.flatnonzero(self._modules == path), last)
         return int(last[np.argmax(self.relative[last])])
 
     def _inside(self, path: str) -> np.ndarray:
@@ -95,20 +99,18 @@ class Contributions:
 
     def keep(self, modules: Iterable[str] = (), residual: bool = False, scores: bool = False, label: str = "") -> Plan:
         """The plan that keeps this, with what it buys and costs; raises ValueError for a module there is not."""
-        modules = outermost(tuple(modules))
-        known = {path for path, _ in self.model.named_modules()}
-        if unknown := [path for path in modules if path not in known]:
-            raise ValueError(f"modules to keep must be modules of the model, got {', '.join(unknown)}")
+        modules = outermost((modules,) if isinstance(modules, str) else tuple(modules))
+        require_modules(self.model, modules)
         self._require_sites(["residual"] * residual + ["scores"] * scores)
         return self._priced(self._plan(modules, residual, scores, label))
 
     def of_blocks(self, numbers: Iterable[int]) -> Plan:
         """The plan that keeps the blocks of these ``numbers``, from 0; raises ValueError for one there is not."""
-        return self._priced(self._of_blocks(tuple(numbers)))
+        return self._priced(self._of_blocks(tuple(dict.fromkeys(numbers))))
 
     def of_sites(self, names: Iterable[str]) -> Plan:
         """The plan that keeps these kinds of site (``plans.SITES``); raises ValueError for one there is not."""
-        return self._priced(self._of_sites(tuple(names)))
+        return self._priced(self._of_sites(tuple(dict.fromkeys(names))))
 
     def of_modules(self, paths: Iterable[str]) -> Plan:
         """The plan that keeps these modules."""
@@ -129,6 +131,8 @@ class Contributions:
         """
         if unit not in UNITS:
             raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
+        if not isinstance(budget, int):
+            raise ValueError(f"a budget must be a whole number, got {budget!r}")
         if unit == "bytes":
             if budget < 0:
                 raise ValueError(f"a budget of bytes must be at least 0, got {budget}")
@@ -176,7 +180,7 @@ class Contributions:
         units += [self._of_sites((site,)) for site in ("residual", "scores") if site in self.structure.sites]
         vanishing = np.stack([self.vanishing(unit) for unit in units])  # (units, places)
         streams = np.array([unit.residual for unit in units])
-        parameters = np.array([cost.parameter_bytes(self.model, unit.modules, self.format) for unit in units])
+        parameters = np.array([self._parameter_bytes(unit) for unit in units])
         stream_bytes = self._activation_bytes(self._plan(residual=True)) * self.length
         chosen: list[int] = []
         while True:
@@ -200,8 +204,11 @@ class Contributions:
         yield from (self._of_sites(names) for count in range(len(sites) + 1) for names in combinations(sites, count))
 
     def _bytes(self, plan: Plan) -> int:
-        parameters = cost.parameter_bytes(self.model, plan.modules, self.format)
-        return parameters + self._activation_bytes(plan) * self.length
+        return self._parameter_bytes(plan) + self._activation_bytes(plan) * self.length
+
+    def _parameter_bytes(self, plan: Plan) -> int:
+        widened = self.structure.stream_norms if plan.residual else []  # beside an fp32 stream
+        return cost.parameter_bytes(self.model, [*plan.modules, *widened], self.format)
 
     def _activation_bytes(self, plan: Plan) -> int:
         return plan.residual * (cost.WIDE - self.format.storage.itemsize) * cost.stream_width(self.model)
@@ -240,7 +247,7 @@ class Contributions:
         return replace(
             plan,
             predicted=float(self.predict(plan).predicted.mean()),
-            parameter_bytes=cost.parameter_bytes(self.model, plan.modules, self.format),
+            parameter_bytes=self._parameter_bytes(plan),
             activation_bytes=self._activation_bytes(plan),
             flops=cost.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
         )
@@ -261,4 +268,4 @@ def plan(
     errors, ``Adjoint`` for ``probes``. For several budgets make the ``Contributions`` and ask them.
     """
     prediction = adjoint.Adjoint(lower(model, format, execution), model, probes)(windows)
-    return Contributions(model, prediction, format, windows.shape[-1]).plan(budget, unit)
+    return Contributions(model, prediction).plan(budget, unit)

@@ -60,6 +60,7 @@ def stream_width(model: nn.Module) -> int:
 
 
 def text_config(model: nn.Module) -> PreTrainedConfig | None:
-    """The configuration of the model, or of the part of it that reads text; None where there is none."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    """The configuration of the model, or of one that it wraps, for text; None where there is none."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
+    return None if found is None else found.get_text_config()

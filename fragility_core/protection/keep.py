@@ -4,14 +4,16 @@ Only casts at boundaries are added, as hooks. The rest follows from type promoti
 emulated alike: a kernel with an fp32 operand gives fp32.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from fragility_core.attention import FP32_SCORES
 from fragility_core.emulation import LowPrecision, lower, tensors
@@ -22,31 +24,44 @@ from fragility_core.protection.structure import scores_can_be_kept
 
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """``value`` with the tensors of dtype ``source`` in nested tuples, lists and dictionaries cast to ``target``."""
+    """``value`` with the tensors of dtype ``source`` in nested tuples, lists and mappings cast to ``target``."""
     if isinstance(value, Tensor):
         return value.to(target) if value.dtype == source else value
     if type(value) in (tuple, list):
         return type(value)(cast(item, source, target) for item in value)
-    return {key: cast(item, source, target) for key, item in value.items()} if type(value) is dict else value
+    if type(value) is dict or isinstance(value, ModelOutput):
+        return type(value)(**{key: cast(item, source, target) for key, item in value.items()})
+    return value
+
+
+# Hooks are partial functions of a module, so that a protected model can be pickled.
 
 
 def cast_inputs(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
     """Let ``module`` receive what is of dtype ``source`` in ``target``."""
-    module.register_forward_pre_hook(
-        lambda module, args, kwargs: (cast(args, source, target), cast(kwargs, source, target)), with_kwargs=True
-    )
+    module.register_forward_pre_hook(partial(_cast_inputs, source, target), with_kwargs=True)
+
+
+def _cast_inputs(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    return cast(args, source, target), cast(kwargs, source, target)
 
 
 def cast_output(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
     """Let ``module`` return what is of dtype ``source`` in ``target``."""
-    module.register_forward_hook(lambda module, args, output: cast(output, source, target))
+    module.register_forward_hook(partial(_cast_output, source, target))
+
+
+def _cast_output(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, output: Any) -> Any:
+    return cast(output, source, target)
 
 
 def unround(module: nn.Module, exact: nn.Module) -> None:
-    """Give ``module`` parameters of its own, those of its fp32 twin ``exact``; others that shared them keep theirs."""
+    """Give ``module`` what its fp32 twin ``exact`` has; others that shared its parameters keep theirs."""
     for owner, twin in zip(module.modules(), exact.modules(), strict=True):
         for name, parameter in twin.named_parameters(recurse=False):
             owner._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        for name, buffer in twin.named_buffers(recurse=False):
+            owner._buffers[name] = buffer.clone()
 
 
 def keep_module(module: nn.Module, exact: nn.Module, carrier: torch.dtype, narrow: bool = True) -> None:
@@ -69,20 +84,15 @@ def keep_stream(model: nn.Module, carrier: torch.dtype, modules: Collection[str]
         parts[path].register_forward_pre_hook(widen_with_input)
         cast_output(parts[path], torch.float32, carrier)
     for path in parts.keys() & branch_paths(model):
-        parts[path].register_forward_pre_hook(lowest_of(carrier), with_kwargs=True)
+        parts[path].register_forward_pre_hook(partial(raise_lowest, torch.finfo(carrier).min), with_kwargs=True)
         cast_inputs(parts[path], torch.float32, carrier)
 
 
-def lowest_of(carrier: torch.dtype) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
-    """A hook that raises the lowest number of an additive mask, fp32 beside an fp32 stream, to that of ``carrier``."""
-    lowest = torch.finfo(carrier).min
-
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        mask = kwargs.get("attention_mask")
-        additive = mask is not None and mask.dtype == torch.float32
-        return args, kwargs | {"attention_mask": mask.clamp_min(lowest)} if additive else kwargs
-
-    return hook
+def raise_lowest(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """An additive mask, fp32 beside an fp32 stream, holds fp32's lowest number, and at least that of the format."""
+    mask = kwargs.get("attention_mask")
+    additive = mask is not None and mask.dtype == torch.float32
+    return args, kwargs | {"attention_mask": mask.clamp_min(lowest)} if additive else kwargs
 
 
 def widen_with_input(norm: nn.Module, args: tuple) -> None:
@@ -92,14 +102,13 @@ def widen_with_input(norm: nn.Module, args: tuple) -> None:
             parameter.data = parameter.data.float()
 
 
-def keep_scores(model: nn.Module) -> None:
-    """Let attention compute scores and softmax in fp32; raises ValueError for a model whose attention cannot."""
+def require_scores(model: nn.Module) -> None:
+    """Raises ValueError for a model whose attention is more than a softmax of scaled products."""
     if not scores_can_be_kept(model):
         raise ValueError(
-            "scores can be kept in models whose attention comes from transformers' attention interface and caps no "
-            f"scores, got {type(model).__name__}: keep its attention modules instead"
+            "scores can be kept in models whose attention comes from transformers' attention interface and neither "
+            f"caps scores nor adds to them, got {type(model).__name__}: keep its attention modules instead"
         )
-    model.set_attn_implementation(FP32_SCORES)
 
 
 @torch.no_grad()
@@ -114,6 +123,8 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     require_modules(model, plan.modules)
     if get_format(plan.format).carrier == torch.float32:
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
+    if plan.scores:
+        require_scores(model)
     low = lower(model, plan.format, "weights" if plan.weights_only and execution == "auto" else execution)
     carrier = torch.float32 if low.weights_only else low.format.carrier
     # Outputs that stay fp32: the stream, where it is kept, and the logits, after which nothing follows.
@@ -127,15 +138,19 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     for path in plan.modules:
         keep_module(low.model.get_submodule(path), model.get_submodule(path), carrier, path not in wide)
     if plan.scores:
-        keep_scores(low.model)
+        low.model.set_attn_implementation(FP32_SCORES)
     check(low, plan, tokens, wide, carrier)
     return low
 
 
 def require_modules(model: nn.Module, paths: Collection[str]) -> None:
     """Raises ValueError for a path at which ``model`` has no module with parameters, naming those most like it."""
-    known = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+    modules = dict(model.named_modules())
+    known = [path for path, module in modules.items() if path and next(module.parameters(), None) is not None]
     for path in paths:
+        if isinstance(modules.get(path), (nn.ModuleList, nn.ModuleDict)):
+            inside = ", ".join(f"{path}.{name}" for name, _ in modules[path].named_children())
+            raise ValueError(f"a module to keep must run itself, got {path!r}, which only holds others: name {inside}")
         if path not in known:
             like = ", ".join(get_close_matches(path, known)) or ", ".join(known[:5])
             raise ValueError(f"a module to keep must be one of the model's with parameters, got {path!r}: see {like}")
@@ -155,7 +170,7 @@ def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], 
         require(path, "receive fp32", {*received[path]} <= {torch.float32}, {*received[path]})
         expected = torch.float32 if path in wide else carrier
         require(path, f"return {expected}", {*returned[path]} == {expected}, {*returned[path]})
-    for path in returned.keys() & blocks:
+    for path in (path for path in blocks if path in returned):
         stream = returned[path][0] if returned[path] else None  # attention weights may come after it
         require(path, "keep the residual stream in fp32", stream == torch.float32, stream)
 
@@ -182,7 +197,7 @@ def dtypes_of(
                 returned[path] = floating(output)
 
             def look(module, args, kwargs, path=path):
-                received[path] = floating((*args, *kwargs.values()))
+                received[path] = floating((args, kwargs))
 
             module = low.model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)

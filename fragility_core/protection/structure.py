@@ -4,10 +4,14 @@ from collections.abc import Collection
 from functools import cached_property
 
 import pandas as pd
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fragility_core.attention import FP32_SCORES
+from fragility_core.emulation import sharing_copy, tensors
 from fragility_core.modules import (
+    attention_modules,
     block_of,
     block_paths,
     embedding_paths,
@@ -19,12 +23,22 @@ from fragility_core.modules import (
 
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}
+TRIED = 8  # tokens on which attention is tried
 
 
+@torch.no_grad()
 def scores_can_be_kept(model: nn.Module) -> bool:
-    """Whether attention comes from transformers' interface, as a softmax of scaled products alone."""
-    interface = isinstance(model, PreTrainedModel) and model._can_set_attn_implementation()
-    return interface and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
+    """Whether attention that keeps scores in fp32 computes what the fp32 ``model`` does: tried on a few tokens."""
+    if not (isinstance(model, PreTrainedModel) and model._can_set_attn_implementation() and attention_modules(model)):
+        return False
+    own, kept = sharing_copy(model).eval(), sharing_copy(model).eval()
+    tokens = torch.arange(TRIED, device=model.device)[None]
+    try:
+        kept.set_attn_implementation(FP32_SCORES)
+        a, b = (next(tensors(m(tokens, use_cache=False))).float() for m in (own, kept))
+    except Exception:  # another input than tokens alone, or an attention of more than a softmax
+        return False
+    return bool(torch.linalg.vector_norm(a - b) <= 1e-3 * torch.linalg.vector_norm(a))
 
 
 class Structure:
@@ -72,7 +86,12 @@ class Structure:
         """Paths of the children of blocks, with parameters, in which there are places of ``sites``."""
         parts = (block_of(path) for path in self.places.module[self.places.site.isin(sites)])
         paths = dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch)
-        return [path for path in paths if next(self.model.get_submodule(path).parameters(), None) is not None]
+        branches = {path: self.model.get_submodule(path) for path in paths}
+        return [
+            path
+            for path, module in branches.items()
+            if next(module.parameters(), None) is not None and not isinstance(module, nn.ModuleList)
+        ]
 
     @cached_property
     def stream_sums(self) -> pd.Series:
@@ -85,13 +104,13 @@ class Structure:
 
     @cached_property
     def stream_can_be_kept(self) -> bool:
-        """Whether every block reads the stream through norms and ends with a residual addition.
+        """Whether an embedding begins the stream, and every block reads it through norms and ends by adding to it.
 
         Where the stream itself is normed (after a block, or before the first) or read by branches, it is
         rounded there in any case.
         """
         kernels = self.places[self.places.kind == "kernel"]
-        if kernels.empty:  # only weights are rounded
+        if kernels.empty or not embedding_paths(self.model):  # only weights are rounded; nothing to begin with
             return False
         before = kernels[: kernels.module.map(block_of).notna().argmax()]
         last = [kernels.stream[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
