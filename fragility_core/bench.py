@@ -27,10 +27,10 @@ from fragility_core.adjoint import Adjoint
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
 from fragility_core.environment import device_name
+from fragility_core.experiments.patching import Patching
+from fragility_core.experiments.shadow import ShadowTraining
 from fragility_core.models import default_device, load_model
-from fragility_core.monitor import Monitor
-from fragility_core.patching import Patching
-from fragility_core.shadow import ShadowTraining
+from fragility_core.surrogates.monitor import Monitor
 
 LENGTHS = (128, 512, 1024)
 TIME_LIMITS = {128: 1.2, 512: 1.2, 1024: 1.5}

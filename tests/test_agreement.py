@@ -4,13 +4,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fragility_core.bootstrap import spread
 from fragility_core.experiments.agreement import (
     agreement_by_run,
     binned_trend,
     retrieval,
     run_agreement,
 )
+from fragility_core.reporting.bootstrap import spread
 from fragility_core.surrogates import SIGNALS
 
 

@@ -35,8 +35,8 @@ from fragility_core.bgss import (
 from fragility_core.bgss.printed import EpsilonBump, PrintedBGSS
 from fragility_core.bgss.released import Released
 from fragility_core.emulation import lower
-from fragility_core.monitor import Monitor
 from fragility_core.surrogates import score
+from fragility_core.surrogates.monitor import Monitor
 
 RECORD = Path(__file__).parent / "data" / "e5.json.gz"
 RELEASED = ("random_same_budget", "risk_only_same_budget", "bgss")

@@ -29,8 +29,8 @@ from fragility_core.emulation import lower
 from fragility_core.inputs import Inputs
 from fragility_core.models import load_tokenizer
 from fragility_core.protection import Plan
+from fragility_core.reporting.words import percent, quantity
 from fragility_core.theory import mismatch
-from fragility_core.words import percent, quantity
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
 ENOUGH = Forecast(1.0, 1, None)

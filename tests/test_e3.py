@@ -9,9 +9,9 @@ import torch
 
 from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments import e2, e3
+from fragility_core.experiments.patching import Patching
 from fragility_core.experiments.runs import window_rows
 from fragility_core.inputs import Inputs, digest
-from fragility_core.patching import Patching
 from fragility_core.theory import mismatch
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)

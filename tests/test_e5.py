@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fragility_core.bgss import get_policy
-from fragility_core.events import SpikeRule
 from fragility_core.experiments import e5, outcomes
+from fragility_core.experiments.events import SpikeRule
 from fragility_core.experiments.runs import RunStore
 from fragility_core.inputs import Inputs, digest
 

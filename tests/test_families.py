@@ -41,20 +41,20 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.architectures import blocks
 from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments import e2, e5
+from fragility_core.experiments.patching import Patching
+from fragility_core.experiments.shadow import ShadowTraining, set_epsilons
 from fragility_core.inputs import load
 from fragility_core.models import load_tokenizer
-from fragility_core.monitor import Monitor
-from fragility_core.patching import Patching
 from fragility_core.paths import EMBEDDED_CHECKPOINT
-from fragility_core.reductions import sampled_rows, softmax_sensitivity_estimate
-from fragility_core.shadow import ShadowTraining, set_epsilons
 from fragility_core.surrogates import SIGNALS, score
+from fragility_core.surrogates.architectures import blocks
+from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.reductions import sampled_rows, softmax_sensitivity_estimate
+from fragility_core.surrogates.transport import residual_transport
+from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
-from fragility_core.transport import residual_transport
-from fragility_core.weights import WeightStatistics
 
 HEADS, WIDTH, TOKENS = 4, 32, 20
 BASE = {

@@ -14,10 +14,10 @@ from fragility_core.diagnosis import Request, diagnose, forecast
 from fragility_core.diagnosis.page import page
 from fragility_core.emulation import lower
 from fragility_core.experiments import e2, e3, e5, x1, x1_protection
+from fragility_core.experiments.patching import Patching
 from fragility_core.inputs import Inputs
 from fragility_core.models import load_model
-from fragility_core.monitor import Monitor
-from fragility_core.patching import Patching
+from fragility_core.surrogates.monitor import Monitor
 
 GRID = e2.Grid("tiny", "random", ("bf16", "fp16"), (32,), (0,), 4)
 EXECUTIONS = [

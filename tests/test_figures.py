@@ -9,8 +9,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from fragility_core import figures
 from fragility_core.experiments import e1, e3
+from fragility_core.reporting import figures
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from fragility_core import theory
-from fragility_core.architectures import blocks
 from fragility_core.attention import FP32_SCORES, IMPLEMENTATION, observers
 from fragility_core.emulation import lower
+from fragility_core.experiments.patching import Patching
 from fragility_core.formats import FORMATS
-from fragility_core.monitor import Monitor, Observation
-from fragility_core.patching import Patching
-from fragility_core.reductions import sampled_rows
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
-from fragility_core.transport import TRANSPORTS
+from fragility_core.surrogates.architectures import blocks
+from fragility_core.surrogates.monitor import Monitor, Observation
+from fragility_core.surrogates.reductions import sampled_rows
+from fragility_core.surrogates.transport import TRANSPORTS
 
 # Where each of the release's fields is found in ours, per block and per window.
 LAYER_FIELDS = {

@@ -7,8 +7,8 @@ from transformers import BertConfig, BertModel
 
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import LowPrecision, lower
-from fragility_core.monitor import Monitor
-from fragility_core.patching import Patching, patch_effects
+from fragility_core.experiments.patching import Patching, patch_effects
+from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 
 RUNS = [("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"), ("tf32", "emulated")]

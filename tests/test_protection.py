@@ -36,12 +36,12 @@ from transformers import (
 )
 
 from fragility_core import adjoint, attention
-from fragility_core.architectures import blocks
 from fragility_core.emulation import lower
+from fragility_core.experiments.patching import Patching
 from fragility_core.formats import get_format
 from fragility_core.models import load_model, load_tokenizer
-from fragility_core.patching import Patching
 from fragility_core.protection import Contributions, Plan, apply, baselines, plan
+from fragility_core.surrogates.architectures import blocks
 from fragility_core.theory import mismatch
 from fragility_core.windows import load_rows, select_windows, tokenize
 
@@ -247,9 +247,7 @@ def test_modules_that_return_mappings_are_kept(tiny_tokens):
     assert known.of_sites(["residual"]).activation_bytes == 2 * 32  # of the model inside
     low = apply(wrapper, known.of_modules(["inner"]))
     assert low.model(tiny_tokens).dtype == torch.bfloat16
-    with pytest.raises(
-        ValueError, match=r"must run itself, got 'inner.layers', which only holds others: name"
-    ):
+    with pytest.raises(ValueError, match=r"must run itself, got 'inner.layers', which only holds others: name"):
         known.of_modules(["inner.layers"])
 
 

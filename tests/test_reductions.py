@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fragility_core import theory
-from fragility_core.reductions import (
+from fragility_core.surrogates.reductions import (
     blocks_at_once,
     layernorm_path,
     rmsnorm_path,

@@ -10,12 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fragility_core import paths, report
-from fragility_core.claims import E2, QUANTITIES, Quantity
+from fragility_core import paths
 from fragility_core.experiments import e1
 from fragility_core.experiments.outcomes import policy_summary
-from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, TESTS, UNDECIDED, VERDICTS, compare, interval, judge
-from fragility_core.words import duration
+from fragility_core.reporting import report
+from fragility_core.reporting.claims import E2, QUANTITIES, Quantity
+from fragility_core.reporting.verdicts import (
+    FAILS,
+    HOLDS,
+    NOT_RUN,
+    TESTS,
+    UNDECIDED,
+    VERDICTS,
+    compare,
+    interval,
+    judge,
+)
+from fragility_core.reporting.words import duration
 
 POLICIES = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss", "bgss_printed")
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fragility_core.architectures import blocks
 from fragility_core.emulation import lower
-from fragility_core.monitor import window_losses
-from fragility_core.shadow import ShadowTraining, warmed_up
+from fragility_core.experiments.shadow import ShadowTraining, warmed_up
+from fragility_core.surrogates.architectures import blocks
+from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch
 
 

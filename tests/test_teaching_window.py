@@ -10,9 +10,9 @@ import torch
 matplotlib.use("Agg")
 
 from fragility_core import theory
-from fragility_core.architectures import blocks
+from fragility_core.experiments.shadow import set_epsilons
 from fragility_core.formats import get_format
-from fragility_core.shadow import set_epsilons
+from fragility_core.surrogates.architectures import blocks
 from fragility_core.teaching import embedded, window
 
 FORMATS = pytest.mark.parametrize("format", window.FORMATS)

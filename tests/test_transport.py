@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_core.architectures import blocks
 from fragility_core.emulation import lower
-from fragility_core.monitor import Monitor
-from fragility_core.transport import (
+from fragility_core.surrogates.architectures import blocks
+from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.transport import (
     TRANSPORTS,
     branch_jacobian_norm,
     in_sequence,
@@ -18,7 +18,7 @@ from fragility_core.transport import (
     release_transport,
     residual_transport,
 )
-from fragility_core.weights import activation_lipschitz
+from fragility_core.surrogates.weights import activation_lipschitz
 
 LENGTH = 6  # the exact Jacobian of a block is (6 * 32) x (6 * 32)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_core.architectures import blocks
-from fragility_core.weights import WeightStatistics, activation_lipschitz, followed_norms
+from fragility_core.surrogates.architectures import blocks
+from fragility_core.surrogates.weights import WeightStatistics, activation_lipschitz, followed_norms
 
 
 @pytest.mark.parametrize(

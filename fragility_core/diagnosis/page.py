@@ -12,15 +12,16 @@ import torch
 import transformers
 from matplotlib.axes import Axes
 
-from fragility_core import figures, paths
-from fragility_core.bootstrap import spread
+from fragility_core import paths
 from fragility_core.diagnosis.request import Request
 from fragility_core.diagnosis.run import Diagnosis
-from fragility_core.html import data_uri, template
 from fragility_core.models import EMBEDDED
 from fragility_core.protection import Contributions, Plan
-from fragility_core.tables import number
-from fragility_core.words import duration, percent, quantity
+from fragility_core.reporting import figures
+from fragility_core.reporting.bootstrap import spread
+from fragility_core.reporting.html import data_uri, template
+from fragility_core.reporting.tables import number
+from fragility_core.reporting.words import duration, percent, quantity
 
 TEMPLATES = paths.ASSETS / "diagnosis"
 MANY = 24  # bars and rows that a page shows

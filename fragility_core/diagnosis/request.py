@@ -15,8 +15,8 @@ from fragility_core.formats import FORMATS, SCALED, get_format
 from fragility_core.inputs import Inputs
 from fragility_core.modules import block_paths
 from fragility_core.protection import SITES
+from fragility_core.reporting.words import binary, duration
 from fragility_core.windows import select_windows
-from fragility_core.words import binary, duration
 
 ATTENTIONS = ("sdpa", "eager")
 REFERENCES = ("auto", "yes", "no")

@@ -9,7 +9,7 @@ from scipy import stats
 from fragility_core.experiments.runs import IDENTITY, window_rows
 from fragility_core.formats import get_format
 from fragility_core.surrogates import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
-from fragility_core.transport import TRANSPORTS
+from fragility_core.surrogates.transport import TRANSPORTS
 
 RETRIEVED = 0.125  # share of the windows counted as the worst ones
 

@@ -9,14 +9,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_core.architectures import blocks
 from fragility_core.emulation import lower
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import RunSpec, RunStore, spec_columns
 from fragility_core.formats import get_format
 from fragility_core.inputs import Inputs, load, require_values
-from fragility_core.monitor import Monitor
 from fragility_core.surrogates import SIGNALS, score
+from fragility_core.surrogates.architectures import blocks
+from fragility_core.surrogates.monitor import Monitor
 from fragility_core.windows import select_windows
 
 

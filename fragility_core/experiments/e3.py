@@ -1,7 +1,7 @@
 """E3: does the score name the blocks whose rounding matters? (protocol section 5)
 
 It reads E2's runs: of each the windows of highest mismatch, and the risk of their blocks. What a block
-really costs is measured by patching it (``fragility_core.patching``).
+really costs is measured by patching it (``fragility_core.experiments.patching``).
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_core import rankings
 from fragility_core.emulation import lower
+from fragility_core.experiments import rankings
+from fragility_core.experiments.patching import Patching, patch_effects
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
 from fragility_core.inputs import Inputs
-from fragility_core.patching import Patching, patch_effects
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
 WINDOW = [*IDENTITY, "window"]

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fragility_core.architectures import blocks
 from fragility_core.bgss import Policy, State, advance, get_policy, replay
 from fragility_core.bgss.registry import policy_class
 from fragility_core.environment import code_digest
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import RunStore, Specification
+from fragility_core.experiments.shadow import ShadowTraining, warmed_up
 from fragility_core.formats import get_format
 from fragility_core.inputs import Inputs, load, require_values
-from fragility_core.shadow import ShadowTraining, warmed_up
 from fragility_core.surrogates import Estimator
+from fragility_core.surrogates.architectures import blocks
 from fragility_core.windows import select_windows
 
 

@@ -5,7 +5,7 @@ import pandas as pd
 
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_core.bgss.replay import trajectory
-from fragility_core.events import SpikeRule, onsets, ratio_of_rate, relative_to_recent
+from fragility_core.experiments.events import SpikeRule, onsets, ratio_of_rate, relative_to_recent
 
 RUN = ["policy", "seed"]
 STEP_COLUMNS = [

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from fragility_core.formats import get_format
 from fragility_core.surrogates import LAYERNORM_TERMS, Estimator
-from fragility_core.transport import TRANSPORTS
+from fragility_core.surrogates.transport import TRANSPORTS
 
 METADATA_KEY = b"fragility"
 

@@ -14,10 +14,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_core import rankings
 from fragility_core.adjoint import Adjoint, Prediction, predict
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import LowPrecision, lower
+from fragility_core.experiments import rankings
 from fragility_core.experiments.agreement import SIGNALS, signal_agreement
 from fragility_core.experiments.e3 import REALISATION, WINDOW
 from fragility_core.experiments.pool import Advance, complete

@@ -17,10 +17,10 @@ import torch
 from fragility_core.adjoint import Adjoint
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
+from fragility_core.experiments.patching import Patching, patch_effects
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import DerivedSpec, RunSpec, RunStore, spec_columns
 from fragility_core.inputs import Inputs
-from fragility_core.patching import Patching, patch_effects
 from fragility_core.protection import Contributions, Plan, apply, baselines
 from fragility_core.theory import mismatch
 

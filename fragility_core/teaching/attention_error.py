@@ -7,12 +7,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_core import figures
-from fragility_core.figures import Axes
 from fragility_core.formats import get_format
+from fragility_core.reporting import figures
+from fragility_core.reporting.figures import Axes
 from fragility_core.teaching import slack
 from fragility_core.teaching.head import DRAWS, KEYS, STEPS, errors, ladder, normal, peaked, stored
-from fragility_core.widgets import Exercise
+from fragility_core.teaching.widgets import Exercise
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 MARGINS = torch.linspace(0.25, 10, 40, dtype=torch.float64)

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from fragility_core import figures, theory
+from fragility_core import theory
 from fragility_core.bgss import State, advance, get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
-from fragility_core.figures import Axes
 from fragility_core.formats import get_format
+from fragility_core.reporting import figures
+from fragility_core.reporting.figures import Axes
 from fragility_core.teaching import record
-from fragility_core.widgets import Exercise
+from fragility_core.teaching.widgets import Exercise
 
 RUNS = {"steady": 6e-4, "spiking": 3e-2}  # names of the recorded runs, by their learning rate
 FP16 = get_format("fp16").unit_roundoff

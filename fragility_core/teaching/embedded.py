@@ -14,7 +14,7 @@ from torch.func import jvp, vjp
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
 from fragility_core.models import EMBEDDED, load_model, load_tokenizer
-from fragility_core.monitor import Monitor
+from fragility_core.surrogates.monitor import Monitor
 from fragility_core.windows import load_rows, select_windows, tokenize
 
 LENGTH = 64  # tokens

@@ -8,10 +8,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_core import figures, theory
-from fragility_core.figures import Axes
+from fragility_core import theory
 from fragility_core.formats import FORMATS, Format, get_format
-from fragility_core.widgets import Exercise
+from fragility_core.reporting import figures
+from fragility_core.reporting.figures import Axes
+from fragility_core.teaching.widgets import Exercise
 
 LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 ROWS, KEYS = 400, 16

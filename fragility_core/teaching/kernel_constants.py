@@ -5,8 +5,9 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from fragility_core import calibration, figures
-from fragility_core.figures import Axes
+from fragility_core import calibration
+from fragility_core.reporting import figures
+from fragility_core.reporting.figures import Axes
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 

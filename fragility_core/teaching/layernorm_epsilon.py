@@ -6,12 +6,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_core import figures, theory
-from fragility_core.figures import Axes
+from fragility_core import theory
 from fragility_core.formats import get_format
+from fragility_core.reporting import figures
+from fragility_core.reporting.figures import Axes
 from fragility_core.teaching import embedded, slack
 from fragility_core.teaching.rows import FEATURES, STEPS, drawn, errors, ladder, mean_variance, uneven_gamma
-from fragility_core.widgets import Exercise
+from fragility_core.teaching.widgets import Exercise
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 WIDTHS = ("64", "128", "768", "4096")

@@ -3,12 +3,13 @@
 import pandas as pd
 import torch
 
-from fragility_core import figures, theory
-from fragility_core.figures import Axes
+from fragility_core import theory
+from fragility_core.reporting import figures
+from fragility_core.reporting.figures import Axes
+from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_core.teaching import embedded
 from fragility_core.teaching.stacks import WIDTH, course, jacobians, singular_values
-from fragility_core.transport import TRANSPORTS, residual_transport
-from fragility_core.widgets import Exercise
+from fragility_core.teaching.widgets import Exercise
 
 GAINS = torch.linspace(0, 1.5, 31, dtype=torch.float64)
 

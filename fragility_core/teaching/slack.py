@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from fragility_core.figures import Axes
+from fragility_core.reporting.figures import Axes
 
 
 def histogram(axes: Axes, slack: pd.Series, title: str) -> None:

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_core import figures, theory
-from fragility_core.architectures import Block, blocks
+from fragility_core import theory
 from fragility_core.emulation import lower
-from fragility_core.figures import Axes
+from fragility_core.experiments.shadow import set_epsilons
 from fragility_core.formats import get_format
 from fragility_core.models import EMBEDDED, load_tokenizer
-from fragility_core.monitor import Monitor
-from fragility_core.shadow import set_epsilons
+from fragility_core.reporting import figures
+from fragility_core.reporting.figures import Axes
 from fragility_core.surrogates import score
+from fragility_core.surrogates.architectures import Block, blocks
+from fragility_core.surrogates.monitor import Monitor
 from fragility_core.teaching import embedded
 from fragility_core.teaching.controller import raised
-from fragility_core.widgets import Exercise
+from fragility_core.teaching.widgets import Exercise
 
 FORMATS = ("bf16", "fp16")
 EPSILONS = tuple(10.0**exponent for exponent in range(-5, 2))  # the first is the checkpoint's own

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from fragility_core import theory
-from fragility_core.transport import residual_transport
+from fragility_core.surrogates.transport import residual_transport
 
 LAYERNORM_TERMS = ("release", "paper")
 SIGNALS = (

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from fragility_core.bootstrap import spread
-from fragility_core.claims import QUANTITIES, Quantity
+from fragility_core.reporting.bootstrap import spread
+from fragility_core.reporting.claims import QUANTITIES, Quantity
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
 LEAST = 3  # independent runs below which nothing is shown to hold

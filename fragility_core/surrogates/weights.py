@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fragility_core.architectures import Block
-from fragility_core.reductions import spectral_norm
+from fragility_core.surrogates.architectures import Block
+from fragility_core.surrogates.reductions import spectral_norm
 
 FOLLOWED = 4  # singular vectors carried along: the largest may change places with one of the next
 

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from fragility_core.tables import number
+from fragility_core.reporting.tables import number
 
 
 def duration(seconds: float) -> str:

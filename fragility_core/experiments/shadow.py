@@ -16,10 +16,10 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
-from fragility_core.architectures import Block, blocks
 from fragility_core.emulation import lower
-from fragility_core.monitor import Monitor, window_losses
 from fragility_core.surrogates import Estimator, score
+from fragility_core.surrogates.architectures import Block, blocks
+from fragility_core.surrogates.monitor import Monitor, window_losses
 
 
 def set_epsilons(model_blocks: list[Block], epsilons: tuple[float, ...]) -> None:

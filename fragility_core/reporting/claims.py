@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fragility_core.published import E5_PAPER
+from fragility_core.reporting.published import E5_PAPER
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fractions import Fraction
 import ipywidgets
 from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, ToggleButtons, VBox
 
-from fragility_core import figures
+from fragility_core.reporting import figures
 
 LABEL = {"description_width": "14em"}
 WIDE = {"width": "min(100%, 38em)"}

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.architectures import blocks
 from fragility_core.attention import observe_attention
 from fragility_core.emulation import LowPrecision
+from fragility_core.surrogates.architectures import blocks
 from fragility_core.theory import mismatch
 
 

@@ -11,11 +11,11 @@ import pandas as pd
 
 from fragility_core import paths
 from fragility_core.execute import defaults, notebook_path, profile_values
-from fragility_core.html import data_uri, template
-from fragility_core.published import HARDWARE_PAPER
-from fragility_core.tables import number, shown, spread_text
-from fragility_core.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
-from fragility_core.words import duration
+from fragility_core.reporting.html import data_uri, template
+from fragility_core.reporting.published import HARDWARE_PAPER
+from fragility_core.reporting.tables import number, shown, spread_text
+from fragility_core.reporting.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
+from fragility_core.reporting.words import duration
 
 TEMPLATES = paths.ASSETS / "report"
 CUSTOM = "-custom"

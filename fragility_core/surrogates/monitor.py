@@ -18,11 +18,11 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from fragility_core.architectures import Block, blocks
 from fragility_core.attention import observe_attention, observers
 from fragility_core.emulation import LowPrecision
-from fragility_core.norms import Norm
-from fragility_core.reductions import (
+from fragility_core.surrogates.architectures import Block, blocks
+from fragility_core.surrogates.norms import Norm
+from fragility_core.surrogates.reductions import (
     blocks_at_once,
     layernorm_path,
     rmsnorm_path,
@@ -32,9 +32,9 @@ from fragility_core.reductions import (
     window_max,
     window_norm,
 )
+from fragility_core.surrogates.transport import branch_jacobian_norm
+from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
-from fragility_core.transport import branch_jacobian_norm
-from fragility_core.weights import WeightStatistics
 
 
 @lru_cache(maxsize=1024)

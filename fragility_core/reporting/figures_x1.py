@@ -4,7 +4,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 
-from fragility_core.figures import canvas, legend_outside, named
+from fragility_core.reporting.figures import canvas, legend_outside, named
 
 SIGNAL_NAMES = {"adjoint": "adjoint", "combined": "score", "no_transport": "score without transport"}
 SITE_ORDER = (

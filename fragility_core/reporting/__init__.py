@@ -1,0 +1,1 @@
+"""What is shown of results: tables, figures, claims with their verdicts, and pages."""
