@@ -152,7 +152,7 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
         raise SystemExit(f"{error.ename}: {error.evalue}") from error
     except DeadKernelError as error:
         print(f"{name} stopped; executed so far: {executed}", file=sys.stderr)
-        raise SystemExit(f"{type(error).__name__}: {error} (was memory short?)") from error
+        raise SystemExit(f"{type(error).__name__}: {error} (out of memory?)") from error
     return executed
 
 

@@ -97,7 +97,7 @@ def test_forecast_of_the_embedded_checkpoint():
     assert loaded.model.config._attn_implementation == "eager"
     expected = diagnosis.forecast(request, loaded, tokens)
     assert 0 < expected.seconds < 600 and expected.memory > 8 * sum(p.numel() for p in loaded.model.parameters())
-    assert re.fullmatch(r"about .* and \d+ MiB more memory(, [\d.]+ [GM]iB are free)?", str(expected))
+    assert re.fullmatch(r"about .* and [\d.]+\s[MG]B of additional memory( \([\d.]+\s[GM]B free\))?", str(expected))
 
 
 def test_memory_decides_on_the_reference(tiny_gpt2, tiny_tokens):
@@ -335,7 +335,7 @@ def test_words_for_numbers():
     ]
     assert percent(float("nan")) == "–"
     assert [quantity(x).replace("\xa0", " ") for x in (0, 256, 1600, 1.5e6)] == ["0", "256 B", "1.6 kB", "1.5 MB"]
-    assert page.price(Plan("bf16")) == "no byte and no matrix product more"
+    assert page.price(Plan("bf16")) == "no extra memory, and no matrix product in fp32"
     assert page.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")])).mean == 2.0
 
 

@@ -141,7 +141,7 @@ def test_failure_ends_with_the_notebooks_own_error(project, capsys):
 
 def test_dead_kernel_is_reported(project):
     write_notebook(paths.NOTEBOOKS / "tiny.ipynb", "import os; os._exit(1)")
-    with pytest.raises(SystemExit, match=r"DeadKernelError: Kernel died \(was memory short\?\)"):
+    with pytest.raises(SystemExit, match=r"DeadKernelError: Kernel died \(out of memory\?\)"):
         execute.main(["tiny"])
 
 

@@ -457,7 +457,7 @@ def test_other_blocks_are_refused_with_what_was_looked_for(name):
 
 
 def test_a_refusal_names_the_modules_that_ran():
-    with pytest.raises(TypeError, match=r"MixtralDecoderLayer .* that ran, self_attn \(MixtralAttention\), .*q_proj"):
+    with pytest.raises(TypeError, match=r"MixtralDecoderLayer: .* that ran: self_attn \(MixtralAttention\), .*q_proj"):
         blocks(AutoModel.from_config(MixtralConfig(**GROUPED)).eval())
 
 

@@ -593,7 +593,7 @@ def test_training_mode_is_refused(tiny_gpt2, tiny_tokens):
 
 def test_other_architectures_are_refused():
     config = BertConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    with pytest.raises(TypeError, match="BertLayer is no block whose score is known"):
+    with pytest.raises(TypeError, match="the score does not cover BertLayer: it needs"):
         Monitor(lower(BertModel(config), "fp32"))
 
 

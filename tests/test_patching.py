@@ -239,5 +239,5 @@ def test_training_mode_is_refused(which, model, tiny_tokens):
 def test_unknown_architectures_are_refused():
     config = BertConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=11)
     model = BertModel(config).eval()
-    with pytest.raises(TypeError, match="BertLayer is no block whose score is known"):
+    with pytest.raises(TypeError, match="the score does not cover BertLayer: it needs"):
         Patching(model, lower(model, "bf16"))

@@ -72,7 +72,7 @@ def test_every_run_is_computed_once_and_kept_in_order(tmp_path, workers):
     ("name", "key", "other", "what"),
     [
         ("code_digest", "code", "other", "another version of this code"),
-        ("versions", "versions", {"torch": "2.6"}, "other packages"),
+        ("versions", "versions", {"torch": "2.6"}, "other versions of packages"),
     ],
 )
 def test_runs_of_other_code_or_packages_are_named(tmp_path, monkeypatch, name, key, other, what):
@@ -162,5 +162,5 @@ def test_thread_count(monkeypatch, count):
 
 
 def test_negative_workers_are_refused():
-    with pytest.raises(ValueError, match=r"workers must be 0 \(one a core\) or a number of processes, got -1"):
+    with pytest.raises(ValueError, match=r"workers must be 0 \(one per core\) or a number of processes, got -1"):
         pool.worker_count(-1, 3, CPU)

@@ -210,7 +210,7 @@ def test_the_language_part_of_a_vision_model_is_planned_for(tiny_tokens):
     residual = known.of_sites(["residual"])
     assert residual.activation_bytes == 2 * 32
     apply(model, residual)
-    with pytest.raises(TypeError, match="Gemma3DecoderLayer is no block whose score is known"):
+    with pytest.raises(TypeError, match="the score does not cover Gemma3DecoderLayer: it needs"):
         blocks(model)
 
 

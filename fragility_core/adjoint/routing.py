@@ -15,7 +15,8 @@ class Routes(TorchFunctionMode):
     """The choices made inside: for every router, in order, the ``experts`` of each token and its ``margins``.
 
     A margin is the log probability of the last expert chosen less that of the first one left out; where a
-    router's scores are no probabilities (logits, sigmoids), their difference. A choice of all is none.
+    router's scores are no probabilities (logits, sigmoids), their difference. Choosing all experts does not count
+    as a choice.
     """
 
     def __init__(self, tokens: int | None = None):

@@ -40,11 +40,11 @@ def price(plan: Plan) -> str:
     """What ``plan`` costs, in words."""
     parts = [
         (plan.parameter_bytes, "B", " more for parameters"),
-        (plan.activation_bytes, "B", " more a token for the residual stream"),
-        (plan.flops, "FLOP", f" a token in fp32 instead of {plan.format}"),
+        (plan.activation_bytes, "B", " more per token for the residual stream"),
+        (plan.flops, "FLOP", f" per token in fp32 instead of {plan.format}"),
     ]
     named = [quantity(count, unit) + what for count, unit, what in parts if count]
-    return ", ".join(named) or "no byte and no matrix product more"
+    return ", ".join(named) or "no extra memory, and no matrix product in fp32"
 
 
 @dataclass(frozen=True)

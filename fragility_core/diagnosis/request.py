@@ -15,7 +15,7 @@ from fragility_core.formats import FORMATS, SCALED, get_format
 from fragility_core.inputs import Inputs
 from fragility_core.modules import block_paths
 from fragility_core.protection import SITES
-from fragility_core.reporting.words import binary, duration
+from fragility_core.reporting.words import duration, quantity
 from fragility_core.windows import select_windows
 
 ATTENTIONS = ("sdpa", "eager")
@@ -121,8 +121,8 @@ class Forecast:
         return self.free is None or self.memory < self.free
 
     def __str__(self) -> str:
-        free = "" if self.free is None else f", {binary(self.free)} are free"
-        return f"about {duration(self.seconds)} and {binary(self.memory)} more memory{free}"
+        free = "" if self.free is None else f" ({quantity(self.free)} free)"
+        return f"about {duration(self.seconds)} and {quantity(self.memory)} of additional memory{free}"
 
 
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from fragility_core.experiments import rankings
 from fragility_core.experiments.runs import IDENTITY, window_rows
 from fragility_core.formats import get_format
 from fragility_core.surrogates import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
@@ -14,15 +15,9 @@ from fragility_core.surrogates.transport import TRANSPORTS
 RETRIEVED = 0.125  # share of the windows counted as the worst ones
 
 
-def top_windows(values: pd.Series, count: int) -> set[int]:
-    """Positions of the ``count`` largest values, ties by position."""
-    return set(np.argsort(-values.to_numpy(), kind="stable")[:count].tolist())
-
-
 def retrieval(signal: pd.Series, mismatch: pd.Series) -> float:
-    """Share of the windows of highest mismatch that are also those of highest signal."""
-    count = max(1, round(RETRIEVED * len(mismatch)))
-    return len(top_windows(signal, count) & top_windows(mismatch, count)) / count
+    """Share of the windows of highest mismatch that are also those of highest signal, ties by position."""
+    return float(rankings.top_overlap(signal, mismatch, max(1, round(RETRIEVED * len(mismatch)))))
 
 
 def signal_agreement(kept: pd.DataFrame, signal: str) -> dict[str, float]:

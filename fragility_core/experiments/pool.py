@@ -42,13 +42,13 @@ def cores() -> int:
 
 
 def worker_count(asked: int, groups: int, device: torch.device) -> int:
-    """Processes for ``groups`` groups of runs; ``asked`` = 0 means one a core. A GPU has one.
+    """Processes for ``groups`` groups of runs; ``asked`` = 0 means one per core. A GPU has one.
 
     It depends on all groups, not on the unfinished ones, so that a resumed experiment computes with
     as many threads as an uninterrupted one and gets the same values.
     """
     if asked < 0:
-        raise ValueError(f"workers must be 0 (one a core) or a number of processes, got {asked}")
+        raise ValueError(f"workers must be 0 (one per core) or a number of processes, got {asked}")
     return 1 if device.type != "cpu" else max(1, min(asked or cores(), groups))
 
 
@@ -110,7 +110,7 @@ def computed_by() -> dict:
 def _warn_of_others(store: RunStore, finished: Sequence[Specification]) -> None:
     """Finished runs belong to their specification alone: say so where they were computed by something else."""
     now, found = computed_by(), [store.metadata(spec) for spec in finished]
-    for key, what in {"code": "another version of this code", "versions": "other packages"}.items():
+    for key, what in {"code": "another version of this code", "versions": "other versions of packages"}.items():
         others = sum(then.get(key) != now[key] for then in found)
         if others:
             warnings.warn(

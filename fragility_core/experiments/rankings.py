@@ -32,7 +32,7 @@ def pairwise_accuracy(first: ArrayLike, second: ArrayLike) -> np.ndarray:
 
 
 def top_overlap(first: ArrayLike, second: ArrayLike, count: int) -> np.ndarray:
-    """Share (...) of the ``count`` most important blocks that both have, ties by the block's number."""
+    """Share (...) of the ``count`` largest values (..., L) that both have, ties by place."""
     count = min(count, np.shape(first)[-1])
     a, b = (np.argsort(np.argsort(ranks(x), axis=-1, kind="stable"), axis=-1) < count for x in (first, second))
     return (a & b).sum(-1) / count

@@ -13,6 +13,7 @@ from fragility_core.emulation import lower
 from fragility_core.formats import get_format
 from fragility_core.modules import embedding_paths, is_norm, outermost
 from fragility_core.protection import cost
+from fragility_core.protection.baselines import top
 from fragility_core.protection.keep import require_modules
 from fragility_core.protection.plans import SITES, Plan
 from fragility_core.protection.structure import Structure
@@ -145,9 +146,9 @@ class Contributions:
             choices = combinations([site for site in SITES if site in self.structure.sites], budget)
             return self._priced(min(map(self._of_sites, choices), key=self.remaining))
         gains = self.gains(unit).gain
-        best = np.sort(np.argsort(-gains, kind="stable")[:budget])
+        best = top(gains, budget)
         if unit == "blocks":
-            return self.of_blocks(best.tolist())
+            return self.of_blocks(best)
         return self.of_modules(self.structure.modules[i] for i in best)
 
     def gains(self, unit: str) -> pd.DataFrame:

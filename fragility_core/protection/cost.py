@@ -33,7 +33,7 @@ def product_weights(module: nn.Module) -> int:
 
 
 def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:
-    """Floating-point operations a token that move from the format to fp32, at windows of ``length`` tokens T.
+    """Floating-point operations per token that move from the format to fp32, at windows of ``length`` tokens T.
 
     2 n for a matrix of n entries; in an attention branch that is kept 4 T d more, for query times key
     and probabilities times value, d the width of all heads together; for ``scores`` 2 T d in each of

@@ -16,7 +16,7 @@ class Plan:
 
     ``label`` says what that is in words. ``predicted`` is the mismatch to expect, the mean over the
     windows of the prediction. The price: ``parameter_bytes`` more for parameters;
-    ``activation_bytes`` more a token for the residual stream; ``flops`` a token that move from the
+    ``activation_bytes`` more per token for the residual stream; ``flops`` per token that move from the
     format to fp32 (``cost.flops``).
     """
 

@@ -27,7 +27,7 @@ def number(value, digits: str = "") -> str:
 
 
 def spread_text(mean: float, sd: float | None, digits: str) -> str:
-    """Mean ± standard deviation, as far as there are."""
+    """Mean ± standard deviation, or the mean alone where there is none."""
     if sd is None or pd.isna(sd):
         return number(mean, digits)
     return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"

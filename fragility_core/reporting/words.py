@@ -12,11 +12,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def binary(count: int) -> str:
-    """``count`` bytes in words: "1.5 GiB"."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
 def percent(share: float) -> str:
     """A share with three significant digits in percent."""
     return number(100 * share, "#.3g").removesuffix(".") + ("\N{NO-BREAK SPACE}%" if pd.notna(share) else "")

@@ -51,7 +51,7 @@ def blocks(model: PreTrainedModel) -> list[Block]:
     Known are GPT-2, OPT, GPT-NeoX, Phi, Llama, Mistral, Qwen, Gemma and whatever else computes what
     ``Block`` says: LayerNorm or RMSNorm before each sublayer, attention through transformers' attention
     interface with one output projection (grouped queries or not, any position embedding), an MLP of linear
-    layers, gated or not. Raises TypeError for another architecture, naming what was looked for:
+    layers, gated or not. Raises TypeError for another architecture, naming what it lacks:
     post-norm and sandwich-norm blocks, mixtures of experts, cross-attention.
     """
     base = model.base_model
@@ -98,8 +98,8 @@ class _Reading:
                 f"{name} ({type(m).__name__})" for name, m in self.module.named_modules() if m in self.calls and name
             )
             raise TypeError(
-                f"{type(self.module).__name__} is no block whose score is known: looked for {sought}, "
-                f"not found among the modules that ran, {modules}"
+                f"the score does not cover {type(self.module).__name__}: it needs {sought}, which is not "
+                f"among the modules that ran: {modules}"
             )
 
     def block(self) -> Block:

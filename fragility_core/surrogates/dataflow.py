@@ -16,7 +16,7 @@ class Call(NamedTuple):
 
 
 def _tensor(value) -> Tensor | None:
-    """The first of nested tuples, or the tensor itself."""
+    """The tensor itself or the first of nested tuples, None where there is no tensor."""
     while isinstance(value, tuple) and value:
         value = value[0]
     return value if torch.is_tensor(value) else None
