@@ -274,6 +274,16 @@ def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
     assert ("a mismatch this large is beyond it" in page.page(found)) is beyond
 
 
+@pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])
+def test_a_prediction_that_misses_is_said(offset, alike):
+    """A channel with nearly the same large value at every position makes nearly the same error at every position."""
+    model = random_gpt2(TINY)
+    model.transformer.wpe.weight[:, 5] += offset
+    tokens = torch.randint(TINY.vocab_size, (8, 40), generator=torch.Generator().manual_seed(1))
+    html = page.page(diagnose(model, tokens))
+    assert bool(re.search(r"The prediction is 1\.2\d times what was measured", html)) is alike
+
+
 def test_page_of_a_model_that_overflows(tiny_tokens):
     model = random_gpt2(TINY)
     model.transformer.h[1].mlp.c_proj.bias.fill_(1e5)

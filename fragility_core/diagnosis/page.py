@@ -25,6 +25,7 @@ from fragility_core.reporting.words import duration, percent, quantity
 
 TEMPLATES = paths.ASSETS / "diagnosis"
 MANY = 24  # bars and rows that a page shows
+TOLERATED = 1.1  # predicted over measured
 
 SITES = {
     "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
@@ -69,6 +70,15 @@ def finite(diagnosis: Diagnosis) -> tuple[pd.DataFrame | None, pd.DataFrame | No
         return None, None
     kept = np.isfinite(np.stack([table.mismatch for table in tables])).all(0)
     return tables[0][kept], tables[1][kept] if len(tables) > 1 else None
+
+
+def disagreement(predicted: Mean, measured: Mean) -> float | None:
+    """Mean predicted over mean measured mismatch where they differ by more than TOLERATED and their intervals."""
+    if not measured.mean > 0:
+        return None
+    ratio = predicted.mean / measured.mean
+    apart = predicted.low > measured.high or predicted.high < measured.low
+    return ratio if apart and not 1 / TOLERATED < ratio < TOLERATED else None
 
 
 def command(request: Request, results: str) -> str:
@@ -181,6 +191,7 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     """The page as HTML, for the folder ``results`` under outputs."""
     contributions, plan = diagnosis.contributions, diagnosis.plan
     measured, protected = finite(diagnosis)
+    predicted = mean_of(diagnosis.prediction.windows.predicted)
     overflow_left = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
     filters = {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
     return template(TEMPLATES, **filters).render(
@@ -189,7 +200,8 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         measured=measured,
         protected=protected,
         still_overflowing=overflow_left,
-        predicted=mean_of(diagnosis.prediction.windows.predicted),
+        predicted=predicted,
+        disagreement=None if measured is None else disagreement(predicted, mean_of(measured.mismatch)),
         under_plan=None if plan is None else mean_of(contributions.predict(plan).predicted),
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
         modules=[] if contributions is None else largest(contributions),
