@@ -269,7 +269,7 @@ def test_standard_error_is_the_spread_over_seeds(tiny_gpt2, tiny_tokens):
 def test_rows_are_tidy(prediction):
     kernels = prediction.kernels
     assert list(kernels) == [
-        "window", "probe", "kernel", "name", "kind", "site", "layer", "module", "stream", "block_output", "c2",
+        "window", "probe", "kernel", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output", "c2",
     ]  # fmt: skip
     assert len(kernels) == len(kernels[["window", "probe", "kernel"]].drop_duplicates())
     places = kernels.drop_duplicates("kernel")

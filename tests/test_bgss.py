@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from release import policy_from_config, recorded_rows
 
 from fragility_core import theory
 from fragility_core.bgss import (
@@ -27,8 +28,6 @@ from fragility_core.bgss import (
     advance,
     choose_thresholds,
     get_policy,
-    policy_from_config,
-    recorded_rows,
     replay,
     trajectory,
 )

@@ -272,6 +272,34 @@ def test_embeddings_that_are_scaled_exactly_are_promised_no_gain(width):
     assert (chosen.predicted == known.keep().predicted) == (width == 64)
 
 
+class Looped(nn.Module):
+    """One block that runs six times."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(101, 32), nn.LayerNorm(32)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))])
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for _ in range(6):
+            x = x + self.layers[0](self.norm(x))
+        return x
+
+
+def test_a_module_that_runs_several_times_is_cast_back_each_time():
+    torch.manual_seed(0)
+    model = Looped().eval().requires_grad_(False)
+    for linear in (model.layers[0][0], model.layers[0][2]):
+        linear.weight.mul_(3)
+    tokens = torch.randint(101, (24, 40), generator=torch.Generator().manual_seed(5))
+    known = contributions(model, tokens, probes=4)
+    chosen = known.of_blocks([0])
+    assert (~known.vanishing(chosen) & known.structure.places.layer.eq(0).fillna(False).to_numpy(bool)).sum() == 6
+    for tried in (known.keep(), chosen, known.of_sites(["norms"])):
+        assert tried.predicted / measured(model, tried, tokens).mean() == pytest.approx(1, abs=0.06), tried.label
+
+
 def test_units_without_parameters_are_no_blocks(tiny_tokens):
     model = nn.Sequential(nn.Embedding(101, 8), nn.GELU(), nn.Linear(8, 8)).eval().requires_grad_(False)
     assert contributions(model, tiny_tokens).structure.blocks == ["2"]  # a lookup is no kernel

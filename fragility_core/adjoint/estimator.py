@@ -194,7 +194,7 @@ class Adjoint:
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
         """Tidy rows from c^2 (windows, probes, places) and the norms (windows,) of the final states."""
         if len(self._sites) < len(self.tape.places):
-            self._sites = Sites(self.model, list(self.tape.places), self.tape.roles).table()
+            self._sites = Sites(self.model, self.tape).table()
         window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
         where = pd.DataFrame({"window": window, "probe": probe, "kernel": place})
         sites = self._sites.iloc[place].reset_index(drop=True)

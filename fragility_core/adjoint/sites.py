@@ -4,13 +4,13 @@ No names of classes or modules are used.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 from torch import nn
 
-from fragility_core.adjoint.tape import Place
-from fragility_core.modules import block_of, is_norm
+from fragility_core.adjoint.tape import Place, Tape
+from fragility_core.modules import block_of, is_norm, within
 
 SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
 NORMS = {"layer_norm", "rms_norm", "group_norm"}
@@ -39,15 +39,16 @@ def attention_sites(places: Sequence[Place]) -> list[str]:
 
 
 class Sites:
-    """The sites of ``places`` in ``model``; ``roles`` are those that the ``Tape`` noted."""
+    """The sites of a tape's places in ``model``."""
 
-    def __init__(self, model: nn.Module, places: Sequence[Place], roles: Mapping[str, Collection[str]]):
-        self.places, self.roles = places, roles
+    def __init__(self, model: nn.Module, tape: Tape):
+        places = list(tape.places)
+        self.places, self.roles, self.ends = places, tape.roles, tape.ends
         self.modules = dict(model.named_modules())
         self.blocks = [block_of(place.module) for place in places]
         in_blocks = (i for i, place in enumerate(places) if self.blocks[i] and place.kind == "kernel")
         self.first_in_block = next(in_blocks, len(places))
-        self.attention_branches = {block_of(path)[::2] for path in roles["attention"] if block_of(path)}
+        self.attention_branches = {block_of(path)[::2] for path in tape.roles["attention"] if block_of(path)}
         branches = defaultdict(list)
         for i, place in enumerate(places):
             if self._in_attention(i) and place.kind == "kernel" and not self._in_norm(place):
@@ -90,7 +91,8 @@ class Sites:
     def table(self) -> pd.DataFrame:
         """One row per place: what rounds, its site, layer (missing outside of blocks) and module.
 
-        ``block_output`` marks the last kernel of each block, ``stream`` sums with the residual stream.
+        ``stream`` marks sums with the residual stream, ``block_output`` the last kernel of a block; ``ends`` is the
+        path of the outermost module whose call ended with a kernel, "" where none did.
         """
         rows = pd.DataFrame(
             {
@@ -100,11 +102,8 @@ class Sites:
                 "layer": pd.array([block[1] if block else None for block in self.blocks], dtype="Int64"),
                 "module": [place.module for place in self.places],
                 "stream": [place.stream for place in self.places],
+                "ends": [self.ends.get(i, "") for i in range(len(self.places))],
             }
         )
-        last = {
-            block[0]: i
-            for i, block in enumerate(self.blocks)
-            if block and self.places[i].kind == "kernel" and not block[2]
-        }
-        return rows.assign(block_output=rows.index.isin(last.values()))
+        output = [bool(block and end and within(block[0], end)) for block, end in zip(self.blocks, rows.ends)]
+        return rows.assign(block_output=output)

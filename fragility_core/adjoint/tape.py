@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fragility_core.modules import within
+
 
 class Place(NamedTuple):
     """Where values are rounded: a kernel in the forward of a module, or a parameter that it owns."""
@@ -31,6 +33,7 @@ class Tape:
     def __init__(self):
         self.places: dict[Place, int] = {}  # over all passes, in the order in which they were first seen
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules, see ``note``
+        self.ends: dict[int, str] = {}  # by the last kernel of a call of a module: the outermost that ended with it
         self._readings: list[tuple[int, int, int, Tensor]] = []
         self._largest: list[tuple[int, int, Tensor]] = []
 
@@ -43,10 +46,13 @@ class Tape:
         self.path = [""]  # of the modules whose forward is running, outermost first
         self.window, self.probe = window, 0
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._latest: tuple[int, str] | None = None  # kernel, and the module in which it ran
 
     def leave(self) -> None:
         """A module's forward has ended."""
-        self.path.pop()
+        path = self.path.pop()
+        if self._latest is not None and within(self._latest[1], path):
+            self.ends[self._latest[0]] = path
 
     def note(self, role: str) -> None:
         """The running module multiplies values by values ("attention") or chooses among experts ("router")."""
@@ -56,7 +62,9 @@ class Tape:
         """The place of the kernel that is running."""
         module = self.path[-1]
         self._counts[module, name] += 1
-        return self._index(Place(module, name, self._counts[module, name] - 1, "kernel", product, stream))
+        place = self._index(Place(module, name, self._counts[module, name] - 1, "kernel", product, stream))
+        self._latest = place, module
+        return place
 
     def weight(self, path: str) -> int:
         """The place of the parameter at ``path``."""

@@ -14,7 +14,7 @@ from fragility_core.bgss.ledger import Action, Limits, State, action_table, adva
 from fragility_core.bgss.policy import Policy
 from fragility_core.bgss.printed import choose_thresholds
 from fragility_core.bgss.registry import POLICIES, get_policy
-from fragility_core.bgss.replay import policy_from_config, recorded_rows, replay, trajectory
+from fragility_core.bgss.replay import replay, trajectory
 
 __all__ = [
     "POLICIES",
@@ -26,8 +26,6 @@ __all__ = [
     "advance",
     "choose_thresholds",
     "get_policy",
-    "policy_from_config",
-    "recorded_rows",
     "replay",
     "trajectory",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fragility_core import adjoint
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
-from fragility_core.modules import embedding_paths, is_norm, outermost
+from fragility_core.modules import embedding_paths, is_norm, outermost, within
 from fragility_core.protection import cost
 from fragility_core.protection.baselines import top
 from fragility_core.protection.keep import require_modules
@@ -19,7 +19,7 @@ from fragility_core.protection.plans import SITES, Plan
 from fragility_core.protection.structure import Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
-PLACE = ["kernel", "name", "kind", "site", "layer", "module", "stream", "block_output"]
+PLACE = ["kernel", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output"]
 
 
 class Contributions:
@@ -72,21 +72,26 @@ class Contributions:
             gone |= self.structure.stream_sums.to_numpy()
             for path in self.structure.stream_norms:
                 kernels = np.flatnonzero(self._inside(path) & places.kind.eq("kernel").to_numpy())
-                gone[kernels] = kernels != self._cast_back(path, kernels)
+                gone[kernels] = True
+                gone[self._cast_back(path, kernels)] = False
         if plan.scores:
             gone |= places.site.eq("scores").to_numpy()
         return gone
 
-    def _cast_back(self, path: str, kernels: np.ndarray) -> int:
-        """Which place of the module at ``path`` stands for casting its result back: the last of its ``kernels``.
+    def _cast_back(self, path: str, kernels: np.ndarray) -> list[int]:
+        """Which places of the module at ``path`` stand for casting its results back: of each call the last kernel.
 
         Where that may be exact, the larger one of it and what was rounded before it: of a norm that rounds and
         then scales by gamma, which may be 1, and of an embedding that scales what it looks up by a power of two.
         """
-        last = kernels[-2:] if is_norm(self.model.get_submodule(path)) else kernels[-1:]
-        if path in self._embeddings:
-            last = np.append(np.flatnonzero(self._modules == path), last)
-        return int(last[np.argmax(self.relative[last])])
+        ended = self.structure.places.ends
+        standing = []
+        for position in [i for i, kernel in enumerate(kernels) if ended[kernel] and within(path, ended[kernel])]:
+            last = kernels[max(position - is_norm(self.model.get_submodule(path)), 0) : position + 1]
+            if path in self._embeddings:
+                last = np.append(np.flatnonzero(self._modules == path), last)
+            standing.append(int(last[np.argmax(self.relative[last])]))
+        return standing
 
     def _inside(self, path: str) -> np.ndarray:
         return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
