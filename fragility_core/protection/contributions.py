@@ -19,6 +19,7 @@ from fragility_core.protection.plans import SITES, Plan
 from fragility_core.protection.structure import Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
+NEARLY_EXACT = 1 / 8  # of the error before it: roundings of like numbers differ by less, up to the ulp's factor of 2
 PLACE = ["kernel", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output"]
 
 
@@ -81,16 +82,21 @@ class Contributions:
     def _cast_back(self, path: str, kernels: np.ndarray) -> list[int]:
         """Which places of the module at ``path`` stand for casting its results back: of each call the last kernel.
 
-        Where that may be exact, the larger one of it and what was rounded before it: of a norm that rounds and
-        then scales by gamma, which may be 1, and of an embedding that scales what it looks up by a power of two.
+        Where that is exact what was rounded before it: in a norm that rounds and then scales by gamma = 1, and in an
+        embedding that scales what it looks up by a power of two.
         """
-        ended = self.structure.places.ends
+        ended, norm = self.structure.places.ends, is_norm(self.model.get_submodule(path))
         standing = []
-        for position in [i for i, kernel in enumerate(kernels) if ended[kernel] and within(path, ended[kernel])]:
-            last = kernels[max(position - is_norm(self.model.get_submodule(path)), 0) : position + 1]
-            if path in self._embeddings:
-                last = np.append(np.flatnonzero(self._modules == path), last)
-            standing.append(int(last[np.argmax(self.relative[last])]))
+        for position, last in enumerate(kernels):
+            if not (ended[last] and within(path, ended[last])):
+                continue
+            before = last
+            if norm:
+                before = kernels[max(position - 1, 0)]
+            elif path in self._embeddings:
+                before = np.flatnonzero(self._modules == path)[0]  # its weights
+            exact = self.relative[last] < NEARLY_EXACT * self.relative[before]
+            standing.append(int(before if exact else last))
         return standing
 
     def _inside(self, path: str) -> np.ndarray:
