@@ -4,6 +4,7 @@ Two constants are easily confused: the *unit roundoff* u, the largest relative e
 nearest (the paper's epsilon_mach), and the *spacing* 2u above one, which `torch.finfo(...).eps` names.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -76,6 +77,12 @@ class Format:
         largest = torch.where(is_measured(x), x, 0.0).abs().amax().float()
         _, exponent = torch.frexp(self.largest / largest.clamp_min(2.0**-100))  # a scale for tensors of zeros, too
         return torch.exp2(exponent - 1.0)
+
+
+def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Flat parts of ``tensors`` of one shape, which a CPU computes one after another; views, of contiguous ones."""
+    flat = [x.reshape(-1) for x in tensors]
+    return zip(*(x.split(PIECE) for x in flat)) if flat[0].device.type == "cpu" else [tuple(flat)]
 
 
 def is_measured(x: Tensor) -> Tensor:

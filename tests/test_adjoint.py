@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,9 +15,10 @@ from tiny import TINY, random_gpt2
 from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config
+from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.adjoint import Adjoint, estimator, final_hidden, predict
-from fragility_core.adjoint.recomputed import Rows
+from fragility_core.adjoint.recomputed import Rows, row_of, tabulate
 from fragility_core.adjoint.rounding import ulp
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
@@ -26,6 +28,7 @@ from fragility_core.theory import mismatch
 from fragility_core.windows import load_rows, select_windows, tokenize
 
 HALF = ["bf16", "fp16"]
+EVERY = [*HALF, "fp8_e4m3", "fp8_e5m2"]
 
 
 @torch.no_grad()
@@ -355,6 +358,30 @@ def test_an_activation_of_many_kernels_counts_as_one(tiny_gpt2, tiny_tokens, mon
     assert len(set(many.kernels[many.kernels.module.str.endswith("act")].name)) > 3
     assert by_site(one)["mlp"] == pytest.approx(by_site(many)["mlp"], rel=0.1)
     assert by_site(one)["residual"] == pytest.approx(by_site(many)["residual"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(ACT2CLS.keys() - {"prelu", "xielu"}))
+@pytest.mark.parametrize(("format", "execution"), [*product(EVERY, ["emulated"]), ("bf16", "native")])
+def test_a_table_holds_what_an_activation_does(format, execution, name):
+    """Stored values bit for bit as the pass computes them; local error and derivative against fp64."""
+    activation, low = ACT2FN[name], lower(nn.Linear(1, 1), format, execution)
+    stored, error, derivative = tabulate(low, activation, torch.device("cpu"))
+    numbers = torch.linspace(-9, 9, 3000).to(low.format.storage).to(low.format.carrier)
+    with low.running():
+        expected = activation(numbers).double()
+    exact_numbers = numbers.double().requires_grad_()
+    exact = activation(exact_numbers)
+    (slope,) = torch.autograd.grad(exact.sum(), exact_numbers)
+    rows = row_of(numbers)
+    assert torch.equal(stored[rows].double(), expected)
+    np.testing.assert_allclose(error[rows], exact.detach() - expected, atol=2e-5)
+    np.testing.assert_allclose(derivative[rows], slope, atol=2e-5)
+
+
+def test_a_scaled_activation_is_run_kernel_by_kernel(tiny_gpt2, tiny_tokens):
+    """Its result depends on the largest entry of each tensor: no table holds it."""
+    kernels = Adjoint(lower(tiny_gpt2, "fp8_e4m3_scaled"))(tiny_tokens).kernels
+    assert "tanh" in set(kernels[kernels.module.str.endswith("act")].name)
 
 
 # --- Overflow, the caller's model, errors -------------------------------------------------------------

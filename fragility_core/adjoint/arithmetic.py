@@ -6,13 +6,13 @@ Gradients are fp32, and pass through the rounding as through the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fragility_core import emulation
@@ -37,6 +37,9 @@ EXACT = {str(kernel).rpartition(".")[-1] for kernel in emulation.EXACT} | {
     "contiguous", "reshape", "flatten", "concat", "dropout", "__getitem__", "__setitem__", "index_copy_", "detach",
     "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum",
 }  # fmt: skip
+# Half of what a model calls. These are handed on at once: what asks about a tensor, and what moves one tensor.
+QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
+MOVES = {Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, functional.dropout}
 PRODUCTS = {
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "scaled_dot_product_attention",
 }  # fmt: skip
@@ -73,6 +76,11 @@ def mark_stream(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         read._is_stream = True
 
 
+def is_stream(x: Tensor) -> bool:
+    """Whether ``x`` is the residual stream that a running block reads, or a view of it."""
+    return getattr(x, "_is_stream", False)
+
+
 class Call:
     """A function of tensors with its arguments, those of the low dtype in fp32."""
 
@@ -107,7 +115,7 @@ class Call:
     @property
     def of_stream(self) -> bool:
         """Whether the residual stream is an operand."""
-        return any(getattr(x, "_is_stream", False) for x in self.floating)
+        return any(map(is_stream, self.floating))
 
     def moves(self, y: Tensor) -> bool:
         """Whether the result ``y`` holds stored values again."""
@@ -138,33 +146,15 @@ class LowArithmetic(TorchFunctionMode):
         super().__init__()
         self.format, self.tape, self.weights = format, tape, weights
         self.stochastic, self.rounding = stochastic, rounding
-        self.recording = True
         self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
         self._open: set[FunctionType] = set()
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Kernels inside are rounded, but not put on the tape."""
-        self.recording, before = False, self.recording
-        try:
-            yield
-        finally:
-            self.recording = before
-
-    def stored(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """What an elementwise ``function`` makes of ``x`` of the low dtype, kernel by kernel, off the tape.
-
-        Where torch computes in the format, so does this: elementwise kernels of 16 bits work in fp32
-        and round once, at half the traffic.
-        """
-        if self.format.is_narrower_than_carrier:
-            with self.unrecorded():
-                return function(store(x.detach()))
-        with torch._C.DisableTorchFunction():
-            return function(x.to(self.format.carrier)).float()
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in QUESTIONS:
+            return func(*args, **kwargs)
+        if func in MOVES:
+            return self._move(func, args, kwargs)
         if isinstance(func, FunctionType) and func not in self._open and opened(func):
             self._open.add(func)  # its own C++ part asks again under its name
             try:
@@ -190,6 +180,17 @@ class LowArithmetic(TorchFunctionMode):
         if id(x) in self.weights:
             return self.weights[id(x)]
         return store(x.float()) if x.dtype == self.format.carrier else x
+
+    def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        x = self._wide(args[0])
+        kind, stream = stored_as(x), is_stream(x)
+
+        def mark(y: Tensor) -> Tensor:
+            y._is_stream = stream
+            return store(y, kind)
+
+        moved = func(x, *args[1:], **kwargs)
+        return moved if kind is None else map_tensors(moved, mark)
 
     def _run(self, call: Call) -> Any:
         requested = self._requested_dtype(call)
@@ -246,19 +247,20 @@ class LowArithmetic(TorchFunctionMode):
         """Round what the kernel ``name`` computed; a result to which no gradient would come is replaced by one."""
         exact = y.data  # not counted as a change: what autograd saved of y is what was stored
         rounded = self.format.round(exact).float()
-        if self.recording and not constant:
-            place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded, self.format)
-            if has_short_range(self.format):
-                self.tape.note_largest(place, rounded)
-            if self.stochastic:
-                error = stochastic_error(error, exact, self.format)
+        if constant:
+            exact.copy_(rounded)
+            return store(y)
+        place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded, self.format)
+        if has_short_range(self.format):
+            self.tape.note_largest(place, rounded)
+        if self.stochastic:
+            error = stochastic_error(error, exact, self.format)
         exact.copy_(rounded)
-        if self.recording and not constant:
-            if y.requires_grad:
-                self.tape.watch(place, y, error)
-            else:
-                leaf = y.detach().requires_grad_()
-                self.tape.watch_leaf(place, leaf, lambda: error)
-                with torch.enable_grad():
-                    y = leaf.clone()
+        if y.requires_grad:
+            self.tape.watch(place, y, error)
+        else:
+            leaf = y.detach().requires_grad_()
+            self.tape.watch_leaf(place, leaf, lambda: error)
+            with torch.enable_grad():
+                y = leaf.clone()
         return store(y)

@@ -146,8 +146,9 @@ class Adjoint:
         if implementation == attention.IMPLEMENTATION and by_rows:
             self.model.set_attn_implementation(recomputed.IMPLEMENTATION if rounding else "sdpa")
         for module in self.model.modules():
-            if type(module).__module__ == activations.__name__ and not list(module.parameters()):
-                module.forward = partial(recomputed.elementwise, self.arithmetic, module, module.forward)
+            known = type(module).__module__ == activations.__name__ and not list(module.parameters())
+            if known and not self.format.scaled:
+                module.forward = recomputed.Activation(self.low, self.tape, module)
 
     def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
         """Predict the mismatch of each window of ``tokens`` (B, T).

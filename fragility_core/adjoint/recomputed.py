@@ -1,26 +1,23 @@
 """The costly parts of a pass as one autograd function each: eager attention, elementwise activations."""
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import _get_current_function_mode
-from transformers import AttentionInterface, AttentionMaskInterface, activations
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.adjoint.arithmetic import LowArithmetic, store, stored_as
+from fragility_core.adjoint.arithmetic import store, stored_as
 from fragility_core.adjoint.rounding import finite_error, local_error
-from fragility_core.adjoint.tape import Tape, keep
+from fragility_core.adjoint.tape import Tape
 from fragility_core.attention import future, is_causal, observed_attention, require_plain_softmax, row_blocks
-from fragility_core.formats import Format
+from fragility_core.emulation import LowPrecision
+from fragility_core.formats import Format, pieces
 
 IMPLEMENTATION = "recomputed_eager"
 WORKING_SET = 4  # fp32 buffers that a block fills, where observed attention fills one of 16 bits
-
-# The same function as one kernel of torch: its value and derivative in fp32 at a fifth of the cost.
-FUSED = {activations.NewGELUActivation: partial(functional.gelu, approximate="tanh")}
 
 
 @lru_cache(maxsize=32)
@@ -111,7 +108,7 @@ class EagerAttention(torch.autograd.Function):
         """Context (N, T, d) of heads (N, T, d)."""
         with torch._C.DisableTorchFunction():
             context, error = rows.context(query, key, value)
-            ctx.save_for_backward(query, key, value, keep(error))
+            ctx.save_for_backward(query, key, value, error)
         ctx.tape, ctx.rows = tape, rows
         products = {"scores": "values", "softmax": "", "context": "values"}
         ctx.places = {name: tape.kernel(name, product) for name, product in products.items()}
@@ -122,7 +119,7 @@ class EagerAttention(torch.autograd.Function):
         query, key, value, error = ctx.saved_tensors
         tape, places = ctx.tape, ctx.places
         gradients = ctx.rows.gradients(query, key, value, gradient, lambda name, x: tape.read(places[name], x))
-        tape.read(places["context"], error.float().mul_(gradient))
+        tape.read(places["context"], error * gradient)
         return None, None, *gradients
 
 
@@ -151,38 +148,61 @@ AttentionInterface.register(IMPLEMENTATION, recomputed_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-class Elementwise(torch.autograd.Function):
-    """An elementwise module of several kernels as one kernel.
+def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    """``function`` of every 16-bit number, elementwise (3, 65536): as ``low`` stores it, its local error, its slope."""
+    numbers = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(low.format.carrier)
+    with torch._C.DisableTorchFunction():
+        x = numbers.float().requires_grad_()
+        with torch.enable_grad():
+            exact = function(x)
+        (slope,) = torch.autograd.grad(exact.sum(), x)
+        with torch.no_grad(), low.running():
+            stored = function(numbers).float()
+        return torch.stack([stored, local_error(exact.detach(), stored, low.format), slope])
 
-    Its local error is what the module makes of its input in the format, less what it makes of the
-    same input in fp32; its derivative, known in the forward pass, is all that the backward pass needs.
-    """
+
+def row_of(numbers: Tensor) -> Tensor:
+    """Where 16-bit ``numbers`` stand in a ``tabulate``."""
+    return numbers.view(torch.uint16).int()
+
+
+class LookUp(torch.autograd.Function):
+    """A ``tabulate`` at the 16-bit numbers ``low``, which fp32 ``x`` stands for."""
 
     @staticmethod
-    def forward(
-        ctx, arithmetic: LowArithmetic, module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor
-    ) -> Tensor:
-        stored = arithmetic.stored(function, x)
+    def forward(ctx, tape: Tape, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(low)
+        ctx.tape, ctx.place, ctx.table = tape, place, table
         with torch._C.DisableTorchFunction():
-            leaf = x.detach().requires_grad_()
-            with torch.enable_grad():
-                exact = FUSED.get(type(module), function)(leaf)
-            (derivative,) = torch.autograd.grad(exact, leaf, torch.ones_like(exact))
-            ctx.save_for_backward(keep(local_error(exact.detach(), stored, arithmetic.format)), derivative)
-        ctx.tape, ctx.place = arithmetic.tape, arithmetic.tape.kernel(type(module).__name__)
-        return stored
+            stored = torch.empty(low.shape, device=low.device)
+            for numbers, out in pieces(low, stored):
+                torch.index_select(table[0], 0, row_of(numbers), out=out)
+            return stored
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        error, derivative = ctx.saved_tensors
-        ctx.tape.read(ctx.place, error.float().mul_(gradient))
-        return None, None, None, derivative * gradient
+        (low,) = ctx.saved_tensors
+        _, error, slope = ctx.table
+        to_x = torch.empty(low.shape, device=low.device)
+        for numbers, felt, out in pieces(low, gradient, to_x):
+            row = row_of(numbers)
+            ctx.tape.read(ctx.place, error.index_select(0, row).mul_(felt))
+            torch.index_select(slope, 0, row, out=out).mul_(felt)
+        return None, None, None, None, to_x
 
 
-def elementwise(
-    arithmetic: LowArithmetic, module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor
-) -> Tensor:
-    """``function``, the forward of ``module``, as one kernel where ``x`` is of the low dtype and a gradient passes."""
-    if stored_as(x) and x.requires_grad:
-        return store(Elementwise.apply(arithmetic, module, function, x))
-    return function(x)
+class Activation:
+    """The forward of an elementwise module of several kernels: one kernel, where its input is of the low dtype."""
+
+    def __init__(self, low: LowPrecision, tape: Tape, module: nn.Module):
+        self.low, self.tape, self.function, self.type = low, tape, module.forward, type(module)
+        self.table: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if stored_as(x) is None or not x.requires_grad:
+            return self.function(x)
+        if self.table is None:
+            self.table = tabulate(self.low, self.function, x.device)
+        with torch._C.DisableTorchFunction():
+            low = x.detach().to(self.low.format.carrier).contiguous()
+        return store(LookUp.apply(self.tape, self.tape.kernel(self.type.__name__), self.table, low, x))

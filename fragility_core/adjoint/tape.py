@@ -22,11 +22,6 @@ class Place(NamedTuple):
     stream: bool = False  # whether it is a sum with the residual stream, in the forward of a block itself
 
 
-def keep(error: Tensor) -> Tensor:
-    """A local error until the backward pass, at half the memory: eight bits of it are more than enough."""
-    return error.bfloat16()
-
-
 class Tape:
     """Readings ||gradient * error|| of every window, probe and place, on the device until ``contributions``."""
 
@@ -76,8 +71,7 @@ class Tape:
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Read the gradient of a kernel's ``result`` with its ``error`` whenever a probe comes by."""
-        kept = keep(error)
-        result.register_hook(lambda gradient: self.read(place, kept.float().mul_(gradient)))
+        result.register_hook(lambda gradient: self.read(place, error * gradient))
 
     def watch_leaf(self, place: int, leaf: Tensor, error: Callable[[], Tensor]) -> None:
         """As ``watch``, for a tensor that no kernel made; its gradient is not kept."""
