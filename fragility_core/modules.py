@@ -6,9 +6,17 @@ A block is a numbered module, a branch one of its children.
 import re
 from collections.abc import Collection
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
+
+
+def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The final hidden state (B, T, d_model) of a Hugging Face model, after the final norm; another module's output."""
+    if isinstance(model, PreTrainedModel):
+        return model.base_model(tokens, use_cache=False).last_hidden_state
+    return model(tokens)
 
 
 def block_of(path: str) -> tuple[str, int, str] | None:
@@ -45,8 +53,9 @@ def outermost(paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the blocks that have parameters, in order."""
-    return [path for path, m in model.named_modules() if is_block(path) and next(m.parameters(), None) is not None]
+    """Paths of the blocks that have parameters, in order; numbered embeddings are none."""
+    numbered = ((path, m) for path, m in model.named_modules() if is_block(path) and not isinstance(m, nn.Embedding))
+    return [path for path, module in numbered if next(module.parameters(), None) is not None]
 
 
 def norm_paths(model: nn.Module) -> list[str]:

@@ -17,13 +17,14 @@ from torch.nn import functional
 from transformers import GPT2Config
 from transformers.activations import ACT2CLS, ACT2FN
 
-from fragility_core.adjoint import Adjoint, estimator, final_hidden, predict
+from fragility_core.adjoint import Adjoint, estimator, predict
 from fragility_core.adjoint.recomputed import Rows, row_of, tabulate
 from fragility_core.adjoint.rounding import ulp
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
 from fragility_core.models import load_model, load_tokenizer
+from fragility_core.modules import final_hidden
 from fragility_core.theory import mismatch
 from fragility_core.windows import load_rows, select_windows, tokenize
 

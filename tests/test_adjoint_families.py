@@ -28,10 +28,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from fragility_core.adjoint import Adjoint, final_hidden
+from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.routing import Routes, compare_routes, router_margins
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
+from fragility_core.modules import final_hidden
 from fragility_core.theory import mismatch
 
 TOKENS = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(1))

@@ -21,13 +21,14 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from fragility_core import adjoint, diagnosis
+from fragility_core import diagnosis
 from fragility_core.diagnosis import page
 from fragility_core.diagnosis.measure import Pass, Ranges, compare, observe
 from fragility_core.diagnosis.request import Forecast, Request
 from fragility_core.emulation import lower
 from fragility_core.inputs import Inputs
 from fragility_core.models import load_tokenizer
+from fragility_core.modules import final_hidden
 from fragility_core.protection import Plan
 from fragility_core.reporting.words import percent, quantity
 from fragility_core.theory import mismatch
@@ -183,8 +184,8 @@ def test_diagnosis_measures_what_it_predicts(found, tiny_tokens):
     assert (found.protected.mismatch < found.measured.mismatch).all()
     model, low = random_gpt2(TINY), lower(random_gpt2(TINY), "bf16")
     with torch.no_grad(), low.running():
-        final = adjoint.final_hidden(low.model, tiny_tokens[1:2])
-    exact = adjoint.final_hidden(model, tiny_tokens[1:2])
+        final = final_hidden(low.model, tiny_tokens[1:2])
+    exact = final_hidden(model, tiny_tokens[1:2])
     assert found.measured.mismatch[1] == pytest.approx(mismatch(final, exact).item(), rel=1e-3)
     assert len(found.drift) == 3 * 3
     assert page.block_shares(found.contributions).index.tolist() == ["embedding", "0", "1", "2", "after"]
@@ -237,7 +238,7 @@ def test_models_whose_head_or_configuration_differs(model, tiny_tokens):
     found = diagnose(model, tiny_tokens[:1], attention="eager")
     assert diagnosis.forecast(found.request, Inputs(model, tiny_tokens, ""), tiny_tokens).memory > 0
     assert found.measured.mismatch.item() > 0 and len(found.drift) == 2
-    assert torch.equal(observe(model, tiny_tokens).final, adjoint.final_hidden(model, tiny_tokens))
+    assert torch.equal(observe(model, tiny_tokens).final, final_hidden(model, tiny_tokens))
 
 
 def test_attention_that_a_model_does_not_have_is_named_with_the_other(tmp_path):

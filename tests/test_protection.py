@@ -40,8 +40,10 @@ from fragility_core.emulation import lower
 from fragility_core.experiments.patching import Patching
 from fragility_core.formats import get_format
 from fragility_core.models import load_model, load_tokenizer
+from fragility_core.modules import final_hidden
 from fragility_core.protection import Contributions, Plan, apply, baselines, plan
 from fragility_core.surrogates.architectures import blocks
+from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_core.windows import load_rows, select_windows, tokenize
 
@@ -86,8 +88,8 @@ def measured(model: nn.Module, chosen: Plan, tokens: torch.Tensor, execution: st
     """Mismatch of every window under the plan."""
     low = apply(model, chosen, execution)
     with low.running():
-        final = adjoint.final_hidden(low.model, tokens)
-    return mismatch(final, adjoint.final_hidden(model, tokens)).double().numpy()
+        final = final_hidden(low.model, tokens)
+    return mismatch(final, final_hidden(model, tokens)).double().numpy()
 
 
 @pytest.fixture(scope="module")
@@ -344,9 +346,9 @@ def test_a_kept_block_is_a_patched_one(tiny, layer):
     model.set_attn_implementation(attention.IMPLEMENTATION)
     kept = apply(model, known.of_blocks([layer]))
     with torch.no_grad(), kept.running():
-        final = adjoint.final_hidden(kept.model, tokens)
+        final = final_hidden(kept.model, tokens)
     assert (final == patched).float().mean() > 0.98
-    assert mismatch(final, patched).max() < 0.3 * mismatch(patched, adjoint.final_hidden(model, tokens)).min()
+    assert mismatch(final, patched).max() < 0.3 * mismatch(patched, final_hidden(model, tokens)).min()
 
 
 # --- Sums and choices ---------------------------------------------------------------------------
@@ -523,7 +525,7 @@ def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_t
     assert known.of_sites(["embedding"]).predicted == known.keep().predicted
     assert known.of_sites(["embedding", "residual"]).predicted < known.of_sites(["residual"]).predicted
     kept, plain = apply(tiny_gpt2.transformer, known.of_sites(["embedding"])), lower(tiny_gpt2.transformer, "bf16")
-    assert torch.equal(adjoint.final_hidden(kept.model, tiny_tokens), adjoint.final_hidden(plain.model, tiny_tokens))
+    assert torch.equal(final_hidden(kept.model, tiny_tokens), final_hidden(plain.model, tiny_tokens))
 
 
 def test_a_budget_of_bytes_buys_no_less_than_blocks_or_sites_that_fit(tiny_gpt2, tiny_tokens):
@@ -636,3 +638,10 @@ def test_greedy_asks_for_every_block_that_is_left():
 
     assert baselines.greedy(measure, 4, 2) == (1, 3)
     assert len(asked) == 4 + 3
+
+
+@pytest.mark.parametrize("chosen", [Plan("bf16", ("transformer.h.1.mlp",)), Plan("bf16", residual=True)])
+def test_a_protected_model_has_no_score(chosen, tiny_gpt2):
+    low = apply(tiny_gpt2, chosen)
+    with pytest.raises(TypeError, match="one unit roundoff .* torch.bfloat16 and torch.float32"):
+        Monitor(low)

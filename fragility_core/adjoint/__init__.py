@@ -26,6 +26,6 @@ Where rounding changes a mixture's choice of experts no first order sees it (``r
 At T = 128 one probe adds a scatter of 6 % to a window's prediction, four of 3 %.
 """
 
-from fragility_core.adjoint.estimator import Adjoint, Prediction, final_hidden, predict
+from fragility_core.adjoint.estimator import Adjoint, Prediction, predict
 
-__all__ = ["Adjoint", "Prediction", "final_hidden", "predict"]
+__all__ = ["Adjoint", "Prediction", "predict"]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, activations
+from transformers import activations
 
 from fragility_core import attention
 from fragility_core.adjoint import recomputed
@@ -19,21 +19,14 @@ from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import LowPrecision, sharing_copy
-from fragility_core.modules import is_block
-
-
-def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The final hidden state of a Hugging Face model, after the final norm; another module's output."""
-    if isinstance(model, PreTrainedModel):
-        return model.base_model(tokens, use_cache=False).last_hidden_state
-    return model(tokens)
+from fragility_core.modules import final_hidden, is_block
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What one forward and backward pass a window predict.
 
-    It is of passes in ``format`` over windows of ``length`` tokens.
+    It is of passes in ``format`` over windows of ``length`` tokens, in which the modules at the paths ``ran`` ran.
 
     ``kernels`` has one row per window, probe and place where values are rounded: its contribution
     ``c2`` to E||E_L||^2 and where it belongs; rows of any selection may be summed. ``windows`` has one
@@ -47,6 +40,7 @@ class Prediction:
     windows: pd.DataFrame
     format: str
     length: int
+    ran: frozenset[str]
 
 
 def predict(kernels: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
@@ -134,7 +128,7 @@ class Adjoint:
         """Let the tape know which module's forward is running, and which tensor a block adds to."""
         tape = self.tape
         for path, module in self.model.named_modules():
-            module.register_forward_pre_hook(lambda module, args, path=path: tape.path.append(path))
+            module.register_forward_pre_hook(lambda module, args, path=path: tape.enter(path))
             module.register_forward_hook(lambda module, args, output: tape.leave())
             if is_block(path):
                 module.register_forward_pre_hook(mark_stream, with_kwargs=True)
@@ -201,7 +195,7 @@ class Adjoint:
         sites = self._sites.iloc[place].reset_index(drop=True)
         kernels = pd.concat([where, sites], axis=1).assign(c2=contributions.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
-        return Prediction(kernels, predict(kernels, windows), self.format.name, length)
+        return Prediction(kernels, predict(kernels, windows), self.format.name, length, frozenset(self.tape.ran))
 
     def _name_overflow(self, prediction: Prediction, tokens: Tensor, inside: Mapping[int, int]) -> Prediction:
         """Name the module where windows with a nonfinite prediction overflowed.

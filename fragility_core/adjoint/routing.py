@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fragility_core.adjoint.estimator import Adjoint, final_hidden
+from fragility_core.adjoint.estimator import Adjoint
 from fragility_core.emulation import LowPrecision
+from fragility_core.modules import final_hidden
 
 
 class Routes(TorchFunctionMode):

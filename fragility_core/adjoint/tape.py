@@ -27,6 +27,7 @@ class Tape:
 
     def __init__(self):
         self.places: dict[Place, int] = {}  # over all passes, in the order in which they were first seen
+        self.ran: set[str] = set()  # paths of modules
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules, see ``note``
         self.ends: dict[int, str] = {}  # by the last kernel of a call of a module: the outermost that ended with it
         self._readings: list[tuple[int, int, int, Tensor]] = []
@@ -42,6 +43,11 @@ class Tape:
         self.window, self.probe = window, 0
         self._counts: Counter[tuple[str, str]] = Counter()
         self._latest: tuple[int, str] | None = None  # kernel, and the module in which it ran
+
+    def enter(self, path: str) -> None:
+        """A module's forward begins."""
+        self.path.append(path)
+        self.ran.add(path)
 
     def leave(self) -> None:
         """A module's forward has ended."""

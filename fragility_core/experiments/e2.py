@@ -14,6 +14,7 @@ from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import RunSpec, RunStore, spec_columns
 from fragility_core.formats import get_format
 from fragility_core.inputs import Inputs, load, require_values
+from fragility_core.modules import final_hidden
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.architectures import blocks
 from fragility_core.surrogates.monitor import Monitor
@@ -99,7 +100,7 @@ class Passes:
         if selection != self._selection:
             self._selection, self._hidden = selection, {}
         if first not in self._hidden:
-            self._hidden[first] = self.model.base_model(tokens, use_cache=False).last_hidden_state
+            self._hidden[first] = final_hidden(self.model, tokens)
         return self._hidden[first]
 
     def run(self, spec: RunSpec, advance: Advance) -> pd.DataFrame:

@@ -20,6 +20,7 @@ from fragility_core.experiments.patching import Patching, patch_effects
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
 from fragility_core.inputs import Inputs
+from fragility_core.modules import final_hidden
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
 WINDOW = [*IDENTITY, "window"]
@@ -96,7 +97,7 @@ class Patches:
     def _effects(self, source: RunSpec, start: int, realisations: int) -> pd.DataFrame:
         """Effects of patching every block of one window, and those of ``realisations`` of stochastic rounding."""
         tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
-        reference = self.inputs.model.base_model(tokens, use_cache=False).last_hidden_state
+        reference = final_hidden(self.inputs.model, tokens)
         patching = self.patching(source)
         effects = patch_effects(patching(tokens), reference).drop(columns="window")
         for number in range(realisations):

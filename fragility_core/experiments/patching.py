@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from fragility_core.attention import observe_attention
 from fragility_core.emulation import LowPrecision
+from fragility_core.modules import final_hidden
 from fragility_core.surrogates.architectures import blocks
 from fragility_core.theory import mismatch
 
@@ -59,7 +60,7 @@ class Patching:
         if self.model.training or self.low.model.training:
             raise ValueError("patched passes need both models in eval mode, got training mode: call model.eval()")
         with self._patching(len(tokens)), self.low.running():
-            hidden = self.low.model.base_model(tokens, use_cache=False).last_hidden_state
+            hidden = final_hidden(self.low.model, tokens)
         return hidden.unflatten(0, (-1, len(tokens)))
 
     @contextmanager

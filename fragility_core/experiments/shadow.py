@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
 from fragility_core.emulation import lower
+from fragility_core.modules import final_hidden
 from fragility_core.surrogates import Estimator, score
 from fragility_core.surrogates.architectures import Block, blocks
 from fragility_core.surrogates.monitor import Monitor, window_losses
@@ -105,7 +106,7 @@ class ShadowTraining:
         for ours, masters in zip(self.low.model.parameters(), self.master.parameters()):
             ours.copy_(self.low.format.round(masters))
         self.monitor.follow()
-        reference = self.master.base_model(tokens, use_cache=False).last_hidden_state
+        reference = final_hidden(self.master, tokens)
         seen = self.monitor(tokens, reference, loss=True)
         return score(seen.layers, seen.windows, self.low.format.unit_roundoff, self.estimator)
 

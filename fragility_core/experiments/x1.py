@@ -23,6 +23,7 @@ from fragility_core.experiments.e3 import REALISATION, WINDOW
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
 from fragility_core.inputs import Inputs
+from fragility_core.modules import final_hidden
 from fragility_core.theory import mismatch
 
 PLACE = ["site", "layer", "block_output"]
@@ -101,12 +102,12 @@ class Estimates:
         """Mismatch of one window under so many realisations of stochastic rounding."""
         if not realisations:
             return {}
-        reference = self.inputs.model.base_model(tokens, use_cache=False).last_hidden_state
+        reference = final_hidden(self.inputs.model, tokens)
         measured = {}
         for number in range(realisations):
             noisy = low.stochastic(start * realisations + number)  # different bits for every window
             with noisy.running():
-                hidden = noisy.model.base_model(tokens, use_cache=False).last_hidden_state
+                hidden = final_hidden(noisy.model, tokens)
             measured[f"{NOISY}{number}"] = mismatch(hidden, reference).item()
         return measured
 

@@ -21,6 +21,7 @@ from fragility_core.experiments.patching import Patching, patch_effects
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import DerivedSpec, RunSpec, RunStore, spec_columns
 from fragility_core.inputs import Inputs
+from fragility_core.modules import final_hidden
 from fragility_core.protection import Contributions, Plan, apply, baselines
 from fragility_core.theory import mismatch
 
@@ -107,7 +108,7 @@ class Trial:
 
     @staticmethod
     def _hidden(model, window):
-        return model.base_model(window[None], use_cache=False).last_hidden_state
+        return final_hidden(model, window[None])
 
     @torch.no_grad()
     def measure(self, plan: Plan) -> float:

@@ -46,7 +46,7 @@ class Contributions:
         self.windows = finite.reset_index(drop=True)
         self.kernels = prediction.kernels[prediction.kernels.window.isin(finite.window)]
         places = self.kernels[PLACE].drop_duplicates("kernel").sort_values("kernel")
-        self.structure = Structure(model, places.reset_index(drop=True))
+        self.structure = Structure(model, places.reset_index(drop=True), prediction.ran)
         squares = self.kernels.c2 / self.kernels.window.map(finite.set_index("window").final_norm ** 2)
         samples = len(finite) * (self.kernels.probe.max() + 1)
         # Mean over windows and probes of c^2 / ||X_L||^2, by place: the squared relative error.

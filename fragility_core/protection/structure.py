@@ -42,35 +42,33 @@ def scores_can_be_kept(model: nn.Module) -> bool:
 
 
 class Structure:
-    """The units of ``model`` that ran in a prediction.
+    """The units of ``model`` among the modules at the paths ``ran``, those that ran in a prediction.
 
     ``places`` has one row per place where values are rounded, in the order in which they were first
     seen, with the columns of ``adjoint.Prediction.kernels`` that do not depend on the window.
     """
 
-    def __init__(self, model: nn.Module, places: pd.DataFrame):
-        self.model, self.places = model, places
+    def __init__(self, model: nn.Module, places: pd.DataFrame, ran: frozenset[str]):
+        self.model, self.places, self.ran = model, places, ran
 
     @cached_property
     def blocks(self) -> list[str]:
-        """Paths of the blocks that ran: a vision tower's have weights, but no kernel where there is text alone."""
-        kernel = self.places.kind == "kernel"
-        ran = {found[0] for path in self.places.module[kernel | ~kernel.any()] if (found := block_of(path))}
-        return [path for path in block_paths(self.model) if path in ran]
+        """Paths of the blocks that ran: a vision tower's do not, where there is text alone."""
+        return [path for path in block_paths(self.model) if path in self.ran]
 
     @cached_property
     def modules(self) -> list[str]:
         """Paths of the smallest modules with parameters of their own, without embeddings and head."""
         apart = {*embedding_paths(self.model), *head_paths(self.model)}
-        owning = set(self.places.module[self.places.kind == "weight"]) - apart - {""}
+        owning = self.ran & set(self.places.module[self.places.kind == "weight"]) - apart - {""}
         return [path for path, _ in self.model.named_modules() if path in owning and not is_block(path)]
 
     @cached_property
     def sites(self) -> dict[str, tuple[str, ...]]:
         """The modules of every kind of site that the model has; none for those that are no modules."""
         found = {
-            "norms": [path for path in norm_paths(self.model) if path in set(self.places.module)],
-            "embedding": embedding_paths(self.model),
+            "norms": [path for path in norm_paths(self.model) if path in self.ran],
+            "embedding": [path for path in embedding_paths(self.model) if path in self.ran],
             "head": head_paths(self.model),
             "attention": self._branches_of(ATTENTION),
             "mlp": self._branches_of(MLP),

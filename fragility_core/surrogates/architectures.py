@@ -52,9 +52,16 @@ def blocks(model: PreTrainedModel) -> list[Block]:
     ``Block`` says: LayerNorm or RMSNorm before each sublayer, attention through transformers' attention
     interface with one output projection (grouped queries or not, any position embedding), an MLP of linear
     layers, gated or not. Raises TypeError for another architecture, naming what it lacks:
-    post-norm and sandwich-norm blocks, mixtures of experts, cross-attention.
+    post-norm and sandwich-norm blocks, mixtures of experts, cross-attention; and for a model of which some
+    parts are kept in fp32.
     """
     base = model.base_model
+    dtypes = sorted({str(p.dtype) for p in base.parameters() if p.is_floating_point()})
+    if len(dtypes) > 1:
+        raise TypeError(
+            f"the score has one unit roundoff for all of a model, got parameters in {' and '.join(dtypes)}: "
+            "measure what a protected model gains by its mismatch"
+        )
     config = base.config.get_text_config()
     for setting in ("add_cross_attention", "is_encoder_decoder"):
         if getattr(config, setting, False):

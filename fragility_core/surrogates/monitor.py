@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.attention import observe_attention, observers
 from fragility_core.emulation import LowPrecision
+from fragility_core.modules import final_hidden
 from fragility_core.surrogates.architectures import Block, blocks
 from fragility_core.surrogates.norms import Norm
 from fragility_core.surrogates.reductions import (
@@ -197,7 +198,7 @@ class Monitor:
         records = Records(len(self.blocks))
         inputs: list[tuple[tuple, dict]] = []
         with self._observing(records, inputs, len(tokens)), self.low.running():
-            hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
+            hidden = final_hidden(self.model, tokens)
             logits = self.model.get_output_embeddings()(hidden) if loss else None
         epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
         epsilons = epsilons.to(hidden.device, non_blocking=True)

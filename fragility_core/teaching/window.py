@@ -16,6 +16,7 @@ from fragility_core.emulation import lower
 from fragility_core.experiments.shadow import set_epsilons
 from fragility_core.formats import get_format
 from fragility_core.models import EMBEDDED, load_tokenizer
+from fragility_core.modules import final_hidden
 from fragility_core.reporting import figures
 from fragility_core.reporting.figures import Axes
 from fragility_core.surrogates import score
@@ -74,7 +75,7 @@ def passed(format: str) -> Pass:
     """The window in ``format``, measured against fp32."""
     (exact, window), low = embedded.prepared(), monitor(format)
     with block_outputs(exact.model) as reference:
-        final = exact.model.base_model(window, use_cache=False).last_hidden_state
+        final = final_hidden(exact.model, window)
     with block_outputs(low.model) as states:
         seen = low(window, final)
     u = low.low.format.unit_roundoff
@@ -239,7 +240,7 @@ def final_states(monitor: Monitor, window: Tensor) -> Tensor:
         for block in monitor.blocks:
             stack.callback(block.module.register_forward_hook(_entry(block), with_kwargs=True).remove)
         with monitor.low.running():
-            hidden = monitor.model.base_model(window, use_cache=False).last_hidden_state
+            hidden = final_hidden(monitor.model, window)
     return hidden[1:].float().unflatten(0, (len(monitor.blocks), len(EPSILONS)))
 
 
