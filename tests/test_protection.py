@@ -13,6 +13,7 @@ from tiny import TINY, random_gpt2
 from torch import nn
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     CohereConfig,
     FalconConfig,
     Gemma2Config,
@@ -66,10 +67,10 @@ FAMILIES = {
 }
 
 
-def random_model(config) -> nn.Module:
+def random_model(config, auto_class: type = AutoModel) -> nn.Module:
     """A model with enlarged weights and random norms."""
     torch.manual_seed(0)
-    model = AutoModel.from_config(config).eval().requires_grad_(False)
+    model = auto_class.from_config(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -645,3 +646,19 @@ def test_a_protected_model_has_no_score(chosen, tiny_gpt2):
     low = apply(tiny_gpt2, chosen)
     with pytest.raises(TypeError, match="one unit roundoff .* torch.bfloat16 and torch.float32"):
         Monitor(low)
+
+
+def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
+    """Where the logits are what is predicted, neither the head's weights nor its results round any longer."""
+
+    def logits(model, tokens):
+        return model(tokens, use_cache=False).logits
+
+    model = random_model(FAMILIES["llama"], AutoModelForCausalLM)
+    known = Contributions(model, adjoint.Adjoint(lower(model, "bf16"), model, probes=8, output=logits)(tiny_tokens))
+    head = known.of_sites(["head"])
+    low = apply(model, head)
+    with torch.no_grad(), low.running():
+        measured = mismatch(logits(low.model, tiny_tokens), logits(model, tiny_tokens)).mean().item()
+    assert head.predicted < 0.98 * known.keep().predicted
+    assert head.predicted == pytest.approx(measured, rel=0.05)

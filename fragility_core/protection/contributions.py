@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fragility_core import adjoint
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
-from fragility_core.modules import embedding_paths, is_norm, outermost, within
+from fragility_core.modules import embedding_paths, head_paths, is_norm, outermost, within
 from fragility_core.protection import cost
 from fragility_core.protection.baselines import top
 from fragility_core.protection.keep import require_modules
@@ -52,7 +52,7 @@ class Contributions:
         # Mean over windows and probes of c^2 / ||X_L||^2, by place: the squared relative error.
         self.relative = (squares.groupby(self.kernels.kernel).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
-        self._embeddings = set(embedding_paths(model))
+        self._embeddings, self._heads = set(embedding_paths(model)), set(head_paths(model))
         self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # not where weights only are rounded
 
     # --- Which roundings vanish ------------------------------------------------------------------
@@ -63,7 +63,8 @@ class Contributions:
         for path in plan.modules:
             inside = self._inside(path)
             kernels = np.flatnonzero(inside & places.kind.eq("kernel").to_numpy())
-            narrowed = self._kernels_round and not (plan.residual and path in self._embeddings)
+            wide = path in self._heads or (plan.residual and path in self._embeddings)  # its results stay fp32
+            narrowed = self._kernels_round and not wide
             if narrowed and not len(kernels):  # a lookup: what is cast back is the rounded weights again
                 continue
             gone |= inside
