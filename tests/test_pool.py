@@ -5,6 +5,7 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import MagicMock
 
 import pandas as pd
 import psutil
@@ -66,6 +67,25 @@ def test_every_run_is_computed_once_and_kept_in_order(tmp_path, workers):
     assert store.metadata(Number(3))["kind"] == "square"
     again = pool.complete(GROUPS, store, partial(Square, refused=1), CPU, workers)
     pd.testing.assert_frame_equal(rows, again)
+
+
+@pytest.mark.parametrize("reported", [[], [1, 1], [2, 2]])
+def test_a_finished_run_is_all_of_its_progress(tmp_path, monkeypatch, reported):
+    """A worker may have less to do than was thought, or more."""
+
+    class Long(Number):
+        size = 3
+
+    class Reporting(Square):
+        def run(self, spec, advance):
+            for units in reported:
+                advance(units)
+            return super().run(spec, lambda units: None)
+
+    bar = MagicMock()
+    monkeypatch.setattr(pool, "progress", lambda **options: bar)
+    pool.complete([[Long(1), Long(2)]], RunStore(tmp_path), Reporting, CPU)
+    assert sum(call.args[0] for call in bar.__enter__().update.call_args_list) == 2 * 3
 
 
 @pytest.mark.parametrize(

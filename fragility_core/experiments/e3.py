@@ -78,14 +78,12 @@ class Patches:
         """
         rows = self.source.require(spec.source)
         worst = worst_windows(rows, spec.windows)
-        frames, left = [], spec.size
+        frames = []
         for place, window in enumerate(worst.itertuples()):
             realisations = spec.realisations if place < spec.noisy_windows else 0
             effects = self._effects(spec.source, window.start, realisations)
             frames.append(effects.assign(window=window.window, place=place, source_mismatch=window.mismatch))
             advance(spec.source.length * (1 + realisations))
-            left -= spec.source.length * (1 + realisations)
-        advance(left)  # of windows that overflowed
         if not frames:
             return pd.DataFrame()
         effects = pd.concat(frames, ignore_index=True)

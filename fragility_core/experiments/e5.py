@@ -179,8 +179,6 @@ class Mitigation:
             devices = [self.inputs.device] if self.inputs.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
                 rows = self._train(spec, advance_by)
-        else:
-            advance_by(spec.size)
         return rows.assign(policy=spec.policy, seed=spec.seed)
 
     def _without_actions(self, spec: TrainingSpec) -> pd.DataFrame | None:
@@ -218,7 +216,6 @@ class Mitigation:
             rows.append(frame)
             advance_by(1)
             if frame.event.iloc[0]:
-                advance_by(setting.steps - step - 1)
                 break
             if (step + 1) % self.interval == 0 and step + 1 < setting.steps:
                 save(path, training, state, rows)

@@ -33,7 +33,7 @@ class Worker(Protocol):
     record: dict  # what is stored with each run beside versions, device and time
 
     def run(self, spec: Specification, advance: Advance) -> pd.DataFrame:
-        """The result of ``spec``; calls ``advance(n)`` after every n units of progress."""
+        """The result of ``spec``; calls ``advance(n)`` after every n units of progress, whatever they sum up to."""
 
 
 def cores() -> int:
@@ -137,8 +137,16 @@ def _compute(group, store: RunStore, worker: Worker, advance: Advance, finished:
             "device_name": device_name(spec.device),
             "threads": torch.get_num_threads(),
         }
+        left = spec.size
+
+        def advance_within(units: int) -> None:
+            nonlocal left
+            left -= (step := min(units, left))
+            advance(step)
+
         begin = time.perf_counter()
-        frame = worker.run(spec, advance)
+        frame = worker.run(spec, advance_within)
+        advance(left)  # what needed no work, such as windows that overflowed
         store.save(spec, frame, record | {"seconds": round(time.perf_counter() - begin, 3)} | worker.record)
         finished()
 

@@ -85,15 +85,13 @@ class Estimates:
         rows = self.source.require(spec.source)
         windows = window_rows(rows)
         estimator = self.estimator(spec)
-        frames, left = [], spec.size
+        frames = []
         for place, window in enumerate(windows[~windows.overflow].itertuples()):
             tokens = self.inputs.stream[None, window.start : window.start + spec.source.length].to(self.inputs.device)
             frame = _places(estimator(tokens)).assign(window=window.window, mismatch=window.mismatch)
             realisations = spec.realisations if place < spec.noisy_windows else 0
             frames.append(frame.assign(**self._noisy(estimator.low, tokens, window.start, realisations)))
             advance(spec.source.length * (1 + realisations))
-            left -= spec.source.length * (1 + realisations)
-        advance(left)  # of windows that overflowed
         places = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
         return places.assign(**spec_columns(spec.source))
 
