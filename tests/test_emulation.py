@@ -2,12 +2,16 @@
 
 import copy
 import math
+import pickle
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel, XGLMConfig, XGLMModel
+from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
 from fragility_core.formats import FORMATS, get_format
@@ -405,6 +409,86 @@ def test_large_tensors_are_computed_in_pieces_to_the_same_values(format, kernel,
     pieces = emulated(format, kernel, x, y)
     assert pieces.dtype == whole.dtype and pieces.stride() == whole.stride()
     assert torch.equal(pieces, whole)
+
+
+# --- Activations, read off tables ------------------------------------------------------------------
+
+
+class Act(nn.Module):
+    """An activation behind a weight, which makes it a model that can be lowered."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.scale, self.act = nn.Parameter(torch.ones(1)), ACT2FN[name]
+
+    def forward(self, x):
+        return self.act(x)
+
+
+def of_module(low: LowPrecision, x: torch.Tensor) -> torch.Tensor:
+    """What the module itself makes of ``x``, kernel by kernel."""
+    with low.running():
+        return type(low.model.act).forward(low.model.act, x)
+
+
+@pytest.mark.parametrize("name", sorted(ACT2CLS.keys() - {"prelu", "xielu"}))
+@pytest.mark.parametrize(
+    ("format", "execution"), [*product([*HALF, *FP8, "fp8_e4m3_scaled"], ["emulated"]), ("bf16", "native")]
+)
+def test_an_activation_is_the_module_bit_for_bit(format, execution, name):
+    """In the order of memory or another, for whatever numbers."""
+    lowered, chosen = lower(Act(name), format, execution), get_format(format)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, -1e-6, 3e4, -3e4, 1e30])
+    for x in (normal(300, 500) * 4, normal(7, 5, 3).transpose(0, 2), special, normal(0, 4)):
+        x = chosen.round(x)
+        with lowered.running():
+            y = lowered.model(x)
+        torch.testing.assert_close(y, of_module(lowered, x), rtol=0, atol=0, equal_nan=True)
+        assert y.dtype == chosen.carrier
+
+
+def test_an_activation_is_computed_once_for_every_number():
+    lowered, seen = lower(Act("gelu_new"), "fp16", "emulated"), []
+
+    class Watched(type(lowered.model.act)):
+        def forward(self, x):
+            seen.append(x.numel())
+            return super().forward(x)
+
+    lowered.model.act.__class__ = Watched
+    with lowered.running():
+        for shape in ((3, 4), (200, 300)):
+            lowered.model(low("fp16", *shape))
+    assert seen == [2**16]
+
+
+def test_what_a_table_does_not_hold_takes_the_modules_own_way():
+    """fp32, gradients, stochastic rounding, and a pass outside of the emulation."""
+    lowered = lower(Act("gelu_new"), "fp16", "emulated")
+    x = low("fp16", 50, 40)
+    with lowered.running():
+        nearest = lowered.model(x)
+        assert torch.equal(lowered.model(x.float()), functional.gelu(x.float(), approximate="tanh")) is False
+        torch.testing.assert_close(lowered.model(x.float()), functional.gelu(x.float(), approximate="tanh"))
+    lowered.model.act.forward.table.fill_(7)
+    assert not lowered.model(x).eq(7).any()
+    noisy = lowered.stochastic(0)
+    with noisy.running():
+        assert not lowered.model(x).eq(7).any() and not torch.equal(lowered.model(x), nearest)
+    native = lower(Act("gelu_new"), "bf16", "native")
+    leaf = low("bf16", 9).requires_grad_()
+    native.model(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, torch.ones(9).bfloat16(), rtol=2, atol=2)
+    assert native.model.act.forward.table is None
+
+
+def test_a_lowered_model_can_be_copied_and_pickled(tiny_gpt2, tiny_tokens):
+    lowered = lower(tiny_gpt2, "bf16", "native")
+    before = hidden_of(lowered, tiny_tokens)
+    for again in (copy.deepcopy(lowered.model), pickle.loads(pickle.dumps(lowered.model))):
+        act, own = again.transformer.h[0].mlp.act, lowered.model.transformer.h[0].mlp.act
+        assert act.forward.module is act is not own
+        assert torch.equal(hidden_of(replace(lowered, model=again), tiny_tokens), before)
 
 
 # --- Stochastic rounding -------------------------------------------------------------------------

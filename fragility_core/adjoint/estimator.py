@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import activations
 
 from fragility_core import attention
 from fragility_core.adjoint import recomputed
@@ -19,6 +18,7 @@ from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import LowPrecision, sharing_copy
+from fragility_core.lookup import elementwise_modules
 from fragility_core.modules import final_hidden, is_block
 
 
@@ -139,10 +139,8 @@ class Adjoint:
         by_rows = not self.format.scaled  # each block of rows would have a scale of its own
         if implementation == attention.IMPLEMENTATION and by_rows:
             self.model.set_attn_implementation(recomputed.IMPLEMENTATION if rounding else "sdpa")
-        for module in self.model.modules():
-            known = type(module).__module__ == activations.__name__ and not list(module.parameters())
-            if known and not self.format.scaled:
-                module.forward = recomputed.Activation(self.low, self.tape, module)
+        for module in elementwise_modules(self.model) if not self.format.scaled else ():
+            module.forward = recomputed.Activation(self.low, self.tape, module)
 
     def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
         """Predict the mismatch of each window of ``tokens`` (B, T).

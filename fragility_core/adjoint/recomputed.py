@@ -15,6 +15,7 @@ from fragility_core.adjoint.tape import Tape
 from fragility_core.attention import future, is_causal, observed_attention, require_plain_softmax, row_blocks
 from fragility_core.emulation import LowPrecision
 from fragility_core.formats import Format, pieces
+from fragility_core.lookup import every_number, look_up, row_of
 
 IMPLEMENTATION = "recomputed_eager"
 WORKING_SET = 4  # fp32 buffers that a block fills, where observed attention fills one of 16 bits
@@ -150,7 +151,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
     """``function`` of every 16-bit number, elementwise (3, 65536): as ``low`` stores it, its local error, its slope."""
-    numbers = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(low.format.carrier)
+    numbers = every_number(low.format.carrier, device)
     with torch._C.DisableTorchFunction():
         x = numbers.float().requires_grad_()
         with torch.enable_grad():
@@ -161,12 +162,7 @@ def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: to
         return torch.stack([stored, local_error(exact.detach(), stored, low.format), slope])
 
 
-def row_of(numbers: Tensor) -> Tensor:
-    """Where 16-bit ``numbers`` stand in a ``tabulate``."""
-    return numbers.view(torch.uint16).int()
-
-
-class LookUp(torch.autograd.Function):
+class Tabulated(torch.autograd.Function):
     """A ``tabulate`` at the 16-bit numbers ``low``, which fp32 ``x`` stands for."""
 
     @staticmethod
@@ -174,10 +170,7 @@ class LookUp(torch.autograd.Function):
         ctx.save_for_backward(low)
         ctx.tape, ctx.place, ctx.table = tape, place, table
         with torch._C.DisableTorchFunction():
-            stored = torch.empty(low.shape, device=low.device)
-            for numbers, out in pieces(low, stored):
-                torch.index_select(table[0], 0, row_of(numbers), out=out)
-            return stored
+            return look_up(table[0], low)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
@@ -205,4 +198,4 @@ class Activation:
             self.table = tabulate(self.low, self.function, x.device)
         with torch._C.DisableTorchFunction():
             low = x.detach().to(self.low.format.carrier).contiguous()
-        return store(LookUp.apply(self.tape, self.tape.kernel(self.type.__name__), self.table, low, x))
+        return store(Tabulated.apply(self.tape, self.tape.kernel(self.type.__name__), self.table, low, x))
