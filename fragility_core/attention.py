@@ -19,7 +19,6 @@ from transformers.masking_utils import sdpa_mask
 IMPLEMENTATION = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
 BLOCK_ELEMENTS = 2**20  # scores formed at once: 2 MiB in 16 bits, about a second-level cache
-BLOCK_ROWS = 128  # of queries at once, at least: with fewer the calls of kernels weigh more than the cache gains
 GPU_BLOCK_ELEMENTS = 2**26
 
 
@@ -43,9 +42,8 @@ observers: "weakref.WeakKeyDictionary[nn.Module, AttentionObserver]" = weakref.W
 
 
 def row_blocks(rows: int, elements_per_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges of rows, a power of two long, of about as many elements as the device's blocks."""
-    fitting = (BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS) // elements_per_row
-    fitting = max(fitting, BLOCK_ROWS)
+    """Consecutive ranges of rows, a power of two long, of at most about as many elements as the device's blocks."""
+    fitting = max(1, (BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS) // elements_per_row)
     length = 1 << (fitting.bit_length() - 1)
     for start in range(0, rows, length):
         yield start, min(start + length, rows)

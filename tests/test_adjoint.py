@@ -325,7 +325,6 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(tiny_gpt2, tiny_token
 def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny_tokens, monkeypatch):
     """Blocks of a few rows or all at once, the sites' contributions are those of the library's kernels."""
     monkeypatch.setattr("fragility_core.attention.BLOCK_ELEMENTS", 2**12)
-    monkeypatch.setattr("fragility_core.attention.BLOCK_ROWS", 1)
     low = lower(tiny_gpt2, format, "emulated")
     plain, recomputed = (
         by_sites_of(low, "eager", tiny_tokens[:, :window]),

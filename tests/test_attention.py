@@ -54,7 +54,6 @@ def attending(monkeypatch):
 
     def make(shape, dtype=torch.float32, block_elements=2**20, is_causal=True):
         monkeypatch.setattr(attention, "BLOCK_ELEMENTS", block_elements)
-        monkeypatch.setattr(attention, "BLOCK_ROWS", 1)
         heads, key_heads, rows, keys = shape
         generator = torch.Generator().manual_seed(0)
         query, key, value = (
@@ -193,13 +192,8 @@ def test_attention_of_other_scores_is_refused(option, attending):
 )
 def test_row_blocks(rows, per_row, block_elements, want, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", block_elements)
-    monkeypatch.setattr(attention, "BLOCK_ROWS", 1)
     assert list(row_blocks(rows, per_row, torch.device("cpu"))) == want
     assert list(row_blocks(rows, per_row, torch.device("cuda"))) == [(0, rows)]
-
-
-def test_long_windows_have_blocks_of_128_rows():
-    assert list(row_blocks(300, 2**16, torch.device("cpu"))) == [(0, 128), (128, 256), (256, 300)]
 
 
 class LargestOutput(TorchDispatchMode):
