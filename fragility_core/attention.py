@@ -6,20 +6,26 @@ keys they may not see, and no T x T tensor exists. A GPU, which waits for the la
 larger blocks. FP32_SCORES is the same attention with scores and softmax in fp32.
 """
 
+import math
 import weakref
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+
+from fragility_core.differentiation import differentiated
 
 IMPLEMENTATION = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
 BLOCK_ELEMENTS = 2**20  # scores formed at once: 2 MiB in 16 bits, about a second-level cache
 GPU_BLOCK_ELEMENTS = 2**26
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class AttentionObserver(Protocol):
@@ -56,6 +62,51 @@ def future(rows: int, device: torch.device) -> Tensor:
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
 
 
+class Hiding:
+    """Fills hidden scores in place, where no derivative is asked for through their bits: on a CPU many times as fast.
+
+    The bits are those of the tensors that are, not of those that they may stand for.
+    """
+
+    def __init__(self, hidden: Tensor, dtype: torch.dtype):
+        """``hidden`` is boolean, ``dtype`` that of the scores."""
+        self.hidden, self.dtype, self.lowest = hidden, dtype, torch.finfo(dtype).min
+
+    @cached_property
+    def _bits(self) -> tuple[Tensor, Tensor]:
+        """Integers: "and" with the first makes what is hidden 0, "or" with the second then the lowest number."""
+        integer = INTEGERS[self.dtype.itemsize]
+        with torch.inference_mode(False):
+            lowest = torch.full((), self.lowest, dtype=self.dtype, device=self.hidden.device).view(integer)
+            everything = -self.hidden.to(integer)
+            return ~everything, everything & lowest
+
+    def zero(self, scores: Tensor) -> None:
+        """Make what is hidden 0."""
+        if differentiated(scores):
+            scores.masked_fill_(self.hidden, 0)
+            return
+        with torch._C.DisableTorchFunction():
+            kept, _ = self._bits
+            scores.view(kept.dtype).bitwise_and_(kept)
+
+    def lower(self, scores: Tensor) -> None:
+        """Make what is hidden, and 0 by now, the lowest number."""
+        if differentiated(scores):
+            scores.masked_fill_(self.hidden, self.lowest)
+            return
+        with torch._C.DisableTorchFunction():
+            _, lowest = self._bits
+            scores.view(lowest.dtype).bitwise_or_(lowest)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def hiding_future(rows: int, dtype: torch.dtype, device: torch.device) -> Hiding:
+    """Hides the ``future``."""
+    return Hiding(future(rows, device), dtype)
+
+
 def observe_attention(model: PreTrainedModel) -> None:
     """Let observers see the attention of ``model`` from now on; scores that are kept in fp32 stay so."""
     if model.config._attn_implementation != FP32_SCORES:
@@ -85,6 +136,17 @@ def is_causal(module: nn.Module, options: dict) -> bool:
     return getattr(module, "is_causal", True) if asked is None else asked
 
 
+def scaling_commutes(query: Tensor, scaling: float) -> bool:
+    """Whether scaling the query is, bit for bit, scaling its products, of which there are many more.
+
+    So it is by a power of two in native bf16, whose range is that of fp32 (but for products beyond that range); in
+    other formats products overflow first, or the query falls among the subnormals.
+    """
+    if _get_current_dispatch_mode() is not None or _get_current_function_mode() is not None:
+        return False
+    return query.dtype == torch.bfloat16 and isinstance(scaling, float) and math.frexp(scaling)[0] == 0.5
+
+
 def observed_attention(
     module: nn.Module,
     query: Tensor,
@@ -110,37 +172,43 @@ def observed_attention(
     batch, heads, rows, width = query.shape
     scaling = width**-0.5 if scaling is None else scaling
     observer = observers.get(module)
+    # Heads one after another in memory: 16-bit products of the projections' layout are several times slower.
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if observer is not None:
         observer.begin(query, key, value, scaling)
     causal = attention_mask is None and rows > 1 and is_causal(module, options)
     cached = key.shape[2] - rows  # keys before the first query
     query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)
-    # Heads one after another in memory: 16-bit products of the projections' layout are several times slower.
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     transposed = key.transpose(-1, -2)
+    scaled_before = scaling_commutes(query, scaling)
+    if scaled_before:
+        query = query * scaling
 
     outputs = []
     for start, stop in row_blocks(rows, batch * heads * key.shape[2], query.device):
         seen = cached + stop if causal else key.shape[2]
-        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen]) * scaling  # (B, H, C, seen)
-        maskable = hidden = None
+        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen])  # (B, H, C, seen)
+        if not scaled_before:
+            scores = scores * scaling
+        with torch._C.DisableTorchFunction():
+            dtype = scores.dtype
+        maskable, hiding = scores, None
         if causal:
-            maskable, hidden = scores[..., cached + start :], future(stop - start, scores.device)
+            maskable, hiding = scores[..., cached + start :], hiding_future(stop - start, dtype, scores.device)
         elif attention_mask is not None:
-            maskable, hidden = scores, ~attention_mask[:, :, start:stop, :seen]
+            hiding = Hiding(~attention_mask[:, :, start:stop, :seen], dtype)
+        if hiding is not None:
+            hiding.zero(maskable)
         if observer is not None:
-            if causal:
-                maskable.tril_()
-            elif hidden is not None:
-                maskable.masked_fill_(hidden, 0)
             observer.scores(scores)
-        if hidden is not None:
-            maskable.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+        if hiding is not None:
+            hiding.lower(maskable)
         probabilities = torch.softmax(scores, -1).to(value.dtype)
         if observer is not None:
             observer.probabilities(start, probabilities)
         outputs.append(torch.matmul(probabilities, value[:, :, :seen]))  # (B, H, C, d)
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    context = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+    return context.transpose(1, 2), None
 
 
 AttentionInterface.register(IMPLEMENTATION, observed_attention)

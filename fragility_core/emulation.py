@@ -21,6 +21,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from transformers import PreTrainedModel
 
+from fragility_core.differentiation import differentiated
 from fragility_core.formats import PIECE, Format, get_format, has_native_kernels
 from fragility_core.lookup import elementwise_modules, every_number, look_up
 
@@ -248,7 +249,7 @@ class LookUp:
             return False
         emulating = isinstance(mode, Emulation) and mode.active and mode.format == self.format and not mode.generator
         as_made = emulating if self.emulated else mode is None
-        return as_made and x.dtype == self.format.carrier and not (x.requires_grad and torch.is_grad_enabled())
+        return as_made and x.dtype == self.format.carrier and not differentiated(x)
 
 
 def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.Module:

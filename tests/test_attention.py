@@ -1,5 +1,6 @@
 """Observed attention against the library's eager attention."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from fragility_core import attention
 from fragility_core.attention import IMPLEMENTATION, observed_attention, observers, row_blocks
+from fragility_core.emulation import Emulation
+from fragility_core.formats import get_format
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (query heads, key heads, queries, keys): plain, grouped queries, cached keys, one query, one of everything.
@@ -247,3 +250,61 @@ def test_models_with_cached_keys_use_it_by_name(tiny_gpt2, tiny_tokens):
     first = model(tiny_tokens[:, :25], use_cache=True)
     rest = model(tiny_tokens[:, 25:], past_key_values=first.past_key_values)
     torch.testing.assert_close(rest.last_hidden_state, whole[:, 25:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [4, 8, 16])
+@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("emulated", [False, True])
+def test_scores_are_scaled_after_the_product(width, format, emulated):
+    """Bit for bit, also where 1 / sqrt(width) is a power of two; products of fp8 may saturate before."""
+    chosen, recorder, module = get_format(format), Recorder(), Module(is_causal=False)
+    query, key, value = (chosen.round(20 * torch.randn(2, 3, 9, width)) for _ in range(3))
+    observers[module] = recorder
+    with Emulation(chosen) if emulated else nullcontext():
+        observed_attention(module, query, key, value, None)
+        expected = query @ key.mT * width**-0.5
+    assert torch.equal(recorder.assembled(recorder.seen_scores), expected)
+    assert torch.equal(recorder.query, query)
+
+
+# --- Hiding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("shape", [(3, 4), (1, 1, 3, 4), (1, 2, 3, 4)])
+def test_hiding_fills_bit_for_bit(dtype, gradient, shape):
+    scores = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 0, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])  # what may come of an overflow
+    hidden = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    filled, hiding = scores.clone().requires_grad_(gradient).clone(), attention.Hiding(hidden, dtype)
+    for fill, number in ((hiding.zero, 0), (hiding.lower, torch.finfo(dtype).min)):
+        fill(filled)
+        expected = scores.masked_fill(hidden, number)
+        torch.testing.assert_close(filled.detach(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_see_nothing_pass_no_gradient_on():
+    """Their probabilities do not depend on their scores."""
+    query, key, value = (torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mask = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])[None, None]
+    query.requires_grad_()
+    context, _ = observed_attention(Module(), query, key, value, mask)
+    context.square().sum().backward()
+    assert not query.grad[0, 0, 1].any() and query.grad[0, 0, 2].any()
+
+
+def test_tangents_of_hidden_scores_are_hidden():
+    """Forward derivatives are those of the softmax of what is seen, for rows that see nothing 0."""
+    query, key, value, direction = (torch.randn(1, 1, 3, 4).double() for _ in range(4))
+    key[0, 0, 2] = torch.inf  # hidden from the first two rows
+    seen = torch.tensor([[True, False, False], [True, True, False], [False, False, False]])
+
+    def first_rows(query: torch.Tensor) -> torch.Tensor:
+        return observed_attention(Module(), query, key, value, seen[None, None])[0]
+
+    _, image = torch.func.jvp(first_rows, (query,), (direction,))
+    scores, change = (x[0, 0, 1] @ key[0, 0, :2].mT / 2 for x in (query, direction))
+    p = scores.softmax(-1)
+    torch.testing.assert_close(image[0, 1, 0], (p * (change - p @ change)) @ value[0, 0, :2])
+    assert not image[0, 0].any() and not image[0, 2].any()

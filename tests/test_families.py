@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from fragility_core import attention
 from fragility_core.emulation import LowPrecision, lower
 from fragility_core.experiments import e2, e5
 from fragility_core.experiments.patching import Patching
@@ -341,6 +343,32 @@ def test_weight_norms_are_followed(name):
         parameter.mul_(1.01)
     exact = WeightStatistics(blocks(model)).measure()
     assert statistics.follow() == {column: pytest.approx(values, rel=1e-5) for column, values in exact.items()}
+
+
+@pytest.mark.parametrize("execution", ["native", "emulated"])
+def test_layers_of_different_reach(monkeypatch, execution):
+    """Sliding layers, which have masks, show all keys, full ones those seen: their scores fall into other pieces."""
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 2**18)
+    reach = {"max_position_embeddings": 256, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    config = Qwen2Config(**GROUPED | reach)
+    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
+    model, window = random_model(config), torch.randint(1, 101, (2, 256), generator=torch.Generator().manual_seed(1))
+    seen, exact = (
+        Monitor(lower(model, *how))(window).layers[["score_norm", "probability_norm"]]
+        for how in (("bf16", execution), ("fp32",))
+    )
+    pd.testing.assert_frame_equal(seen, exact, rtol=0.1)
+
+
+def test_a_model_in_autocast():
+    """Rotary embeddings then make fp32 queries, whose products are bf16."""
+    model, window = random_model(LlamaConfig(**GROUPED)), torch.arange(1, 13)[None]
+    attention.observe_attention(model)
+    expected = model(window).last_hidden_state
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16):
+            hidden = model(window).last_hidden_state
+        assert 0 < mismatch(hidden.float(), expected).max() < 0.1
 
 
 def test_epsilon_is_that_of_the_norms(tokens):

@@ -1,8 +1,8 @@
 """One low-precision forward pass, and every statistic of the score measured on the way.
 
 The model runs as transformers ships it: hooks see the sites of each block, the registered attention
-function shows scores and probabilities. Statistics accumulate in fp32 on the device, one value per
-window and block, and leave it once per batch.
+function shows scores and probabilities. Statistics accumulate on the device, in fp32 but where ``reductions``
+says otherwise, and leave it once per batch, one value per window and block.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +26,13 @@ from fragility_core.surrogates.norms import Norm
 from fragility_core.surrogates.reductions import (
     blocks_at_once,
     layernorm_path,
+    piece_norms,
     rmsnorm_path,
     sampled_rows,
     softmax_sensitivity_estimate,
     spectral_norm_from_gram,
+    whole_norm,
     window_max,
-    window_norm,
 )
 from fragility_core.surrogates.transport import branch_jacobian_norm
 from fragility_core.surrogates.weights import WeightStatistics
@@ -46,70 +47,87 @@ def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Records:
-    """Named tensors of every block, each name in one tensor (L, ...) from the first block on.
-
-    Tensors that outlive a block, allocated between its large temporary ones, would leave holes in a
-    CPU's heap that the next block's do not fit into: a third more memory at the peak.
-    """
+    """Named tensors of every block of a pass."""
 
     def __init__(self, depth: int):
         self.depth = depth
-        self.tensors: dict[str, Tensor] = {}
+        self.small: dict[str, dict[int, Tensor]] = {}
+        self.large: dict[str, Tensor] = {}
 
     def write(self, layer: int, **values: Tensor) -> None:
+        """Keep what was measured of block ``layer``."""
         for name, value in values.items():
-            if name not in self.tensors:
-                self.tensors[name] = value.new_empty(self.depth, *value.shape)
-            self.tensors[name][layer].copy_(value)
+            self.small.setdefault(name, {})[layer] = value
+
+    def room(self, layer: int, name: str, *shape: int, like: Tensor) -> Tensor:
+        """Zeros to write a large tensor of block ``layer`` to, of the dtype of ``like``.
+
+        Large ones that outlive a block, allocated between its temporary ones, would leave holes in a CPU's
+        heap that the next block's do not fit into: a third more memory at the peak.
+        """
+        if name not in self.large:
+            self.large[name] = like.new_zeros(self.depth, *shape)
+        return self.large[name][layer]
+
+    def stacked(self) -> dict[str, Tensor]:
+        """Each name's tensors of all blocks as one (L, ...), of norms (L, B) in place of those of their pieces."""
+        blocks = {name: [values[layer] for layer in range(self.depth)] for name, values in self.small.items()}
+        norms = {name: joined(blocks.pop(name)) for name in list(blocks) if name.endswith("_norm")}
+        return {name: torch.stack(values) for name, values in blocks.items()} | norms | self.large
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Norms (L, B) from those of the pieces (B, P) of L blocks, P of which may differ, as attention's reach may."""
+    if len({x.shape for x in pieces}) > 1:
+        pieces = [whole_norm(x)[:, None] for x in pieces]
+    return whole_norm(torch.stack(pieces))
 
 
 class AttentionStatistics:
-    """Accumulates the statistics of one attention module over its blocks of query rows."""
+    """Gathers the statistics of one attention module over its blocks of query rows."""
 
-    def __init__(self, paused: Callable[[], AbstractContextManager], scaling: float):
-        """``scaling``: scores are this times Q K^T; a query that comes already scaled is not Q."""
-        self.paused, self.scaling = paused, scaling
-        self.statistics: dict[str, Tensor] = {}
+    def __init__(self, paused: Callable[[], AbstractContextManager], scaling: float, room: Callable[..., Tensor]):
+        """``scaling``: scores are this times Q K^T; a query that comes already scaled is not Q.
+
+        ``room`` is that of the module's block in ``Records``.
+        """
+        self.paused, self.scaling, self.room = paused, scaling, room
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         batch, heads, rows, _ = query.shape
         self.rows = sampled_rows(rows)
+        self.scored, self.weighted = [], []  # norms of pieces of scores and probabilities
         with self.paused():
-            wide = value.float()
-            self.statistics = {
-                "query_norm": self._unscaled(window_norm(query), scaling),
-                "key_norm": window_norm(key),
-                "value_gram": wide.mT @ wide,  # (B, H, d, d)
-                "score_norm": torch.zeros(batch, device=query.device),
-                "probability_norm": torch.zeros(batch, device=query.device),
-                "probability_sample": query.new_zeros(batch, heads, len(self.rows), key.shape[2]),
-            }
-
-    def _unscaled(self, norm: Tensor, scaling: float) -> Tensor:
-        return norm if scaling == self.scaling else norm * (scaling / self.scaling)
+            self.query_norm, self.key_norm = piece_norms(query), piece_norms(key)
+            if scaling != self.scaling:
+                self.query_norm = self.query_norm * (scaling / self.scaling)
+            # In bf16 ||V||_2 is at most 2^-9 sqrt(d) off for it; in fp16 the products may overflow.
+            wide = value if value.dtype == torch.bfloat16 else value.float()
+            wide = wide.flatten(0, 1)
+            gram = self.room("value_gram", batch, heads, wide.shape[-1], wide.shape[-1], like=wide)
+            torch.bmm(wide.mT, wide, out=gram.flatten(0, 1))
+            self.sample = self.room("probability_sample", batch, heads, len(self.rows), key.shape[2], like=query)
 
     def scores(self, scores: Tensor) -> None:
-        self._accumulate("score_norm", scores)
+        with self.paused():
+            self.scored.append(piece_norms(scores))
 
     def probabilities(self, first_row: int, probabilities: Tensor) -> None:
-        self._accumulate("probability_norm", probabilities)
         _, _, rows, seen = probabilities.shape
         inside = [i for i, row in enumerate(self.rows) if first_row <= row < first_row + rows]
-        if inside:
-            with self.paused():
+        with self.paused():
+            self.weighted.append(piece_norms(probabilities))
+            if inside:
                 chosen = _index(tuple(self.rows[i] - first_row for i in inside), probabilities.device)
-                sampled = self.statistics["probability_sample"][:, :, inside[0] : inside[-1] + 1, :seen]
+                sampled = self.sample[:, :, inside[0] : inside[-1] + 1, :seen]
                 sampled.copy_(probabilities.index_select(2, chosen))
 
-    def _accumulate(self, name: str, part: Tensor) -> None:
-        with self.paused():
-            total = self.statistics[name]
-            torch.hypot(total, window_norm(part), out=total)
-
     def result(self) -> dict[str, Tensor]:
-        """Statistics of the whole module, in part still to be finished (see ``finished``); asked once."""
-        statistics, self.statistics = self.statistics, {}
-        return statistics
+        """Norms of pieces (B, P); what else was measured is in its room."""
+        return {
+            "query_norm": self.query_norm, "key_norm": self.key_norm,
+            "score_norm": torch.cat(self.scored, -1), "probability_norm": torch.cat(self.weighted, -1),
+        }  # fmt: skip
 
 
 def finished(records: Records, epsilons: Tensor, width: int) -> dict[str, Tensor]:
@@ -117,9 +135,9 @@ def finished(records: Records, epsilons: Tensor, width: int) -> dict[str, Tensor
 
     ``epsilons`` (L, 2) are those of the two LayerNorm sites, ``width`` is d_model.
     """
-    stacked = dict(records.tensors)
+    stacked = records.stacked()
     grams = stacked.pop("value_gram")  # (L, B, H, d, d)
-    stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).sum((-2, -1)).sqrt()
+    stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).float().sum((-2, -1)).sqrt()
     stacked["value_spectral_norm"] = spectral_norm_from_gram(grams).amax(-1)
     samples = stacked.pop("probability_sample")  # (L, B, H, 16, T)
     stacked["softmax_sensitivity"] = torch.cat(
@@ -236,7 +254,7 @@ class Monitor:
         """Hooks on every site of every block, for one pass over ``windows`` windows."""
         with ExitStack() as stack:
             for layer, block in enumerate(self.blocks):
-                for handle in self._attach(block, partial(records.write, layer), windows):
+                for handle in self._attach(block, layer, records, windows):
                     stack.callback(handle.remove)
                 stack.callback(observers.pop, block.attention, None)
                 if self.power_iteration:
@@ -247,10 +265,10 @@ class Monitor:
                     stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
             yield
 
-    def _attach(self, block: Block, write: Callable[..., None], windows: int) -> Iterator[RemovableHandle]:
-        """Observe ``block``, giving its statistics to ``write``; yields the handles of the hooks."""
-        paused = self.low.paused
-        observers[block.attention] = attention = AttentionStatistics(paused, block.score_scaling)
+    def _attach(self, block: Block, layer: int, records: Records, windows: int) -> Iterator[RemovableHandle]:
+        """Observe ``block``, giving its statistics to ``records``; yields the handles of the hooks."""
+        paused, write, room = self.low.paused, partial(records.write, layer), partial(records.room, layer)
+        observers[block.attention] = attention = AttentionStatistics(paused, block.score_scaling, room)
 
         def by_window(x: Tensor) -> Tensor:  # OPT's MLP sees the tokens of all windows in one row
             return x if x.ndim > 2 else x.unflatten(0, (windows, -1))
@@ -263,10 +281,10 @@ class Monitor:
             return module.register_forward_hook(hook)
 
         def attention_site(context: Tensor, output: Tensor) -> dict[str, Tensor]:
-            return attention.result() | {"context_norm": window_norm(context), "attention_norm": window_norm(output)}
+            return attention.result() | {"context_norm": piece_norms(context), "attention_norm": piece_norms(output)}
 
         def mlp_site(activated: Tensor, output: Tensor) -> dict[str, Tensor]:
-            return {"activation_norm": window_norm(activated), "mlp_norm": window_norm(output)}
+            return {"activation_norm": piece_norms(activated), "mlp_norm": piece_norms(output)}
 
         yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
         yield observe(block.attention_out, attention_site)
@@ -282,9 +300,9 @@ class Monitor:
 def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
     """What ``norm``, before sublayer ``site``, does to ``x`` (B, T, d_model); ``finished`` derives the moments."""
     path, mean, scale = normalization_path(norm, x)
-    measured = {f"mean_{site}": mean, f"scale_{site}": scale, f"path_{site}_norm": window_norm(path)}
+    measured = {f"mean_{site}": mean, f"scale_{site}": scale, f"path_{site}_norm": piece_norms(path)}
     if site == "2":  # of norm_1's output, nothing in the score needs the norm
-        measured["norm_2_norm"] = window_norm(output)
+        measured["norm_2_norm"] = piece_norms(output)
     return measured
 
 

@@ -1,6 +1,7 @@
 """Normalization layers, known by what they compute and not by the name of their class."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,15 @@ class Norm:
     @property
     def eps(self) -> float:
         """Epsilon as the module has it now."""
-        return getattr(self.module, epsilon_name(self.module))
+        return getattr(self.module, self._epsilon)
 
     @eps.setter
     def eps(self, epsilon: float) -> None:
-        setattr(self.module, epsilon_name(self.module), epsilon)
+        setattr(self.module, self._epsilon, epsilon)
+
+    @cached_property
+    def _epsilon(self) -> str:
+        return epsilon_name(self.module)
 
 
 def epsilon_name(module: nn.Module) -> str | None:

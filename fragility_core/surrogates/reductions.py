@@ -1,25 +1,31 @@
-"""Norms, moments and operator norms of observed tensors, in fp32, without leaving the device."""
+"""Norms, moments and operator norms of observed tensors, without leaving the device."""
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from fragility_core.formats import PIECE
-
+PIECE = 128  # numbers; rows that are not made of such pieces are one each
 SAMPLED_ROWS = 16  # probability rows per head on which the softmax differential is estimated
 POWER_STEPS = 2
 
 
-def window_norm(x: Tensor) -> Tensor:
-    """Frobenius norm of each window, (B, ..., rows, columns) -> (B,), accumulated in fp32.
+def piece_norms(x: Tensor) -> Tensor:
+    """Frobenius norms of the pieces that each window falls into, (B, ..., columns) -> (B, pieces).
 
-    Rows first, the faster kernel on a CPU. There it makes an fp32 copy of a 16-bit tensor, which stays in
-    cache if it is made piece by piece.
+    Pieces are rows. A CPU's fast kernel for bf16 rounds to bf16 what it accumulated in fp32: there, pieces are
+    PIECE numbers, as norms of whole rows may be all alike, and so their errors. A ``whole_norm`` is at most
+    2^-8 off for it, as a rule 1e-4, and is had in a quarter of the time.
     """
-    parts = [x]
-    if x.device.type == "cpu" and x.dtype != torch.float32:
-        parts = x.split(max(1, PIECE * x.shape[-2] // max(1, x.numel())), -2)
-    rows = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts]
-    return torch.linalg.vector_norm(torch.cat(rows, -1).flatten(1), dim=-1)
+    rounded = x.device.type == "cpu" and x.dtype == torch.bfloat16
+    if rounded and x.shape[-1] % PIECE == 0 and x.is_contiguous():
+        x = x.view(*x.shape[:-1], -1, PIECE)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=None if rounded else torch.float32).flatten(1)
+
+
+def whole_norm(pieces: Tensor) -> Tensor:
+    """Frobenius norm of each window from those of its pieces, (..., pieces) -> (...), accumulated in fp32."""
+    return torch.linalg.vector_norm(pieces, dim=-1, dtype=torch.float32)
 
 
 def window_max(x: Tensor) -> Tensor:
@@ -54,11 +60,12 @@ def blocks_at_once(samples: Tensor) -> int:
     return max(1, 2**19 // samples[0].numel())
 
 
-def sampled_rows(rows: int) -> list[int]:
+@cache
+def sampled_rows(rows: int) -> tuple[int, ...]:
     """SAMPLED_ROWS row indices, evenly spaced from first to last (all of them where there are fewer)."""
     if rows <= SAMPLED_ROWS:
-        return list(range(rows))
-    return torch.linspace(0, rows - 1, SAMPLED_ROWS).round().long().tolist()
+        return tuple(range(rows))
+    return tuple(torch.linspace(0, rows - 1, SAMPLED_ROWS).round().long().tolist())
 
 
 def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
@@ -69,13 +76,13 @@ def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
     """
     p = p.float()
     v = torch.linspace(-1, 1, p.shape[-1], device=p.device)
-    v = (v - v.mean()).expand_as(p)
-    tiny = torch.finfo(p.dtype).tiny
-    v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(tiny)
-    for _ in range(POWER_STEPS):
-        v = p * (v - (p * v).sum(-1, keepdim=True))
-        v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(tiny)
-    return torch.linalg.vector_norm(p * (v - (p * v).sum(-1, keepdim=True)), dim=-1)
+    v -= v.mean()
+    norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    for _ in range(POWER_STEPS + 1):
+        weighted = p * v.div_(norm.clamp_min_(torch.finfo(p.dtype).tiny))
+        v = torch.addcmul(weighted, p, weighted.sum(-1, keepdim=True), value=-1)
+        norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return norm.squeeze(-1)
 
 
 def spectral_norm(weight: Tensor) -> Tensor:
@@ -88,15 +95,20 @@ def spectral_norm(weight: Tensor) -> Tensor:
 
 
 def spectral_norm_from_gram(gram: Tensor) -> Tensor:
-    """||V||_2 from G = V^T V (..., d, d) -> (...): the Rayleigh quotient of G over the columns of G^256.
+    """||V||_2 from G = V^T V (..., d, d) -> (...), in fp32: the Rayleigh quotient of G over the columns of G^256.
 
-    Beyond fp32 rounding never above the exact value, and below it by at most 0.4 % for d <= 128 (mostly by
-    rounding alone): batches of small exact eigenproblems would cost a tenth of a forward pass on a CPU.
-    Nonfinite entries give NaN.
+    Powers are formed in the format of ``gram``. Beyond the rounding of the quotient in fp32 never above the exact
+    value, and below it by at most 0.4 % for d <= 128 (mostly by rounding alone): batches of small exact
+    eigenproblems would cost a tenth of a forward pass on a CPU. Nonfinite entries give NaN.
     """
-    tiny = torch.finfo(gram.dtype).tiny
     power = gram
-    for exponent in (16, 16, 1):
-        unit = power / torch.linalg.matrix_norm(power, keepdim=True).clamp_min(tiny)
-        power = torch.linalg.matrix_power(unit, exponent)
-    return (power * (gram @ power)).sum((-2, -1)).sqrt()
+    for _ in range(2):
+        power = torch.linalg.matrix_power(_unit(power), 16)
+    power = _unit(power.float())
+    return (power * (gram.float() @ power)).sum((-2, -1)).sqrt()
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Matrices ``x`` (..., d, d) over their Frobenius norms; 0 for 0."""
+    norm = torch.linalg.vector_norm(x.flatten(-2), dim=-1)[..., None, None]
+    return x / norm.clamp_min(torch.finfo(x.dtype).tiny)
