@@ -45,7 +45,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     lambda x: x[:1].expand(4, -1, -1, -1),
 ], ids=["contiguous", "heads first", "strided", "transposed", "expanded"])  # fmt: skip
 def test_window_norm(dtype, arrange):
-    x = arrange(normal(3, 17, 4, 50).to(dtype))
+    x = arrange(normal(3, 17, 4, 256).to(dtype))
     norms = window_norm(x)
     oracle = torch.stack([torch.linalg.vector_norm(window.double()) for window in x])
     assert norms.dtype == torch.float32
@@ -53,12 +53,14 @@ def test_window_norm(dtype, arrange):
     torch.testing.assert_close(norms.double(), oracle, rtol=PIECES_ROUNDED if dtype == torch.bfloat16 else 1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("shape", "spread"), [((64, 768), 0.0), ((12, 128, 64), 0.1), ((12, 64, 200), 0.3)])
-def test_errors_of_rounded_pieces_cancel(shape, spread):
-    """Where rows have one norm, as behind a LayerNorm, their pieces have not."""
+@pytest.mark.parametrize(("shape", "spread", "off"), [
+    ((64, 768), 0.0, 3e-4), ((12, 128, 64), 0.1, 1e-5), ((12, 64, 200), 0.0, 1e-5), ((64, 128), 0.0, 1e-5),
+])  # fmt: skip
+def test_errors_of_rounded_pieces_cancel(shape, spread, off):
+    """Where rows have one norm, as behind a LayerNorm, their pieces have not; short rows are not rounded at all."""
     x, spread = normal(*shape, seed=1), spread * normal(*shape[:-1], 1, seed=2)
     x = (27.7 * spread.exp() * x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).bfloat16()
-    assert window_norm(x[None]).item() == pytest.approx(torch.linalg.vector_norm(x.double()).item(), rel=3e-4)
+    assert window_norm(x[None]).item() == pytest.approx(torch.linalg.vector_norm(x.double()).item(), rel=off)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

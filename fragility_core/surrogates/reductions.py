@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-PIECE = 128  # numbers; rows that are not made of such pieces are one each
+PIECE = 128  # numbers
 SAMPLED_ROWS = 16  # probability rows per head on which the softmax differential is estimated
 POWER_STEPS = 2
 
@@ -13,14 +13,16 @@ POWER_STEPS = 2
 def piece_norms(x: Tensor) -> Tensor:
     """Frobenius norms of the pieces that each window falls into, (B, ..., columns) -> (B, pieces).
 
-    Pieces are rows. A CPU's fast kernel for bf16 rounds to bf16 what it accumulated in fp32: there, pieces are
-    PIECE numbers, as norms of whole rows may be all alike, and so their errors. A ``whole_norm`` is at most
-    2^-8 off for it, as a rule 1e-4, and is had in a quarter of the time.
+    Pieces are rows. A CPU's fast kernel for bf16 rounds to bf16 what it accumulated in fp32: long rows fall into
+    pieces of PIECE numbers there, unlike whole (normalised) rows not all of one norm and of one error. A
+    ``whole_norm`` is at most 2^-8 off for it, as a rule 1e-4, and is had in down to a quarter of the time.
     """
-    rounded = x.device.type == "cpu" and x.dtype == torch.bfloat16
-    if rounded and x.shape[-1] % PIECE == 0 and x.is_contiguous():
-        x = x.view(*x.shape[:-1], -1, PIECE)
-    return torch.linalg.vector_norm(x, dim=-1, dtype=None if rounded else torch.float32).flatten(1)
+    dtype = torch.float32
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous():
+        width = x.shape[-1]
+        if width > PIECE and width % PIECE == 0:
+            x, dtype = x.view(*x.shape[:-1], -1, PIECE), None
+    return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).flatten(1)
 
 
 def whole_norm(pieces: Tensor) -> Tensor:
