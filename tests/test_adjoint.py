@@ -18,8 +18,10 @@ from transformers import GPT2Config
 from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.adjoint import Adjoint, estimator, predict
-from fragility_core.adjoint.recomputed import Rows, tabulate
+from fragility_core.adjoint.products import scaled_dot_product_attention
+from fragility_core.adjoint.recomputed import tabulate
 from fragility_core.adjoint.rounding import ulp
+from fragility_core.adjoint.rows import Rows
 from fragility_core.attention import IMPLEMENTATION
 from fragility_core.emulation import lower
 from fragility_core.formats import get_format
@@ -333,9 +335,32 @@ def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny
     np.testing.assert_allclose(recomputed, plain, rtol=0.03, atol=1e-12)
 
 
+@pytest.mark.parametrize(("heads", "queries", "keys", "options"), [
+    ((4, 4), 37, 37, {"is_causal": True}),
+    ((4, 4), 37, 37, {"scale": 0.5}),
+    ((4, 2), 16, 16, {"is_causal": True, "enable_gqa": True}),
+    ((2, 2), 5, 9, {}),
+    ((2, 2), 5, 9, {"attn_mask": torch.arange(9)[None] < 7}),
+    ((1, 1), 1, 1, {"is_causal": True}),
+])  # fmt: skip
+def test_gradients_of_fused_attention(heads, queries, keys, options, monkeypatch):
+    """Block by block those of the library in fp64; the context is the library's bit for bit."""
+    monkeypatch.setattr("fragility_core.attention.BLOCK_ELEMENTS", 2**12)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, heads[0], queries, 8), (3, heads[1], keys, 8), (3, heads[1], keys, 8), (3, heads[0], queries, 8)]
+    *operands, gradient = (torch.randn(shape, generator=generator) for shape in shapes)
+    ours, library, oracle = ([x.clone().to(d).requires_grad_() for x in operands] for d in (None, None, torch.float64))
+    context = scaled_dot_product_attention(*ours, **options)
+    assert torch.equal(context, functional.scaled_dot_product_attention(*library, **options))
+    context.backward(gradient)
+    functional.scaled_dot_product_attention(*oracle, **options).backward(gradient.double())
+    for mine, exact in zip(ours, oracle):
+        torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_a_hidden_score_that_overflows_does_no_harm():
     """The model itself replaces the scores of later keys, however large."""
-    rows = Rows(get_format("fp16"), 1.0, None, causal=True)
+    rows = Rows(1.0, None, True, get_format("fp16"))
     query, key, value = (torch.tensor([[[a], [b]]]) for a, b in ((300.0, 1.0), (1.0, 300.0), (1.0, 2.0)))
     assert query[0, 0] * key[0, 1] > get_format("fp16").largest
     context, _ = rows.context(query, key, value)

@@ -211,9 +211,7 @@ class LowArithmetic(TorchFunctionMode):
         return map_tensors(result, lambda y: self._settle(y, call))
 
     def _compute(self, call: Call) -> Any:
-        if call.product == "weights" and call.name in self._fast:
-            return self._fast[call.name](*call.args, **call.kwargs)
-        return call.func(*call.args, **call.kwargs)
+        return self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
 
     def _requested_dtype(self, call: Call) -> torch.dtype | None:
         """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""

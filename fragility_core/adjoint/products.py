@@ -1,14 +1,17 @@
-"""Products with weights whose gradients are computed in bf16, where the device multiplies fastest.
+"""Products whose gradients are had in less time than the library takes; the products themselves are its own.
 
-The estimate squares gradients and sums millions of them: their relative errors of 2^-9, independent of
-each other, do not show in it. The products themselves are formed in fp32, as their rounding is.
+Those of weights are computed in bf16, where the device multiplies that fastest: the estimate squares gradients
+and sums millions of them, and relative errors of 2^-9, independent of each other, do not show in it. Those of
+fused attention are computed in fp32, on a CPU: without the keys that a row cannot see.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from fragility_core.adjoint.rows import Rows
 from fragility_core.formats import get_format, has_native_kernels
 
 
@@ -44,6 +47,40 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return WeightProduct.apply(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
 
 
-def fast_products(device: torch.device) -> dict[str, Callable[..., Tensor]]:
-    """What replaces functions of torch, by their name; nothing where bf16 is not multiplied natively."""
-    return {"addmm": addmm, "linear": linear} if has_native_kernels(get_format("bf16"), device) else {}
+class FusedAttention(torch.autograd.Function):
+    """Context (B, H, T, d) of heads of that shape by the library's fused kernel, gradients by ``Rows``."""
+
+    @staticmethod
+    def forward(ctx, rows: Rows, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.rows = rows
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=rows.causal, scale=rows.scaling)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        heads = (x.flatten(0, 1) for x in (*ctx.saved_tensors, gradient))
+        gradients = ctx.rows.gradients(*heads)
+        return None, *(x.view_as(like) for x, like in zip(gradients, ctx.saved_tensors))
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.scaled_dot_product_attention``."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
+        scaling = query.shape[-1] ** -0.5 if scale is None else scale
+        return FusedAttention.apply(Rows(scaling, None, is_causal), query, key, value)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def fast_products(device: torch.device) -> dict[tuple[str, str], Callable[..., Tensor]]:
+    """What replaces functions of torch on ``device``, by their name and ``Place.product``."""
+    fast: dict[tuple[str, str], Callable[..., Tensor]] = {}
+    if has_native_kernels(get_format("bf16"), device):
+        fast |= {("addmm", "weights"): addmm, ("linear", "weights"): linear}
+    if device.type == "cpu":
+        fast["scaled_dot_product_attention", "values"] = scaled_dot_product_attention
+    return fast
