@@ -18,10 +18,15 @@ WEIGHTS_ONLY =
 REFERENCE =
 PROBES =
 SEED =
-export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED
+WITH =
+export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED WITH
 
 # An activated environment that has the packages works even without the package installed into it.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# glibc hands the memory of every large tensor back to the system and takes it anew, page by page: a fifth of a pass.
+export MALLOC_MMAP_THRESHOLD_ ?= 33554432
+export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 # Packages keep caches and settings at home. Where that cannot be written (some containers), home is here.
 ifneq ($(shell test -d "$$HOME" && test -w "$$HOME" && echo yes),yes)
@@ -78,6 +83,10 @@ ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WIN
 diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to keep in fp32 for BUDGET=
 	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
+
+.PHONY: compare
+compare: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
+	@$(PYTHON) -m fragility_core.reporting.reruns "$$RESULTS" "$$WITH"
 
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (two hours on two CPU cores)

@@ -1,0 +1,68 @@
+"""Two sets of results side by side: which verdicts survive another CPU, seed, model or state of the code."""
+
+import argparse
+import sys
+
+import pandas as pd
+
+from fragility_core import paths
+from fragility_core.reporting import tables
+from fragility_core.reporting.verdicts import NOT_RUN
+
+CLAIM = ["experiment", "claim"]
+
+
+def read_claims(results: str) -> pd.DataFrame:
+    """The claims that were judged in ``outputs/<results>``: what was measured and the verdict, by experiment and claim.
+
+    Raises ValueError where there is no report.
+    """
+    path = paths.OUTPUTS / results / "tables" / "claims.csv"
+    if not results or not path.is_file():
+        known = sorted(found.parts[-3] for found in paths.OUTPUTS.glob("*/tables/claims.csv"))
+        raise ValueError(
+            f"two folders of results with a report are compared, got {results!r}, which has none: make one with "
+            f"`make reproduce RESULTS=name`, or name one of these: {', '.join(known) or '(none)'}"
+        )
+    comparison = pd.read_csv(path)
+    judged = comparison[comparison.claim.notna() & (comparison.verdict != NOT_RUN)]
+    if judged.empty:
+        raise ValueError(f"results that are compared must have judged claims, got none in {path}: run `make reproduce`")
+    return tables.shown(judged).set_index(CLAIM)[["here", "verdict"]]
+
+
+def side_by_side(first: str, second: str) -> pd.DataFrame:
+    """The claims that both ``outputs/<first>`` and ``outputs/<second>`` judged: "here" and "verdict" of each.
+
+    Columns are pairs of a folder and one of these. Raises ValueError where one has no report, or both are one.
+    """
+    if first == second:
+        raise ValueError(f"two different folders of results are compared, got {first!r} twice")
+    return pd.concat({results: read_claims(results) for results in (first, second)}, axis=1, join="inner")
+
+
+def differing(both: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``side_by_side`` with different verdicts."""
+    verdicts = both.xs("verdict", axis=1, level=1)
+    return both[verdicts.nunique(axis=1) > 1]
+
+
+def main(first: str, second: str) -> None:
+    both = side_by_side(first, second)
+    others = differing(both)
+    alike = len(both) - len(others)
+    print(f"{alike} of {len(both)} claims have the same verdict in outputs/{first} and outputs/{second}")
+    if len(others):
+        others = others.set_axis([f"{name} ({results})" for results, name in others], axis=1)
+        print(others.reset_index().to_string(index=False))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m fragility_core.reporting.reruns", description=__doc__)
+    parser.add_argument("first", help="a folder of outputs")
+    parser.add_argument("second", help="another one")
+    given = parser.parse_args()
+    try:
+        main(given.first, given.second)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
