@@ -88,8 +88,15 @@ def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "WEIGHTS_ONLY"]
+    "name", ["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "WEIGHTS_ONLY", "WITH"]
 )
 def test_values_come_from_the_command_line_only(name):
     assert found_by_recipes(name, **{name: "7"}) == ""
     assert found_by_recipes(name, f"{name}=7") == "7"
+
+
+def test_allocation_is_set_unless_the_caller_has(monkeypatch):
+    name = "MALLOC_TRIM_THRESHOLD_"
+    monkeypatch.delenv(name, raising=False)  # set where `make test` runs this
+    assert found_by_recipes(name) == str(2**30)
+    assert found_by_recipes(name, **{name: "5"}) == "5"

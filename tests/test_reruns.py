@@ -34,7 +34,7 @@ def outputs(monkeypatch, tmp_path):
 
 
 def test_claims_are_matched_and_those_not_run_left_out(outputs):
-    both = reruns.side_by_side("mine", "theirs")
+    both = reruns.side_by_side({results: reruns.read_claims(results) for results in ("mine", "theirs")})
     assert [*both.index] == [("E2", "a"), ("E2", "b")]
     assert both.loc[("E2", "b")].tolist() == ["−1.00", "undecided", "1.00", "holds"]
     assert [*reruns.differing(both).index] == [("E2", "b")]
@@ -49,7 +49,7 @@ def test_what_is_printed(outputs, capsys):
 
 @pytest.mark.parametrize(("second", "message"), [
     ("nowhere", "got 'nowhere', which has none.*: empty, mine, theirs"), ("", "got ''"), ("mine", "got 'mine' twice"),
-    ("empty", "judged claims, got none"),
+    ("empty", "judged the same claims, got none"),
 ])  # fmt: skip
 def test_results_that_cannot_be_compared(outputs, second, message):
     with pytest.raises(ValueError, match=message):

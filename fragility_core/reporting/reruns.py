@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -13,10 +14,7 @@ CLAIM = ["experiment", "claim"]
 
 
 def read_claims(results: str) -> pd.DataFrame:
-    """The claims that were judged in ``outputs/<results>``: what was measured and the verdict, by experiment and claim.
-
-    Raises ValueError where there is no report.
-    """
+    """The claims (``verdicts.compare``) of ``outputs/<results>``; raises ValueError where there is no report."""
     path = paths.OUTPUTS / results / "tables" / "claims.csv"
     if not results or not path.is_file():
         known = sorted(found.parts[-3] for found in paths.OUTPUTS.glob("*/tables/claims.csv"))
@@ -24,21 +22,24 @@ def read_claims(results: str) -> pd.DataFrame:
             f"two folders of results with a report are compared, got {results!r}, which has none: make one with "
             f"`make reproduce RESULTS=name`, or name one of these: {', '.join(known) or '(none)'}"
         )
-    comparison = pd.read_csv(path)
-    judged = comparison[comparison.claim.notna() & (comparison.verdict != NOT_RUN)]
-    if judged.empty:
-        raise ValueError(f"results that are compared must have judged claims, got none in {path}: run `make reproduce`")
-    return tables.shown(judged).set_index(CLAIM)[["here", "verdict"]]
+    return pd.read_csv(path)
 
 
-def side_by_side(first: str, second: str) -> pd.DataFrame:
-    """The claims that both ``outputs/<first>`` and ``outputs/<second>`` judged: "here" and "verdict" of each.
+def judged(comparison: pd.DataFrame) -> pd.DataFrame:
+    """What was measured ("here") and the "verdict" of every claim that was judged, by experiment and claim."""
+    claims = comparison[comparison.claim.notna() & (comparison.verdict != NOT_RUN)]
+    return tables.shown(claims).set_index(CLAIM)[["here", "verdict"]] if len(claims) else pd.DataFrame()
 
-    Columns are pairs of a folder and one of these. Raises ValueError where one has no report, or both are one.
+
+def side_by_side(comparisons: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The claims that all ``comparisons`` judged; columns are pairs of a comparison's name and "here" or "verdict".
+
+    Raises ValueError where there is no such claim.
     """
-    if first == second:
-        raise ValueError(f"two different folders of results are compared, got {first!r} twice")
-    return pd.concat({results: read_claims(results) for results in (first, second)}, axis=1, join="inner")
+    both = pd.concat({name: judged(comparison) for name, comparison in comparisons.items()}, axis=1, join="inner")
+    if both.empty:
+        raise ValueError(f"results that are compared must have judged the same claims, got none for {[*comparisons]}")
+    return both
 
 
 def differing(both: pd.DataFrame) -> pd.DataFrame:
@@ -48,7 +49,9 @@ def differing(both: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(first: str, second: str) -> None:
-    both = side_by_side(first, second)
+    if first == second:
+        raise ValueError(f"two different folders of results are compared, got {first!r} twice")
+    both = side_by_side({results: read_claims(results) for results in (first, second)})
     others = differing(both)
     alike = len(both) - len(others)
     print(f"{alike} of {len(both)} claims have the same verdict in outputs/{first} and outputs/{second}")
