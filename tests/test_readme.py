@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from fragility_core.paths import NOTEBOOKS, PROJECT
-from fragility_core.reporting import tables
+from fragility_core.reporting import reruns, tables
 
 README = (PROJECT / "README.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| `(fragility_core[\w.]+)` \| `(tests/\w+\.py)::(\w+)` \| (.+?) \|$", README, re.M)
@@ -92,3 +92,12 @@ def test_results_of_x1_are_those_of_the_committed_tables():
         means = plans.measured_of_none["blocks", budget]
         choosers = ("adjoint", "score", "patching", "greedy", "first", "last", "random")
         assert f"| {budget} of 12 blocks | {' | '.join(f'{means[name]:.2f}' for name in choosers)} |" in README
+
+
+def test_verdicts_of_another_cpu_are_those_of_the_committed_tables():
+    names = ("embedded", "embedded-amx")
+    both = reruns.side_by_side({name: committed(f"outputs/{name}/tables/claims.csv") for name in names})
+    changed = reruns.differing(both)
+    assert f"{len(both) - len(changed)} of the {len(both)} claims have the\nsame verdict" in README
+    for claim, values in zip(changed.index, changed.values.tolist()):
+        assert f"| {' | '.join([*claim, *values])} |" in README
