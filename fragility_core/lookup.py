@@ -1,5 +1,7 @@
 """Elementwise functions of 16-bit numbers, read off a table: there are only 65,536 of them."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from transformers import activations
@@ -17,9 +19,23 @@ def every_number(carrier: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(carrier)
 
 
+def _by_gather(device: torch.device) -> bool:
+    """A CPU's ``index_select`` of single numbers keeps to one thread, where it is the faster of the two."""
+    return device.type == "cpu" and torch.get_num_threads() > 1
+
+
 def row_of(numbers: Tensor) -> Tensor:
     """Where 16-bit ``numbers`` stand in ``every_number``."""
-    return numbers.view(torch.uint16).int()
+    return numbers.view(torch.uint16).to(torch.int64 if _by_gather(numbers.device) else torch.int32)
+
+
+def entries(table: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """``table[rows]``, one-dimensional, into ``out``."""
+    if not _by_gather(table.device):
+        return torch.index_select(table, 0, rows, out=out)
+    parts = math.gcd(max(1, len(rows)), 1024)
+    torch.gather(table.expand(parts, -1), 1, rows.view(parts, -1), out=out.view(parts, -1))
+    return out
 
 
 def look_up(table: Tensor, numbers: Tensor) -> Tensor:
@@ -27,5 +43,5 @@ def look_up(table: Tensor, numbers: Tensor) -> Tensor:
     numbers = numbers.contiguous()
     found = torch.empty(numbers.shape, dtype=table.dtype, device=table.device)
     for part, out in pieces(numbers, found):
-        torch.index_select(table, 0, row_of(part), out=out)
+        entries(table, row_of(part), out)
     return found

@@ -15,6 +15,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
 from fragility_core.formats import FORMATS, get_format
+from fragility_core.lookup import every_number, look_up
 from fragility_core.theory import mismatch
 
 HALF = ["bf16", "fp16"]
@@ -445,6 +446,17 @@ def test_an_activation_is_the_module_bit_for_bit(format, execution, name):
             y = lowered.model(x)
         torch.testing.assert_close(y, of_module(lowered, x), rtol=0, atol=0, equal_nan=True)
         assert y.dtype == chosen.carrier
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(0, 4), (1,), (7, 5, 3), (300, 500)])
+def test_entries_of_a_table_are_the_same_on_any_number_of_threads(monkeypatch, threads, shape):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    numbers = every_number(torch.float16, "cpu")
+    chosen = numbers[torch.randint(2**16, shape, generator=torch.Generator().manual_seed(0))]
+    for table in (numbers, torch.arange(2.0**16)):
+        expected = table[chosen.view(torch.int16).int() & 0xFFFF]
+        torch.testing.assert_close(look_up(table, chosen), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_activation_is_computed_once_for_every_number():

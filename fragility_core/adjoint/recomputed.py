@@ -15,7 +15,7 @@ from fragility_core.adjoint.tape import Tape
 from fragility_core.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.emulation import LowPrecision
 from fragility_core.formats import pieces
-from fragility_core.lookup import every_number, look_up, row_of
+from fragility_core.lookup import entries, every_number, look_up, row_of
 
 IMPLEMENTATION = "recomputed_eager"
 
@@ -101,8 +101,8 @@ class Tabulated(torch.autograd.Function):
         to_x = torch.empty(low.shape, device=low.device)
         for numbers, felt, out in pieces(low, gradient, to_x):
             row = row_of(numbers)
-            ctx.tape.read(ctx.place, error.index_select(0, row).mul_(felt))
-            torch.index_select(slope, 0, row, out=out).mul_(felt)
+            ctx.tape.read(ctx.place, entries(error, row, torch.empty_like(felt)).mul_(felt))
+            entries(slope, row, out).mul_(felt)
         return None, None, None, None, to_x
 
 
