@@ -108,9 +108,13 @@ def hiding_future(rows: int, dtype: torch.dtype, device: torch.device) -> Hiding
 
 
 def observe_attention(model: PreTrainedModel) -> None:
-    """Let observers see the attention of ``model`` from now on; scores that are kept in fp32 stay so."""
-    if model.config._attn_implementation != FP32_SCORES:
-        model.set_attn_implementation(IMPLEMENTATION)
+    """Let observers see the attention of ``model`` from now on; scores that are kept in fp32 stay so.
+
+    Eager GPT-2 keeps them where its configuration says ``reorder_and_upcast_attn``.
+    """
+    kept = model.config._attn_implementation == FP32_SCORES
+    upcast = model.config._attn_implementation == "eager" and getattr(model.config, "reorder_and_upcast_attn", False)
+    model.set_attn_implementation(FP32_SCORES if kept or upcast else IMPLEMENTATION)
 
 
 def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) -> None:

@@ -7,6 +7,7 @@ rounded, everything else is fp32.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -46,7 +47,10 @@ FACTORS = {
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 1, 2),
     aten._scaled_dot_product_efficient_attention: (0, 1, 2),
     aten._scaled_dot_product_flash_attention: (0, 1, 2),
+    aten.addmv: (1, 2), aten.addbmm: (1, 2), aten._trilinear: (0, 1, 2),
 }  # fmt: skip
+if hasattr(aten, "_grouped_mm"):  # mixtures of experts, since torch 2.7
+    FACTORS[aten._grouped_mm] = (0, 1)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -255,15 +259,25 @@ class LookUp:
 def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.Module:
     """A copy of ``model`` whose floating parameters are rounded to ``format``, and with ``buffers`` what it stores too.
 
-    TF32 stores fp32, so its parameters keep every bit.
+    TF32 stores fp32, so its parameters keep every bit; so do those that transformers keeps in fp32.
     """
     model = copy.deepcopy(model)
     if format.name not in ("fp32", "tf32"):
-        stored = stored_buffers(model, format.carrier) if buffers else []
-        for x in (*model.parameters(), *stored):
-            if x.is_floating_point():
+        stays = stays_fp32(model, format.carrier)
+        stored = dict(model.named_parameters()) | (stored_buffers(model, format.carrier) if buffers else {})
+        for path, x in stored.items():
+            if x.is_floating_point() and not stays(path):
                 x.data = format.round(x.data)
     return model
+
+
+def stays_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Of the path of a parameter or buffer, whether ``from_pretrained`` in ``dtype`` leaves it in fp32."""
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    patterns = [re.compile(name.replace("*", ".*")) for name in names]
+    return lambda path: any(pattern.search(path) for pattern in patterns)
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -271,8 +285,8 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
-def stored_buffers(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-    """The floating buffers of ``model`` that are of ``dtype`` when it is.
+def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The floating buffers of ``model``, by path, that are of ``dtype`` when it is.
 
     Of a model of transformers those that it has when made in ``dtype``: rotary frequencies stay in fp32, tables of
     positions do not. Of another all, as ``model.to(dtype)`` does.
@@ -282,8 +296,8 @@ def stored_buffers(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
         with torch.device("meta"):
             made = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
         dtypes = {path: buffer.dtype for path, buffer in made.named_buffers()}
-        return [buffer for path, buffer in floating.items() if dtypes.get(path) == dtype]
-    return list(floating.values())
+        return {path: buffer for path, buffer in floating.items() if dtypes.get(path) == dtype}
+    return floating
 
 
 @contextmanager

@@ -5,6 +5,7 @@ A block is a numbered module, a branch one of its children.
 
 import re
 from collections.abc import Collection
+from contextlib import ExitStack
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -17,6 +18,22 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     if isinstance(model, PreTrainedModel):
         return model.base_model(tokens, use_cache=False).last_hidden_state
     return model(tokens)
+
+
+def hidden_and_logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """``final_hidden`` and the logits (B, T, vocabulary), with all that the model does to them, of one pass."""
+    finals: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple, output: object) -> None:
+        if (final := getattr(output, "last_hidden_state", None)) is not None:
+            finals.append(final)
+
+    with ExitStack() as stack:
+        for path, module in model.named_modules():  # the last one to return it: OPT's head asks the decoder alone
+            if block_of(path) is None:
+                stack.callback(module.register_forward_hook(keep).remove)
+        logits = model(tokens, use_cache=False).logits
+    return finals[-1], logits
 
 
 def block_of(path: str) -> tuple[str, int, str] | None:

@@ -358,6 +358,24 @@ def test_gradients_of_fused_attention(heads, queries, keys, options, monkeypatch
         torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [5, 12])
+def test_values_may_have_another_width_than_queries(width):
+    """As in multi-head latent attention; gradients of block by block attention against autograd in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(3, 16, 8, generator=generator) for _ in range(2))
+    value, gradient = (torch.randn(3, 16, width, generator=generator) for _ in range(2))
+    rows = Rows(0.5, None, True, get_format("fp16"))
+    context, error = rows.context(query, key, value)
+    got = rows.gradients(query, key, value, gradient, lambda name, felt: None)
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    expected = functional.scaled_dot_product_attention(*exact, is_causal=True, scale=0.5)
+    expected.backward(gradient.double())
+    assert context.shape == error.shape == expected.shape
+    torch.testing.assert_close(context.double(), expected.detach(), rtol=0, atol=5e-3)
+    for mine, x in zip(got, exact):
+        torch.testing.assert_close(mine.double(), x.grad, rtol=0, atol=2e-2)
+
+
 def test_a_hidden_score_that_overflows_does_no_harm():
     """The model itself replaces the scores of later keys, however large."""
     rows = Rows(1.0, None, True, get_format("fp16"))
@@ -411,6 +429,127 @@ def test_a_scaled_activation_is_run_kernel_by_kernel(tiny_gpt2, tiny_tokens):
     assert "tanh" in set(kernels[kernels.module.str.endswith("act")].name)
 
 
+# --- What models do to tensors ----------------------------------------------------------------------
+
+
+class Changed(nn.Module):
+    """A linear layer, something done to its result, and another linear layer."""
+
+    def __init__(self, change):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.first, self.last = nn.Embedding(50, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.change = change
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.last(self.change(self.first(x), x))
+
+
+def half_scaled(y, x):
+    y[..., :48].mul_(1.137)
+    return y
+
+
+def half_written(y, x):
+    new = torch.zeros_like(x)
+    new[..., 16:] = y[..., 16:]
+    new[..., 16:].add_(x[..., 16:])
+    return new
+
+
+HIDDEN = torch.arange(64) % 5 == 0
+IN_PLACE = {
+    "part of it scaled": (half_scaled, lambda y, x: torch.cat([y[..., :48] * 1.137, y[..., 48:]], -1)),
+    "part of another written": (
+        half_written,
+        lambda y, x: torch.cat([torch.zeros_like(x[..., :16]), y[..., 16:] + x[..., 16:]], -1),
+    ),
+    "scaled": (lambda y, x: y.mul_(1.137), lambda y, x: y * 1.137),
+    "silu": (lambda y, x: functional.silu(y, inplace=True), lambda y, x: functional.silu(y)),
+    "filled": (lambda y, x: y.masked_fill_(HIDDEN, 0), lambda y, x: y.masked_fill(HIDDEN, 0)),
+    "added to": (lambda y, x: y.add_(x), lambda y, x: y + x),
+}
+
+
+@pytest.mark.parametrize("format", HALF)
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_results_that_are_changed_in_place_contribute(change, format):
+    """As much as where the same is computed out of place, and what is predicted is what is measured."""
+    tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
+    predictions = []
+    for do in IN_PLACE[change]:
+        model = Changed(do)
+        low = lower(model, format, "emulated")
+        predictions.append(Adjoint(low, model, probes=8)(tokens))
+        np.testing.assert_allclose(
+            predictions[-1].windows.predicted.mean(), measured(model, low, tokens).mean(), rtol=0.05
+        )
+    inside, outside = (p.kernels.groupby("module").c2.sum() for p in predictions)
+    np.testing.assert_allclose(inside, outside, rtol=0.02)
+
+
+@pytest.mark.parametrize("format", HALF)
+def test_minus_infinity_in_a_mask_does_no_harm(format):
+    class Masked(Changed):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            scores = self.first(x) @ x.mT
+            mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype).triu(1)
+            return self.last(torch.softmax(scores / 8 + mask, -1) @ x)
+
+    tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
+    model = Masked(None)
+    low = lower(model, format, "emulated")
+    windows = Adjoint(low, model, probes=8)(tokens).windows
+    assert set(windows.overflow) == {""}
+    np.testing.assert_allclose(windows.predicted.mean(), measured(model, low, tokens).mean(), rtol=0.1)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("format", EVERY)
+def test_a_rounded_buffer_contributes_as_a_parameter_does(format, known):
+    class Placed(Changed):
+        def __init__(self, register):
+            super().__init__(None)
+            register(self, "table", 8 * torch.randn(30, 64))
+
+        def forward(self, tokens):
+            return self.last(self.embedding(tokens) + self.table)
+
+    def parameter(module, name, value):
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
+    models = [Placed(parameter), Placed(nn.Module.register_buffer)]
+    lowered = [lower(model, format, "emulated") for model in models]
+    as_parameter, as_buffer = (Adjoint(low, model if known else None)(tokens) for low, model in zip(lowered, models))
+    pd.testing.assert_frame_equal(as_buffer.windows, as_parameter.windows)
+    tables = [p.kernels[p.kernels.name == "table"].c2.sum() for p in (as_parameter, as_buffer)]
+    assert tables[0] == pytest.approx(tables[1]) and tables[0] > 0.1 * as_buffer.kernels.c2.sum()
+
+
+def test_products_of_unusual_shapes_are_torchs_own():
+    class Unusual(Changed):
+        def forward(self, tokens):
+            x = self.embedding(tokens)[0]
+            return torch.addmm(x, x, self.last.weight) + self.first(x[0])
+
+    tokens = torch.randint(50, (1, 30), generator=torch.Generator().manual_seed(1))
+    model = Unusual(None)
+    low = lower(model, "bf16", "emulated")
+    predicted = Adjoint(low, model, probes=8)(tokens).windows.predicted.item()
+    assert predicted == pytest.approx(mismatch(*(x[None] for x in both(model, low, tokens))).item(), rel=0.1)
+
+
+@torch.no_grad()
+def both(model, low, tokens):
+    """What ``low`` and ``model`` give."""
+    with low.running():
+        return low.model(tokens).float(), model(tokens)
+
+
 # --- Overflow, the caller's model, errors -------------------------------------------------------------
 
 
@@ -418,6 +557,8 @@ def test_overflow_is_named(tiny_gpt2, tiny_tokens):
     tiny_gpt2.transformer.h[1].mlp.c_fc.weight[:, 0] = 3e4
     prediction = Adjoint(lower(tiny_gpt2, "fp16", "emulated"))(tiny_tokens)
     assert set(prediction.windows.overflow) == {"transformer.h.1.mlp.c_fc"}
+    logits = Adjoint(lower(tiny_gpt2, "fp16", "emulated"), output=lambda gpt2, ids: gpt2(ids).logits)(tiny_tokens)
+    assert set(logits.windows.overflow) == {"transformer.h.1.mlp.c_fc"}
     assert not np.isfinite(prediction.windows.predicted).any()
     fine = Adjoint(lower(tiny_gpt2, "bf16"))(tiny_tokens).windows
     assert set(fine.overflow) == {""} and np.isfinite(fine.predicted).all()

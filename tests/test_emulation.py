@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaModel, XGLMConfig, XGLMModel
+from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T5Config, XGLMConfig, XGLMModel
 from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
@@ -342,6 +342,12 @@ def test_tf32_rounds_the_factors_of_matrix_products_and_nothing_else():
     assert torch.equal(emulated("tf32", functional.linear, x, y, b), functional.linear(tf32(x), tf32(y), b))
     for kernel in (torch.add, torch.mul, lambda x, y: x.softmax(-1), lambda x, y: functional.layer_norm(x, (32,))):
         assert torch.equal(emulated("tf32", kernel, x, y), kernel(x, y))
+    assert torch.equal(emulated("tf32", torch.addmv, b, x, y[0]), torch.addmv(b, tf32(x), tf32(y[0])))
+    x, y, w = x.view(4, 8, 32), y.view(4, 32, 8), normal(4, 32, 8, seed=3)
+    assert torch.equal(emulated("tf32", torch.addbmm, x[0, :, :8], x, y), torch.addbmm(x[0, :, :8], tf32(x), tf32(y)))
+    ends = torch.arange(2, 10, 2, dtype=torch.int32)  # experts: two rows each
+    grouped = torch._grouped_mm
+    assert torch.equal(emulated("tf32", grouped, x[0], w, ends), grouped(tf32(x[0]), tf32(w), ends))
     assert not torch.equal(tf32(x), x)
 
 
@@ -588,6 +594,30 @@ def test_parameters_of_a_rounded_copy_lie_on_the_grid_and_stay_tied(format, tiny
         assert parameter.dtype == want.dtype and torch.equal(parameter, want)
     for name, parameter in tiny_gpt2.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("format", HALF)
+@pytest.mark.parametrize("family", ["deepseek_v3", "t5"])
+def test_what_transformers_keeps_in_fp32_stays_so(family, format, tmp_path):
+    """Every parameter and buffer is of the dtype that loading the checkpoint in the format gives it."""
+    attention = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = {
+        "deepseek_v3": DeepseekV3Config(
+            vocab_size=11, intermediate_size=16, moe_intermediate_size=8, first_k_dense_replace=0,
+            **sizes, **attention, **experts,
+        ),
+        "t5": T5Config(vocab_size=11, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2),
+    }[family]  # fmt: skip
+    model = AutoModel.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path, dtype=get_format(format).carrier).state_dict()
+    lowered = lower(model, format).model.state_dict()
+    assert {path: x.dtype for path, x in lowered.items()} == {path: x.dtype for path, x in loaded.items()}
+    kept = [path for path, x in lowered.items() if x.dtype == torch.float32]
+    assert bool(kept) == (family == "deepseek_v3" or format == "fp16")
+    assert all(torch.equal(x, loaded[path]) for path, x in lowered.items())
 
 
 def test_buffers_are_stored_as_in_a_model_of_the_dtype():

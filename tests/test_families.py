@@ -17,6 +17,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModel,
+    AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
     GemmaConfig,
@@ -369,6 +370,47 @@ def test_a_model_in_autocast():
         with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16):
             hidden = model(window).last_hidden_state
         assert 0 < mismatch(hidden.float(), expected).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    "config", [CohereConfig(**GROUPED, logit_scale=0.25), GraniteConfig(**GROUPED, logits_scaling=4.0)]
+)
+def test_loss_is_of_the_logits_that_the_model_gives(config, tokens):
+    """Scaled ones, as these families have."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    losses = Monitor(lower(model, "fp32"))(tokens, loss=True).windows.loss
+    want = [model(window[None], labels=window[None]).loss.item() for window in tokens]
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+
+
+def test_the_stream_may_be_wider_than_the_final_state(tokens):
+    torch.manual_seed(0)
+    model = AutoModel.from_config(OPTConfig(**OPT | {"word_embed_proj_dim": 16})).eval()
+    streams = []
+    layer = model.decoder.layers[0].self_attn_layer_norm
+    handle = layer.register_forward_pre_hook(lambda module, args: streams.append(args[0]))
+    model(tokens)
+    handle.remove()
+    seen = Monitor(lower(model, "fp32"))(tokens).layers
+    want = torch.linalg.vector_norm(streams[0].flatten(1), dim=-1)
+    np.testing.assert_allclose(seen[seen.layer == 0].input_1_norm, want.detach(), rtol=1e-5)
+
+
+def test_gpt2_that_keeps_scores_in_fp32_is_monitored_so(tokens):
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=101, reorder_and_upcast_attn=True)
+    model = AutoModel.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.h.parameters():
+        parameter.data.mul_(8)
+    low = lower(model, "bf16")
+    with torch.no_grad(), low.running():
+        own = low.model(tokens).last_hidden_state.float()
+    monitored = Monitor(low)(tokens).hidden.float()
+    low.model.set_attn_implementation(attention.IMPLEMENTATION)
+    with torch.no_grad(), low.running():
+        rounded = low.model(tokens).last_hidden_state.float()
+    assert (monitored - own).norm() < 0.2 * (rounded - own).norm()
 
 
 def test_epsilon_is_that_of_the_norms(tokens):

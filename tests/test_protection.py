@@ -417,12 +417,23 @@ def test_cost_by_hand(tiny):
     assert known.of_sites(["residual"]).flops == 0
 
 
-def test_a_tied_head_is_stored_a_second_time(tiny):
+def test_a_tied_head_is_stored_a_second_time_unless_both_are_kept(tiny):
     _, known, _ = tiny
     table = 101 * 32
     assert known.of_sites(["head"]).parameter_bytes == 4 * table
     positions = 2 * 64 * 32
     assert known.of_sites(["head", "embedding"]).parameter_bytes == 2 * table + positions
+
+
+@pytest.mark.parametrize("sites", [["head"], ["embedding"], ["head", "embedding"], ["norms", "head"], ["residual"]])
+def test_the_price_in_bytes_is_what_the_protected_model_takes(sites, tiny):
+    model, known, _ = tiny
+    chosen = known.of_sites(sites)
+
+    def stored(low):
+        return sum(p.numel() * p.element_size() for p in low.model.parameters())
+
+    assert stored(apply(model, chosen)) - stored(lower(model, "bf16")) == chosen.parameter_bytes
 
 
 # --- Application --------------------------------------------------------------------------------

@@ -132,19 +132,32 @@ class Call:
         return bool(deciding) and all(map(stored_as, deciding))
 
 
+class Owned(torch.autograd.Function):
+    """A tensor in the memory of a view. Of a view that is changed in place, autograd would forget the hooks."""
+
+    @staticmethod
+    def forward(ctx, view: Tensor) -> Tensor:
+        return view.data
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class LowArithmetic(TorchFunctionMode):
     """The arithmetic of ``format``, every rounding of which is put on ``tape``.
 
-    ``weights`` holds the fp32 tensors that stand for parameters, by the parameter's id.
+    ``weights`` holds the fp32 tensors that stand for parameters, by the parameter's id, ``buffers`` likewise.
     ``stochastic`` records the standard deviation of stochastic rounding in place of the known error
     of rounding to nearest. With ``rounding`` off only the parameters are in the format.
     """
 
     def __init__(
-        self, format: Format, tape: Tape, weights: dict[int, Tensor], stochastic: bool = False, rounding: bool = True
-    ):
+        self, format: Format, tape: Tape, weights: dict[int, Tensor], buffers: dict[int, Tensor],
+        stochastic: bool = False, rounding: bool = True,
+    ):  # fmt: skip
         super().__init__()
-        self.format, self.tape, self.weights = format, tape, weights
+        self.format, self.tape, self.weights, self.buffers = format, tape, weights, buffers
         self.stochastic, self.rounding = stochastic, rounding
         self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
         self._open: set[FunctionType] = set()
@@ -176,9 +189,11 @@ class LowArithmetic(TorchFunctionMode):
         return self.format.carrier if self.rounding and stored_as(x) else x.dtype
 
     def _wide(self, x: Tensor) -> Tensor:
-        """The fp32 tensor that stands for a parameter or another tensor of the low dtype; others as they are."""
+        """The fp32 tensor that stands for a parameter, a buffer or another of the low dtype; others as they are."""
         if id(x) in self.weights:
             return self.weights[id(x)]
+        if id(x) in self.buffers:
+            return store(self.buffers[id(x)].clone())  # a model may write to it
         return store(x.float()) if x.dtype == self.format.carrier else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -237,24 +252,38 @@ class LowArithmetic(TorchFunctionMode):
             return store(y, "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value")
         constant = not call.floating or (call.writes and not y.requires_grad)
         stream = call.name in SUMS and call.of_stream and is_block(self.tape.path[-1])
-        y = self.round(y, call.name, call.product, stream, constant)
+        y = self.round(y, call.name, call.product, stream, constant, call.writes)
         y._is_stream = stream
         return y
 
-    def round(self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False) -> Tensor:
-        """Round what the kernel ``name`` computed; a result to which no gradient would come is replaced by one."""
+    def round(
+        self,
+        y: Tensor,
+        name: str,
+        product: str = "",
+        stream: bool = False,
+        constant: bool = False,
+        written: bool = False,
+    ) -> Tensor:
+        """Round what the kernel ``name`` computed, or has ``written`` to ``y``.
+
+        A result to which no gradient would come is replaced by one.
+        """
         exact = y.data  # not counted as a change: what autograd saved of y is what was stored
         rounded = self.format.round(exact).float()
         if constant:
             exact.copy_(rounded)
             return store(y)
-        place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded, self.format)
+        place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(self.format):
             self.tape.note_largest(place, rounded)
         if self.stochastic:
             error = stochastic_error(error, exact, self.format)
         exact.copy_(rounded)
-        if y.requires_grad:
+        if y.requires_grad and y._is_view() and written:
+            self.tape.watch_part(place, y, error)
+        elif y.requires_grad:
+            y = Owned.apply(y) if y._is_view() else y
             self.tape.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()

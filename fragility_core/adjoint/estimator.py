@@ -95,34 +95,35 @@ class Adjoint:
         self.model = sharing_copy(low.model)
         self.tape, self._lock = Tape(), threading.Lock()
         self._sites = pd.DataFrame()
-        weights = self._watch_weights(reference)
+        weights, buffers = self._watch_stored(reference)
         stochastic, rounding = low.execution == "stochastic", not low.weights_only
-        self.arithmetic = LowArithmetic(low.format, self.tape, weights, stochastic, rounding)
+        self.arithmetic = LowArithmetic(low.format, self.tape, weights, buffers, stochastic, rounding)
         self._follow_modules()
         if not stochastic:
             self._recompute(rounding)
 
-    def _watch_weights(self, reference: nn.Module | None) -> dict[int, Tensor]:
-        """fp32 tensors, by the id of the parameter they stand for, whose gradients go to the tape."""
+    def _watch_stored(self, reference: nn.Module | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """fp32 tensors, by the id of the parameter or the buffer they stand for, whose gradients go to the tape."""
         dtype = torch.float32 if self.low.weights_only else self.format.carrier
         floating = {path: p for path, p in self.model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in floating.values()):
             raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
-        exact = None if reference is None else exact_weights(reference, floating)
-        weights = {}
-        for path, parameter in floating.items():
-            low = parameter.dtype == dtype
-            leaf = parameter.detach().float()  # of fp32 ones too: gradients are the tape's, not the model's
+        buffers = {} if self.low.weights_only else {p: x for p, x in self.model.named_buffers() if x.dtype == dtype}
+        exact = None if reference is None else exact_tensors(reference, floating | buffers)
+        leaves = {}
+        for path, stored in (floating | buffers).items():
+            low = stored.dtype == dtype
+            leaf = stored.detach().float()  # of fp32 ones too: gradients are the tape's, not the model's
             if exact is not None:  # fp32 ones may hold rounded values: norms beside an fp32 stream
-                error = partial(local_error, exact[path], leaf.detach(), self.format)
+                error = partial(local_error, exact[path], leaf.detach())
             else:
                 error = partial(expected_error, leaf.detach(), self.format)
             if low or exact is not None:
                 leaf.requires_grad_()
                 self.tape.watch_leaf(self.tape.weight(path), leaf, error)
-            weights[id(parameter)] = store(leaf, "weight") if low else leaf
+            leaves[path] = store(leaf, "weight") if low and path in floating else leaf
         self._versions = [(parameter, parameter._version) for parameter in floating.values()]
-        return weights
+        return {id(x): leaves[p] for p, x in floating.items()}, {id(x): leaves[p] for p, x in buffers.items()}
 
     def _follow_modules(self) -> None:
         """Let the tape know which module's forward is running, and which tensor a block adds to."""
@@ -168,7 +169,9 @@ class Adjoint:
         inside = self.tape.overflows()
         for window, place in inside.items():  # what follows from an infinity is no small error
             contributions[window, :, place] = np.nan
-        prediction = self._prediction(contributions, torch.stack(norms).cpu().double(), tokens.shape[-1])
+        norms = torch.stack(norms).cpu().double()
+        contributions[~norms.isfinite().numpy()] = np.nan
+        prediction = self._prediction(contributions, norms, tokens.shape[-1])
         return self._name_overflow(prediction, tokens, inside)
 
     def _passes(self, window: int, tokens: Tensor, counted: Tensor | None) -> Tensor:
@@ -203,15 +206,19 @@ class Adjoint:
         modules = [place.module for place in self.tape.places]
         windows = prediction.windows.assign(overflow="")
         for window in np.flatnonzero(~np.isfinite(windows.predicted)):
-            path = first_nonfinite(self.low, partial(self.output, tokens=tokens[window : window + 1]))
+            path = first_nonfinite(self.low, lambda model, x=tokens[window : window + 1]: self.output(model, x))
             within = modules[inside[window]] or "the model" if window in inside else "the gradient"
             windows.loc[window, "overflow"] = path or within
         return replace(prediction, windows=windows)
 
 
-def exact_weights(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The fp32 parameters of ``reference`` for those that were ``rounded``, by path; raises ValueError if others."""
+def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers of the fp32 ``reference`` by path, among them those for the ones that were ``rounded``.
+
+    Raises ValueError where they are not of fp32, or not those of the model.
+    """
     exact = {path: p.detach() for path, p in reference.named_parameters(remove_duplicate=False)}
+    exact |= {path: x.detach() for path, x in reference.named_buffers(remove_duplicate=False) if path in rounded}
     if other := sorted({str(p.dtype) for p in exact.values() if p.is_floating_point()} - {"torch.float32"}):
         raise ValueError(f"the reference must be in fp32, before its weights were rounded, got {', '.join(other)}")
     for path, parameter in rounded.items():

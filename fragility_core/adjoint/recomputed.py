@@ -81,7 +81,7 @@ def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: to
         (slope,) = torch.autograd.grad(exact.sum(), x)
         with torch.no_grad(), low.running():
             stored = function(numbers).float()
-        return torch.stack([stored, local_error(exact.detach(), stored, low.format), slope])
+        return torch.stack([stored, local_error(exact.detach(), stored), slope])
 
 
 class Tabulated(torch.autograd.Function):

@@ -14,22 +14,22 @@ def ulp(x: Tensor, format: Format) -> Tensor:
     return power_of_two.clamp_min(format.smallest_normal / format.scale(x)) * format.spacing
 
 
-def local_error(exact: Tensor, rounded: Tensor, format: Format) -> Tensor:
+def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
     """``exact`` - ``rounded``, and 0 where that is not finite.
 
     An overflow is no small error. It is reported apart (``Tape.overflows``); where it does not matter (masked
     scores, a saturated tanh) it must not make 0 times infinity.
     """
-    return finite_error(exact - rounded, format)
+    return finite_error(exact - rounded)
 
 
-def finite_error(error: Tensor, format: Format) -> Tensor:
+def finite_error(error: Tensor) -> Tensor:
     """``error`` with 0 where it is not finite, in place."""
-    return error.nan_to_num_(0.0, 0.0, 0.0) if has_short_range(format) else error
+    return error.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def has_short_range(format: Format) -> bool:
-    """Whether results may leave the range of ``format``; bf16 has that of fp32 and is spared such passes."""
+    """Whether results may leave the range of ``format``; bf16 has that of fp32."""
     return format.largest < 1e38
 
 

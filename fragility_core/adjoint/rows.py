@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fragility_core.adjoint.rounding import finite_error, local_error
+from fragility_core.adjoint.rounding import finite_error, has_short_range, local_error
 from fragility_core.attention import future, row_blocks
 from fragility_core.formats import Format
 
@@ -72,19 +72,21 @@ class Rows:
         torch.bmm(query, key.mT, out=score_errors)
         scores = self.store_scores(score_errors, out=out)
         torch.sub(scores, score_errors, alpha=self.scaling, out=score_errors)
-        finite_error(score_errors, self.format)
+        if has_short_range(self.format):
+            finite_error(score_errors)
         torch.softmax(self.hide(scores, rows), -1, out=errors)
         out.copy_(self.format.round(errors))
         errors.sub_(out)
 
     def context(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The context (N, T, d) as it is stored, and its local error."""
-        exact = torch.empty_like(query)
+        """The context (N, T, d_v) as it is stored, and its local error."""
+        alike = query.shape[-1] == value.shape[-1]
+        exact = torch.empty_like(query) if alike else query.new_empty(*query.shape[:2], value.shape[-1])
         for rows, keys, (p,) in self.blocks(query, key, 1):
             self.probabilities(query[:, rows], key[:, keys], rows, p)
             torch.bmm(p, value[:, keys], out=exact[:, rows])
         stored = self.format.round(exact).float()
-        return stored, local_error(exact, stored, self.format)
+        return stored, local_error(exact, stored)
 
     def gradients(
         self, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor,

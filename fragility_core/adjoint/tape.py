@@ -79,6 +79,14 @@ class Tape:
         """Read the gradient of a kernel's ``result`` with its ``error`` whenever a probe comes by."""
         result.register_hook(lambda gradient: self.read(place, error * gradient))
 
+    def watch_part(self, place: int, view: Tensor, error: Tensor) -> None:
+        """As ``watch``, for what a kernel wrote to a ``view``: gradients come to the whole that it is a part of."""
+        whole = view._base
+        errors = torch.empty_strided(whole.shape, whole.stride(), dtype=error.dtype, device=error.device).zero_()
+        first = view.storage_offset() - whole.storage_offset()
+        errors.as_strided(view.shape, view.stride(), first).copy_(error)
+        self.watch(place, whole, errors)
+
     def watch_leaf(self, place: int, leaf: Tensor, error: Callable[[], Tensor]) -> None:
         """As ``watch``, for a tensor that no kernel made; its gradient is not kept."""
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import pandas as pd
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.emulation import LowPrecision, tensors
 from fragility_core.formats import Format
-from fragility_core.modules import block_paths
+from fragility_core.modules import block_paths, hidden_and_logits
 from fragility_core.theory import mismatch
 
 
@@ -30,24 +29,15 @@ class Pass:
 def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = None) -> Pass:
     """A pass of ``model`` over ``tokens`` (B, T), in the format of ``low`` where given."""
     blocks: list[Tensor] = []
-    finals: list[Tensor] = []
     with ExitStack() as stack:
         for path in block_paths(model):
             block = model.get_submodule(path)
             stack.callback(
                 block.register_forward_hook(lambda m, i, output: blocks.append(next(tensors(output)))).remove
             )
-        for module in model.modules():  # the last one to return it: OPT's head asks the decoder, not the base model
-            stack.callback(module.register_forward_hook(partial(keep_final, finals)).remove)
         stack.enter_context(nullcontext() if low is None else low.running())
-        logits = model(tokens, use_cache=False).logits
-    return Pass(logits, finals[-1], blocks)
-
-
-def keep_final(finals: list[Tensor], module: nn.Module, args: tuple, output: object) -> None:
-    """A forward hook: the final hidden state, where ``output`` has one, goes to ``finals``."""
-    if (final := getattr(output, "last_hidden_state", None)) is not None:
-        finals.append(final)
+        final, logits = hidden_and_logits(model, tokens)
+    return Pass(logits, final, blocks)
 
 
 def compare(low: Pass, reference: Pass, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -55,18 +55,28 @@ def _cast_output(source: torch.dtype, target: torch.dtype, module: nn.Module, ar
     return cast(output, source, target)
 
 
-def unround(module: nn.Module, exact: nn.Module) -> None:
-    """Give ``module`` what its fp32 twin ``exact`` has; others that shared its parameters keep theirs."""
+def unround(module: nn.Module, exact: nn.Module, kept: dict[int, nn.Parameter]) -> None:
+    """Give ``module`` what its fp32 twin ``exact`` has; others that shared its parameters keep theirs.
+
+    ``kept`` has those given to modules before, by the id of the twin's: a table that two share stays one.
+    """
     for owner, twin in zip(module.modules(), exact.modules(), strict=True):
         for name, parameter in twin.named_parameters(recurse=False):
-            owner._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            if id(parameter) not in kept:
+                kept[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            owner._parameters[name] = kept[id(parameter)]
         for name, buffer in twin.named_buffers(recurse=False):
             owner._buffers[name] = buffer.clone()
 
 
-def keep_module(module: nn.Module, exact: nn.Module, carrier: torch.dtype, narrow: bool = True) -> None:
-    """Let ``module`` compute in fp32 with the parameters of ``exact``; with ``narrow`` its output is cast back."""
-    unround(module, exact)
+def keep_module(
+    module: nn.Module, exact: nn.Module, carrier: torch.dtype, kept: dict[int, nn.Parameter], narrow: bool = True
+) -> None:
+    """Let ``module`` compute in fp32 with the parameters of ``exact``; with ``narrow`` its output is cast back.
+
+    For ``kept`` see ``unround``.
+    """
+    unround(module, exact, kept)
     cast_inputs(module, carrier, torch.float32)
     if narrow:
         cast_output(module, torch.float32, carrier)
@@ -135,8 +145,9 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     wide |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
     if plan.residual:
         keep_stream(low.model, carrier, plan.modules)
+    kept: dict[int, nn.Parameter] = {}
     for path in plan.modules:
-        keep_module(low.model.get_submodule(path), model.get_submodule(path), carrier, path not in wide)
+        keep_module(low.model.get_submodule(path), model.get_submodule(path), carrier, kept, path not in wide)
     if plan.scores:
         low.model.set_attn_implementation(FP32_SCORES)
     check(low, plan, tokens, wide, carrier)

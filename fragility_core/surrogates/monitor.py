@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.attention import observe_attention, observers
 from fragility_core.emulation import LowPrecision
-from fragility_core.modules import final_hidden
+from fragility_core.modules import final_hidden, hidden_and_logits
 from fragility_core.surrogates.architectures import Block, blocks
 from fragility_core.surrogates.norms import Norm
 from fragility_core.surrogates.reductions import (
@@ -216,11 +216,13 @@ class Monitor:
         records = Records(len(self.blocks))
         inputs: list[tuple[tuple, dict]] = []
         with self._observing(records, inputs, len(tokens)), self.low.running():
-            hidden = final_hidden(self.model, tokens)
-            logits = self.model.get_output_embeddings()(hidden) if loss else None
+            if loss:
+                hidden, logits = hidden_and_logits(self.model, tokens)
+            else:
+                hidden, logits = final_hidden(self.model, tokens), None
         epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
         epsilons = epsilons.to(hidden.device, non_blocking=True)
-        statistics = finished(records, epsilons, hidden.shape[-1])
+        statistics = finished(records, epsilons, self.blocks[0].norm_1.gamma.numel())
         if self.power_iteration:
             norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, inputs)]
             statistics["branch_jacobian_norm"] = torch.stack(norms)
