@@ -40,7 +40,8 @@ def device_name(device: str) -> str:
 
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'s' * (threads != 1)}"
 
 
 def unmet() -> list[str]:

@@ -215,7 +215,7 @@ def test_summaries_by_hand():
     assert (run.onsets, run.first_onset, run.loss_spikes, run.actions, run.protected_layer_steps) == (1, 25, 1, 2, 30)
     assert (run.max_mismatch, run.final_mismatch, run.peak_ratio) == (9.0, 2.0, 9.0)
     lenient = outcomes.run_summary(steps, SpikeRule(10)).iloc[0]
-    assert (lenient.onset_ratio, lenient.onsets, lenient.onsets_paper_ratio) == (10, 0, 1)
+    assert (lenient.onset_ratio, lenient.onsets, lenient.onsets_release_ratio) == (10, 0, 1)
     both = pd.concat([steps, steps.assign(seed=1, mismatch=1.0)])
     summary = outcomes.policy_summary(outcomes.run_summary(both, SpikeRule(1.5))).loc["none"]
     assert (summary.onsets, summary.final_mismatch, summary.max_mismatch) == (0.5, 1.5, 5.0)

@@ -65,7 +65,7 @@ def test_results_are_those_of_the_committed_tables():
         above = "–" if row.signal == "combined" else row.runs_above_combined
         assert f"| `{row.signal}` | {row.pearson:.3f} | {row.spearman:.3f} | {row.retrieval:.3f} | {above} |" in README
     runs = committed("outputs/embedded/tables/e5_runs.csv").groupby("policy").mean(numeric_only=True)
-    columns = ["onsets", "onsets_paper_ratio", "max_mismatch", "final_mismatch", "actions", "protected_layer_steps"]
+    columns = ["onsets", "onsets_release_ratio", "max_mismatch", "final_mismatch", "actions", "protected_layer_steps"]
     for policy, means in runs[columns].iterrows():
         formats = ("{:.1f}", "{:.1f}", "{:.3e}", "{:.3e}", "{:.1f}", "{:.0f}")
         assert f"| `{policy}` | {' | '.join(map(str.format, formats, means))} |" in README

@@ -163,7 +163,7 @@ def mitigation(shift: float) -> pd.DataFrame:
     """Runs of E5 in which BGSS is better than its rivals by ``shift`` in everything."""
     runs = pd.DataFrame([(policy, seed) for policy in POLICIES for seed in range(3)], columns=["policy", "seed"])
     better = shift * (runs.policy == "bgss") * (1 + 0.1 * runs.seed)
-    quantities = dict.fromkeys(("onsets", "onsets_paper_ratio", "final_mismatch", "max_mismatch"), 10 - better)
+    quantities = dict.fromkeys(("onsets", "onsets_release_ratio", "final_mismatch", "max_mismatch"), 10 - better)
     protected = runs.policy.map({"static_global": 3072}).fillna(2742)
     return runs.assign(
         **quantities, steps=256, onset_ratio=1.05, peak_ratio=1.1, mean_mismatch=1.0, final_loss=3.0, actions=24,

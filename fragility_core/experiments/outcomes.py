@@ -37,9 +37,9 @@ def action_rows(rows: pd.DataFrame) -> pd.DataFrame:
 def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFrame:
     """One row per run: events, mismatch, budget spent, and how it ended.
 
-    ``onsets`` counts mismatch onsets under ``rule`` and a nonfinite end, ``onsets_paper_ratio`` under the
-    paper's; ``peak_ratio`` is the largest mismatch over the median of those before it; ``loss_spikes`` is
-    diagnostic.
+    ``onsets`` counts mismatch onsets under ``rule`` and a nonfinite end, ``onsets_release_ratio`` under the
+    release's; ``peak_ratio`` is the largest ratio of a mismatch to the median of those just before; ``loss_spikes``
+    is diagnostic.
     """
     table = []
     for (policy, seed), run in steps.groupby(RUN, sort=False):
@@ -55,7 +55,7 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
                 "steps": len(run),
                 "onset_ratio": rule.ratio,
                 "onsets": len(end.union(starts)),
-                "onsets_paper_ratio": len(end.union(onsets(mismatch))),
+                "onsets_release_ratio": len(end.union(onsets(mismatch))),
                 "first_onset": starts[0] if starts else -1,
                 "final_mismatch": finite[-1] if len(finite) else np.nan,
                 "max_mismatch": mismatch.max(),
@@ -82,14 +82,14 @@ def policy_summary(runs: pd.DataFrame) -> pd.DataFrame:
 def chosen_ratio(steps: pd.DataFrame, target: float = 12.0) -> float:
     """The spike ratio at which policy ``none`` alone has about ``target`` onsets a run (``events.ratio_of_rate``).
 
-    The paper's where its mismatch never rises above the median of the values before.
+    The release's where its mismatch never rises above the median of the values before.
     """
     runs = [run.mismatch.to_numpy() for _, run in steps[steps.policy == "none"].groupby("seed")]
     return ratio_of_rate(runs, target) if peak_ratio(steps) > 1 else SpikeRule().ratio
 
 
 def peak_ratio(steps: pd.DataFrame) -> float:
-    """The largest mismatch relative to the median of those before it, under policy ``none``."""
+    """The largest ratio of a mismatch to the median of those just before, under policy ``none``."""
     runs = steps[steps.policy == "none"].groupby("seed").mismatch
     return max(np.nanmax(relative_to_recent(run.to_numpy(), SpikeRule()), initial=0.0) for _, run in runs)
 

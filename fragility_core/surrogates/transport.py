@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
+from torch.utils._pytree import tree_map_only
 
 TRANSPORTS = ("release", "operator_norm", "power_iteration")
 
@@ -85,6 +86,7 @@ def residual_transport(layers: pd.DataFrame, estimator: str) -> pd.Series:
 
 
 @torch.no_grad()
+@torch.inference_mode(False)  # torch 2.6 takes derivatives in it for 0
 def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int = 2) -> Tensor:
     """||J_f||_2 of each window by power iteration with JVPs and VJPs, (B,) (app. estimation, option i).
 
@@ -92,6 +94,7 @@ def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int
     low-precision weights compute in fp32 here: the Jacobian is the model's, not its rounding's. Beyond
     fp32 rounding, never above the exact norm.
     """
+    args, kwargs = tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
     x = args[0].float()
     parameters = {name: parameter.float() for name, parameter in block.named_parameters()}
 

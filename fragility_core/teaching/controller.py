@@ -197,7 +197,7 @@ def playground(
     course.set(xlabel="step t", ylabel="block", title="first gate in the way (dots: released controller)")
     course.set_yticks(range(0, len(stop), 2))
     _table(now, seen[step // INTERVAL - 1], policy)
-    now.set_title(f"step {step}: blue passes, orange does not")
+    now.set_title(f"step {step}: pale blue passes, pale orange does not")
     counts = np.bincount(stop.ravel(), minlength=len(STOPS))
     return course, (
         f"{run} run, u = 2^-{precision}, of {stop.size} times that a block is looked at: "
@@ -233,7 +233,7 @@ def _table(axes: Axes, look: Look, policy: PrintedBGSS) -> None:
             axes.text(column + 0.5, block, text, ha="center", va="center", fontsize="small", color=colour)
     names = [
         f"G ≥\n{policy.risk_threshold:.2g}", f"φ ≥\n{policy.dominance_threshold:.2g}", "ρ_LN\n< 1",
-        f"rest\nc = {policy.cooldown}", f"first\nB = {policy.budget}", f"to raise\nρ* = {policy.target_ratio:.2g}",
+        f"cooldown\nc = {policy.cooldown}", f"budget\nB = {policy.budget}", f"update\nρ* = {policy.target_ratio:.2g}",
         "raised\nto ε",
     ]  # fmt: skip
     axes.set_xticks(np.arange(len(names)) + 0.5, names, fontsize="small")
@@ -272,8 +272,8 @@ EXERCISES = (
         "In the playground, steady run, fp16: lower both thresholds as far as they go. What stops the blocks now?",
         "ρ_LN ≥ 1",
         "Every G and every φ passes, and the regime gate stops them all: σ² would have to be below "
-        "ε / (d_model u) = 1.6 · 10⁻⁴, and the smallest in the run is 0.004. (In the spiking run φ falls further, and "
-        "its gate stops some blocks first.)",
+        "ε / (d_model u) = 1.6 · 10⁻⁴, and the smallest of the run (of each block the larger of its two) is 0.005. "
+        "(In the spiking run φ falls further, and its gate stops some blocks first.)",
         ("G < τ_G", "φ < τ_φ", "ρ_LN ≥ 1", "the budget"),
     ),
     Exercise(

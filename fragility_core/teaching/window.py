@@ -183,7 +183,7 @@ def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[st
         f"{row.probability_norm:.3g} · {row.value_spectral_norm:.3g} = {row.attention_term:.3g}",
         layernorm(1),
         layernorm(2),
-        "M_eff = ‖W_O‖₂ ‖PV‖ + ‖W_fc‖₂ ‖ln_2‖ + ‖W_proj‖₂ ‖gelu‖ = "
+        "M_eff = ‖W_O‖₂ ‖PV‖ + ‖W_in‖₂ ‖x₂‖ + ‖W_out‖₂ ‖g‖ = "
         + " + ".join(f"{part:.3g}" for part in remainder)
         + f" = {row.remainder_term:.3g}",
         f"M = A + M_LN,1 + M_LN,2 + M_eff = {row.magnitude:.3g}",
