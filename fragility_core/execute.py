@@ -26,6 +26,7 @@ from fragility_core import paths
 from fragility_core.progress import TERMINAL
 
 SMOKE = "smoke"
+USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
 ASKED_FOR = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # of a request that cannot be met
 
 
@@ -50,17 +51,22 @@ def notebook_path(name: str) -> Path:
     return paths.NOTEBOOKS / f"{name}.ipynb"
 
 
+def profile_names() -> list[str]:
+    """All profiles, the committed defaults first."""
+    folders = sorted(path.name for path in paths.PROFILES.iterdir() if path.is_dir())
+    return [SMOKE, *(name for name in folders if name != SMOKE)]
+
+
 def profile_values(profile: str, name: str) -> dict[str, Any]:
     """What ``profile`` sets in the notebook ``name``; nothing for the committed defaults, "smoke"."""
-    folders = sorted(path for path in paths.PROFILES.iterdir() if path.is_dir() and path.name != SMOKE)
-    known = [SMOKE, *(folder.name for folder in folders)]
+    known = profile_names()
     if profile not in known:
         raise SystemExit(f"unknown profile {profile!r}: choose one of {', '.join(known)}")
     if profile == SMOKE:
         return {}
     file = paths.PROFILES / profile / f"{name}.yaml"
     if not file.is_file():
-        having = [SMOKE, *(folder.name for folder in folders if (folder / file.name).is_file())]
+        having = [SMOKE, *(folder for folder in known if (paths.PROFILES / folder / file.name).is_file())]
         raise SystemExit(
             f"profile {profile!r} has no parameters for notebook {name!r} ({file.name} is not in {file.parent}): "
             f"choose one of {', '.join(having)}"
@@ -128,9 +134,20 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
 
 
 def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
-    """Run the notebook; exits with its error last where it fails. Returns the executed copy's path."""
-    executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
-    executed.parent.mkdir(exist_ok=True)
+    """Run the notebook; exits with its error last where it fails. Returns the executed copy's path.
+
+    Results go to the folder ``profile`` of outputs.
+    """
+    if profile in ("", ".", "..") or Path(profile).name != profile:
+        raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {profile!r}")
+    try:
+        executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
+        executed.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(
+            f"results must be written to {paths.OUTPUTS / profile}, but that is not possible ({error}): "
+            "let it be a folder that can be written to"
+        ) from error
     os.environ[TERMINAL] = "1"  # the kernel inherits it, and its progress bars come to our stderr
     print(f"{name}, profile {profile}", flush=True)
     try:
@@ -170,6 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     given = parser.parse_args(arguments)
     values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
+    os.environ[USED] = given.profile
     try:
         # A profile's values with another model or text are another set of results: -p profile=NAME.
         print(f"executed notebook: {execute(given.notebook, values.get('profile', given.profile), values)}")

@@ -51,6 +51,10 @@ def load(
     model's context, fewer windows than asked, a tokenizer of another vocabulary, or an unknown precision.
     """
     config = models.load_config(model).get_text_config()
+    if windows < 1:
+        raise ValueError(f"windows must be at least 1, got {windows}")
+    if min(lengths) < 1:
+        raise ValueError(f"windows must have at least 1 token, got lengths {list(lengths)}")
     context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative
     if max(lengths) > context:
         raise ValueError(f"windows must fit the context of {model!r}, {context} tokens, got lengths {list(lengths)}")

@@ -79,7 +79,7 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
                 resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
                 output_loading_info=True,
             )  # fmt: skip
-    except (OSError, ValueError, SafetensorError) as cause:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as cause:  # weights of other shapes, among others
         raise not_found("model", name, "MODEL", cause) from cause
     if missing := sorted(info["missing_keys"]):
         raise OSError(
@@ -104,6 +104,9 @@ def require_fp32_products() -> None:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to the model ``name``."""
     try:
-        return AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=False)
+        if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens} - tokenizer.get_added_vocab().keys():
+            raise ValueError("it has no vocabulary")  # transformers makes an empty one where there is no file
+        return tokenizer
     except (OSError, ValueError) as cause:
         raise not_found("tokenizer", name, "MODEL", cause) from cause

@@ -1,11 +1,13 @@
 """Token windows of a text (protocol section 2)."""
 
+import glob
 import random
 from pathlib import Path
 
 import torch
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowInvalid
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -46,8 +48,8 @@ def _load_local(path: Path):
     if path.stat().st_size == 0:
         raise ValueError(f"data must hold text, but {path} is empty: point DATA= at another file")
     try:
-        return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
-    except DatasetGenerationError as cause:
+        return load_dataset(LOADERS[path.suffix], data_files=glob.escape(str(path)), split="train")
+    except (DatasetGenerationError, ArrowInvalid) as cause:
         reason = cause.__cause__ or cause
         raise ValueError(f"{path} must be readable as {path.suffix}, got {type(reason).__name__}: {reason}") from cause
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny import TINY, random_gpt2
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -216,7 +218,9 @@ def test_experts_that_change_are_counted_and_said(tmp_path):
     request = replace(ASKED, model=str(tmp_path), windows=1)
     found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
     assert 0 <= found.changed_experts < 1
-    assert "This model chooses experts" in page.page(found)
+    assert "This model chooses experts, and rounding changes" in page.page(found)
+    blind = diagnosis.diagnose(replace(request, reference="no"), *diagnosis.load(request), ENOUGH)
+    assert "This model chooses experts. Where rounding changes a choice" in page.page(blind)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +254,17 @@ def test_attention_that_a_model_does_not_have_is_named_with_the_other(tmp_path):
     load_tokenizer("embedded").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no sdpa attention: choose attention eager \(ATTENTION=eager\)"):
         diagnosis.load(replace(ASKED, model=str(tmp_path)))
+
+
+def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
+    """Transformers only logs that BLOOM's sdpa is eager attention."""
+    BloomForCausalLM._from_config(BloomConfig(vocab_size=4096, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path
+    )
+    load_tokenizer("embedded").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no sdpa attention: choose attention eager \(ATTENTION=eager\)"):
+        diagnosis.load(replace(ASKED, model=str(tmp_path)))
+    diagnosis.load(replace(ASKED, model=str(tmp_path), attention="eager"))
 
 
 # --- The page -----------------------------------------------------------------------------------
@@ -292,6 +307,7 @@ def test_page_of_a_model_that_overflows(tiny_tokens):
     assert found.plan is None and found.contributions is None
     html = page.page(found)
     assert "3 of 3 windows overflow" in html and "transformer.h.1.mlp.c_proj" in html
+    assert "Measured against fp32: no window gave finite values" in html and 'id="tokens"' not in html
     assert "Choose a format of wider range, such as bf16" in html and 'id="plan"' not in html
 
 

@@ -42,7 +42,8 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "NOTEBOOKS", notebooks)
     monkeypatch.setattr(paths, "PROFILES", notebooks / "profiles")
     monkeypatch.setattr(paths, "OUTPUTS", tmp_path / "outputs")
-    monkeypatch.setenv(execute.TERMINAL, "")  # restored afterwards: the runner sets it
+    for name in (execute.TERMINAL, execute.USED):
+        monkeypatch.setenv(name, "")  # restored afterwards: the runner sets them
     return tmp_path
 
 
@@ -103,6 +104,21 @@ def test_bad_request_is_refused_before_any_work(project, arguments, message):
         execute.main(arguments)
     assert str(error.value) == message
     assert not (project / "outputs").exists()
+
+
+@pytest.mark.parametrize("folder", ["", "..", "../escape", "a/b", "/tmp/escape"])
+def test_results_stay_in_outputs(project, folder):
+    write_notebook(project / "notebooks" / "placed.ipynb", parameters='profile = "smoke"')
+    with pytest.raises(SystemExit, match="a name without slashes .* got") as error:
+        execute.main(["placed", "-p", f"profile={folder}"])
+    assert str(error.value).endswith(repr(folder))
+    assert not (project / "outputs").exists() and not (project / "escape").exists()
+
+
+def test_outputs_that_cannot_be_written_to_are_named(project):
+    (project / "outputs").write_text("a file")
+    with pytest.raises(SystemExit, match="results must be written to .*outputs.* a folder that can be written to"):
+        execute.main(["tiny"])
 
 
 def test_profile_without_a_file_for_the_notebook(project):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from tiny import TINY, random_gpt2
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, OPTConfig
 
 from fragility_core.models import default_device, load_config, load_model, load_tokenizer, resolve
 from fragility_core.paths import EMBEDDED_CHECKPOINT
@@ -102,6 +102,24 @@ def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
         OSError, match="must hold all weights of its model, but .* lacks h.1.mlp.c_fc.bias, .* drawn at random"
     ):
         load_model(str(tmp_path))
+
+
+def test_a_checkpoint_of_other_shapes_than_its_configuration_is_refused(tmp_path):
+    random_gpt2(TINY).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"n_embd": 32', '"n_embd": 64'))
+    with pytest.raises(OSError) as error:
+        load_model(str(tmp_path))
+    assert_says_how_to_go_on(error, "model", str(tmp_path), "the folder")
+
+
+@pytest.mark.parametrize("config", [TINY, OPTConfig(), GPTNeoXConfig(), GemmaConfig()], ids=lambda c: c.model_type)
+def test_a_folder_without_a_tokenizer(config, tmp_path):
+    """The library makes an empty one for some families."""
+    config.save_pretrained(tmp_path)
+    with pytest.raises(OSError) as error:
+        load_tokenizer(str(tmp_path))
+    assert_says_how_to_go_on(error, "tokenizer", str(tmp_path), "the folder")
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fragility_core import paths
+from fragility_core.execute import USED
 from fragility_core.experiments import e1
 from fragility_core.experiments.outcomes import policy_summary
 from fragility_core.reporting import report
@@ -414,7 +415,16 @@ def test_command_names_another_model_and_text():
     assert report.command("embedded", None) == "make reproduce"
     assert report.command("paper", None) == "make reproduce PROFILE=paper"
     other = records().assign(model="my models/gpt2", data="text.txt")
-    assert report.command("embedded", other) == "make reproduce MODEL='my models/gpt2' DATA=text.txt"
+    assert report.command("embedded-custom", other) == "make reproduce MODEL='my models/gpt2' DATA=text.txt"
+
+
+def test_command_names_a_folder_of_another_name(tables, figures, monkeypatch):
+    assert report.command("mine", None) == "make reproduce RESULTS=mine"
+    assert report.command("my own", None, "paper") == "make reproduce PROFILE=paper RESULTS='my own'"
+    other = records().assign(model="gpt2")
+    assert report.command("paper", other, "embedded") == "make reproduce MODEL=gpt2 RESULTS=paper"
+    monkeypatch.setenv(USED, "smoke")
+    assert "make reproduce PROFILE=smoke RESULTS=mine" in report.page("mine", tables, figures)
 
 
 def test_results_of_a_model_of_ones_own_have_a_report(tables, figures):

@@ -58,6 +58,7 @@ def test_cells_without_text_are_dropped(tmp_path):
     [
         ("text.md", "words", r"must end in one of \.txt, \.jsonl, \.json, \.csv, \.parquet, got .*text\.md"),
         ("bad.jsonl", "{broken", r"bad\.jsonl must be readable as \.jsonl, got"),
+        ("bad.parquet", "no", r"bad\.parquet must be readable as \.parquet, got"),
         ("numbers.csv", "text\n1\n2\n", 'column "text" .* must hold strings, got int64'),
     ],
 )
@@ -65,6 +66,14 @@ def test_files_that_hold_no_text(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(("name", "other"), [("run[1].txt", "run1.txt"), ("a*.txt", "ab.txt"), ("a?.txt", "ab.txt")])
+def test_a_path_is_no_pattern(tmp_path, name, other):
+    (tmp_path / name).write_text("right")
+    assert load_rows(str(tmp_path / name)) == ["right"]
+    (tmp_path / other).write_text("wrong")
+    assert load_rows(str(tmp_path / name)) == ["right"]
 
 
 def test_a_hub_name_has_three_parts_at_most():

@@ -88,7 +88,7 @@ def command(request: Request, results: str) -> str:
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
     words += ["WEIGHTS_ONLY=yes"] * request.weights_only
     words += [f"REFERENCE={request.reference}"] * (request.reference != "auto")
-    words += [f"RESULTS={results}"] * (results != EMBEDDED + "-custom" * bool(given))
+    words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + "-custom" * bool(given))
     return " ".join(["make diagnose", *words])
 
 

@@ -97,6 +97,8 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
         raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
     try:
         loaded.model.set_attn_implementation(request.attention)
+        if (runs := loaded.model.config._attn_implementation) != request.attention:  # some only log that they refuse
+            raise ValueError(f"it runs {runs}")
     except ValueError as cause:
         other = ", ".join(name for name in ATTENTIONS if name != request.attention)
         raise ValueError(

@@ -20,6 +20,8 @@ from fragility_core.surrogates.architectures import blocks
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.windows import select_windows
 
+LEAST = 3  # windows
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -39,9 +41,13 @@ class Grid:
 def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
     """Load and check everything a grid needs, before any work (see ``inputs.load``).
 
-    Raises TypeError for a model whose blocks are not known.
+    Raises TypeError for a model whose blocks are not known, ValueError for numbers out of range.
     """
     require_values(precisions=grid.precisions, lengths=grid.lengths, seeds=grid.seeds)
+    if grid.windows < LEAST:
+        raise ValueError(f"a correlation needs at least {LEAST} windows, got {grid.windows}")
+    if grid.batch_tokens < 1:
+        raise ValueError(f"batch_tokens must be at least 1, got {grid.batch_tokens}")
     inputs = load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
     blocks(inputs.model)
     return inputs

@@ -300,8 +300,9 @@ def _with_policy_names(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten, written out: readable over one or two decades."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """Ticks at 1, 2 and 5 times powers of ten, written out; beyond two decades at powers of ten."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -4,13 +4,15 @@ The page needs nothing but itself: style and figures are inside, and there is no
 and figures give the same bytes.
 """
 
+import os
 import shlex
 from pathlib import Path
 
 import pandas as pd
 
 from fragility_core import paths
-from fragility_core.execute import defaults, notebook_path, profile_values
+from fragility_core.execute import USED, defaults, notebook_path, profile_names, profile_values
+from fragility_core.models import EMBEDDED
 from fragility_core.reporting.html import data_uri, template
 from fragility_core.reporting.published import HARDWARE_PAPER
 from fragility_core.reporting.tables import number, shown, spread_text
@@ -98,19 +100,23 @@ def versions(records: list[pd.DataFrame]) -> dict[str, str]:
     return {name: listed(together[name]) for name in VERSIONS if name in together}
 
 
-def command(profile: str, records: pd.DataFrame | None) -> str:
+def command(results: str, records: pd.DataFrame | None, profile: str | None = None) -> str:
     """The shell command that makes this run; a model and text other than the profile's are named.
 
-    ``profile`` is the folder of the results: the Makefile adds ``CUSTOM`` for a model or text of one's own.
+    ``results`` is the folder of the results: the Makefile adds ``CUSTOM`` for a model or text of one's own. Unless
+    ``profile`` is given it is that of the folder's name, or the Makefile's own.
     """
-    profile = profile.removesuffix(CUSTOM)
-    words = ["make", "reproduce"] + ([] if profile == "embedded" else [f"PROFILE={profile}"])
+    named = results.removesuffix(CUSTOM)
+    profile = profile or (named if named in profile_names() else EMBEDDED)
+    words = ["make", "reproduce"] + ([] if profile == EMBEDDED else [f"PROFILE={profile}"])
+    own: list[str] = []
     if records is not None:
         notebook, _ = EXPERIMENTS["E2"]
         usual = defaults(notebook_path(notebook)) | profile_values(profile, notebook)
         given = {name: str(records[name].iloc[0]) for name in ("model", "data")}
-        words += [f"{name.upper()}={shlex.quote(value)}" for name, value in given.items() if value != usual[name]]
-    return " ".join(words)
+        own = [f"{name.upper()}={shlex.quote(value)}" for name, value in given.items() if value != usual[name]]
+    elsewhere = results != profile + CUSTOM * bool(own)
+    return " ".join(words + own + [f"RESULTS={shlex.quote(results)}"] * elsewhere)
 
 
 def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
@@ -134,7 +140,7 @@ def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
     records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
     return template(TEMPLATES, number=number, spread=spread_text).render(
         profile=profile,
-        command=command(profile, records.get("E2")),
+        command=command(profile, records.get("E2"), os.environ.get(USED)),
         missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
         hardware=HARDWARE_PAPER,
         provenance={name: provenance(found) for name, found in records.items()},
