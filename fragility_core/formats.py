@@ -79,10 +79,10 @@ class Format:
         return torch.exp2(exponent - 1.0)
 
 
-def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+def pieces(*tensors: Tensor, length: int = PIECE) -> Iterable[tuple[Tensor, ...]]:
     """Flat parts of ``tensors`` of one shape, which a CPU computes one after another; views, of contiguous ones."""
     flat = [x.reshape(-1) for x in tensors]
-    return zip(*(x.split(PIECE) for x in flat)) if flat[0].device.type == "cpu" else [tuple(flat)]
+    return zip(*(x.split(length) for x in flat)) if flat[0].device.type == "cpu" else [tuple(flat)]
 
 
 def is_measured(x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from transformers import activations
 
 from fragility_core.formats import pieces
 
+PIECE = 2**19  # numbers read at once: their rows take 2 MiB, and short parts more time than they save
+
 
 def elementwise_modules(model: nn.Module) -> list[nn.Module]:
     """The activations of transformers in ``model`` that have no parameters."""
@@ -20,8 +22,8 @@ def every_number(carrier: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _by_gather(device: torch.device) -> bool:
-    """A CPU's ``index_select`` of single numbers keeps to one thread, where it is the faster of the two."""
-    return device.type == "cpu" and torch.get_num_threads() > 1
+    """A CPU's ``index_select`` of single numbers keeps to one thread, which takes no longer than two of ``gather``."""
+    return device.type == "cpu" and torch.get_num_threads() > 2
 
 
 def row_of(numbers: Tensor) -> Tensor:
@@ -42,6 +44,6 @@ def look_up(table: Tensor, numbers: Tensor) -> Tensor:
     """The entries of ``table`` (65536,) for 16-bit ``numbers``, in their shape."""
     numbers = numbers.contiguous()
     found = torch.empty(numbers.shape, dtype=table.dtype, device=table.device)
-    for part, out in pieces(numbers, found):
+    for part, out in pieces(numbers, found, length=PIECE):
         entries(table, row_of(part), out)
     return found
