@@ -1,5 +1,7 @@
 """The predictor on every family of decoders as Hugging Face ships them: small configurations, random weights."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,26 @@ def test_prediction_is_the_measured_mismatch(config, format):
     model = random_model(config)
     low = lower(model, format)
     assert 0.92 < mean_ratio(model, low) < 1.08
+
+
+@pytest.mark.parametrize("config", [*DENSE, *OTHERS, *EXPERTS], ids=lambda config: config.model_type)
+def test_no_tensor_waits_for_the_garbage_collector(config):
+    """What a pass leaves in cycles of references stays in memory until then, for a whole pass or longer."""
+    model = random_model(config)
+    adjoint = Adjoint(lower(model, "bf16"), model)
+    adjoint(TOKENS)  # what the library makes once, it may make as it likes
+    gc.collect()
+    gc.disable()
+    try:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        adjoint(TOKENS)
+        gc.collect()
+        waiting = [x.shape for x in gc.garbage if isinstance(x, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not waiting
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)

@@ -88,17 +88,18 @@ class Call:
         self.func, self.name = func, func.__name__
         self.floating: list[Tensor] = []  # all floating operands
 
-        def widen(values: Iterable) -> Iterator:
-            for value in values:
-                if isinstance(value, Tensor):
-                    value = widened(value)
-                    if value.is_floating_point():
-                        self.floating.append(value)
-                elif type(value) in (tuple, list):
-                    value = type(value)(widen(value))
-                yield value
+        self.args = tuple(self._widen(args, widened))
+        self.kwargs = dict(zip(kwargs, self._widen(kwargs.values(), widened)))
 
-        self.args, self.kwargs = tuple(widen(args)), dict(zip(kwargs, widen(kwargs.values())))
+    def _widen(self, values: Iterable, widened: Callable[[Tensor], Tensor]) -> Iterator:
+        for value in values:
+            if isinstance(value, Tensor):
+                value = widened(value)
+                if value.is_floating_point():
+                    self.floating.append(value)
+            elif type(value) in (tuple, list):
+                value = type(value)(self._widen(value, widened))
+            yield value
 
     @property
     def writes(self) -> bool:
