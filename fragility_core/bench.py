@@ -1,15 +1,17 @@
 """What observation and emulation cost: ``make bench``.
 
 GPT-2's real size with random weights, in bf16 (monitored pass) and fp16 (emulation). Times are
-medians of interleaved repetitions, so that a drift of the machine's speed hits both sides; memory is
-the peak of a fresh process during the pass alone. The estimator is timed on the embedded checkpoint,
-in processor time of one thread, which other work on the machine disturbs least.
+medians of interleaved repetitions, so that a drift of the machine's speed hits both sides. Memory is
+the peak of a fresh process during the pass alone, every tensor mapped by itself: what is in use, as on
+a GPU, without the holes of a heap, which differ from run to run. The estimator is timed on the embedded
+checkpoint, in processor time of one thread, which other work on the machine disturbs least.
 """
 
 import argparse
 import copy
 import ctypes
 import gc
+import os
 import statistics
 import subprocess
 import sys
@@ -233,9 +235,10 @@ MEASURED_ALONE = {kind: partial(peak_megabytes, kind) for kind in ("plain", "mon
 
 def memory_passes() -> pd.DataFrame:
     """Memory of the monitored pass over the plain eager pass, and of an estimate; each in a fresh process."""
+    command = [sys.executable, "-m", __spec__.name, "--peak"]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     peaks = {
-        kind: float(subprocess.check_output([sys.executable, "-m", __spec__.name, "--peak", kind], text=True))
-        for kind in MEASURED_ALONE
+        kind: float(subprocess.check_output([*command, kind], env=environment, text=True)) for kind in MEASURED_ALONE
     }
     rows = [
         {"pass": f"{large} / {small}, peak MiB", "T": 1024, "MiB": peaks[large], "base MiB": peaks[small],
