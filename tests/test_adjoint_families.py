@@ -111,7 +111,7 @@ def test_prediction_is_the_measured_mismatch(config, format):
     assert 0.92 < mean_ratio(model, low) < 1.08
 
 
-@pytest.mark.parametrize("config", [*DENSE, *OTHERS, *EXPERTS], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [DENSE[0], *EXPERTS], ids=lambda config: config.model_type)
 def test_no_tensor_waits_for_the_garbage_collector(config):
     """What a pass leaves in cycles of references stays in memory until then, for a whole pass or longer."""
     model = random_model(config)
