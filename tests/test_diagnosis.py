@@ -3,16 +3,21 @@
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 
 import pandas as pd
 import pytest
 import torch
 from tiny import TINY, random_gpt2
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -24,9 +29,10 @@ from transformers import (
 )
 
 from fragility_core import diagnosis
+from fragility_core.adjoint import Adjoint
 from fragility_core.diagnosis import page
 from fragility_core.diagnosis.measure import Pass, Ranges, compare, observe
-from fragility_core.diagnosis.request import Forecast, Request
+from fragility_core.diagnosis.request import Forecast, Request, kept_by_blocks
 from fragility_core.emulation import lower
 from fragility_core.inputs import Inputs
 from fragility_core.models import load_tokenizer
@@ -37,6 +43,7 @@ from fragility_core.theory import mismatch
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
 ENOUGH = Forecast(1.0, 1, None)
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
 
 
 def diagnose(model, tokens, **changes) -> diagnosis.Diagnosis:
@@ -101,6 +108,33 @@ def test_forecast_of_the_embedded_checkpoint():
     expected = diagnosis.forecast(request, loaded, tokens)
     assert 0 < expected.seconds < 600 and expected.memory > 8 * sum(p.numel() for p in loaded.model.parameters())
     assert re.fullmatch(r"about .* and [\d.]+\s[MG]B of additional memory( \([\d.]+\s[GM]B free\))?", str(expected))
+
+
+def live_peak(work):
+    """Most bytes that are in use at once during ``work``, over what was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    steps = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(steps, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda depth: GPT2Config(n_layer=depth, n_embd=128, n_head=4, vocab_size=64),
+        lambda depth: LlamaConfig(num_hidden_layers=depth, intermediate_size=768, **WIDE),
+        lambda depth: MixtralConfig(num_hidden_layers=depth, intermediate_size=256, num_local_experts=4, **WIDE),
+    ],
+    ids=["gpt2", "llama", "mixtral"],
+)
+def test_what_the_blocks_keep_is_not_more_than_stated(config):
+    tokens, kept, stated = torch.arange(256)[None] % 64, {}, {}
+    for depth in (1, 3):
+        model = AutoModelForCausalLM.from_config(config(depth)).eval().requires_grad_(False)
+        adjoint = Adjoint(lower(model, "bf16"), model)
+        adjoint(tokens)  # makes what is made once
+        kept[depth], stated[depth] = live_peak(partial(adjoint, tokens)), 256 * kept_by_blocks(model)
+    assert 1 <= (stated[3] - stated[1]) / (kept[3] - kept[1]) < 2.2
 
 
 def test_memory_decides_on_the_reference(tiny_gpt2, tiny_tokens):
