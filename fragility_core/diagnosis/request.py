@@ -160,7 +160,7 @@ def kept_by_blocks(model: nn.Module) -> int:
     """Bytes a token, about and rather too many, that the backward pass needs of all blocks.
 
     8 for every d_model entries of the matrices, of all experts those that a token meets, and 100 for every entry of the
-    stream, 60 more where experts share it. Measured in nine families: 0.5 to 1 times as many.
+    stream, 60 more where experts share it. Measured in eight families: 0.5 to 1 times as many.
     """
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
