@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from fragility_core.differentiation import differentiated
 from fragility_core.formats import PIECE, Format, get_format, has_native_kernels
 from fragility_core.lookup import elementwise_modules, every_number, look_up
+from fragility_core.operands import RoundedOperands, linear_weights
 
 aten = torch.ops.aten
 
@@ -249,7 +250,7 @@ class LookUp:
         return type(self.module).forward(self.module, x)
 
     def _applies(self, x: Tensor, mode: TorchDispatchMode | None) -> bool:
-        if type(x) is not Tensor or _get_current_function_mode() is not None:
+        if type(x) is not Tensor or not isinstance(_get_current_function_mode(), RoundedOperands | None):
             return False
         emulating = isinstance(mode, Emulation) and mode.active and mode.format == self.format and not mode.generator
         as_made = emulating if self.emulated else mode is None
@@ -259,15 +260,17 @@ class LookUp:
 def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.Module:
     """A copy of ``model`` whose floating parameters are rounded to ``format``, and with ``buffers`` what it stores too.
 
-    TF32 stores fp32, so its parameters keep every bit; so do those that transformers keeps in fp32.
+    TF32 stores fp32, so its parameters keep every bit; so do those that transformers keeps in fp32. Linear weights
+    are rounded to the format of operands, where that is another.
     """
     model = copy.deepcopy(model)
     if format.name not in ("fp32", "tf32"):
         stays = stays_fp32(model, format.carrier)
         stored = dict(model.named_parameters()) | (stored_buffers(model, format.carrier) if buffers else {})
+        multiplied = linear_weights(model) if format.operands else {}
         for path, x in stored.items():
             if x.is_floating_point() and not stays(path):
-                x.data = format.round(x.data)
+                x.data = (format.operands if path in multiplied else format).round(x.data)
     return model
 
 
@@ -374,6 +377,9 @@ class LowPrecision:
             if self.emulation is not None:
                 stack.enter_context(single_kernels())
                 stack.enter_context(self.emulation)
+            if self.format.operands and not self.weights_only:
+                generator = None if self.emulation is None else self.emulation.generator
+                stack.enter_context(RoundedOperands(self.model, self.format.operands, self.paused, generator))
             yield
 
     def paused(self):

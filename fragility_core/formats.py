@@ -21,8 +21,9 @@ class Format:
     ``significand`` counts the bits of the significand, the implicit one included. ``storage`` is the
     torch dtype that holds its values; a format that torch only stores (fp8) is computed with in
     ``carrier``, a wider dtype that represents each of its values exactly. ``scaled`` formats store
-    every tensor times a power of two of its own (``scale``), as fp8 is used in practice
-    (Micikevicius et al. 2022, arXiv:2209.05433).
+    every tensor times a power of two of its own (``scale``; Micikevicius et al. 2022, arXiv:2209.05433).
+    ``operands`` is the format in which the linear layers of blocks read weights and activations, where it is
+    another one (``operands.RoundedOperands``): as fp8 is used in practice.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Format:
     carrier: torch.dtype
     saturates: bool = False
     scaled: bool = False
+    operands: "Format | None" = None
 
     @property
     def unit_roundoff(self) -> float:
@@ -163,32 +165,40 @@ SCALED: dict[str, Format] = {
 }
 
 
+LINEAR: dict[str, Format] = {
+    name: replace(FORMATS["bf16"], name=name, operands=scaled)
+    for name, scaled in ((scaled.name.replace("_scaled", "_linear"), scaled) for scaled in SCALED.values())
+}
+
+KNOWN = FORMATS | SCALED | LINEAR
+
+
 def get_format(name: str) -> Format:
-    """The format called ``name``, "fp8_e4m3_scaled" and the like included; raises ValueError naming the known ones."""
-    known = FORMATS | SCALED
-    if name not in known:
-        raise ValueError(f"a format must be one of {', '.join(known)}, got {name!r}")
-    return known[name]
+    """The format called ``name``, one of KNOWN; raises ValueError naming those."""
+    if name not in KNOWN:
+        raise ValueError(f"a format must be one of {', '.join(KNOWN)}, got {name!r}")
+    return KNOWN[name]
 
 
 def _cpu_has_kernels(format: Format) -> bool:
     """Whether this CPU multiplies matrices of the format at full speed (oneDNN's own test)."""
     if not torch.backends.mkldnn.is_available():
         return False
-    if format.name == "bf16":
+    if format.storage == _BF16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return format.name == "fp16" and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return format.storage == _F16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def has_native_kernels(format: Format, device: torch.device | str) -> bool:
     """Whether ``device`` computes in ``format`` itself, fp32 accumulation included.
 
-    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats.
+    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats. Where it is
+    that of ``operands`` alone, the other format decides: their products in that are the same.
     """
     device = torch.device(device)
     if format.name == "fp32":
         return True
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        return {"fp16": capability >= (5, 3), "bf16": capability >= (8, 0)}.get(format.name, False)
+        return {_F16: capability >= (5, 3), _BF16: capability >= (8, 0)}.get(format.storage, False)
     return device.type == "cpu" and _cpu_has_kernels(format)

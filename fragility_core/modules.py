@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
 
@@ -52,6 +53,11 @@ def is_norm(module: nn.Module) -> bool:
     """Whether a module scales, and perhaps shifts, the entries of a vector and does nothing else with weights."""
     parameters = list(module.parameters())
     return not list(module.children()) and bool(parameters) and all(p.ndim == 1 for p in parameters)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` multiplies by a weight matrix: ``nn.Linear``, or GPT-2's ``Conv1D``."""
+    return isinstance(module, (nn.Linear, Conv1D))
 
 
 def attention_modules(module: nn.Module) -> list[nn.Module]:

@@ -102,10 +102,10 @@ def mean_ratio(model, low):
     return (Adjoint(low, model, probes=2)(TOKENS).windows.predicted / measured).mean()
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp16"])
+@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3_linear"])
 @each_family
 def test_prediction_is_the_measured_mismatch(config, format):
-    """Weights included, library's eager attention; measured: mean ratios from 0.96 to 1.03."""
+    """Weights included, library's eager attention; measured: mean ratios from 0.95 to 1.04."""
     model = random_model(config)
     low = lower(model, format)
     assert 0.92 < mean_ratio(model, low) < 1.08

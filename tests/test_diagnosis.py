@@ -79,7 +79,7 @@ def test_budgets_as_people_write_them(text, parsed):
         ({"budget": "1.5 blocks"}, "got '1.5 blocks'"),
         ({"budget": "2 heads"}, "got '2 heads'"),
         ({"budget": ""}, "got ''"),
-        ({"format": "fp32"}, "needs a format that rounds results, bf16, .*, fp8_e5m2_scaled, got 'fp32'"),
+        ({"format": "fp32"}, "needs a format that rounds results, bf16, .*, fp8_e5m2_linear, got 'fp32'"),
         ({"attention": "flash"}, "attention must be one of sdpa, eager, got 'flash'"),
         ({"reference": "maybe"}, "reference must be one of auto, yes, no, got 'maybe'"),
         ({"windows": 0}, "windows must be at least 1, got 0"),

@@ -177,13 +177,13 @@ def test_emulated_fp32_is_plain_fp32(tiny_gpt2, tiny_tokens):
     assert torch.equal(final_hidden(lower(tiny_gpt2, "fp32", "emulated"), tiny_tokens), plain)
 
 
-@pytest.mark.parametrize("format", ["tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("format", ["tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3_linear"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_grad_mode_changes_nothing(format, context, tiny_gpt2, tiny_tokens):
     lowered = lower(tiny_gpt2, format, "emulated")
     with context(), lowered.running():
         hidden = lowered.model.base_model(tiny_tokens).last_hidden_state
-    assert hidden.dtype == FORMATS[format].carrier
+    assert hidden.dtype == get_format(format).carrier
     assert torch.equal(hidden, final_hidden(lowered, tiny_tokens))
 
 

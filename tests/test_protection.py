@@ -323,6 +323,16 @@ def test_predicted_mismatch_is_that_measured(embedded, format):
         assert chosen.predicted == pytest.approx(found, rel=0.04), chosen.label
 
 
+def test_plans_for_fp8_in_linear_layers(embedded):
+    """Every prediction is 3 to 8 % too large, as that of no plan is; modules and branches, which hold such layers."""
+    model, tokens = embedded[0], embedded[1][:16]
+    known = contributions(model, tokens, "fp8_e4m3_linear")
+    kept = known.keep().predicted
+    for chosen in (known.plan(8, "modules"), known.plan(4), known.plan(1, "sites"), known.plan(2, "sites")):
+        assert chosen.predicted == pytest.approx(measured(model, chosen, tokens).mean(), rel=0.12), chosen.label
+        assert chosen.predicted < 0.6 * kept
+
+
 @pytest.mark.parametrize(("format", "tolerance"), [("bf16", 0.12), ("fp8_e4m3_scaled", 0.12)])
 def test_plans_where_weights_only_are_rounded(embedded, format, tolerance):
     """All windows meet the same errors of weights, so their mean is one draw from what is expected."""
@@ -415,6 +425,14 @@ def test_cost_by_hand(tiny):
     assert known.of_sites(["residual"]).activation_bytes == 2 * width
     assert known.of_sites(["residual"]).parameter_bytes == known.of_sites(["norms"]).parameter_bytes  # widened
     assert known.of_sites(["residual"]).flops == 0
+
+
+def test_linear_layers_in_fp8_are_stored_in_one_byte(tiny):
+    model, _, tokens = tiny
+    known = contributions(model, tokens, "fp8_e4m3_linear")
+    matrices, vectors = 12 * 32**2, 13 * 32
+    assert known.of_blocks([1]).parameter_bytes == 3 * matrices + 2 * vectors
+    assert known.of_sites(["norms"]).parameter_bytes == 2 * 7 * 2 * 32
 
 
 def test_a_tied_head_is_stored_a_second_time_unless_both_are_kept(tiny):

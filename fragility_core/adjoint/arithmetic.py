@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fragility_core import emulation
+from fragility_core import emulation, operands
 from fragility_core.adjoint.products import fast_products
 from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.sites import SUMS
@@ -40,9 +40,7 @@ EXACT = {str(kernel).rpartition(".")[-1] for kernel in emulation.EXACT} | {
 # Half of what a model calls. These are handed on at once: what asks about a tensor, and what moves one tensor.
 QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
 MOVES = {Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, functional.dropout}
-PRODUCTS = {
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "scaled_dot_product_attention",
-}  # fmt: skip
+PRODUCTS = operands.PRODUCTS | {"scaled_dot_product_attention"}
 
 _DISPATCHING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -148,18 +146,19 @@ class Owned(torch.autograd.Function):
 class LowArithmetic(TorchFunctionMode):
     """The arithmetic of ``format``, every rounding of which is put on ``tape``.
 
-    ``weights`` holds the fp32 tensors that stand for parameters, by the parameter's id, ``buffers`` likewise.
+    ``weights`` holds the fp32 tensors that stand for parameters, by the parameter's id, ``buffers`` likewise. Those
+    stored at ``linear`` multiply operands that are rounded to ``format.operands``.
     ``stochastic`` records the standard deviation of stochastic rounding in place of the known error
     of rounding to nearest. With ``rounding`` off only the parameters are in the format.
     """
 
     def __init__(
         self, format: Format, tape: Tape, weights: dict[int, Tensor], buffers: dict[int, Tensor],
-        stochastic: bool = False, rounding: bool = True,
+        linear: set[int], stochastic: bool = False, rounding: bool = True,
     ):  # fmt: skip
         super().__init__()
         self.format, self.tape, self.weights, self.buffers = format, tape, weights, buffers
-        self.stochastic, self.rounding = stochastic, rounding
+        self.linear, self.stochastic, self.rounding = linear, stochastic, rounding
         self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
         self._open: set[FunctionType] = set()
 
@@ -218,6 +217,8 @@ class LowArithmetic(TorchFunctionMode):
             call.kwargs = {key: torch.float32 if x is requested else x for key, x in call.kwargs.items()}
         elif requested is None:
             low = stored_as(call.args[0]) is not None if call.writes else call.promotes_to_low()
+        if self.linear and call.product == "weights" and self.linear & operands.storages(call.floating):
+            call.args = map_tensors(call.args, self._operand)
         result = self._compute(call)
         if not low:
             return result
@@ -228,6 +229,11 @@ class LowArithmetic(TorchFunctionMode):
 
     def _compute(self, call: Call) -> Any:
         return self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
+
+    def _operand(self, x: Tensor) -> Tensor:
+        if stored_as(x) != "value":
+            return x
+        return self.round(x.clone(), "operand", "weights", format=self.format.operands)
 
     def _requested_dtype(self, call: Call) -> torch.dtype | None:
         """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""
@@ -265,21 +271,23 @@ class LowArithmetic(TorchFunctionMode):
         stream: bool = False,
         constant: bool = False,
         written: bool = False,
+        format: Format | None = None,
     ) -> Tensor:
-        """Round what the kernel ``name`` computed, or has ``written`` to ``y``.
+        """Round what the kernel ``name`` computed, or has ``written`` to ``y``, to its own format or to ``format``.
 
         A result to which no gradient would come is replaced by one.
         """
+        format = format or self.format
         exact = y.data  # not counted as a change: what autograd saved of y is what was stored
-        rounded = self.format.round(exact).float()
+        rounded = format.round(exact).float()
         if constant:
             exact.copy_(rounded)
             return store(y)
         place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
-        if has_short_range(self.format):
+        if has_short_range(format):
             self.tape.note_largest(place, rounded)
         if self.stochastic:
-            error = stochastic_error(error, exact, self.format)
+            error = stochastic_error(error, exact, format)
         exact.copy_(rounded)
         if y.requires_grad and y._is_view() and written:
             self.tape.watch_part(place, y, error)

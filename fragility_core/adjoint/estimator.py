@@ -20,6 +20,7 @@ from fragility_core.adjoint.tape import Tape
 from fragility_core.emulation import LowPrecision, sharing_copy
 from fragility_core.lookup import elementwise_modules
 from fragility_core.modules import final_hidden, is_block
+from fragility_core.operands import linear_weights, storages
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,24 @@ class Adjoint:
         self.model = sharing_copy(low.model)
         self.tape, self._lock = Tape(), threading.Lock()
         self._sites = pd.DataFrame()
+        stored = linear_weights(self.model) if low.format.operands else {}
+        self._linear = {path: p for path, p in stored.items() if p.dtype == self._dtype}
         weights, buffers = self._watch_stored(reference)
         stochastic, rounding = low.execution == "stochastic", not low.weights_only
-        self.arithmetic = LowArithmetic(low.format, self.tape, weights, buffers, stochastic, rounding)
+        linear = storages(weights[id(p)] for p in self._linear.values())
+        self.arithmetic = LowArithmetic(low.format, self.tape, weights, buffers, linear, stochastic, rounding)
         self._follow_modules()
         if not stochastic:
             self._recompute(rounding)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the parameters whose rounding counts."""
+        return torch.float32 if self.low.weights_only else self.format.carrier
+
     def _watch_stored(self, reference: nn.Module | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """fp32 tensors, by the id of the parameter or the buffer they stand for, whose gradients go to the tape."""
-        dtype = torch.float32 if self.low.weights_only else self.format.carrier
+        dtype = self._dtype
         floating = {path: p for path, p in self.model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in floating.values()):
             raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
@@ -117,7 +126,8 @@ class Adjoint:
             if exact is not None:  # fp32 ones may hold rounded values: norms beside an fp32 stream
                 error = partial(local_error, exact[path], leaf.detach())
             else:
-                error = partial(expected_error, leaf.detach(), self.format)
+                format = self.format.operands if path in self._linear else self.format
+                error = partial(expected_error, leaf.detach(), format)
             if low or exact is not None:
                 leaf.requires_grad_()
                 self.tape.watch_leaf(self.tape.weight(path), leaf, error)

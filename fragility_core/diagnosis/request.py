@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fragility_core import inputs
 from fragility_core.diagnosis.measure import observe
-from fragility_core.formats import FORMATS, SCALED, get_format
+from fragility_core.formats import KNOWN, get_format
 from fragility_core.inputs import Inputs
 from fragility_core.modules import block_paths
 from fragility_core.protection import SITES
@@ -49,7 +49,7 @@ class Request:
     weights_only: bool = False
 
     def __post_init__(self):
-        rounding = [name for name, format in (FORMATS | SCALED).items() if format.carrier != torch.float32]
+        rounding = [name for name, format in KNOWN.items() if format.carrier != torch.float32]
         if self.format not in rounding:
             raise ValueError(
                 f"a diagnosis needs a format that rounds results, {', '.join(rounding)}, got {self.format!r}"

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from fragility_core.formats import Format
 from fragility_core.modules import block_of, within
+from fragility_core.operands import linear_weights
 from fragility_core.protection.structure import ATTENTION, Structure
 
 WIDE = 4  # bytes of fp32
@@ -17,13 +18,17 @@ def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> 
 
     A parameter that a module outside of ``kept`` shares (a tied head) stays in the format there.
     """
+    multiplied = {id(p) for p in linear_weights(model).values()} if format.operands else set()
     uses: dict[int, tuple[int, set[bool]]] = {}
     for path, module in model.named_modules():
         inside = any(within(path, module_path) for module_path in kept)
         for parameter in module.parameters(recurse=False):
             uses.setdefault(id(parameter), (parameter.numel(), set()))[1].add(inside)
-    narrow = format.storage.itemsize
-    return sum(n * (WIDE - narrow * (where == {True})) for n, where in uses.values() if True in where)
+
+    def narrow(parameter: int) -> int:
+        return (format.operands if parameter in multiplied else format).storage.itemsize
+
+    return sum(n * (WIDE - narrow(p) * (where == {True})) for p, (n, where) in uses.items() if True in where)
 
 
 def product_weights(module: nn.Module) -> int:

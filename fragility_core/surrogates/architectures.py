@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fragility_core.modules import attention_modules, block_paths
+from fragility_core.modules import attention_modules, block_paths, is_linear
 from fragility_core.surrogates.dataflow import Call, agree, one_token_pass, reads
-from fragility_core.surrogates.linear import Projection, is_linear
+from fragility_core.surrogates.linear import Projection
 from fragility_core.surrogates.norms import Norm, known_norm
 
 

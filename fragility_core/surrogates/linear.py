@@ -7,11 +7,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` multiplies by a weight matrix."""
-    return isinstance(module, (nn.Linear, Conv1D))
-
-
 class Projection(NamedTuple):
     """Linear layers of one input taken together, or some output ``features`` of one of them."""
 

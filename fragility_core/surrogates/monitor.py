@@ -187,6 +187,11 @@ class Monitor:
         The model of ``low`` runs with attention that can be observed from then on, monitored or not.
         Raises TypeError for an architecture whose blocks are not known.
         """
+        if low.format.operands is not None:
+            raise ValueError(
+                f"the score has one unit roundoff for all of a model, got {low.format.name}, whose linear layers have "
+                "another: predict its mismatch with fragility_core.adjoint.Adjoint"
+            )
         self.low = low
         self.model: PreTrainedModel = low.model
         self.blocks = blocks(self.model)
