@@ -334,6 +334,16 @@ def test_a_prediction_that_misses_is_said(offset, alike):
     assert bool(re.search(r"The prediction is 1\.2\d times what was measured", html)) is alike
 
 
+def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
+    """What is multiplied in fp8 and what stays in bf16 are told apart."""
+    found = diagnose(tiny_gpt2, tiny_tokens, format="fp8_e4m3_linear", budget="3 modules")
+    html = page.page(found)
+    assert f"{found.execution} bf16, linear layers of blocks in fp8_e4m3_scaled." in " ".join(html.split())
+    assert "its output back to bf16." in html and "left the range of bf16." in html
+    assert found.measured.mismatch.mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.15)
+    assert found.protected.mismatch.mean() == pytest.approx(found.plan.predicted, rel=0.15)
+
+
 def test_page_of_a_model_that_overflows(tiny_tokens):
     model = random_gpt2(TINY)
     model.transformer.h[1].mlp.c_proj.bias.fill_(1e5)

@@ -21,7 +21,8 @@ probes alone, and with p of them that of a t distribution of p - 1 degrees of fr
 
 How far the first order carries, measured on the embedded checkpoint: in bf16 and fp16 the mean ratio of
 predicted to measured mismatch is 0.99 to 1.02; with every kernel in fp8, where the mismatch is 0.35 to 0.64,
-it is 1.2 (e4m3) and 1.4 (e5m2) with fused attention, 1.5 and 2.1 with eager (24 windows, T = 128).
+it is 1.2 (e4m3) and 1.4 (e5m2) with fused attention, 1.5 and 2.1 with eager (24 windows, T = 128). With fp8 in
+linear layers alone, where the mismatch is 0.14 and 0.26, it is 1.07 (e4m3) and 1.20 (e5m2) with either.
 Where rounding changes a mixture's choice of experts no first order sees it (``routing``).
 At T = 128 one probe adds a scatter of 6 % to a window's prediction, four of 3 %.
 """

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from fragility_core import paths
 from fragility_core.diagnosis.request import Request
 from fragility_core.diagnosis.run import Diagnosis
+from fragility_core.formats import get_format
 from fragility_core.models import EMBEDDED
 from fragility_core.protection import Contributions, Plan
 from fragility_core.reporting import figures
@@ -193,10 +194,13 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     measured, protected = finite(diagnosis)
     predicted = mean_of(diagnosis.prediction.windows.predicted)
     overflow_left = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
+    operands = get_format(diagnosis.request.format).operands
     filters = {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
     return template(TEMPLATES, **filters).render(
         request=diagnosis.request,
         found=diagnosis,
+        stored=diagnosis.request.format if operands is None else "bf16",
+        operands=None if operands is None else operands.name,
         measured=measured,
         protected=protected,
         still_overflowing=overflow_left,
