@@ -127,13 +127,18 @@ def live_peak(work):
     ],
     ids=["gpt2", "llama", "mixtral"],
 )
-def test_what_the_blocks_keep_is_not_more_than_stated(config):
+@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3_linear"])
+def test_what_the_blocks_keep_is_not_more_than_stated(config, format):
     tokens, kept, stated = torch.arange(256)[None] % 64, {}, {}
     for depth in (1, 3):
         model = AutoModelForCausalLM.from_config(config(depth)).eval().requires_grad_(False)
-        adjoint = Adjoint(lower(model, "bf16"), model)
+        low = lower(model, format)
+        adjoint = Adjoint(low, model)
         adjoint(tokens)  # makes what is made once
-        kept[depth], stated[depth] = live_peak(partial(adjoint, tokens)), 256 * kept_by_blocks(model)
+        kept[depth], stated[depth] = (
+            live_peak(partial(adjoint, tokens)),
+            256 * kept_by_blocks(model, bool(low.format.operands)),
+        )
     assert 1 <= (stated[3] - stated[1]) / (kept[3] - kept[1]) < 2.2
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import GPT2LMHeadModel
 
+from fragility_core.adjoint import Adjoint
 from fragility_core.emulation import lower
 from fragility_core.formats import LINEAR, get_format
 from fragility_core.modules import final_hidden
@@ -112,6 +113,9 @@ def test_experts_are_linear_and_routers_are_not(config):
     for path, parameter in model.named_parameters():
         format = get_format("fp8_e4m3_scaled" if path in found else "bf16")
         assert torch.equal(rounded[path], format.round(parameter)), path
+    places = Adjoint(lower(model, "fp8_e4m3_linear"))(torch.arange(20)[None]).kernels
+    assert (places.name == "operand").sum() == len(found)  # each one's only product reads rounded values
+    assert not places[places.name == "operand"].site.isin(["router", "head"]).any()
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)

@@ -148,28 +148,30 @@ def seconds(device: torch.device) -> float:
 def memory(request: Request, loaded: Inputs) -> int:
     """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, what its backward pass keeps."""
     config, parameters = loaded.model.config.get_text_config(), sum(p.numel() for p in loaded.model.parameters())
-    stored = torch.float32 if request.weights_only else get_format(request.format).carrier
+    format = get_format(request.format)
+    stored = torch.float32 if request.weights_only else format.carrier
     copies = parameters * (2 * stored.itemsize + 4)
-    kept_a_token = kept_by_blocks(loaded.model) + 6 * 4 * config.vocab_size
+    rounds_operands = format.operands is not None and not request.weights_only
+    kept_a_token = kept_by_blocks(loaded.model, rounds_operands) + 6 * 4 * config.vocab_size
     if request.attention == "eager":
         kept_a_token += 4 * 6 * getattr(config, "num_attention_heads", 0) * request.length * config.num_hidden_layers
     return copies + request.length * kept_a_token
 
 
-def kept_by_blocks(model: nn.Module) -> int:
+def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
     """Bytes a token, about and rather too many, that the backward pass needs of all blocks.
 
-    8 for every d_model entries of the matrices, of all experts those that a token meets, and 100 for every entry of the
-    stream, 60 more where experts share it. Measured in eight families: 0.5 to 1 times as many.
+    8 for every d_model entries of the matrices, 11 where their operands are rounded, of all experts those that a token
+    meets; and 100 for every entry of the stream, 60 more where experts share it. Measured in eight families (with
+    rounded operands in five): 0.5 to 1 times as many.
     """
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
     matrices = [p for path in block_paths(model) for p in model.get_submodule(path).parameters() if p.ndim > 1]
     routed = chosen is not None and any(p.ndim == 3 for p in matrices)
     running = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
-    return int(
-        8 * running / config.hidden_size + (160 if routed else 100) * config.hidden_size * config.num_hidden_layers
-    )
+    of_matrices = (11 if rounds_operands else 8) * running / config.hidden_size
+    return int(of_matrices + (160 if routed else 100) * config.hidden_size * config.num_hidden_layers)
 
 
 def free_memory(device: torch.device) -> int | None:
