@@ -8,7 +8,7 @@ rounded, everything else is fp32.
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from fragility_core.differentiation import differentiated
 from fragility_core.formats import PIECE, Format, get_format, has_native_kernels
 from fragility_core.lookup import elementwise_modules, every_number, look_up
+from fragility_core.nested import map_tensors, tensors
 from fragility_core.operands import RoundedOperands, linear_weights
 
 aten = torch.ops.aten
@@ -52,24 +53,6 @@ FACTORS = {
 }  # fmt: skip
 if hasattr(aten, "_grouped_mm"):  # mixtures of experts, since torch 2.7
     FACTORS[aten._grouped_mm] = (0, 1)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``change`` applied to every tensor in nested tuples and lists."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors(item)
 
 
 def promoted_dtypes(arguments: Any) -> set[torch.dtype]:
@@ -178,7 +161,7 @@ class Emulation(TorchDispatchMode):
 
     def _in_fp32(self, func, args, kwargs):
         wide_args = map_tensors(args, self._widen)
-        wide_kwargs = {name: map_tensors(value, self._widen) for name, value in kwargs.items()}
+        wide_kwargs = map_tensors(kwargs, self._widen)
         requested = kwargs.get("dtype")
         if func.overloadpacket in SOFTMAXES and wide_args[2]:  # half_to_float: fp32 on output, on CUDA
             wide_args, requested = (*wide_args[:2], False), torch.float32

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fragility_core.formats import Format
 from fragility_core.modules import block_of, is_linear
+from fragility_core.nested import map_tensors, tensors
 
 PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm"}
 
@@ -58,16 +59,15 @@ class RoundedOperands(TorchFunctionMode):
         self.weights = storages(w for w in linear_weights(model).values() if w.dtype == format.carrier)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func.__name__ in PRODUCTS and self.weights & storages(x for x in args if isinstance(x, Tensor)):
+        kwargs = kwargs or {}
+        if func.__name__ in PRODUCTS and self.weights & storages(tensors((args, kwargs))):
             with self.paused():
-                args = tuple(self._rounded(x) if self._is_operand(x) else x for x in args)
-        return func(*args, **(kwargs or {}))
-
-    def _is_operand(self, x: object) -> bool:
-        """Whether ``x`` is an activation; weights are rounded already, biases are no operands."""
-        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
-            return False
-        return x.dtype == self.format.carrier and not self.weights & storages([x])
+                args, kwargs = map_tensors(args, self._rounded), map_tensors(kwargs, self._rounded)
+        return func(*args, **kwargs)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        return self.format.round(x, self.generator)
+        """An activation, rounded; weights are rounded already, and biases are no operands."""
+        operand = (
+            x.dtype == self.format.carrier and not isinstance(x, nn.Parameter) and not self.weights & storages([x])
+        )
+        return self.format.round(x, self.generator) if operand else x

@@ -79,10 +79,12 @@ def test_products_by_hand(name, execution):
         lambda x, w: functional.linear(x, w[1]),
         lambda x, w: x @ w[1].T,
         lambda x, w: torch.addmm(x.new_ones(8), x, w[1].mT),
+        lambda x, w: functional.linear(input=x, weight=w[2]),
         lambda x, w: torch.einsum("ti,oi->to", x, w[1]),
+        lambda x, w: torch.einsum("ti,oi->to", [x, w[1]]),
         lambda x, w: torch.bmm(x.expand(3, -1, -1), w.mT),
     ],
-    ids=["linear", "matmul", "addmm", "einsum", "bmm"],
+    ids=["linear", "matmul", "addmm", "by name", "einsum", "einsum of a list", "bmm"],
 )
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_whatever_multiplies_by_experts_reads_rounded_operands(product, context):

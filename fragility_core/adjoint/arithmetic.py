@@ -20,9 +20,9 @@ from fragility_core.adjoint.products import fast_products
 from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape
-from fragility_core.emulation import map_tensors
 from fragility_core.formats import Format
 from fragility_core.modules import is_block
+from fragility_core.nested import map_tensors
 
 GET_DTYPE = Tensor.dtype.__get__
 SHORT_CASTS = {
@@ -218,7 +218,7 @@ class LowArithmetic(TorchFunctionMode):
         elif requested is None:
             low = stored_as(call.args[0]) is not None if call.writes else call.promotes_to_low()
         if self.linear and call.product == "weights" and self.linear & operands.storages(call.floating):
-            call.args = map_tensors(call.args, self._operand)
+            call.args, call.kwargs = (map_tensors(given, self._operand) for given in (call.args, call.kwargs))
         result = self._compute(call)
         if not low:
             return result

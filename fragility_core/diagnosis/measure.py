@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_core.emulation import LowPrecision, tensors
+from fragility_core.emulation import LowPrecision
 from fragility_core.formats import Format
 from fragility_core.modules import block_paths, hidden_and_logits
+from fragility_core.nested import tensors
 from fragility_core.theory import mismatch
 
 

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from fragility_core.attention import FP32_SCORES
-from fragility_core.emulation import LowPrecision, lower, tensors
+from fragility_core.emulation import LowPrecision, lower
 from fragility_core.formats import get_format
 from fragility_core.modules import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
+from fragility_core.nested import tensors
 from fragility_core.protection.plans import Plan
 from fragility_core.protection.structure import scores_can_be_kept
 

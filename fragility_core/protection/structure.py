@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fragility_core.attention import FP32_SCORES
-from fragility_core.emulation import sharing_copy, tensors
+from fragility_core.emulation import sharing_copy
 from fragility_core.modules import (
     attention_modules,
     block_of,
@@ -20,6 +20,7 @@ from fragility_core.modules import (
     norm_paths,
     within,
 )
+from fragility_core.nested import tensors
 
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}
