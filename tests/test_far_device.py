@@ -108,7 +108,7 @@ def test_experiments(inputs, tmp_path):
     given = e2.specifications(GRID, there), there, tmp_path / "e2"
     patches = e3.run_patches(*given, tmp_path / "e3", windows=2, noisy_windows=1, realisations=2)
     assert patches.exact_reduction.notna().all()
-    estimates = x1.run_estimates(*given, tmp_path / "x1", probes=2, noisy_windows=1, realisations=2)
+    estimates = x1.run_estimates(*given, tmp_path / "x1", probes=2, redraws=1)
     assert np.isfinite(estimates.predicted).all()
     sizes = {"tokens": 64, "probes": 1, "draws": 1, "blocks": (1,), "sites": (1,)}
     plans = x1_protection.run_protections(*given, tmp_path / "plans", **sizes)

@@ -83,6 +83,12 @@ def test_results_of_x1_are_those_of_the_committed_tables():
         ),
     ):
         assert f"| {name} | {adjoint.mean():.3f} | {score.mean():.3f} |" in README
+    by_length = runs.groupby("length").mean(numeric_only=True)
+    for column in ("between_draws", "ceiling", "adjoint_with_each"):
+        assert ", ".join(f"{x:.2f}" for x in by_length[column]) in README, column
+    for column in ("ceiling", "adjoint_with_each"):
+        assert f"{runs[column].mean():.2f} on average" in README, column
+    assert f"and {runs.adjoint_with_mean.mean():.2f} with their mean" in README
     ratios = f"{runs.mean_ratio.min():.3f} to {runs.mean_ratio.max():.3f}"
     assert f"| prediction over mismatch, mean of a run | {ratios} |" in README
     plans = (

@@ -12,7 +12,9 @@ from fragility_core.emulation import lower
 from fragility_core.experiments import e2, e3, x1, x1_protection
 from fragility_core.experiments.runs import window_rows
 from fragility_core.inputs import Inputs, digest
+from fragility_core.modules import final_hidden
 from fragility_core.protection import Contributions
+from fragility_core.theory import mismatch
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16,), (0,), windows=6, batch_tokens=48)
 RUN = ["precision", "length", "seed"]
@@ -34,7 +36,7 @@ def source(inputs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def estimates(inputs, source, tmp_path_factory):
-    options = {"probes": 2, "noisy_windows": 4, "realisations": 3}
+    options = {"probes": 2, "redraws": 2}
     return x1.run_estimates(
         e2.specifications(GRID, inputs), inputs, source[0], tmp_path_factory.mktemp("x1"), **options
     )
@@ -65,16 +67,34 @@ def test_prediction_and_signals_stand_side_by_side(source, estimates):
     bf16 = windows[windows.precision == "bf16"]
     assert runs.loc["bf16", "adjoint_pearson"] == pytest.approx(np.corrcoef(bf16.adjoint, bf16.mismatch)[0, 1])
     assert runs.loc["bf16", "mean_ratio"] == pytest.approx(bf16.ratio.mean())
-    noisy = bf16[[f"{x1.NOISY}{i}" for i in range(3)]].dropna()
-    assert len(noisy) == 4
-    assert runs.loc["bf16", "between_realisations"] == pytest.approx(
-        noisy.corr().to_numpy()[[0, 0, 1], [1, 2, 2]].mean()
-    )
-    adjoint = bf16.adjoint[noisy.index].to_numpy()
-    ones = [np.corrcoef(noisy[name], adjoint)[0, 1] for name in noisy]
-    assert runs.loc["bf16", "adjoint_with_one"] == pytest.approx(np.mean(ones))
-    mean = noisy.to_numpy().mean(1)
-    assert runs.loc["bf16", "adjoint_with_mean"] == pytest.approx(np.corrcoef(mean, adjoint)[0, 1])
+
+
+def test_draws_of_the_mismatch_say_how_well_it_can_be_predicted(source, estimates):
+    windows = x1.window_table(estimates, source[1])
+    bf16 = windows[windows.precision == "bf16"].reset_index(drop=True)
+    draws = bf16[["mismatch", f"{x1.REDRAWN}0", f"{x1.REDRAWN}1"]]
+    run = x1.run_table(bf16).iloc[0]
+    assert run.between_draws == pytest.approx(draws.corr().to_numpy()[[0, 0, 1], [1, 2, 2]].mean())
+    assert run.ceiling == pytest.approx(max(run.between_draws, 0) ** 0.5)
+    each = [np.corrcoef(draws[name], bf16.adjoint)[0, 1] for name in draws]
+    assert run.adjoint_with_each == pytest.approx(np.mean(each))
+    assert run.adjoint_with_mean == pytest.approx(np.corrcoef(draws.to_numpy().mean(1), bf16.adjoint)[0, 1])
+    overflowed = bf16.assign(**{f"{x1.REDRAWN}0": [np.inf, *draws[f"{x1.REDRAWN}0"][1:]]})
+    assert x1.run_table(overflowed).between_draws.notna().all()
+    assert "between_draws" not in x1.run_table(bf16.drop(columns=list(draws)[1:]))
+
+
+def test_a_redraw_rounds_the_same_function_otherwise(inputs, source, estimates):
+    """Another mismatch of the same size; the model itself moves by less than rounding moves it."""
+    tokens = inputs.stream[None, :16]
+    model, low = x1.Estimates(inputs, source[0]).redrawn("bf16", "native", 0)
+    with torch.no_grad():
+        moved = mismatch(final_hidden(model, tokens), final_hidden(inputs.model, tokens)).item()
+    windows = x1.window_table(estimates, source[1]).query("precision == 'bf16'")
+    assert 0 < moved < windows.mismatch.mean()
+    assert not np.isclose(windows[f"{x1.REDRAWN}0"], windows.mismatch, rtol=1e-3).any()
+    assert windows[f"{x1.REDRAWN}0"].mean() == pytest.approx(windows.mismatch.mean(), rel=0.15)
+    assert low.model.config._attn_implementation == IMPLEMENTATION
 
 
 def test_mean_prediction_is_the_mean_mismatch(source, estimates):
@@ -155,7 +175,7 @@ def test_rerun_skips_finished_runs(inputs, source, tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(x1.run_estimates(sources, inputs, source[0], tmp_path), whole)
 
 
-@pytest.mark.parametrize("options", [{"probes": 0}, {"noisy_windows": 7}, {"realisations": -1}])
+@pytest.mark.parametrize("options", [{"probes": 0}, {"redraws": -1}])
 def test_counts_out_of_range_are_named(inputs, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         x1.specifications(e2.specifications(GRID, inputs), **options)

@@ -3,6 +3,7 @@
 Like the score it sees the low-precision pass alone: no full-precision weights, no second pass.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fragility_core.adjoint import Adjoint, Prediction, predict
 from fragility_core.attention import IMPLEMENTATION
@@ -22,13 +23,14 @@ from fragility_core.experiments.agreement import SIGNALS, signal_agreement
 from fragility_core.experiments.e3 import REALISATION, WINDOW
 from fragility_core.experiments.pool import Advance, complete
 from fragility_core.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
+from fragility_core.formats import get_format
 from fragility_core.inputs import Inputs
 from fragility_core.modules import final_hidden
 from fragility_core.theory import mismatch
 
 PLACE = ["site", "layer", "block_output"]
 OUTSIDE = -1  # the layer of what belongs to no block
-NOISY = "stochastic_mismatch_"  # columns of the mismatch under stochastic rounding, numbered from 0
+REDRAWN = "redrawn_mismatch_"  # columns of the mismatch with other roundings, numbered from 0
 COMPARED = ("adjoint", "one_probe", "combined", "no_transport")
 
 
@@ -37,24 +39,19 @@ class EstimateSpec(DerivedSpec):
     """Estimates for the windows of one run of E2; raises ValueError for counts out of range."""
 
     probes: int = 1
-    noisy_windows: int = 0  # how many are measured under stochastic rounding too
-    realisations: int = 0
+    redraws: int = 0  # how often every window is measured again, with other roundings
 
     unit = "token"
 
     def __post_init__(self):
         if self.probes < 1:
             raise ValueError(f"probes must be at least 1, got {self.probes}")
-        if not 0 <= self.noisy_windows <= self.source.windows:
-            raise ValueError(
-                f"noisy_windows must be between 0 and E2's {self.source.windows} windows, got {self.noisy_windows}"
-            )
-        if self.realisations < 0:
-            raise ValueError(f"realisations must be at least 0, got {self.realisations}")
+        if self.redraws < 0:
+            raise ValueError(f"redraws must be at least 0, got {self.redraws}")
 
     @property
     def size(self) -> int:
-        return self.source.length * (self.source.windows + self.noisy_windows * self.realisations)
+        return self.source.length * self.source.windows * (1 + self.redraws)
 
 
 class Estimates:
@@ -65,49 +62,66 @@ class Estimates:
         self.inputs, self.source = inputs, RunStore(source)
         self.record = {"attention": inputs.attention}
         self._estimators: dict[tuple, Adjoint] = {}
+        self._redrawn: dict[tuple, tuple[nn.Module, LowPrecision]] = {}
 
     def estimator(self, spec: EstimateSpec) -> Adjoint:
         """The estimator for the precision and probes of ``spec``, with the attention of E2's low-precision pass."""
         key = (spec.source.precision, spec.source.execution, spec.probes)
         if key not in self._estimators:
-            low = lower(self.inputs.model, *key[:2])
-            low.model.set_attn_implementation(IMPLEMENTATION)
-            self._estimators[key] = Adjoint(low, probes=spec.probes)
+            self._estimators[key] = Adjoint(_lowered(self.inputs.model, *key[:2]), probes=spec.probes)
         return self._estimators[key]
+
+    def redrawn(self, precision: str, execution: str, number: int) -> tuple[nn.Module, LowPrecision]:
+        """The fp32 model with all weights moved by about half a unit roundoff of themselves, and lowered.
+
+        What it computes hardly differs, but everything in it is rounded anew: to nearest, as in E2.
+        """
+        key = precision, execution, number
+        if key not in self._redrawn:
+            model = copy.deepcopy(self.inputs.model)
+            generator = torch.Generator(self.inputs.device).manual_seed(number)
+            for weight in model.parameters():
+                noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+                weight.data *= 1 + get_format(precision).unit_roundoff / 2 * noise
+            self._redrawn[key] = model, _lowered(model, precision, execution)
+        return self._redrawn[key]
 
     def run(self, spec: EstimateSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows, one per window and place: its c^2 (mean over probes), and the window's prediction and mismatch.
 
         Places are told apart by ``site``, ``layer`` (-1 outside of blocks) and whether they are a block's output.
-        ``one_probe`` is the prediction from the first probe alone, ``stochastic_mismatch_0`` ... the mismatch under
-        stochastic rounding, where measured. Raises FileNotFoundError where E2's run is not there.
+        ``one_probe`` is the prediction from the first probe alone, ``redrawn_mismatch_0`` ... the mismatch with other
+        roundings (``redrawn``). Raises FileNotFoundError where E2's run is not there.
         """
         rows = self.source.require(spec.source)
         windows = window_rows(rows)
         estimator = self.estimator(spec)
         frames = []
-        for place, window in enumerate(windows[~windows.overflow].itertuples()):
+        for window in windows[~windows.overflow].itertuples():
             tokens = self.inputs.stream[None, window.start : window.start + spec.source.length].to(self.inputs.device)
             frame = _places(estimator(tokens)).assign(window=window.window, mismatch=window.mismatch)
-            realisations = spec.realisations if place < spec.noisy_windows else 0
-            frames.append(frame.assign(**self._noisy(estimator.low, tokens, window.start, realisations)))
-            advance(spec.source.length * (1 + realisations))
+            frames.append(frame.assign(**self._measured_again(spec, tokens)))
+            advance(spec.source.length * (1 + spec.redraws))
         places = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
         return places.assign(**spec_columns(spec.source))
 
     @torch.no_grad()
-    def _noisy(self, low: LowPrecision, tokens: Tensor, start: int, realisations: int) -> dict[str, float]:
-        """Mismatch of one window under so many realisations of stochastic rounding."""
-        if not realisations:
-            return {}
-        reference = final_hidden(self.inputs.model, tokens)
+    def _measured_again(self, spec: EstimateSpec, tokens: Tensor) -> dict[str, float]:
+        """Mismatch of one window in every redraw."""
         measured = {}
-        for number in range(realisations):
-            noisy = low.stochastic(start * realisations + number)  # different bits for every window
-            with noisy.running():
-                hidden = final_hidden(noisy.model, tokens)
-            measured[f"{NOISY}{number}"] = mismatch(hidden, reference).item()
+        for number in range(spec.redraws):
+            model, low = self.redrawn(spec.source.precision, spec.source.execution, number)
+            with low.running():
+                hidden = final_hidden(low.model, tokens)
+            measured[f"{REDRAWN}{number}"] = mismatch(hidden, final_hidden(model, tokens)).item()
         return measured
+
+
+def _lowered(model: nn.Module, precision: str, execution: str) -> LowPrecision:
+    """``model`` lowered, with the attention of E2's low-precision pass."""
+    low = lower(model, precision, execution)
+    low.model.set_attn_implementation(IMPLEMENTATION)
+    return low
 
 
 def _places(prediction: Prediction) -> pd.DataFrame:
@@ -146,8 +160,8 @@ def window_table(estimates: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
     ``ratio`` is the prediction over the mismatch; windows that overflowed have neither.
     """
-    noisy = [name for name in estimates if name.startswith(NOISY)]
-    columns = ["predicted", "standard_error", "one_probe", *noisy]
+    redrawn = [name for name in estimates if name.startswith(REDRAWN)]
+    columns = ["predicted", "standard_error", "one_probe", *redrawn]
     predictions = estimates.groupby(WINDOW, sort=False)[columns].first().rename(columns={"predicted": "adjoint"})
     windows = window_rows(runs)[[*WINDOW, "overflow", "mismatch", *SIGNALS]]
     table = windows.merge(predictions.reset_index(), on=WINDOW, how="left")
@@ -167,20 +181,23 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _noise(windows: pd.DataFrame) -> dict[str, float]:
-    """Pearson between the mismatches of two stochastic realisations, and of the prediction with one and their mean.
+    """How much of the mismatch is the chance of its roundings, from draws of it: itself and the redrawn ones.
 
-    The first says how well one measurement foretells another one; its root is what the exact expectation would
-    have with one (Spearman 1904). The mean has less of that noise.
+    ``between_draws`` is the mean Pearson between two of them. The exact expectation would have its root, the
+    ``ceiling``, with any one (Spearman 1904). ``adjoint_with_each`` is what the prediction has with one, mean over
+    draws, ``adjoint_with_mean`` with their mean, which has less of the noise.
     """
-    noisy = windows[[name for name in windows if name.startswith(NOISY)]].dropna()
-    if len(noisy) < 3 or noisy.shape[1] < 2:
+    names = ["mismatch", *(name for name in windows if name.startswith(REDRAWN))]
+    draws = windows[names].replace(np.inf, np.nan).dropna()
+    if len(draws) < 3 or len(names) < 2:
         return {}
-    between = np.corrcoef(noisy.T)[np.triu_indices(noisy.shape[1], 1)].mean()
-    adjoint = windows.adjoint[noisy.index]
+    between = np.corrcoef(draws.T)[np.triu_indices(len(names), 1)].mean()
+    adjoint = windows.adjoint[draws.index]
     return {
-        "between_realisations": between,
-        "adjoint_with_one": noisy.corrwith(adjoint).mean(),
-        "adjoint_with_mean": noisy.mean(axis=1).corr(adjoint),
+        "between_draws": between,
+        "ceiling": max(between, 0) ** 0.5,
+        "adjoint_with_each": draws.corrwith(adjoint).mean(),
+        "adjoint_with_mean": draws.mean(axis=1).corr(adjoint),
     }
 
 
