@@ -35,14 +35,14 @@ endif
 
 # The activated environment where it satisfies pyproject.toml, otherwise .venv.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
-LACKS := $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" -m fragility_core.environment 2>&1 || echo "(unmet)"))
+LACKS := $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" -m fragility_lab.running.environment 2>&1 || echo "(unmet)"))
 USABLE := $(if $(ACTIVE),$(if $(LACKS),,yes))
 PYTHON := $(if $(USABLE),"$(ACTIVE)/bin/python",.venv/bin/python)
 ENVIRONMENT := $(if $(USABLE),,.venv/installed)
 export LACKS
 
 NOTEBOOKS := $(wildcard notebooks/*.ipynb notebooks/*/*.ipynb)
-EXECUTE = $(PYTHON) -m fragility_core.execute
+EXECUTE = $(PYTHON) -m fragility_lab.running.execute
 PARALLEL = --numprocesses logical --maxprocesses 4
 
 # Results of a model or text of one's own do not mix with those of the profile; RESULTS=name on the command line
@@ -86,7 +86,7 @@ diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to 
 
 .PHONY: compare
 compare: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
-	@$(PYTHON) -m fragility_core.reporting.reruns "$$RESULTS" "$$WITH"
+	@$(PYTHON) -m fragility_lab.reporting.reruns "$$RESULTS" "$$WITH"
 
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (two hours on two CPU cores)
@@ -107,15 +107,15 @@ test-browser: browser  ## use the teaching notebooks in a real JupyterLab and Ch
 
 .PHONY: notebooks
 notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and store clean outputs
-	$(PYTHON) -m fragility_core.refresh
+	$(PYTHON) -m fragility_lab.running.refresh
 
 .PHONY: bench
 bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
-	$(PYTHON) -m fragility_core.bench
+	$(PYTHON) -m fragility_lab.running.bench
 
 .PHONY: lab
 lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
-	$(PYTHON) -m fragility_core.lab
+	$(PYTHON) -m fragility_lab.running.lab
 
 .PHONY: lint
 lint: $(ENVIRONMENT)  ## check the code's style
@@ -136,10 +136,10 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 	done; \
 	echo "No Python >= 3.11 with venv found (tried python3.12, python3.11, python3)." \
 	    "Install one, or activate an environment made from environment.yml." >&2; exit 1
-	.venv/bin/python -m pip install -c constraints.txt -e '.[test]'
+	.venv/bin/python -m pip install -c constraints.txt -e '.[lab,test]'
 	@touch $@
 
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
 	rm -rf .venv .home .pytest_cache .ruff_cache .hypothesis *.egg-info
-	find fragility_core tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+	find fragility_core fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -11,7 +11,7 @@ import torch
 from tiny import TINY, random_gpt2
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
-from fragility_core.models import load_model
+from fragility_lab.inputs.checkpoints import load_model
 
 DATA = Path(__file__).parent / "data"
 

@@ -143,7 +143,7 @@ def far_device(monkeypatch) -> Iterator[torch.device]:
         waits["to the device"] += 1
         return far(made)
 
-    monkeypatch.setattr("fragility_core.models.default_device", lambda: FAR.type)
+    monkeypatch.setattr("fragility_lab.inputs.checkpoints.default_device", lambda: FAR.type)
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator("cpu"))
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_: None)

@@ -5,9 +5,9 @@ from dataclasses import fields
 
 import pandas as pd
 
+from fragility_core.arithmetic.formats import get_format
 from fragility_core.bgss import Policy, get_policy
 from fragility_core.bgss.registry import policy_class
-from fragility_core.formats import get_format
 
 # The release's fields, and the columns of ``surrogates.score`` that they are.
 LAYER_FIELDS = {

@@ -23,14 +23,14 @@ from fragility_core.adjoint.products import scaled_dot_product_attention
 from fragility_core.adjoint.recomputed import tabulate
 from fragility_core.adjoint.rounding import ulp
 from fragility_core.adjoint.rows import Rows
-from fragility_core.attention import IMPLEMENTATION
-from fragility_core.emulation import lower
-from fragility_core.formats import get_format
-from fragility_core.lookup import row_of
-from fragility_core.models import load_model, load_tokenizer
-from fragility_core.modules import final_hidden
+from fragility_core.arithmetic.attention import OBSERVED_EAGER
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lookup import row_of
+from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
-from fragility_core.windows import load_rows, select_windows, tokenize
+from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
+from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 HALF = ["bf16", "fp16"]
 EVERY = [*HALF, "fp8_e4m3", "fp8_e5m2"]
@@ -149,7 +149,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
 # --- The prediction against what happens -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", OBSERVED_EAGER])
 def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
     """Rounding at random, the errors are independent as the derivation assumes: E||E||^2 itself is compared."""
     low = lower(tiny_gpt2, "bf16", "emulated")
@@ -174,7 +174,7 @@ def embedded():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "count", "tolerance"), [(IMPLEMENTATION, 10, 0.05), ("eager", 3, 0.1), ("sdpa", 3, 0.1)]
+    ("implementation", "count", "tolerance"), [(OBSERVED_EAGER, 10, 0.05), ("eager", 3, 0.1), ("sdpa", 3, 0.1)]
 )
 @pytest.mark.parametrize("format", HALF)
 def test_prediction_is_the_measured_mismatch(format, implementation, count, tolerance, embedded):
@@ -352,11 +352,11 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(tiny_gpt2, tiny_token
 @pytest.mark.parametrize("format", HALF)
 def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny_tokens, monkeypatch):
     """Blocks of a few rows or all at once, the sites' contributions are those of the library's kernels."""
-    monkeypatch.setattr("fragility_core.attention.BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr("fragility_core.arithmetic.attention.BLOCK_ELEMENTS", 2**12)
     low = lower(tiny_gpt2, format, "emulated")
     plain, recomputed = (
         by_sites_of(low, "eager", tiny_tokens[:, :window]),
-        by_sites_of(low, IMPLEMENTATION, tiny_tokens[:, :window]),
+        by_sites_of(low, OBSERVED_EAGER, tiny_tokens[:, :window]),
     )
     np.testing.assert_allclose(recomputed, plain, rtol=0.03, atol=1e-12)
 
@@ -371,7 +371,7 @@ def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny
 ])  # fmt: skip
 def test_gradients_of_fused_attention(heads, queries, keys, options, monkeypatch):
     """Block by block those of the library in fp64; the context is the library's bit for bit."""
-    monkeypatch.setattr("fragility_core.attention.BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr("fragility_core.arithmetic.attention.BLOCK_ELEMENTS", 2**12)
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, heads[0], queries, 8), (3, heads[1], keys, 8), (3, heads[1], keys, 8), (3, heads[0], queries, 8)]
     *operands, gradient = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -437,7 +437,7 @@ def test_a_table_holds_what_an_activation_does(format, execution, name):
     """Stored values bit for bit as the pass computes them; local error and derivative against fp64."""
     activation, low = ACT2FN[name], lower(nn.Linear(1, 1), format, execution)
     stored, error, derivative = tabulate(low, activation, torch.device("cpu"))
-    numbers = torch.linspace(-9, 9, 3000).to(low.format.storage).to(low.format.carrier)
+    numbers = torch.linspace(-9, 9, 3000).to(low.format.storage).to(low.format.compute_dtype)
     with low.running():
         expected = activation(numbers).double()
     exact_numbers = numbers.double().requires_grad_()
@@ -631,7 +631,7 @@ def test_an_overflow_inside_a_module_is_named(format, overflows):
 
 def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    low.model.set_attn_implementation(IMPLEMENTATION)
+    low.model.set_attn_implementation(OBSERVED_EAGER)
     before = {name: x.clone() for name, x in low.model.state_dict().items()}
     forwards = [vars(module).get("forward") for module in low.model.modules()]
     result = hidden(low, tiny_tokens)
@@ -641,7 +641,7 @@ def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     for module in low.model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert forwards == [vars(module).get("forward") for module in low.model.modules()]
-    assert low.model.config._attn_implementation == IMPLEMENTATION
+    assert low.model.config._attn_implementation == OBSERVED_EAGER
     assert torch.equal(hidden(low, tiny_tokens), result)
 
 

@@ -32,9 +32,9 @@ from transformers import (
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.routing import Routes, compare_routes, router_margins
-from fragility_core.attention import IMPLEMENTATION
-from fragility_core.emulation import lower
-from fragility_core.modules import final_hidden
+from fragility_core.arithmetic.attention import OBSERVED_EAGER
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
 
 TOKENS = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(1))
@@ -138,7 +138,7 @@ def test_families_that_the_code_was_not_written_for(config):
     assert 0.92 < mean_ratio(model, low) < 1.08
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize("implementation", ["sdpa", OBSERVED_EAGER])
 @pytest.mark.parametrize(
     "config", [LlamaConfig(**GROUPED), MistralConfig(sliding_window=24, **GROUPED)], ids=["llama", "mistral"]
 )

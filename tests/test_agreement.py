@@ -4,14 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fragility_core.experiments.agreement import (
+from fragility_core.surrogates import SIGNALS
+from fragility_lab.experiments.agreement import (
     agreement_by_run,
     binned_trend,
     retrieval,
     run_agreement,
 )
-from fragility_core.reporting.bootstrap import spread
-from fragility_core.surrogates import SIGNALS
+from fragility_lab.reporting.bootstrap import spread
 
 
 def windows(mismatch, overflow=None, **signals) -> pd.DataFrame:

@@ -6,9 +6,9 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from fragility_core.models import load_model, load_tokenizer
-from fragility_core.paths import ASSETS, EMBEDDED_CHECKPOINT, EVALUATION_TEXT, TRAINING_TEXT
-from fragility_core.windows import load_rows, tokenize
+from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
+from fragility_lab.inputs.text import load_rows, tokenize
+from fragility_lab.paths import ASSETS, EMBEDDED_CHECKPOINT, EVALUATION_TEXT, TRAINING_TEXT
 
 RECORD = json.loads((EMBEDDED_CHECKPOINT / "record.json").read_text())
 PASSAGE = 20  # words

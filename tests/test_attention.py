@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from fragility_core import attention
-from fragility_core.attention import IMPLEMENTATION, observed_attention, observers, row_blocks
-from fragility_core.emulation import Emulation
-from fragility_core.formats import get_format
+from fragility_core.arithmetic import attention
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, observed_attention, observers, row_blocks
+from fragility_core.arithmetic.emulation import Emulation
+from fragility_core.arithmetic.formats import get_format
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (query heads, key heads, queries, keys): plain, grouped queries, cached keys, one query, one of everything.
@@ -228,7 +228,7 @@ def test_models_use_it_by_name(tiny_gpt2, tiny_tokens):
     eager = tiny_gpt2.base_model
     eager.set_attn_implementation("eager")
     want = eager(tiny_tokens).last_hidden_state
-    eager.set_attn_implementation(IMPLEMENTATION)
+    eager.set_attn_implementation(OBSERVED_EAGER)
     torch.testing.assert_close(eager(tiny_tokens).last_hidden_state, want, rtol=1e-5, atol=1e-5)
 
 
@@ -238,14 +238,14 @@ def test_models_with_padding_use_it_by_name(tiny_gpt2, tiny_tokens):
     model, kept = tiny_gpt2.base_model, padding.bool()
     model.set_attn_implementation("eager")
     want = model(tiny_tokens, attention_mask=padding).last_hidden_state[kept]
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(OBSERVED_EAGER)
     got = model(tiny_tokens, attention_mask=padding).last_hidden_state[kept]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_models_with_cached_keys_use_it_by_name(tiny_gpt2, tiny_tokens):
     model = tiny_gpt2.base_model
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(OBSERVED_EAGER)
     whole = model(tiny_tokens).last_hidden_state
     first = model(tiny_tokens[:, :25], use_cache=True)
     rest = model(tiny_tokens[:, 25:], past_key_values=first.past_key_values)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from release import policy_from_config, recorded_rows
 
 from fragility_core import theory
+from fragility_core.arithmetic.emulation import lower
 from fragility_core.bgss import (
     POLICIES,
     Action,
@@ -33,7 +34,6 @@ from fragility_core.bgss import (
 )
 from fragility_core.bgss.printed import EpsilonBump, PrintedBGSS
 from fragility_core.bgss.released import Released
-from fragility_core.emulation import lower
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 
@@ -46,7 +46,7 @@ REQUIRED = {  # parameters for which the paper gives no values
 }
 ACTION_FIELDS = {  # of our action table, and the release's
     "step": "step", "layer": "layer", "old_epsilon": "old_epsilon", "new_epsilon": "new_epsilon",
-    "priority": "trigger_score", "rests_until": "cooldown_after", "earlier": "layer_action_count_prev",
+    "priority": "trigger_score", "cooldown_until": "cooldown_after", "earlier": "layer_action_count_prev",
 }  # fmt: skip
 seeds = st.integers(0, 2**32 - 1)
 closed_loop = settings(deadline=None, max_examples=20)  # each example is a whole run
@@ -199,7 +199,7 @@ shape = {"seed": seeds, "steps": st.integers(1, 20), "layers": st.integers(1, 7)
 
 
 def printed_by_the_book(p, run: Course) -> list[tuple[int, int, float, float]]:
-    """Algorithm bgss, line by line: (step, layer, old epsilon, new epsilon)."""
+    """Algorithm 1 (`alg:bgss`), line by line: (step, layer, old epsilon, new epsilon)."""
     steps, layers = run.risk.shape
     epsilon, taken = [p.base_epsilon] * layers, []
     counter = [0] * layers
@@ -233,7 +233,7 @@ def test_printed_controller_line_by_line(given, coarse, seed, steps, layers):
 
 
 def bump_by_the_book(p, run: Course) -> list[tuple[int, int, float, float]]:
-    """Algorithm eps-bump for a minibatch of one."""
+    """Algorithm 2 (`alg:eps-bump`) for a minibatch of one."""
     steps, layers = run.risk.shape
     epsilon, taken = [p.base_epsilon] * layers, []
     for s in range(1, steps + 1):
@@ -323,7 +323,7 @@ def test_limits_are_kept(name, data, seed, steps, layers):
         of_layer = [action for action in taken if action.layer == layer]
         assert len(of_layer) <= limits.per_layer
         for before, after in pairwise(of_layer):
-            assert after.step >= before.rests_until and after.old_epsilon == before.new_epsilon
+            assert after.step >= before.cooldown_until and after.old_epsilon == before.new_epsilon
     for action in last.actions:
         assert action.new_epsilon > action.old_epsilon
         assert limits.epsilon_min <= action.new_epsilon <= limits.epsilon_max
@@ -432,7 +432,7 @@ def test_a_nonfinite_signal_triggers_nothing_and_is_forgotten(name, bad):
     assert len(policy.decide(state, rows, 3.0)) == 2
 
 
-# --- Algorithm bgss by hand ----------------------------------------------------------------------
+# --- Algorithm 1 (`alg:bgss`) by hand ----------------------------------------------------------------------
 
 
 def rows_of(**columns) -> pd.DataFrame:
@@ -445,7 +445,7 @@ def rows_of(**columns) -> pd.DataFrame:
 def test_gates_by_hand():
     policy = get_policy("bgss_printed", **REQUIRED["bgss_printed"], budget=2, cooldown=3)
     state = policy.start(7)
-    state = advance(state, 1.0, [Action(0, 6, 1e-5, 2e-5, 9.0, 1, rests_until=3)])
+    state = advance(state, 1.0, [Action(0, 6, 1e-5, 2e-5, 9.0, 1, cooldown_until=3)])
     rows = rows_of(
         risk=[0.5, 9.0, 8.0, 1.0, 3.0, 4.0, 7.0],
         dominance=[0.5, 0.1, 0.5, 0.5, 0.3, 0.5, 0.5],
@@ -465,7 +465,7 @@ def test_gates_by_hand():
     assert {name: gates[name].astype(int).tolist() for name in gates} == passes
     (action,) = policy.decide(state, rows, 1.0)
     # eps_cand = rho_LN eps / rho_* = 0.8e-5 / 0.5
-    assert action == Action(1, 4, 1e-5, pytest.approx(1.6e-5, rel=1e-15), 3.0, candidates=3, rests_until=4)
+    assert action == Action(1, 4, 1e-5, pytest.approx(1.6e-5, rel=1e-15), 3.0, candidates=3, cooldown_until=4)
 
 
 def test_the_budget_goes_to_selected_layers_that_do_not_change():
@@ -554,7 +554,7 @@ def test_the_updated_ratio_meets_its_target_where_that_is_feasible(ratio, target
 def test_an_action_lowers_the_frozen_score_by_the_reduction_formula(
     variance, remainder, attention, input_norm, transport, final_norm
 ):
-    """Eq. bgss-reduction: with everything else held fixed, G falls by M_LN's fall, transported."""
+    """Eq. (19) (`eq:bgss-reduction`): with everything else held fixed, G falls by M_LN's fall, transported."""
 
     def layernorm(epsilon: float) -> float:
         return theory.frozen_magnitude(1.5, variance, epsilon, input_norm)
@@ -702,15 +702,15 @@ def test_the_ledger_refuses_more_protection_than_its_budget():
 LIMITS = Limits(actions=3, per_step=2, per_layer=1, epsilon_min=1e-5, epsilon_max=1e-2)
 
 
-def step(layer: int, old: float = 1e-5, new: float = 1e-4, at: int = 1, rests_until: int = 0) -> Action:
-    return Action(at, layer, old, new, priority=0.0, candidates=4, rests_until=rests_until)
+def step(layer: int, old: float = 1e-5, new: float = 1e-4, at: int = 1, cooldown_until: int = 0) -> Action:
+    return Action(at, layer, old, new, priority=0.0, candidates=4, cooldown_until=cooldown_until)
 
 
 @pytest.fixture
 def ledger() -> State:
     """At step 1 of 4 layers, layer 0 at rest until step 5 after one action."""
     fresh = State(layers=4, base_epsilon=1e-5, limits=LIMITS, step=0)
-    return advance(fresh, 1.0, [step(0, at=0, rests_until=5)])
+    return advance(fresh, 1.0, [step(0, at=0, cooldown_until=5)])
 
 
 def test_the_ledger_books_what_is_allowed(ledger):
@@ -721,7 +721,7 @@ def test_the_ledger_books_what_is_allowed(ledger):
     assert after.protected_layer_steps == 1  # layer 0, during step 1
     assert advance(after, 3.0).protected_layer_steps == 4
     assert after.allowance == 0
-    assert ledger.rested.tolist() == [False, True, True, True]
+    assert ledger.cooled_down.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fragility_core import theory
-from fragility_core.calibration import (
+from fragility_core.arithmetic.formats import FORMATS, get_format
+from fragility_lab.experiments.calibration import (
     CONSTANTS,
     a_priori_constants,
     attention_terms,
@@ -17,8 +18,7 @@ from fragility_core.calibration import (
     gamma_n,
     summarize_slack,
 )
-from fragility_core.formats import FORMATS, get_format
-from fragility_core.kernel_samples import (
+from fragility_lab.experiments.kernel_samples import (
     ATTENTION_SHAPES,
     FEATURES,
     HEADS,
@@ -49,7 +49,7 @@ def test_inputs_are_given_exactly_in_the_format(format):
     drawn = [x for family in HEADS for x in draw_heads(family, (2, 5, 3), 4, format, seeded())]
     drawn += [*draw_rows(8, 4, format, seeded()).values(), *draw_stacks((2, 4), 0.5, 3, format, seeded())]
     for x in drawn:
-        assert x.dtype == format.carrier and torch.equal(format.round(x.float()), x)
+        assert x.dtype == format.compute_dtype and torch.equal(format.round(x.float()), x)
 
 
 def test_shapes_of_what_is_drawn():
@@ -193,10 +193,10 @@ def test_a_constant_set_too_low_is_found_out(format, calibrated, slack):
 
 
 def test_slack_of_the_theorems(format, slack):
-    """No draw violates Theorem unified or Theorem attn with its O(u^2); in fp8 the first order alone does not do."""
+    """No draw violates Theorem 3 (`thm:unified`) or Theorem 1 (`thm:attn`) with its O(u^2); in fp8 the first order alone does not do."""
     smallest = slack.groupby("statement").slack.min()
-    assert smallest["Theorem attn with remainder"] > 1 and smallest["Theorem unified"] > 1
-    assert (smallest["Theorem attn"] < 1) == (format == "fp8_e4m3")
+    assert smallest["Theorem 1 with remainder"] > 1 and smallest["Theorem 3"] > 1
+    assert (smallest["Theorem 1"] < 1) == (format == "fp8_e4m3")
 
 
 def test_slack_is_bound_over_observed(slack):

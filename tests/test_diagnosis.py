@@ -28,18 +28,18 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from fragility_core import diagnosis
 from fragility_core.adjoint import Adjoint
-from fragility_core.diagnosis import page
-from fragility_core.diagnosis.measure import Pass, Ranges, compare, observe
-from fragility_core.diagnosis.request import Forecast, Request, kept_by_blocks
-from fragility_core.emulation import lower
-from fragility_core.inputs import Inputs
-from fragility_core.models import load_tokenizer
-from fragility_core.modules import final_hidden
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
-from fragility_core.reporting.words import percent, quantity
 from fragility_core.theory import mismatch
+from fragility_lab import diagnosis
+from fragility_lab.diagnosis import page
+from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
+from fragility_lab.diagnosis.request import Forecast, Request, kept_by_blocks
+from fragility_lab.inputs.checkpoints import load_tokenizer
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.reporting.words import percent, quantity
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
 ENOUGH = Forecast(1.0, 1, None)
@@ -159,7 +159,7 @@ def test_a_pass_compared_with_itself_and_by_hand():
     tokens = torch.tensor([[0, 2]])
     p, q = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]]), torch.tensor([[[0.4, 0.4, 0.2], [0.5, 0.2, 0.3]]])
     state = torch.ones(1, 2, 4)
-    exact, low = Pass(p.log(), state, [state]), Pass(q.log(), 1.1 * state, [1.2 * state])
+    exact, low = ObservedPass(p.log(), state, [state]), ObservedPass(q.log(), 1.1 * state, [1.2 * state])
     windows, drift = compare(low, exact, tokens)
     kl = (p * (p / q).log()).sum(-1)[0]
     row = windows.loc[0]
@@ -416,6 +416,6 @@ def test_words_for_numbers():
 
 
 def test_write(found, tmp_path, monkeypatch):
-    monkeypatch.setattr("fragility_core.paths.OUTPUTS", tmp_path)
+    monkeypatch.setattr("fragility_lab.paths.OUTPUTS", tmp_path)
     assert diagnosis.write(found, "mine") == tmp_path / "mine" / "diagnosis.html"
     assert (tmp_path / "mine" / "diagnosis.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")

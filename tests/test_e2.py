@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import torch
 
-from fragility_core.experiments import e2
-from fragility_core.experiments.runs import RunStore, window_rows
-from fragility_core.inputs import Inputs, digest
+from fragility_lab.experiments import e2
+from fragility_lab.experiments.runs import RunStore, window_rows
+from fragility_lab.inputs.loading import Inputs, digest
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
 

@@ -7,12 +7,12 @@ import pandas as pd
 import pytest
 import torch
 
-from fragility_core.emulation import LowPrecision, lower
-from fragility_core.experiments import e2, e3
-from fragility_core.experiments.patching import Patching
-from fragility_core.experiments.runs import window_rows
-from fragility_core.inputs import Inputs, digest
+from fragility_core.arithmetic.emulation import LowPrecision, lower
 from fragility_core.theory import mismatch
+from fragility_lab.experiments import e2, e3
+from fragility_lab.experiments.patching import Patching
+from fragility_lab.experiments.runs import window_rows
+from fragility_lab.inputs.loading import Inputs, digest
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
 OPTIONS = {"windows": 4, "noisy_windows": 1, "realisations": 2}

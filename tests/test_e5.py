@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fragility_core.bgss import get_policy
-from fragility_core.experiments import e5, outcomes
-from fragility_core.experiments.events import SpikeRule
-from fragility_core.experiments.runs import RunStore
-from fragility_core.inputs import Inputs, digest
+from fragility_lab.experiments import e5, outcomes
+from fragility_lab.experiments.events import SpikeRule
+from fragility_lab.experiments.runs import RunStore
+from fragility_lab.inputs.loading import Inputs, digest
 
 RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
 SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)

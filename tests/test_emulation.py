@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T5Config, XGLMConfig, XGLMModel
 from transformers.activations import ACT2CLS, ACT2FN
 
-from fragility_core.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
-from fragility_core.formats import FORMATS, get_format
-from fragility_core.lookup import every_number, look_up
+from fragility_core.arithmetic.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
+from fragility_core.arithmetic.formats import FORMATS, get_format
+from fragility_core.arithmetic.lookup import every_number, look_up
 from fragility_core.theory import mismatch
 
 HALF = ["bf16", "fp16"]
@@ -183,7 +183,7 @@ def test_grad_mode_changes_nothing(format, context, tiny_gpt2, tiny_tokens):
     lowered = lower(tiny_gpt2, format, "emulated")
     with context(), lowered.running():
         hidden = lowered.model.base_model(tiny_tokens).last_hidden_state
-    assert hidden.dtype == get_format(format).carrier
+    assert hidden.dtype == get_format(format).compute_dtype
     assert torch.equal(hidden, final_hidden(lowered, tiny_tokens))
 
 
@@ -283,9 +283,9 @@ def test_a_result_asked_for_in_fp32_stays_fp32(format):
 @pytest.mark.parametrize("format", [*HALF, *FP8])
 def test_a_result_asked_for_in_the_format_is_rounded(format):
     x, target = normal(64, 64), get_format(format)
-    assert torch.equal(emulated(format, lambda x: x.to(target.carrier), x), target.round(x))
+    assert torch.equal(emulated(format, lambda x: x.to(target.compute_dtype), x), target.round(x))
     rounded = target.round(x)
-    summed = emulated(format, lambda x: x.sum(-1, dtype=target.carrier), rounded)
+    summed = emulated(format, lambda x: x.sum(-1, dtype=target.compute_dtype), rounded)
     assert torch.equal(summed, target.round(rounded.float().sum(-1)))
 
 
@@ -302,7 +302,7 @@ def test_mixed_operands_promote_to_fp32(format):
 def test_scalars_do_not_promote(format, scalar):
     x = low(format, 16, 16)
     result = emulated(format, torch.mul, x, scalar)
-    assert result.dtype == get_format(format).carrier
+    assert result.dtype == get_format(format).compute_dtype
     assert torch.equal(result, get_format(format).round(x.float() * scalar))
 
 
@@ -412,10 +412,10 @@ ELEMENTWISE = {
 def test_large_tensors_are_computed_in_pieces_to_the_same_values(format, kernel, monkeypatch):
     x, y = low(format, 37, 29), low(format, 37, 29, seed=1)
     whole = emulated(format, kernel, x, y)
-    monkeypatch.setattr("fragility_core.emulation.PIECE", 100)
-    pieces = emulated(format, kernel, x, y)
-    assert pieces.dtype == whole.dtype and pieces.stride() == whole.stride()
-    assert torch.equal(pieces, whole)
+    monkeypatch.setattr("fragility_core.arithmetic.emulation.CHUNK_ELEMENTS", 100)
+    chunks = emulated(format, kernel, x, y)
+    assert chunks.dtype == whole.dtype and chunks.stride() == whole.stride()
+    assert torch.equal(chunks, whole)
 
 
 # --- Activations, read off tables ------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_an_activation_is_the_module_bit_for_bit(format, execution, name):
         with lowered.running():
             y = lowered.model(x)
         torch.testing.assert_close(y, of_module(lowered, x), rtol=0, atol=0, equal_nan=True)
-        assert y.dtype == chosen.carrier
+        assert y.dtype == chosen.compute_dtype
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -537,7 +537,7 @@ def test_results_are_rounded_to_a_neighbour_without_bias(format, kernel):
     x, y = low(format, 8, 8), low(format, 8, 8, seed=1)
     exact = kernel(x.float(), y.float()).double()
     drawn = torch.stack([stochastic(format, kernel, x, y, seed=seed) for seed in range(400)])
-    assert drawn.dtype == get_format(format).carrier
+    assert drawn.dtype == get_format(format).compute_dtype
     spacing = get_format(format).spacing * exact.abs().clamp_min(get_format(format).smallest_normal)  # at most
     assert ((drawn.double() - exact).abs() <= spacing).all()
     assert all(len(column.unique()) <= 2 for column in drawn.flatten(1).T)
@@ -546,8 +546,8 @@ def test_results_are_rounded_to_a_neighbour_without_bias(format, kernel):
 
 @pytest.mark.parametrize("format", [*HALF, *FP8])
 def test_conversions_are_rounded_stochastically(format):
-    wide, carrier = normal(64, 64), get_format(format).carrier
-    drawn = [stochastic(format, lambda x: x.to(carrier), wide, seed=seed) for seed in (0, 0, 1)]
+    wide, compute_dtype = normal(64, 64), get_format(format).compute_dtype
+    drawn = [stochastic(format, lambda x: x.to(compute_dtype), wide, seed=seed) for seed in (0, 0, 1)]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert torch.equal(get_format(format).round(drawn[0].float()), drawn[0])
 
@@ -612,7 +612,7 @@ def test_what_transformers_keeps_in_fp32_stays_so(family, format, tmp_path):
     }[family]  # fmt: skip
     model = AutoModel.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path, dtype=get_format(format).carrier).state_dict()
+    loaded = AutoModel.from_pretrained(tmp_path, dtype=get_format(format).compute_dtype).state_dict()
     lowered = lower(model, format).model.state_dict()
     assert {path: x.dtype for path, x in lowered.items()} == {path: x.dtype for path, x in loaded.items()}
     kept = [path for path, x in lowered.items() if x.dtype == torch.float32]

@@ -12,8 +12,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fragility_core import environment
-from fragility_core.paths import PROJECT
+from fragility_lab.paths import PROJECT
+from fragility_lab.running import environment
 
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
 EXTRAS = PYPROJECT["optional-dependencies"].values()
@@ -47,7 +47,7 @@ def test_conda_environment_repeats_no_dependency():
     python, pip, through_pip = yaml.safe_load((PROJECT / "environment.yml").read_text())["dependencies"]
     assert python in ("python=3.11", "python=3.12")
     assert pip == "pip"
-    assert through_pip == {"pip": ["-c constraints.txt", "-e .[test]"]}
+    assert through_pip == {"pip": ["-c constraints.txt", "-e .[lab,test]"]}
 
 
 def test_this_environment_meets_the_declared_dependencies(capsys):

@@ -8,7 +8,8 @@ import papermill
 import pytest
 import yaml
 
-from fragility_core import execute, paths
+from fragility_lab import paths
+from fragility_lab.running import execute
 
 PARAMETERS = """\
 steps = 3

@@ -43,21 +43,21 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core import attention
-from fragility_core.emulation import LowPrecision, lower
-from fragility_core.experiments import e2, e5
-from fragility_core.experiments.patching import Patching
-from fragility_core.experiments.shadow import ShadowTraining, set_epsilons
-from fragility_core.inputs import load
-from fragility_core.models import load_tokenizer
-from fragility_core.paths import EMBEDDED_CHECKPOINT
+from fragility_core.arithmetic import attention
+from fragility_core.arithmetic.emulation import LowPrecision, lower
+from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import SIGNALS, score
-from fragility_core.surrogates.architectures import blocks
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.reductions import sampled_rows, softmax_sensitivity_estimate
 from fragility_core.surrogates.transport import residual_transport
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
+from fragility_lab.experiments import e2, e5
+from fragility_lab.experiments.patching import Patching
+from fragility_lab.experiments.shadow import ShadowTraining, set_epsilons
+from fragility_lab.inputs.checkpoints import load_tokenizer
+from fragility_lab.inputs.loading import load
+from fragility_lab.paths import EMBEDDED_CHECKPOINT
 
 HEADS, WIDTH, TOKENS = 4, 32, 20
 BASE = {
@@ -407,7 +407,7 @@ def test_gpt2_that_keeps_scores_in_fp32_is_monitored_so(tokens):
     with torch.no_grad(), low.running():
         own = low.model(tokens).last_hidden_state.float()
     monitored = Monitor(low)(tokens).hidden.float()
-    low.model.set_attn_implementation(attention.IMPLEMENTATION)
+    low.model.set_attn_implementation(attention.OBSERVED_EAGER)
     with torch.no_grad(), low.running():
         rounded = low.model(tokens).last_hidden_state.float()
     assert (monitored - own).norm() < 0.2 * (rounded - own).norm()

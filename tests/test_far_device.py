@@ -9,15 +9,15 @@ import torch
 from far_device import far_device, waits
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.attention import IMPLEMENTATION
-from fragility_core.diagnosis import Request, diagnose, forecast
-from fragility_core.diagnosis.page import page
-from fragility_core.emulation import lower
-from fragility_core.experiments import e2, e3, e5, x1, x1_protection
-from fragility_core.experiments.patching import Patching
-from fragility_core.inputs import Inputs
-from fragility_core.models import load_model
+from fragility_core.arithmetic.attention import OBSERVED_EAGER
+from fragility_core.arithmetic.emulation import lower
 from fragility_core.surrogates.monitor import Monitor
+from fragility_lab.diagnosis import Request, diagnose, forecast
+from fragility_lab.diagnosis.page import page
+from fragility_lab.experiments import e2, e3, e5, x1, x1_protection
+from fragility_lab.experiments.patching import Patching
+from fragility_lab.inputs.checkpoints import load_model
+from fragility_lab.inputs.loading import Inputs
 
 GRID = e2.Grid("tiny", "random", ("bf16", "fp16"), (32,), (0,), 4)
 EXECUTIONS = [
@@ -74,7 +74,7 @@ def test_a_monitored_pass(format, execution, moved, tiny_gpt2, tiny_tokens):
     pd.testing.assert_frame_equal(observed.layers, expected.layers, rtol=0.02)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize("attention", ["sdpa", OBSERVED_EAGER])
 @pytest.mark.parametrize(("format", "execution"), EXECUTIONS)
 def test_an_estimate(format, execution, attention, moved, tiny_gpt2, tiny_tokens):
     predicted = []

@@ -9,8 +9,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from fragility_core.experiments import e1, e3
-from fragility_core.reporting import figures
+from fragility_lab.experiments import e1, e3
+from fragility_lab.reporting import figures
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fragility_core import formats
-from fragility_core.formats import FORMATS, SCALED, Format, get_format, has_native_kernels, random_bits
+from fragility_core.arithmetic import formats
+from fragility_core.arithmetic.formats import FORMATS, SCALED, Format, get_format, has_native_kernels, random_bits
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -70,8 +70,8 @@ def test_unit_roundoffs_are_those_of_the_protocol():
 def test_carrier_holds_every_value(format):
     values = torch.tensor([format.largest, 2 - format.spacing, format.smallest_normal * format.spacing])
     assert torch.equal(format.round(values).to(torch.float64), values.double())
-    assert torch.finfo(format.carrier).eps <= format.spacing
-    assert format.round(values).dtype == format.carrier
+    assert torch.finfo(format.compute_dtype).eps <= format.spacing
+    assert format.round(values).dtype == format.compute_dtype
 
 
 @every_format
@@ -168,7 +168,7 @@ def neighbours(x: float, format: Format) -> set[float]:
 @settings(max_examples=200, deadline=None)
 def test_stochastic_rounding_gives_a_neighbour(format, x):
     rounded = format.round(torch.full((50,), x), generator())
-    assert rounded.dtype == format.carrier
+    assert rounded.dtype == format.compute_dtype
     if neighbours(x, format) == {x}:
         for value in rounded.tolist():
             assert_same(value, x)
@@ -191,7 +191,7 @@ def test_stochastic_rounding_is_unbiased(name, data):
     if data.draw(st.booleans()):
         x = x / 2.0**exponent * format.smallest_normal / 4 if name not in ("bf16", "tf32") else x
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "PIECE", resolution)
+        patch.setattr(formats, "CHUNK_ELEMENTS", resolution)
         patch.setattr(formats, "random_bits", lambda count, *_: torch.arange(1 << count, dtype=torch.int32))
         rounded = format.round(torch.full((resolution,), x), generator()).double()
     below, above = min(neighbours(x, format)), max(neighbours(x, format))
@@ -236,7 +236,7 @@ def test_copies_are_rounded_with_the_same_bits(format):
     expected = format.round(x, generator(2)).repeat(4, 1)
     assert torch.equal(format.round(x.repeat(4, 1), generator(2), copies=4), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "PIECE", 32)  # 4 copies of 8 elements
+        patch.setattr(formats, "CHUNK_ELEMENTS", 32)  # 4 copies of 8 elements
         assert torch.equal(format.round(x.repeat(4, 1), generator(2), copies=4), expected)
     by_columns = x.repeat(4, 1).mT.contiguous().mT
     assert torch.equal(format.round(by_columns, generator(2), copies=4), expected)

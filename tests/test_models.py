@@ -8,8 +8,8 @@ import torch
 from tiny import TINY, random_gpt2
 from transformers import AutoModel, AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, OPTConfig
 
-from fragility_core.models import default_device, load_config, load_model, load_tokenizer, resolve
-from fragility_core.paths import EMBEDDED_CHECKPOINT
+from fragility_lab.inputs.checkpoints import default_device, load_config, load_model, load_tokenizer, resolve
+from fragility_lab.paths import EMBEDDED_CHECKPOINT
 
 
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])

@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from fragility_core import theory
-from fragility_core.attention import FP32_SCORES, IMPLEMENTATION, observers
-from fragility_core.emulation import lower
-from fragility_core.experiments.patching import Patching
-from fragility_core.formats import FORMATS
+from fragility_core.arithmetic.attention import FP32_SCORES, OBSERVED_EAGER, observers
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.formats import FORMATS
+from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
-from fragility_core.surrogates.architectures import blocks
 from fragility_core.surrogates.monitor import Monitor, Observation
 from fragility_core.surrogates.reductions import sampled_rows
 from fragility_core.surrogates.transport import TRANSPORTS
+from fragility_lab.experiments.patching import Patching
 
 # Where each of the release's fields is found in ours, per block and per window.
 LAYER_FIELDS = {
@@ -545,7 +545,7 @@ def test_grad_mode_changes_nothing(context, power_iteration, tiny_gpt2, tiny_tok
 def test_a_pass_in_inference_mode_does_not_spoil_later_ones(tiny_gpt2):
     """Masks that are kept from pass to pass must not be inference tensors, which gradients refuse."""
     model = copy.deepcopy(tiny_gpt2).requires_grad_(True)
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(OBSERVED_EAGER)
     tokens = torch.randint(101, (1, 37))  # a length that no other test uses
     with torch.inference_mode():
         model.base_model(tokens)

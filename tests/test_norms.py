@@ -7,7 +7,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from fragility_core.surrogates.norms import known_norm
+from fragility_core.models.norms import known_norm
 
 KNOWN = {
     "LayerNorm": (nn.LayerNorm, True, 0.0),

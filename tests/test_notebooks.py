@@ -7,19 +7,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_core import paths
-from fragility_core.execute import notebook_names, notebook_path
-from fragility_core.lab import START, options
-from fragility_core.models import load_tokenizer
-from fragility_core.paths import NOTEBOOKS, PROJECT
+from fragility_lab import paths
+from fragility_lab.inputs.checkpoints import load_tokenizer
+from fragility_lab.paths import NOTEBOOKS, PROJECT
+from fragility_lab.running.execute import notebook_names, notebook_path
+from fragility_lab.running.lab import START, options
 
 ALL = notebook_names()
 
 
 def test_cited_sections_of_the_protocol_exist():
-    text = (NOTEBOOKS / "protocol.md").read_text(encoding="utf-8")
+    text = (PROJECT / "docs/protocol.md").read_text(encoding="utf-8")
     sections = set(re.findall(r"^## (\d)\.", text, re.M))
-    files = [*PROJECT.glob("fragility_core/**/*.py"), *PROJECT.glob("tests/*.py"), *NOTEBOOKS.glob("profiles/*/*.yaml")]
+    files = [*PROJECT.glob("fragility_*/**/*.py"), *PROJECT.glob("tests/*.py"), *NOTEBOOKS.glob("profiles/*/*.yaml")]
     cited = {
         found for file in files for found in re.findall(r"protocol sections? (\d)", file.read_text(encoding="utf-8"))
     }
@@ -101,4 +101,4 @@ def test_links_lead_somewhere(name):
     folder = notebook_path(name).parent
     for target in links(name):
         assert (folder / target).exists(), target
-        assert (folder / target).resolve().is_relative_to(NOTEBOOKS), f"{target} is outside of what JupyterLab serves"
+        assert (folder / target).resolve().is_relative_to(PROJECT), f"{target} is outside of what JupyterLab serves"

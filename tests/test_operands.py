@@ -8,10 +8,10 @@ from torch.nn import functional
 from transformers import GPT2LMHeadModel
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.emulation import lower
-from fragility_core.formats import LINEAR, get_format
-from fragility_core.modules import final_hidden
-from fragility_core.operands import RoundedOperands, linear_weights
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.formats import LINEAR, get_format
+from fragility_core.arithmetic.operands import RoundedOperands, linear_weights
+from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch

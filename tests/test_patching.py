@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from fragility_core.attention import IMPLEMENTATION
-from fragility_core.emulation import LowPrecision, lower
-from fragility_core.experiments.patching import Patching, patch_effects
+from fragility_core.arithmetic.attention import OBSERVED_EAGER
+from fragility_core.arithmetic.emulation import LowPrecision, lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
+from fragility_lab.experiments.patching import Patching, patch_effects
 
 RUNS = [("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"), ("tf32", "emulated")]
 
@@ -93,7 +93,7 @@ def test_stacked_passes_equal_single_ones(format, execution, model, tiny_tokens,
     stacked = Patching(model, low)(tiny_tokens)
     single = torch.stack([patched_alone(model, low, tiny_tokens, layer) for layer in (None, 0, 1, 2)])
     assert stacked.shape == single.shape == (4, 3, 40, 32)
-    assert stacked.dtype == single.dtype == low.format.carrier
+    assert stacked.dtype == single.dtype == low.format.compute_dtype
     assert (stacked != single).double().mean() < 0.1
     torch.testing.assert_close(mismatch(stacked, reference), mismatch(single, reference), rtol=5e-3, atol=0)
 
@@ -219,12 +219,12 @@ def test_fp32_attention_with_other_masks_is_refused(model):
         Patching(model, low)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", IMPLEMENTATION])
+@pytest.mark.parametrize("implementation", ["sdpa", OBSERVED_EAGER])
 def test_fp32_blocks_run_with_their_own_attention(implementation, model):
     model.set_attn_implementation(implementation)
     patching = Patching(model, lower(model, "bf16"))
     assert patching.model.config._attn_implementation == implementation
-    assert patching.low.model.config._attn_implementation == IMPLEMENTATION
+    assert patching.low.model.config._attn_implementation == OBSERVED_EAGER
 
 
 @pytest.mark.parametrize("which", ["model", "low"])

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from fragility_core.experiments import pool
-from fragility_core.experiments.runs import RunStore, Specification
+from fragility_lab.experiments import pool
+from fragility_lab.experiments.runs import RunStore, Specification
 
 CPU = torch.device("cpu")
 

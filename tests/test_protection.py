@@ -36,17 +36,18 @@ from transformers import (
     T5EncoderModel,
 )
 
-from fragility_core import adjoint, attention
-from fragility_core.emulation import lower
-from fragility_core.experiments.patching import Patching
-from fragility_core.formats import get_format
-from fragility_core.models import load_model, load_tokenizer
-from fragility_core.modules import final_hidden
+from fragility_core import adjoint
+from fragility_core.arithmetic import attention
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.models.architectures import blocks
+from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, Plan, apply, baselines, plan
-from fragility_core.surrogates.architectures import blocks
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
-from fragility_core.windows import load_rows, select_windows, tokenize
+from fragility_lab.experiments.patching import Patching
+from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
+from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101,
@@ -106,7 +107,7 @@ def tiny():
 def embedded():
     """The embedded checkpoint with observed attention and 64 windows of 128 tokens."""
     model = load_model("embedded", "cpu")
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    model.set_attn_implementation(attention.OBSERVED_EAGER)
     stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
     return model, select_windows(stream, 128, 64, seed=0)[1]
 
@@ -151,7 +152,7 @@ def test_plans_are_predicted_as_measured_in_every_family(family):
 
 def test_attention_kept_in_fp32_rounds_neither_scores_nor_probabilities(tiny_tokens):
     model = random_model(FAMILIES["gpt2"])
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    model.set_attn_implementation(attention.OBSERVED_EAGER)
     known = contributions(model, tiny_tokens)
     again = contributions(model, tiny_tokens, low=apply(model, known.of_sites(["attention"])))
     inside = {"scores", "softmax", "context"}
@@ -354,7 +355,7 @@ def test_a_kept_block_is_a_patched_one(tiny, layer):
     model = random_gpt2(TINY)
     low = lower(model, "bf16")
     patched = Patching(model, low)(tokens)[1 + layer]
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    model.set_attn_implementation(attention.OBSERVED_EAGER)
     kept = apply(model, known.of_blocks([layer]))
     with torch.no_grad(), kept.running():
         final = final_hidden(kept.model, tokens)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fragility_core.experiments.rankings import (
+from fragility_lab.experiments.rankings import (
     agreement,
     noise_floor,
     pairwise_accuracy,

@@ -8,8 +8,8 @@ import subprocess
 import pandas as pd
 import pytest
 
-from fragility_core.paths import NOTEBOOKS, PROJECT
-from fragility_core.reporting import reruns, tables
+from fragility_lab.paths import NOTEBOOKS, PROJECT
+from fragility_lab.reporting import reruns, tables
 
 README = (PROJECT / "README.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| `(fragility_core[\w.]+)` \| `(tests/\w+\.py)::(\w+)` \| (.+?) \|$", README, re.M)

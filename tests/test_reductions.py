@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from fragility_core import theory
 from fragility_core.surrogates.reductions import (
     blocks_at_once,
-    layernorm_path,
-    piece_norms,
-    rmsnorm_path,
+    layernorm_with_moments,
+    rmsnorm_with_moments,
     sampled_rows,
+    segment_norms,
     softmax_sensitivity_estimate,
     spectral_norm,
     spectral_norm_from_gram,
@@ -28,7 +28,7 @@ PIECES_ROUNDED = 2.0**-8 + 1e-5  # what rounding the norms of pieces to bf16 may
 
 def window_norm(x: torch.Tensor) -> torch.Tensor:
     """Frobenius norms of windows, as the monitor measures them."""
-    return whole_norm(piece_norms(x))
+    return whole_norm(segment_norms(x))
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_window_norm_beyond_the_largest_fp16():
 def test_layernorm_path(dtype, epsilon):
     # An offset of a few standard deviations, as a residual stream has.
     x, gamma = (2 + normal(3, 20, 64)).to(dtype), normal(64, seed=1).to(dtype)
-    path, mean, scale = layernorm_path(x, gamma, epsilon)
+    path, mean, scale = layernorm_with_moments(x, gamma, epsilon)
     exact = theory.layernorm_path(x.double(), gamma.double(), epsilon)
     assert path.dtype == dtype and mean.dtype == scale.dtype == torch.float32
     u = torch.finfo(dtype).eps / 2
@@ -92,7 +92,7 @@ def test_layernorm_path(dtype, epsilon):
 
 
 def test_layernorm_path_of_rows_without_variance():
-    path, mean, scale = layernorm_path(torch.full((1, 2, 8), 3.0), torch.ones(8), 1e-4)
+    path, mean, scale = layernorm_with_moments(torch.full((1, 2, 8), 3.0), torch.ones(8), 1e-4)
     assert path.tolist() == torch.zeros(1, 2, 8).tolist()
     assert mean.tolist() == [[3.0, 3.0]]
     assert scale[0, 0].item() == pytest.approx(100, rel=1e-6)  # 1 / sqrt(1e-4)
@@ -102,7 +102,7 @@ def test_layernorm_path_of_rows_without_variance():
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-2])
 def test_rmsnorm_path(dtype, epsilon):
     x, gamma = (2 + normal(3, 20, 64)).to(dtype), normal(64, seed=1).to(dtype)
-    path, mean, scale = rmsnorm_path(x, gamma, epsilon)
+    path, mean, scale = rmsnorm_with_moments(x, gamma, epsilon)
     assert path.dtype == mean.dtype == scale.dtype == torch.float32 and mean.shape == scale.shape == (3, 20)
     torch.testing.assert_close(path.double(), theory.rmsnorm_path(x, gamma, epsilon), rtol=32 * U32, atol=0)
     exact = (x.double().square().mean(-1) + epsilon).rsqrt()

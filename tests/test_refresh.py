@@ -2,7 +2,7 @@
 
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from fragility_core.refresh import WIDGET, cleaned
+from fragility_lab.running.refresh import WIDGET, cleaned
 
 
 def test_only_content_stays():

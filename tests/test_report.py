@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fragility_core import paths
-from fragility_core.execute import USED
-from fragility_core.experiments import e1
-from fragility_core.experiments.outcomes import policy_summary
-from fragility_core.reporting import report
-from fragility_core.reporting.claims import E2, QUANTITIES, Quantity
-from fragility_core.reporting.verdicts import (
+from fragility_lab import paths
+from fragility_lab.experiments import e1
+from fragility_lab.experiments.outcomes import policy_summary
+from fragility_lab.reporting import report
+from fragility_lab.reporting.claims import E2, QUANTITIES, Quantity
+from fragility_lab.reporting.verdicts import (
     FAILS,
     HOLDS,
     NOT_RUN,
@@ -27,7 +26,8 @@ from fragility_core.reporting.verdicts import (
     interval,
     judge,
 )
-from fragility_core.reporting.words import duration
+from fragility_lab.reporting.words import duration
+from fragility_lab.running.execute import USED
 
 POLICIES = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss", "bgss_printed")
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")

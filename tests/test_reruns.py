@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from fragility_core import paths
-from fragility_core.reporting import reruns
+from fragility_lab import paths
+from fragility_lab.reporting import reruns
 
 
 def claims(*rows: tuple[str, str, float, str]) -> pd.DataFrame:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from fragility_core.experiments.runs import RunSpec, RunStore, Specification, window_rows
+from fragility_lab.experiments.runs import RunSpec, RunStore, Specification, window_rows
 
 SPEC = RunSpec("embedded", "embedded", "bf16", 64, 0, 4, 2, "cpu", "emulated")
 FRAME = pd.DataFrame({"window": [0, 0, 1, 1], "layer": [0, 1, 0, 1], "risk": [1.0, 2.0, float("inf"), 4.0]})

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fragility_core.emulation import lower
-from fragility_core.experiments.shadow import ShadowTraining, warmed_up
-from fragility_core.surrogates.architectures import blocks
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.models.architectures import blocks
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch
+from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 
 
 def test_training_follows_the_release(reference_model, reference_training):

@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fragility_core.reporting import tables
-from fragility_core.reporting.claims import E2, E3
-from fragility_core.reporting.verdicts import compare
+from fragility_lab.reporting import tables
+from fragility_lab.reporting.claims import E2, E3
+from fragility_lab.reporting.verdicts import compare
 
 
 @pytest.fixture

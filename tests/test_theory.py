@@ -78,7 +78,7 @@ def test_softmax_sensitivity_by_hand():
 @given(seed=seeds, scale=st.floats(0.01, 100), entries=st.integers(1, 12))
 @without_deadline
 def test_softmax_sensitivity_is_at_most_half(seed, scale, entries):
-    """||J(p)|| <= 1/2 for every probability vector (subsec. attn)."""
+    """||J(p)|| <= 1/2 for every probability vector (Section 4.2 (`subsec:attn`))."""
     assert theory.softmax_sensitivity((scale * normal(seed, 3, entries)).softmax(-1)).item() <= 0.5 + 1e-15
 
 
@@ -117,7 +117,7 @@ heads = {"seed": seeds, "n": st.integers(1, 6), "m": st.integers(1, 6), "d": st.
 @given(**heads, scale=st.floats(0.01, 10))
 @without_deadline
 def test_chi_score_is_kappa_softmax_times_kappa_score(seed, n, m, d, scale):
-    """And kappa_score >= 1, so that chi_score is never the smaller term (app. estimation)."""
+    """And kappa_score >= 1, so that chi_score is never the smaller term (Appendix A.7 (`app:estimation`))."""
     norms = theory.attention_norms(scale * normal(seed, n, d), normal(seed + 1, m, d), normal(seed + 2, m, d))
     by_definition = theory.kappa_score(norms.query_norm, norms.key_norm, norms.score_norm, d)
     assert norms.chi_score.item() == pytest.approx((norms.kappa_softmax * by_definition).item(), rel=1e-12, abs=1e-300)
@@ -249,7 +249,7 @@ def test_attention_magnitude_by_hand():
 @given(seed=seeds, scale=st.floats(1e-7, 1e-5))
 @without_deadline
 def test_kappa_softmax_bounds_the_first_order_change_of_the_probabilities(seed, scale):
-    """||dP|| / ||P|| <= kappa_softmax ||dS|| / ||S||, the definition that it condenses (subsec. attn)."""
+    """||dP|| / ||P|| <= kappa_softmax ||dS|| / ||S||, the definition that it condenses (Section 4.2 (`subsec:attn`))."""
     scores, direction = normal(seed, 4, 6), normal(seed + 1, 4, 6)
     change = scale * direction
     p = scores.softmax(-1)
@@ -270,7 +270,7 @@ def test_residual_condition_bound_by_hand():
 @given(seed=seeds, rho=st.floats(0, 0.99), width=st.integers(1, 8))
 @without_deadline
 def test_residual_condition_bound_holds(seed, rho, width):
-    """kappa(I + J) <= (1 + rho) / (1 - rho) for every J with ||J|| = rho < 1 (Theorem residual)."""
+    """kappa(I + J) <= (1 + rho) / (1 - rho) for every J with ||J|| = rho < 1 (Theorem 2 (`thm:residual`))."""
     jacobian = normal(seed, width, width)
     jacobian *= rho / torch.linalg.matrix_norm(jacobian, 2)
     condition = torch.linalg.cond(torch.eye(width, dtype=torch.float64) + jacobian, 2).item()
@@ -316,7 +316,7 @@ def product_of(blocks: torch.Tensor) -> torch.Tensor:
 @given(seed=seeds, rho=st.lists(st.floats(0, 0.8), min_size=1, max_size=6))
 @without_deadline
 def test_depth_condition_bound_holds(seed, rho):
-    """kappa(prod (I + J_l)) <= prod (1 + rho_l) / (1 - rho_l) (Corollary depth)."""
+    """kappa(prod (I + J_l)) <= prod (1 + rho_l) / (1 - rho_l) (Corollary 1 (`cor:depth`))."""
     condition = torch.linalg.cond(product_of(stack_of_blocks(seed, rho)), 2)
     assert condition <= theory.depth_condition_bound(torch.tensor(rho, dtype=torch.float64)) * (1 + 1e-9)
 
@@ -392,7 +392,7 @@ def test_layernorm_factor_by_hand():
 @given(variance=st.floats(0, 1e3), epsilon=st.floats(1e-10, 1e2), factor=st.floats(1.001, 1e3))
 @without_deadline
 def test_layernorm_factor_decreases_in_epsilon(variance, epsilon, factor):
-    """f'(epsilon) < 0 (Proposition ln): strictly, as far as fp64 can tell the two epsilons apart."""
+    """f'(epsilon) < 0 (Proposition 1 (`prop:ln`)): strictly, as far as fp64 can tell the two epsilons apart."""
     assume(epsilon * factor - epsilon > 1e-9 * variance)
     assert theory.layernorm_factor(variance, epsilon * factor) < theory.layernorm_factor(variance, epsilon)
 
@@ -519,7 +519,7 @@ def test_remainder_magnitude_by_hand():
 @given(seed=seeds, count=st.integers(1, 6), u=st.floats(1e-6, 0.1))
 @without_deadline
 def test_remainder_magnitude_bounds_a_sum_of_errors(seed, count, u):
-    """Lemma eff-closure."""
+    """Lemma 5 (`lem:eff-closure`)."""
     errors = normal(seed, count, 3, 4)
     bounds = torch.linalg.matrix_norm(errors) / u
     assert torch.linalg.matrix_norm(errors.sum(0)) <= u * theory.remainder_magnitude(*bounds) * (1 + 1e-12)
@@ -537,7 +537,7 @@ def test_mismatch_bound_by_hand():
 @given(seed=seeds, rho=st.lists(st.floats(0, 3), min_size=1, max_size=6), u=st.floats(1e-6, 0.1))
 @without_deadline
 def test_mismatch_bound_holds_for_local_errors_within_their_magnitudes(seed, rho, u):
-    """The recursion of app. unified-proof, exact for linear blocks: E_l = (I + J_l) E_{l-1} + Delta_l."""
+    """The recursion of Appendix A.6 (`app:unified-proof`), exact for linear blocks: E_l = (I + J_l) E_{l-1} + Delta_l."""
     blocks, local = stack_of_blocks(seed, rho), normal(seed + 1, len(rho), 4, 1)
     exact, low = normal(seed + 2, 4, 1), normal(seed + 2, 4, 1)
     for block, error in zip(blocks, local):
@@ -610,7 +610,7 @@ sites = {"variance": st.floats(1e-6, 1e3), "epsilon": st.floats(1e-8, 1e-1), "no
 @given(**sites, gamma=st.floats(0.1, 10), a_ln=st.floats(0.1, 10))
 @without_deadline
 def test_frozen_magnitude_slope_is_the_derivative(variance, epsilon, norm, gamma, a_ln):
-    """eq. bgss-derivative, and its sign."""
+    """Eq. (17) (`eq:bgss-derivative`), and its sign."""
     e = torch.tensor(epsilon, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(theory.frozen_magnitude(gamma, variance, e, norm, a_ln), e)
     by_formula = theory.frozen_magnitude_slope(gamma, variance, epsilon, norm, a_ln)
@@ -622,7 +622,7 @@ def test_frozen_magnitude_slope_is_the_derivative(variance, epsilon, norm, gamma
 @given(**sites, factor=st.floats(1, 1e3), other=st.floats(0, 1e3), transport=st.floats(1, 1e3))
 @without_deadline
 def test_frozen_risk_reduction_is_the_difference_of_risks(variance, epsilon, norm, factor, other, transport):
-    """Proposition bgss: G^frz falls with epsilon, by eq. bgss-reduction exactly."""
+    """Proposition 2 (`prop:bgss`): G^frz falls with epsilon, by Eq. (19) (`eq:bgss-reduction`) exactly."""
     magnitudes = [theory.frozen_magnitude(2.0, variance, value, norm) for value in (epsilon, factor * epsilon)]
     risks = [theory.frozen_risk(other, magnitude, transport, 4.0) for magnitude in magnitudes]
     reduction = theory.frozen_risk_reduction(*magnitudes, transport, 4.0)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.func import jacrev
 
 from fragility_core import theory
-from fragility_core.calibration import a_priori_constants, attention_terms, gamma_n
-from fragility_core.formats import FORMATS, get_format
-from fragility_core.kernel_samples import (
+from fragility_core.arithmetic.formats import FORMATS, get_format
+from fragility_lab.experiments.calibration import a_priori_constants, attention_terms, gamma_n
+from fragility_lab.experiments.kernel_samples import (
     HEADS,
     arithmetic,
     draw_heads,
@@ -144,7 +144,7 @@ def test_theorem_attn_as_printed_holds_in_bf16_while_scores_are_small(execution,
 @given(n=st.integers(1, 40), m=st.integers(1, 300), d=st.integers(1, 70), seed=seeds)
 @many
 def test_gemm_error_bound_holds_for_plain_matrices(format, n, m, d, seed):
-    """Lemma gemm-out for the kernels of linear layers: matrix times matrix and, for n = 1, vector times matrix."""
+    """Lemma 2 (`lem:gemm-out`) for the kernels of linear layers: matrix times matrix and, for n = 1, vector times matrix."""
     low = arithmetic(format)
     left, right = (low.format.round(torch.randn(*shape, generator=seeded(seed))) for shape in ((n, m), (m, d)))
     with low.running():

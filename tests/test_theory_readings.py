@@ -11,8 +11,8 @@ import torch
 from scipy.linalg import hadamard
 
 from fragility_core import theory
-from fragility_core.formats import get_format
-from fragility_core.kernel_samples import arithmetic, run_attention, run_layernorm, run_stack
+from fragility_core.arithmetic.formats import get_format
+from fragility_lab.experiments.kernel_samples import arithmetic, run_attention, run_layernorm, run_stack
 
 ONES = {"c_softmax": 1.0, "c_gemm": 1.0, "c_gemm_out": 1.0}  # what rounding each result once costs at most
 
@@ -227,7 +227,7 @@ def test_final_layernorm_is_not_covered():
 
 
 def test_the_ratio_is_guaranteed_for_the_variance_of_the_candidate_only():
-    """post_update_ratio_bound: Algorithm eps-bump takes the median; the mean of a skewed site stays above rho_*."""
+    """post_update_ratio_bound: Algorithm 2 (`alg:eps-bump`) takes the median; the mean of a skewed site stays above rho_*."""
     variances = np.array([1e-3, 1e-3, 1.0])
     candidate = theory.epsilon_candidate(
         np.median(variances), 64, 2.0**-8, target=0.5, epsilon_min=1e-6, epsilon_max=1.0

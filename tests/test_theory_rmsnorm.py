@@ -9,9 +9,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fragility_core import theory
-from fragility_core.calibration import gamma_n
-from fragility_core.formats import FORMATS
-from fragility_core.kernel_samples import arithmetic, draw_rows, underflow
+from fragility_core.arithmetic.formats import FORMATS
+from fragility_lab.experiments.calibration import gamma_n
+from fragility_lab.experiments.kernel_samples import arithmetic, draw_rows, underflow
 
 FP32 = 2.0**-24
 seeds = st.integers(0, 2**32 - 1)

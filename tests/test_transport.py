@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_core.emulation import lower
-from fragility_core.surrogates.architectures import blocks
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.models.architectures import blocks
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import (
     TRANSPORTS,

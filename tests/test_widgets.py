@@ -13,9 +13,9 @@ matplotlib.use("Agg")
 
 from ipywidgets import Dropdown, FloatSlider, IntSlider, ToggleButtons
 
-from fragility_core.execute import notebook_names, notebook_path
-from fragility_core.reporting import figures
-from fragility_core.teaching.widgets import Exercise, Explorer, buttons, choice, slider
+from fragility_lab.lessons.widgets import Exercise, Explorer, buttons, choice, slider
+from fragility_lab.reporting import figures
+from fragility_lab.running.execute import notebook_names, notebook_path
 
 LIVE = "application/vnd.jupyter.widget-view+json"
 

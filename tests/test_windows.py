@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from fragility_core.models import load_tokenizer
-from fragility_core.windows import load_rows, select_windows, tokenize
+from fragility_lab.inputs.checkpoints import load_tokenizer
+from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 STREAM = torch.arange(1000)
 

@@ -7,14 +7,14 @@ import torch
 from tiny import TINY, random_gpt2
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.attention import IMPLEMENTATION
-from fragility_core.emulation import lower
-from fragility_core.experiments import e2, e3, x1, x1_protection
-from fragility_core.experiments.runs import window_rows
-from fragility_core.inputs import Inputs, digest
-from fragility_core.modules import final_hidden
+from fragility_core.arithmetic.attention import OBSERVED_EAGER
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions
 from fragility_core.theory import mismatch
+from fragility_lab.experiments import e2, e3, x1, x1_protection
+from fragility_lab.experiments.runs import window_rows
+from fragility_lab.inputs.loading import Inputs, digest
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16,), (0,), windows=6, batch_tokens=48)
 RUN = ["precision", "length", "seed"]
@@ -44,7 +44,7 @@ def estimates(inputs, source, tmp_path_factory):
 
 def estimator(inputs, precision, probes):
     low = lower(inputs.model, precision)
-    low.model.set_attn_implementation(IMPLEMENTATION)
+    low.model.set_attn_implementation(OBSERVED_EAGER)
     return Adjoint(low, probes=probes)
 
 
@@ -94,7 +94,7 @@ def test_a_redraw_rounds_the_same_function_otherwise(inputs, source, estimates):
     assert 0 < moved < windows.mismatch.mean()
     assert not np.isclose(windows[f"{x1.REDRAWN}0"], windows.mismatch, rtol=1e-3).any()
     assert windows[f"{x1.REDRAWN}0"].mean() == pytest.approx(windows.mismatch.mean(), rel=0.15)
-    assert low.model.config._attn_implementation == IMPLEMENTATION
+    assert low.model.config._attn_implementation == OBSERVED_EAGER
 
 
 def test_mean_prediction_is_the_mean_mismatch(source, estimates):

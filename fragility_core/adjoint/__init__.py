@@ -7,7 +7,7 @@ sum_i (dX/dy_i) e_i, so that
 
 and for a random sign vector v the square of d(v.X)/dy_i estimates ||dX/dy_i||^2 without bias: one
 backward pass gives the contribution c^2 of every kernel and weight, and the mismatch is predicted as
-sqrt(sum c^2) / ||X||. This is the unified theorem (Theorem unified) with the adjoint in place of
+sqrt(sum c^2) / ||X||. This is the unified theorem (Theorem 3 (`thm:unified`)) with the adjoint in place of
 products of norms; compare Higham & Mary 2019 (doi:10.1137/18M1226312) on rounding errors as random
 variables and Menon et al. 2018 (doi:10.1109/SC.2018.00051) on adjoints for tuning precision.
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fragility_core import emulation, operands
 from fragility_core.adjoint.products import fast_products
 from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape
-from fragility_core.formats import Format
-from fragility_core.modules import is_block
-from fragility_core.nested import map_tensors
+from fragility_core.arithmetic import emulation, operands
+from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.nested import map_tensors
+from fragility_core.models.tree import is_block
 
 GET_DTYPE = Tensor.dtype.__get__
 SHORT_CASTS = {
@@ -46,7 +46,7 @@ _DISPATCHING = ("has_torch_function", "has_torch_function_unary", "has_torch_fun
 
 
 @cache
-def opened(func: FunctionType) -> FunctionType | None:
+def with_visible_kernels(func: FunctionType) -> FunctionType | None:
     """A function of torch's Python code that runs instead of being handed over: the kernels inside are seen."""
     if not set(_DISPATCHING) & set(func.__code__.co_names):
         return None
@@ -79,7 +79,7 @@ def is_stream(x: Tensor) -> bool:
     return getattr(x, "_is_stream", False)
 
 
-class Call:
+class FunctionCall:
     """A function of tensors with its arguments, those of the low dtype in fp32."""
 
     def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], widened: Callable[[Tensor], Tensor]):
@@ -168,16 +168,16 @@ class LowArithmetic(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in MOVES:
             return self._move(func, args, kwargs)
-        if isinstance(func, FunctionType) and func not in self._open and opened(func):
+        if isinstance(func, FunctionType) and func not in self._open and with_visible_kernels(func):
             self._open.add(func)  # its own C++ part asks again under its name
             try:
                 with self:
-                    return opened(func)(*args, **kwargs)
+                    return with_visible_kernels(func)(*args, **kwargs)
             finally:
                 self._open.remove(func)
         if func == GET_DTYPE:
             return self.dtype(args[0])
-        call = Call(func, args, kwargs, self._wide)
+        call = FunctionCall(func, args, kwargs, self._wide)
         if call.name == "topk":
             self.tape.note("router")
         elif call.product == "values":
@@ -186,7 +186,7 @@ class LowArithmetic(TorchFunctionMode):
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""
-        return self.format.carrier if self.rounding and stored_as(x) else x.dtype
+        return self.format.compute_dtype if self.rounding and stored_as(x) else x.dtype
 
     def _wide(self, x: Tensor) -> Tensor:
         """The fp32 tensor that stands for a parameter, a buffer or another of the low dtype; others as they are."""
@@ -194,7 +194,7 @@ class LowArithmetic(TorchFunctionMode):
             return self.weights[id(x)]
         if id(x) in self.buffers:
             return store(self.buffers[id(x)].clone())  # a model may write to it
-        return store(x.float()) if x.dtype == self.format.carrier else x
+        return store(x.float()) if x.dtype == self.format.compute_dtype else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         x = self._wide(args[0])
@@ -207,11 +207,11 @@ class LowArithmetic(TorchFunctionMode):
         moved = func(x, *args[1:], **kwargs)
         return moved if kind is None else map_tensors(moved, mark)
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: FunctionCall) -> Any:
         requested = self._requested_dtype(call)
         if call.func in CASTS and requested is not None:
             return self._cast(call.args[0], requested)
-        low = requested == self.format.carrier
+        low = requested == self.format.compute_dtype
         if low:
             call.args = tuple(torch.float32 if x is requested else x for x in call.args)
             call.kwargs = {key: torch.float32 if x is requested else x for key, x in call.kwargs.items()}
@@ -227,7 +227,7 @@ class LowArithmetic(TorchFunctionMode):
             return result
         return map_tensors(result, lambda y: self._settle(y, call))
 
-    def _compute(self, call: Call) -> Any:
+    def _compute(self, call: FunctionCall) -> Any:
         return self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
 
     def _operand(self, x: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class LowArithmetic(TorchFunctionMode):
             return x
         return self.round(x.clone(), "operand", "weights", format=self.format.operands)
 
-    def _requested_dtype(self, call: Call) -> torch.dtype | None:
+    def _requested_dtype(self, call: FunctionCall) -> torch.dtype | None:
         """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""
         if call.func in SHORT_CASTS:
             return SHORT_CASTS[call.func]
@@ -246,11 +246,11 @@ class LowArithmetic(TorchFunctionMode):
     def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == self.dtype(x):
             return x
-        if dtype != self.format.carrier:
+        if dtype != self.format.compute_dtype:
             return x.to(dtype, copy=True)
         return self.round(x.to(torch.float32, copy=True), "to")
 
-    def _settle(self, y: Tensor, call: Call) -> Tensor:
+    def _settle(self, y: Tensor, call: FunctionCall) -> Tensor:
         """Make a result of ``call`` one of the low dtype."""
         if not y.is_floating_point():
             return y

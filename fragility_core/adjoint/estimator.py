@@ -10,17 +10,17 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from fragility_core import attention
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic, mark_stream, store
 from fragility_core.adjoint.overflow import first_nonfinite
 from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
-from fragility_core.emulation import LowPrecision, sharing_copy
-from fragility_core.lookup import elementwise_modules
-from fragility_core.modules import final_hidden, is_block
-from fragility_core.operands import linear_weights, storages
+from fragility_core.arithmetic import attention
+from fragility_core.arithmetic.emulation import LowPrecision, sharing_copy
+from fragility_core.arithmetic.lookup import elementwise_modules
+from fragility_core.arithmetic.operands import linear_weights, storages
+from fragility_core.models.tree import final_hidden, is_block
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Adjoint:
         format that rounds no results (fp32, tf32), a model without parameters in it, fewer than one probe,
         or a reference that is not in fp32 or whose parameters are not those of the model.
         """
-        if low.format.carrier == torch.float32:
+        if low.format.compute_dtype == torch.float32:
             raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
         if probes < 1:
             raise ValueError(f"probes must be at least 1, got {probes}")
@@ -109,7 +109,7 @@ class Adjoint:
     @property
     def _dtype(self) -> torch.dtype:
         """Of the parameters whose rounding counts."""
-        return torch.float32 if self.low.weights_only else self.format.carrier
+        return torch.float32 if self.low.weights_only else self.format.compute_dtype
 
     def _watch_stored(self, reference: nn.Module | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """fp32 tensors, by the id of the parameter or the buffer they stand for, whose gradients go to the tape."""
@@ -148,8 +148,8 @@ class Adjoint:
         """Let the costly parts of the model run as one autograd function each."""
         implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         by_rows = not self.format.scaled  # each block of rows would have a scale of its own
-        if implementation == attention.IMPLEMENTATION and by_rows:
-            self.model.set_attn_implementation(recomputed.IMPLEMENTATION if rounding else "sdpa")
+        if implementation == attention.OBSERVED_EAGER and by_rows:
+            self.model.set_attn_implementation(recomputed.RECOMPUTED_EAGER if rounding else "sdpa")
         for module in elementwise_modules(self.model) if not self.format.scaled else ():
             module.forward = recomputed.Activation(self.low, self.tape, module)
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from fragility_core.emulation import LowPrecision
-from fragility_core.nested import tensors
+from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.arithmetic.nested import tensors
 
 
 @torch.no_grad()

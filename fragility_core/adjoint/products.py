@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fragility_core.adjoint.rows import Rows
-from fragility_core.formats import get_format, has_native_kernels
+from fragility_core.arithmetic.formats import get_format, has_native_kernels
 
 
 class WeightProduct(torch.autograd.Function):

@@ -12,12 +12,12 @@ from fragility_core.adjoint.arithmetic import store, stored_as
 from fragility_core.adjoint.rounding import local_error
 from fragility_core.adjoint.rows import Rows
 from fragility_core.adjoint.tape import Tape
-from fragility_core.attention import is_causal, observed_attention, require_plain_softmax
-from fragility_core.emulation import LowPrecision
-from fragility_core.formats import pieces
-from fragility_core.lookup import entries, every_number, look_up, row_of
+from fragility_core.arithmetic.attention import is_causal, observed_attention, require_plain_softmax
+from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.arithmetic.formats import chunks
+from fragility_core.arithmetic.lookup import entries, every_number, look_up, row_of
 
-IMPLEMENTATION = "recomputed_eager"
+RECOMPUTED_EAGER = "recomputed_eager"
 
 
 class EagerAttention(torch.autograd.Function):
@@ -67,13 +67,13 @@ def recomputed_attention(
     return context.unflatten(0, query.shape[:2]).transpose(1, 2), None
 
 
-AttentionInterface.register(IMPLEMENTATION, recomputed_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+AttentionInterface.register(RECOMPUTED_EAGER, recomputed_attention)
+AttentionMaskInterface.register(RECOMPUTED_EAGER, sdpa_mask)
 
 
 def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
     """``function`` of every 16-bit number, elementwise (3, 65536): as ``low`` stores it, its local error, its slope."""
-    numbers = every_number(low.format.carrier, device)
+    numbers = every_number(low.format.compute_dtype, device)
     with torch._C.DisableTorchFunction():
         x = numbers.float().requires_grad_()
         with torch.enable_grad():
@@ -99,10 +99,10 @@ class Tabulated(torch.autograd.Function):
         (low,) = ctx.saved_tensors
         _, error, slope = ctx.table
         to_x = torch.empty(low.shape, device=low.device)
-        for numbers, felt, out in pieces(low, gradient, to_x):
+        for numbers, given, out in chunks(low, gradient, to_x):
             row = row_of(numbers)
-            ctx.tape.read(ctx.place, entries(error, row, torch.empty_like(felt)).mul_(felt))
-            entries(slope, row, out).mul_(felt)
+            ctx.tape.read(ctx.place, entries(error, row, torch.empty_like(given)).mul_(given))
+            entries(slope, row, out).mul_(given)
         return None, None, None, None, to_x
 
 
@@ -119,5 +119,5 @@ class Activation:
         if self.table is None:
             self.table = tabulate(self.low, self.function, x.device)
         with torch._C.DisableTorchFunction():
-            low = x.detach().to(self.low.format.carrier).contiguous()
+            low = x.detach().to(self.low.format.compute_dtype).contiguous()
         return store(Tabulated.apply(self.tape, self.tape.kernel(self.type.__name__), self.table, low, x))

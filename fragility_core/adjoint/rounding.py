@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fragility_core.formats import Format
+from fragility_core.arithmetic.formats import Format
 
 EXPONENT_BITS = 0x7F800000  # of fp32
 

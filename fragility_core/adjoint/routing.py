@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fragility_core.adjoint.estimator import Adjoint
-from fragility_core.emulation import LowPrecision
-from fragility_core.modules import final_hidden
+from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.models.tree import final_hidden
 
 
 class Routes(TorchFunctionMode):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fragility_core.adjoint.rounding import finite_error, has_short_range, local_error
-from fragility_core.attention import future, row_blocks
-from fragility_core.formats import Format
+from fragility_core.arithmetic.attention import future, row_blocks
+from fragility_core.arithmetic.formats import Format
 
 WORKING_SET = 4  # fp32 buffers that a block fills, where observed attention fills one of 16 bits
 
@@ -90,11 +90,11 @@ class Rows:
 
     def gradients(
         self, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor,
-        felt: Callable[[str, Tensor], None] | None = None,
+        read: Callable[[str, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Those of query, key and value from that of the context.
 
-        What is rounded is ``felt``: products of error and gradient, by block of rows.
+        ``read`` is given the products of local error and gradient of each rounded tensor, by block of rows.
         """
         to_query = torch.empty_like(query)
         to_key, to_value = torch.zeros_like(key.mT), torch.zeros_like(value.mT)  # (N, d, T): the faster way round
@@ -104,10 +104,10 @@ class Rows:
             to_value[..., keys].baddbmm_(gradient[:, rows].mT, p)
             torch.bmm(gradient[:, rows], value[:, keys].mT, out=back)
             if errors:
-                felt("softmax", errors[1].mul_(back))
+                read("softmax", errors[1].mul_(back))
             torch._softmax_backward_data(back, p, -1, back.dtype, grad_input=back)
             if errors:
-                felt("scores", errors[0].mul_(back))
+                read("scores", errors[0].mul_(back))
             torch.bmm(back, key[:, keys], out=to_query[:, rows])
             to_key[..., keys].baddbmm_(query[:, rows].mT, back)
         return to_query.mul_(self.scaling), to_key.mul_(self.scaling).mT, to_value.mT

@@ -10,7 +10,7 @@ import pandas as pd
 from torch import nn
 
 from fragility_core.adjoint.tape import Place, Tape
-from fragility_core.modules import block_of, is_norm, within
+from fragility_core.models.tree import block_of, is_norm, within
 
 SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
 NORMS = {"layer_norm", "rms_norm", "group_norm"}

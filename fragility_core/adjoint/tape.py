@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fragility_core.modules import within
+from fragility_core.models.tree import within
 
 
 class Place(NamedTuple):
@@ -96,9 +96,9 @@ class Tape:
 
         leaf.register_post_accumulate_grad_hook(read)
 
-    def read(self, place: int, felt: Tensor) -> None:
+    def read(self, place: int, weighted_error: Tensor) -> None:
         """Note the product of error and gradient at (a part of) ``place``."""
-        self._readings.append((self.window, self.probe, place, torch.linalg.vector_norm(felt)))
+        self._readings.append((self.window, self.probe, place, torch.linalg.vector_norm(weighted_error)))
 
     def note_largest(self, place: int, stored: Tensor) -> None:
         """Note the largest of the values ``stored`` at ``place``: infinity where they overflowed."""

@@ -1,4 +1,4 @@
-"""Bound-guided selective stabilization: controllers of LayerNorm's epsilon (sec. algorithm, protocol section 6).
+"""Bound-guided selective stabilization: controllers of LayerNorm's epsilon (Section 5 (`sec:algorithm`), protocol section 6).
 
 A controller is an immutable ``State``, a pure decision on one monitored step, and the state after it;
 who trains the model applies ``state.epsilon`` to it before the next step:

@@ -39,7 +39,7 @@ class Action:
     new_epsilon: float
     priority: float  # by which the layer was ranked
     candidates: int  # layers it was chosen from
-    rests_until: int  # the first step at which the layer may be acted on again
+    cooldown_until: int  # the first step at which the layer may be acted on again
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class State:
         return tuple(count[layer] for layer in range(self.layers))
 
     @property
-    def rested(self) -> np.ndarray:
+    def cooled_down(self) -> np.ndarray:
         """Whether each block's cooldown is over (layers,)."""
-        until = {action.layer: action.rests_until for action in self.actions}
+        until = {action.layer: action.cooldown_until for action in self.actions}
         return np.array([until.get(layer, self.step) <= self.step for layer in range(self.layers)], dtype=bool)
 
     @property
     def available(self) -> np.ndarray:
-        """Whether each block is rested, below its number of actions and below the largest epsilon (layers,)."""
+        """Whether each block is cooled_down, below its number of actions and below the largest epsilon (layers,)."""
         below_count = np.array(self.earlier) < self.limits.per_layer
-        return self.rested & below_count & (np.array(self.epsilon) < self.limits.epsilon_max)
+        return self.cooled_down & below_count & (np.array(self.epsilon) < self.limits.epsilon_max)
 
     @property
     def allowance(self) -> float:
@@ -135,7 +135,7 @@ def advance(state: State, signal: float, actions: Sequence[Action] = ()) -> Stat
 
 
 def raising(
-    state: State, layers: Iterable[int], epsilon: np.ndarray, priority: np.ndarray, candidates: int, rest: int = 0
+    state: State, layers: Iterable[int], epsilon: np.ndarray, priority: np.ndarray, candidates: int, cooldown: int = 0
 ) -> tuple[Action, ...]:
     """Actions that raise ``layers``, in their order, and let them rest for ``rest`` steps.
 
@@ -150,7 +150,7 @@ def raising(
             new_epsilon=float(epsilon[layer]),
             priority=float(priority[layer]),
             candidates=int(candidates),
-            rests_until=state.step + rest,
+            cooldown_until=state.step + cooldown,
         )
         for layer in layers
     )
@@ -190,7 +190,7 @@ def _check(state: State, action: Action) -> None:
         )
     if earlier >= limits.per_layer:
         raise ValueError(f"a layer may be acted on {limits.per_layer} times, got {action}: choose another layer")
-    if not state.rested[action.layer]:
+    if not state.cooled_down[action.layer]:
         raise ValueError(f"layer {action.layer} rests at step {state.step}, got {action}: choose another layer")
 
 

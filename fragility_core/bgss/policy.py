@@ -31,7 +31,7 @@ class Policy(ABC):
     def limits(self) -> Limits:
         """The budget and the bounds of a run."""
 
-    def opening(self, state: State) -> tuple[Action, ...]:
+    def initial_actions(self, state: State) -> tuple[Action, ...]:
         """The actions taken before the first step, in the state before it."""
         return ()
 
@@ -40,7 +40,7 @@ class Policy(ABC):
         if layers < 1:
             raise ValueError(f"a model must have at least 1 block, got {layers}: give the number of its blocks")
         before = State(layers, self.base_epsilon, self.limits, seed)
-        return advance(before, math.nan, self.opening(before))
+        return advance(before, math.nan, self.initial_actions(before))
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
         """The actions of a monitored step, in force from the next step on; nothing is changed.
@@ -81,7 +81,7 @@ class StaticGlobal(Policy):
     def limits(self) -> Limits:
         return Limits(epsilon_max=self.static_epsilon)
 
-    def opening(self, state: State) -> tuple[Action, ...]:
+    def initial_actions(self, state: State) -> tuple[Action, ...]:
         blocks = range(state.layers)
         return raising(state, blocks, np.full(state.layers, self.static_epsilon), np.zeros(state.layers), state.layers)
 

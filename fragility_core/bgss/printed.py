@@ -1,7 +1,7 @@
-"""The two controllers that the paper prints: Algorithm bgss, and the eps-bump policy of its appendix.
+"""The two controllers that the paper prints: Algorithm 1 (`alg:bgss`), and the eps-bump policy of its appendix.
 
 One epsilon per block is shared by ln_1 and ln_2. Both therefore work with the larger of the sites'
-variances, for which sigma^2 d_model u = rho_LN eps (eq. alg-rho-ln, rho_LN being the larger of the two):
+variances, for which sigma^2 d_model u = rho_LN eps (Eq. (22) (`eq:alg-rho-ln`), rho_LN being the larger of the two):
 what holds for it holds at both sites.
 """
 
@@ -36,12 +36,12 @@ class Printed(Policy):
     def limits(self) -> Limits:
         return Limits(epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max)
 
-    def looks(self, state: State) -> bool:
+    def is_due(self, state: State) -> bool:
         """Whether t mod m = 0, the paper's steps t counting from 1."""
         return (state.step + 1) % self.monitor_interval == 0
 
     def target(self, state: State, ratio: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
-        """max(eps, clip(sigma^2 d_model u / rho_*, eps_min, eps_max)) of every block (eq. alg-eps-update).
+        """max(eps, clip(sigma^2 d_model u / rho_*, eps_min, eps_max)) of every block (Eq. (24) (`eq:alg-eps-update`)).
 
         ``ratio`` is rho_LN as measured under ``epsilon``, each (layers,).
         """
@@ -93,7 +93,7 @@ class PrintedBGSS(Printed):
             "risk": np.isfinite(risk) & (risk >= self.risk_threshold),
             "dominance": np.isfinite(dominance) & (dominance >= self.dominance_threshold),
             "regime": np.isfinite(ratio) & (ratio < 1),
-            "cooldown": state.rested,
+            "cooldown": state.cooled_down,
         }
         eligible = np.logical_and.reduce(list(gates.values()))
         ranking = np.argsort(-risk, kind="stable")
@@ -106,19 +106,19 @@ class PrintedBGSS(Printed):
         return pd.DataFrame(gates | {"target": target})
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
-        if not self.looks(state):
+        if not self.is_due(state):
             return ()
         gates, risk = self.gates(state, rows), rows["risk"].to_numpy()
         raised = np.flatnonzero(gates["raised"])
         ranked = raised[np.argsort(-risk[raised], kind="stable")]
-        # A counter set to c and lowered by one at every look reaches zero c looks later.
-        rest = self.cooldown * self.monitor_interval
-        return raising(state, ranked, gates["target"].to_numpy(), risk, gates["eligible"].sum(), rest)
+        # A counter set to c and lowered by one at every inspection reaches zero c inspections later.
+        cooldown = self.cooldown * self.monitor_interval
+        return raising(state, ranked, gates["target"].to_numpy(), risk, gates["eligible"].sum(), cooldown)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpsilonBump(Printed):
-    """Algorithm eps-bump (alg:eps-bump): every 5 steps, every block in the regime rho_LN < 1, without a budget.
+    """Algorithm 2 (`alg:eps-bump`) (alg:eps-bump): every 5 steps, every block in the regime rho_LN < 1, without a budget.
 
     Its rows may be those of several windows, the algorithm's minibatch of 16 examples: sigma^2 is the
     median over them. ``epsilon_max`` is 5e-3 or 1e-2 in the paper.
@@ -131,7 +131,7 @@ class EpsilonBump(Printed):
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
         """As ``Policy.decide``, for rows of one window or more."""
-        if not self.looks(state):
+        if not self.is_due(state):
             return ()
         ratio, epsilon = np.median(columns(rows, state.layers, "layernorm_ratio", "epsilon_1"), axis=1)
         target, regime = self.target(state, ratio, epsilon), np.isfinite(ratio) & (ratio < 1)
@@ -140,7 +140,7 @@ class EpsilonBump(Printed):
 
 
 def choose_thresholds(layers: pd.DataFrame, quantile: float = 0.5, **parameters) -> PrintedBGSS:
-    """Algorithm bgss with thresholds from the monitored rows of policy ``none``, all steps and blocks.
+    """Algorithm 1 (`alg:bgss`) with thresholds from the monitored rows of policy ``none``, all steps and blocks.
 
     tau_G and tau_phi are the ``quantile`` of G and of phi: by default each of these two gates lets half
     of the layer-steps through. rho_* is the median of the rho_LN below 1, so that half of what the

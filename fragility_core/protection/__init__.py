@@ -11,6 +11,6 @@ back to the format. All its roundings vanish but that of its output, which the c
 from fragility_core.protection import baselines
 from fragility_core.protection.contributions import Contributions, plan
 from fragility_core.protection.keep import apply
-from fragility_core.protection.plans import SITES, Plan
+from fragility_core.protection.plans import KEEPABLE_SITES, Plan
 
-__all__ = ["SITES", "Contributions", "Plan", "apply", "baselines", "plan"]
+__all__ = ["KEEPABLE_SITES", "Contributions", "Plan", "apply", "baselines", "plan"]

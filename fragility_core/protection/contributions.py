@@ -9,18 +9,18 @@ import pandas as pd
 from torch import Tensor, nn
 
 from fragility_core import adjoint
-from fragility_core.emulation import lower
-from fragility_core.formats import get_format
-from fragility_core.modules import embedding_paths, head_paths, is_norm, outermost, within
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.models.tree import embedding_paths, head_paths, is_norm, outermost, within
 from fragility_core.protection import cost
 from fragility_core.protection.baselines import top
 from fragility_core.protection.keep import require_modules
-from fragility_core.protection.plans import SITES, Plan
+from fragility_core.protection.plans import KEEPABLE_SITES, Plan
 from fragility_core.protection.structure import Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 NEARLY_EXACT = 1 / 8  # of the error before it: roundings of like numbers differ by less, up to the ulp's factor of 2
-PLACE = ["kernel", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output"]
+PLACE_COLUMNS = ["kernel", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output"]
 
 
 class Contributions:
@@ -45,7 +45,7 @@ class Contributions:
             )
         self.windows = finite.reset_index(drop=True)
         self.kernels = prediction.kernels[prediction.kernels.window.isin(finite.window)]
-        places = self.kernels[PLACE].drop_duplicates("kernel").sort_values("kernel")
+        places = self.kernels[PLACE_COLUMNS].drop_duplicates("kernel").sort_values("kernel")
         self.structure = Structure(model, places.reset_index(drop=True), prediction.ran)
         squares = self.kernels.c2 / self.kernels.window.map(finite.set_index("window").final_norm ** 2)
         samples = len(finite) * (self.kernels.probe.max() + 1)
@@ -122,7 +122,7 @@ class Contributions:
         return self._priced(self._of_blocks(tuple(dict.fromkeys(numbers))))
 
     def of_sites(self, names: Iterable[str]) -> Plan:
-        """The plan that keeps these kinds of site (``plans.SITES``); raises ValueError for one there is not."""
+        """The plan that keeps these kinds of site (``KEEPABLE_SITES``); raises ValueError for one there is not."""
         return self._priced(self._of_sites(tuple(dict.fromkeys(names))))
 
     def of_modules(self, paths: Iterable[str]) -> Plan:
@@ -155,7 +155,7 @@ class Contributions:
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
         if unit == "sites":
-            choices = combinations([site for site in SITES if site in self.structure.sites], budget)
+            choices = combinations([site for site in KEEPABLE_SITES if site in self.structure.sites], budget)
             return self._priced(min(map(self._of_sites, choices), key=self.remaining))
         gains = self.gains(unit).gain
         best = top(gains, budget)
@@ -181,7 +181,7 @@ class Contributions:
         if unit == "blocks":
             return [self._of_blocks((number,)) for number in range(len(self.structure.blocks))]
         if unit == "sites":
-            return [self._of_sites((site,)) for site in SITES if site in self.structure.sites]
+            return [self._of_sites((site,)) for site in KEEPABLE_SITES if site in self.structure.sites]
         return [self._plan((path,)) for path in self.structure.modules]
 
     def _for_bytes(self, budget: int) -> Plan:
@@ -213,7 +213,7 @@ class Contributions:
         """The best plans of all numbers of blocks, and all choices of kinds of site."""
         order = np.argsort(-self.gains("blocks").gain, kind="stable")
         yield from (self._of_blocks(tuple(sorted(order[:count].tolist()))) for count in range(len(order) + 1))
-        sites = [site for site in SITES if site in self.structure.sites]
+        sites = [site for site in KEEPABLE_SITES if site in self.structure.sites]
         yield from (self._of_sites(names) for count in range(len(sites) + 1) for names in combinations(sites, count))
 
     def _bytes(self, plan: Plan) -> int:

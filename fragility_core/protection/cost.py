@@ -5,9 +5,9 @@ from collections.abc import Collection
 from torch import nn
 from transformers import PreTrainedConfig
 
-from fragility_core.formats import Format
-from fragility_core.modules import block_of, within
-from fragility_core.operands import linear_weights
+from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.operands import linear_weights
+from fragility_core.models.tree import block_of, within
 from fragility_core.protection.structure import ATTENTION, Structure
 
 WIDE = 4  # bytes of fp32

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from fragility_core.attention import FP32_SCORES
-from fragility_core.emulation import LowPrecision, lower
-from fragility_core.formats import get_format
-from fragility_core.modules import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
-from fragility_core.nested import tensors
+from fragility_core.arithmetic.attention import FP32_SCORES
+from fragility_core.arithmetic.emulation import LowPrecision, lower
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.nested import tensors
+from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.plans import Plan
 from fragility_core.protection.structure import scores_can_be_kept
 
@@ -56,7 +56,7 @@ def _cast_output(source: torch.dtype, target: torch.dtype, module: nn.Module, ar
     return cast(output, source, target)
 
 
-def unround(module: nn.Module, exact: nn.Module, kept: dict[int, nn.Parameter]) -> None:
+def restore_fp32(module: nn.Module, exact: nn.Module, kept: dict[int, nn.Parameter]) -> None:
     """Give ``module`` what its fp32 twin ``exact`` has; others that shared its parameters keep theirs.
 
     ``kept`` has those given to modules before, by the id of the twin's: a table that two share stays one.
@@ -71,32 +71,32 @@ def unround(module: nn.Module, exact: nn.Module, kept: dict[int, nn.Parameter]) 
 
 
 def keep_module(
-    module: nn.Module, exact: nn.Module, carrier: torch.dtype, kept: dict[int, nn.Parameter], narrow: bool = True
+    module: nn.Module, exact: nn.Module, compute_dtype: torch.dtype, kept: dict[int, nn.Parameter], narrow: bool = True
 ) -> None:
     """Let ``module`` compute in fp32 with the parameters of ``exact``; with ``narrow`` its output is cast back.
 
-    For ``kept`` see ``unround``.
+    For ``kept`` see ``restore_fp32``.
     """
-    unround(module, exact, kept)
-    cast_inputs(module, carrier, torch.float32)
+    restore_fp32(module, exact, kept)
+    cast_inputs(module, compute_dtype, torch.float32)
     if narrow:
-        cast_output(module, torch.float32, carrier)
+        cast_output(module, torch.float32, compute_dtype)
 
 
-def keep_stream(model: nn.Module, carrier: torch.dtype, modules: Collection[str]) -> None:
+def keep_stream(model: nn.Module, compute_dtype: torch.dtype, modules: Collection[str]) -> None:
     """Let the residual stream of ``model`` be fp32: it begins so, and sums with it stay so.
 
     ``modules`` are kept whole: what is inside of them is left alone.
     """
     parts = {path: m for path, m in model.named_modules() if not any(p != path and within(path, p) for p in modules)}
     for path in parts.keys() & embedding_paths(model):
-        cast_output(parts[path], carrier, torch.float32)
+        cast_output(parts[path], compute_dtype, torch.float32)
     for path in parts.keys() & norm_paths(model):
         parts[path].register_forward_pre_hook(widen_with_input)
-        cast_output(parts[path], torch.float32, carrier)
+        cast_output(parts[path], torch.float32, compute_dtype)
     for path in parts.keys() & branch_paths(model):
-        parts[path].register_forward_pre_hook(partial(raise_lowest, torch.finfo(carrier).min), with_kwargs=True)
-        cast_inputs(parts[path], torch.float32, carrier)
+        parts[path].register_forward_pre_hook(partial(raise_lowest, torch.finfo(compute_dtype).min), with_kwargs=True)
+        cast_inputs(parts[path], torch.float32, compute_dtype)
 
 
 def raise_lowest(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -132,12 +132,12 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     change, and for a stream or scores that cannot be kept.
     """
     require_modules(model, plan.modules)
-    if get_format(plan.format).carrier == torch.float32:
+    if get_format(plan.format).compute_dtype == torch.float32:
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
     if plan.scores:
         require_scores(model)
     low = lower(model, plan.format, "weights" if plan.weights_only and execution == "auto" else execution)
-    carrier = torch.float32 if low.weights_only else low.format.carrier
+    compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
     # Outputs that stay fp32: the stream, where it is kept, and the logits, after which nothing follows.
     wide = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
     if tokens is None:
@@ -145,13 +145,13 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     returned = dtypes_of(plan.modules, low, tokens)[1]  # some models keep the stream in fp32 of their own accord
     wide |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
     if plan.residual:
-        keep_stream(low.model, carrier, plan.modules)
+        keep_stream(low.model, compute_dtype, plan.modules)
     kept: dict[int, nn.Parameter] = {}
     for path in plan.modules:
-        keep_module(low.model.get_submodule(path), model.get_submodule(path), carrier, kept, path not in wide)
+        keep_module(low.model.get_submodule(path), model.get_submodule(path), compute_dtype, kept, path not in wide)
     if plan.scores:
         low.model.set_attn_implementation(FP32_SCORES)
-    check(low, plan, tokens, wide, carrier)
+    check(low, plan, tokens, wide, compute_dtype)
     return low
 
 
@@ -168,10 +168,10 @@ def require_modules(model: nn.Module, paths: Collection[str]) -> None:
             raise ValueError(f"a module to keep must be one of the model's with parameters, got {path!r}: see {like}")
 
 
-def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], carrier: torch.dtype) -> None:
+def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], compute_dtype: torch.dtype) -> None:
     """Raises ValueError unless, in a pass over ``tokens``, what ``plan`` names is in fp32 and the rest is not.
 
-    The modules kept take fp32 and give ``carrier``, those in ``wide`` fp32; with ``residual`` every block gives fp32.
+    Kept modules take fp32 and give ``compute_dtype``, those in ``wide`` fp32. With ``residual`` every block gives fp32.
     """
     blocks = block_paths(low.model) if plan.residual else []  # of these, some may not run: a vision tower's
     received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
@@ -180,7 +180,7 @@ def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], 
         require(path, "run in the checking pass", path in returned, "no call of it: give tokens that reach it")
         require(path, "have fp32 parameters", parameters == {torch.float32}, parameters)
         require(path, "receive fp32", {*received[path]} <= {torch.float32}, {*received[path]})
-        expected = torch.float32 if path in wide else carrier
+        expected = torch.float32 if path in wide else compute_dtype
         require(path, f"return {expected}", {*returned[path]} == {expected}, {*returned[path]})
     for path in (path for path in blocks if path in returned):
         stream = returned[path][0] if returned[path] else None  # attention weights may come after it

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 # Kinds of site that can be kept in fp32.
-SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")
+KEEPABLE_SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")
 
 
 @dataclass(frozen=True)

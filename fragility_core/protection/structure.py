@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fragility_core.attention import FP32_SCORES
-from fragility_core.emulation import sharing_copy
-from fragility_core.modules import (
+from fragility_core.arithmetic.attention import FP32_SCORES
+from fragility_core.arithmetic.emulation import sharing_copy
+from fragility_core.arithmetic.nested import tensors
+from fragility_core.models.tree import (
     attention_modules,
     block_of,
     block_paths,
@@ -20,7 +21,6 @@ from fragility_core.modules import (
     norm_paths,
     within,
 )
-from fragility_core.nested import tensors
 
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}

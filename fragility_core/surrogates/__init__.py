@@ -3,6 +3,6 @@
 ``architectures`` finds the blocks, ``monitor`` watches a pass, ``score`` puts the statistics together.
 """
 
-from fragility_core.surrogates.score import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
+from fragility_core.surrogates.scoring import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
 
 __all__ = ["DERIVED", "LAYERNORM_TERMS", "SIGNALS", "Estimator", "score"]

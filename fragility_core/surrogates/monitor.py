@@ -18,17 +18,17 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from fragility_core.attention import observe_attention, observers
-from fragility_core.emulation import LowPrecision
-from fragility_core.modules import final_hidden, hidden_and_logits
-from fragility_core.surrogates.architectures import Block, blocks
-from fragility_core.surrogates.norms import Norm
+from fragility_core.arithmetic.attention import observe_attention, observers
+from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.models.architectures import Block, blocks
+from fragility_core.models.norms import Norm
+from fragility_core.models.tree import final_hidden, hidden_and_logits
 from fragility_core.surrogates.reductions import (
     blocks_at_once,
-    layernorm_path,
-    piece_norms,
-    rmsnorm_path,
+    layernorm_with_moments,
+    rmsnorm_with_moments,
     sampled_rows,
+    segment_norms,
     softmax_sensitivity_estimate,
     spectral_norm_from_gram,
     whole_norm,
@@ -98,7 +98,7 @@ class AttentionStatistics:
         self.rows = sampled_rows(rows)
         self.scored, self.weighted = [], []  # norms of pieces of scores and probabilities
         with self.paused():
-            self.query_norm, self.key_norm = piece_norms(query), piece_norms(key)
+            self.query_norm, self.key_norm = segment_norms(query), segment_norms(key)
             if scaling != self.scaling:
                 self.query_norm = self.query_norm * (scaling / self.scaling)
             # In bf16 ||V||_2 is at most 2^-9 sqrt(d) off for it; in fp16 the products may overflow.
@@ -110,13 +110,13 @@ class AttentionStatistics:
 
     def scores(self, scores: Tensor) -> None:
         with self.paused():
-            self.scored.append(piece_norms(scores))
+            self.scored.append(segment_norms(scores))
 
     def probabilities(self, first_row: int, probabilities: Tensor) -> None:
         _, _, rows, seen = probabilities.shape
         inside = [i for i, row in enumerate(self.rows) if first_row <= row < first_row + rows]
         with self.paused():
-            self.weighted.append(piece_norms(probabilities))
+            self.weighted.append(segment_norms(probabilities))
             if inside:
                 chosen = _index(tuple(self.rows[i] - first_row for i in inside), probabilities.device)
                 sampled = self.sample[:, :, inside[0] : inside[-1] + 1, :seen]
@@ -171,7 +171,7 @@ class Monitor:
 
     What the protocol says of GPT-2 is read as follows in other families. RMSNorm is measured as LayerNorm,
     with the mean square about 0 for the variance. Of a gated MLP, W_out (act(W_gate z) * W_up z), the
-    remainder holds ||W_in|| ||z|| for both inner products, W_in = [W_gate; W_up] (Lemma gemm-out), and
+    remainder holds ||W_in|| ||z|| for both inner products, W_in = [W_gate; W_up] (Lemma 2 (`lem:gemm-out`)), and
     ||W_out|| ||g||, g being what W_out reads; the rounding of * is left out, as the activation's is. Its
     transport is ||m|| / ||r|| as ever. Keys and values of a group are counted once for each of its query
     heads. Queries and keys are those that meet in the scores, behind rotary embeddings, which turn them
@@ -182,7 +182,7 @@ class Monitor:
     """
 
     def __init__(self, low: LowPrecision, power_iteration: bool = False):
-        """``power_iteration`` also measures ||J_f||_2 of every block (app. estimation, option i).
+        """``power_iteration`` also measures ||J_f||_2 of every block (Appendix A.7 (`app:estimation`), option i).
 
         The model of ``low`` runs with attention that can be observed from then on, monitored or not.
         Raises TypeError for an architecture whose blocks are not known.
@@ -288,10 +288,13 @@ class Monitor:
             return module.register_forward_hook(hook)
 
         def attention_site(context: Tensor, output: Tensor) -> dict[str, Tensor]:
-            return attention.result() | {"context_norm": piece_norms(context), "attention_norm": piece_norms(output)}
+            return attention.result() | {
+                "context_norm": segment_norms(context),
+                "attention_norm": segment_norms(output),
+            }
 
         def mlp_site(activated: Tensor, output: Tensor) -> dict[str, Tensor]:
-            return {"activation_norm": piece_norms(activated), "mlp_norm": piece_norms(output)}
+            return {"activation_norm": segment_norms(activated), "mlp_norm": segment_norms(output)}
 
         yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
         yield observe(block.attention_out, attention_site)
@@ -307,9 +310,9 @@ class Monitor:
 def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
     """What ``norm``, before sublayer ``site``, does to ``x`` (B, T, d_model); ``finished`` derives the moments."""
     path, mean, scale = normalization_path(norm, x)
-    measured = {f"mean_{site}": mean, f"scale_{site}": scale, f"path_{site}_norm": piece_norms(path)}
+    measured = {f"mean_{site}": mean, f"scale_{site}": scale, f"path_{site}_norm": segment_norms(path)}
     if site == "2":  # of norm_1's output, nothing in the score needs the norm
-        measured["norm_2_norm"] = piece_norms(output)
+        measured["norm_2_norm"] = segment_norms(output)
     return measured
 
 
@@ -320,8 +323,8 @@ def head_norm_site(norm: Norm, heads: str, x: Tensor, output: Tensor) -> dict[st
 
 
 def normalization_path(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Z, mean and 1 / sqrt(sigma^2 + epsilon) of ``x`` (B, T, d_model) (``reductions.layernorm_path``)."""
-    return (layernorm_path if norm.centred else rmsnorm_path)(x, norm.gamma, norm.eps)
+    """Z, mean and 1 / sqrt(sigma^2 + epsilon) of ``x`` (B, T, d_model) (``reductions.layernorm_with_moments``)."""
+    return (layernorm_with_moments if norm.centred else rmsnorm_with_moments)(x, norm.gamma, norm.eps)
 
 
 def window_losses(logits: Tensor, tokens: Tensor) -> Tensor:

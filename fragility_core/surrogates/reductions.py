@@ -5,23 +5,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-PIECE = 128  # numbers
+SEGMENT = 128  # numbers
 SAMPLED_ROWS = 16  # probability rows per head on which the softmax differential is estimated
 POWER_STEPS = 2
 
 
-def piece_norms(x: Tensor) -> Tensor:
+def segment_norms(x: Tensor) -> Tensor:
     """Frobenius norms of the pieces that each window falls into, (B, ..., columns) -> (B, pieces).
 
     Pieces are rows. A CPU's fast kernel for bf16 rounds to bf16 what it accumulated in fp32: long rows fall into
-    pieces of PIECE numbers there, unlike whole (normalised) rows not all of one norm and of one error. A
+    pieces of SEGMENT numbers there, unlike whole (normalised) rows not all of one norm and of one error. A
     ``whole_norm`` is at most 2^-8 off for it, as a rule 1e-4, and is had in down to a quarter of the time.
     """
     dtype = torch.float32
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous():
         width = x.shape[-1]
-        if width > PIECE and width % PIECE == 0:
-            x, dtype = x.view(*x.shape[:-1], -1, PIECE), None
+        if width > SEGMENT and width % SEGMENT == 0:
+            x, dtype = x.view(*x.shape[:-1], -1, SEGMENT), None
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).flatten(1)
 
 
@@ -35,7 +35,7 @@ def window_max(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.flatten(1), ord=torch.inf, dim=-1, dtype=torch.float32)
 
 
-def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+def layernorm_with_moments(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """Z_eps(x) in the format of ``x`` (B, T, d), mean and 1 / sqrt(sigma^2 + epsilon) (B, T) in fp32.
 
     The library's own kernel in one pass. A GPU's returns its statistics in fp32 and wants weights of the format
@@ -46,10 +46,10 @@ def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Te
     return path, mean.squeeze(-1), scale.squeeze(-1)
 
 
-def rmsnorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+def rmsnorm_with_moments(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """gamma x / sqrt(s^2 + epsilon) of ``x`` (B, T, d) in fp32, 0 and 1 / sqrt(s^2 + epsilon) (B, T), s^2 = mean x^2.
 
-    ``layernorm_path`` of a norm that subtracts no mean.
+    ``layernorm_with_moments`` of a norm that subtracts no mean.
     """
     mean_square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square() / x.shape[-1]
     scale = (mean_square + epsilon).rsqrt()
@@ -71,7 +71,7 @@ def sampled_rows(rows: int) -> tuple[int, ...]:
 
 
 def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
-    """Estimate of ||J(p)||_2 for rows ``p`` (..., n) -> (...), by power iteration (app. estimation).
+    """Estimate of ||J(p)||_2 for rows ``p`` (..., n) -> (...), by power iteration (Appendix A.7 (`app:estimation`)).
 
     POWER_STEPS steps from the centred linspace(-1, 1), with J(p) v = p v - p (p . v). Never above
     the exact value, but for fp32 rounding: about 1e-7, which is all that is left of saturated rows.

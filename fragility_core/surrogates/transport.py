@@ -1,4 +1,4 @@
-"""Three estimators of residual transport rho = ||J_f||_2 of a block x -> x + f(x) (app. estimation).
+"""Three estimators of residual transport rho = ||J_f||_2 of a block x -> x + f(x) (Appendix A.7 (`app:estimation`)).
 
 ``release`` and ``operator_norm`` follow from statistics and weights alone; ``power_iteration`` needs
 products with the block's Jacobian. Only ``operator_norm`` bounds ||J_f||_2 from above.
@@ -39,7 +39,7 @@ def release_transport(layers: pd.DataFrame) -> pd.Series:
 
 
 def operator_norm_transport(layers: pd.DataFrame) -> pd.Series:
-    """Upper bound of ||J_f||_2 from the constituent maps (app. estimation, option ii).
+    """Upper bound of ||J_f||_2 from the constituent maps (Appendix A.7 (`app:estimation`), option ii).
 
     LayerNorm: max|gamma| / sqrt(min sigma^2 + epsilon). Attention: the differentials of P and V,
     with ||J(p)|| <= 1/2 and Frobenius norms over all heads above each head's spectral norm; rotations
@@ -88,7 +88,7 @@ def residual_transport(layers: pd.DataFrame, estimator: str) -> pd.Series:
 @torch.no_grad()
 @torch.inference_mode(False)  # torch 2.6 takes derivatives in it for 0
 def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int = 2) -> Tensor:
-    """||J_f||_2 of each window by power iteration with JVPs and VJPs, (B,) (app. estimation, option i).
+    """||J_f||_2 of each window by power iteration with JVPs and VJPs, (B,) (Appendix A.7 (`app:estimation`), option i).
 
     ``args`` and ``kwargs`` are those of the observed call, the block input (B, T, d_model) first. The
     low-precision weights compute in fp32 here: the Jacobian is the model's, not its rounding's. Beyond

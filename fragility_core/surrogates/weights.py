@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fragility_core.surrogates.architectures import Block
+from fragility_core.models.architectures import Block
 from fragility_core.surrogates.reductions import spectral_norm
 
 FOLLOWED = 4  # singular vectors carried along: the largest may change places with one of the next

@@ -7,7 +7,7 @@ epsilon_mach is the unit roundoff u (``formats.Format.unit_roundoff``); epsilon 
 
 The error model behind every bound: inputs are given exactly; fl(a o b) = (a o b)(1 + delta), |delta| <= u,
 with neither overflow nor underflow; a kernel's constant (c_gemm, c'_gemm = ``c_gemm_out``, c_smx =
-``c_softmax``, a_ln) is a property of the machine, measured by ``fragility_core.calibration``.
+``c_softmax``, a_ln) is a property of the machine, measured by ``fragility_lab.experiments.calibration``.
 
 Statements that do not hold as printed, or need a reading, say so where they stand: ``gemm_error_bound``,
 ``softmax_error_bound``, ``attention_error_bound``, ``downstream_transport``, ``layernorm_ratio``, the
@@ -91,27 +91,27 @@ from fragility_core.theory.unified import (
 )
 
 __all__ = [  # noqa: RUF022 (in the paper's order)
-    # sec. problem_formulation
+    # Section 3 (`sec:problem_formulation`)
     "mismatch",
-    # subsec. attn
+    # Section 4.2 (`subsec:attn`)
     "exact_attention", "softmax_jacobian", "softmax_sensitivity", "kappa_softmax", "chi_score", "kappa_score",
     "kappa_value", "AttentionNorms", "attention_norms", "score_error_bound", "gemm_error_bound",
     "softmax_error_bound", "attention_coefficient", "attention_magnitude", "attention_error_bound",
     "attention_relative_error_bound", "softmax_growth", "attention_error_bound_with_remainder",
-    # subsec. residual
+    # Section 4.3 (`subsec:residual`)
     "residual_singular_value_bounds", "residual_condition_bound", "depth_condition_bound", "downstream_transport",
-    # subsec. ln
+    # Section 4.4 (`subsec:ln`)
     "layernorm_path", "LayerNormNorms", "layernorm_norms", "layernorm_factor", "layernorm_factor_slope",
     "layernorm_magnitude", "layernorm_coefficient", "layernorm_error_bound", "layernorm_relative_error_bound",
     "layernorm_change_bound", "layernorm_ratio",
     # the same for RMSNorm, which the paper does not treat
     "rmsnorm_path", "RMSNormNorms", "rmsnorm_norms", "rmsnorm_magnitude", "rmsnorm_coefficient",
     "rmsnorm_error_bound", "rmsnorm_relative_error_bound", "rmsnorm_ratio",
-    # subsec. unified, bgss_theory
+    # Section 4.5 (`subsec:unified`), bgss_theory
     "remainder_magnitude", "local_magnitude", "mismatch_bound", "layer_risk", "predicted_mismatch",
     "layernorm_dominance", "frozen_magnitude", "frozen_magnitude_slope", "frozen_risk", "frozen_risk_reduction",
-    # sec. algorithm
+    # Section 5 (`sec:algorithm`)
     "layernorm_surrogate", "epsilon_candidate", "epsilon_update", "post_update_ratio_bound",
-    # Remark dropout
+    # Remark 1 (`rem:dropout`)
     "dropout_gain_bound", "dropout_jacobian", "dropout_kappa_softmax", "dropout_kappa_bound",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""LayerNorm's normalization path and epsilon (subsec. ln, app. ln-proof).
+"""LayerNorm's normalization path and epsilon (Section 4.4 (`subsec:ln`), Appendix A.4 (`app:ln-proof`)).
 
 The statements are about one feature vector x (d_model), with mean mu and biased variance sigma^2.
 For a matrix take each row's own variance and the root of the sum of squares over rows: with the mean
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """Z_eps(x) = Diag(gamma) (x - mu) / sqrt(sigma^2 + epsilon) of rows (..., d_model) (subsec. ln)."""
+    """Z_eps(x) = Diag(gamma) (x - mu) / sqrt(sigma^2 + epsilon) of rows (..., d_model) (Section 4.4 (`subsec:ln`))."""
     x, gamma = x.double(), gamma.double()
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     return gamma * (x - mean) / (variance + epsilon).sqrt()
@@ -29,7 +29,7 @@ class LayerNormNorms(NamedTuple):
 
 
 def layernorm_norms(x: Tensor, gamma: Tensor, epsilon: float) -> LayerNormNorms:
-    """The norms of every row of ``x`` (..., d_model), in fp64 (subsec. ln)."""
+    """The norms of every row of ``x`` (..., d_model), in fp64 (Section 4.4 (`subsec:ln`))."""
     norm = torch.linalg.vector_norm
     return LayerNormNorms(
         gamma_max=gamma.double().abs().max(),
@@ -40,7 +40,7 @@ def layernorm_norms(x: Tensor, gamma: Tensor, epsilon: float) -> LayerNormNorms:
 
 
 def layernorm_factor(variance, epsilon):
-    """f(epsilon) = (epsilon + 2 sigma^2) / (sigma^2 + epsilon)^{3/2}, decreasing in epsilon (Proposition ln).
+    """f(epsilon) = (epsilon + 2 sigma^2) / (sigma^2 + epsilon)^{3/2}, decreasing in epsilon (Proposition 1 (`prop:ln`)).
 
     The exact Lipschitz constant of the normalization is 1 / sqrt(sigma^2 + epsilon) (d_model > 2); f is
     between once (epsilon >> sigma^2) and twice (epsilon << sigma^2) that. In sigma^2 it is not monotone:
@@ -50,23 +50,23 @@ def layernorm_factor(variance, epsilon):
 
 
 def layernorm_factor_slope(variance, epsilon):
-    """f'(epsilon) = -(epsilon + 4 sigma^2) / (2 (sigma^2 + epsilon)^{5/2}) < 0 (Proposition ln)."""
+    """f'(epsilon) = -(epsilon + 4 sigma^2) / (2 (sigma^2 + epsilon)^{5/2}) < 0 (Proposition 1 (`prop:ln`))."""
     return -(epsilon + 4 * variance) / (2 * (variance + epsilon) ** 2.5)
 
 
 def layernorm_magnitude(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
-    """M_LN = ||Diag(gamma)||_2 f(epsilon) a_ln ||x|| (eq. ln-abs-mag).
+    """M_LN = ||Diag(gamma)||_2 f(epsilon) a_ln ||x|| (Eq. (4) (`eq:ln-abs-mag`)).
 
-    u M_LN bounds the forward error of the normalization path (Proposition ln). Does not change when
+    u M_LN bounds the forward error of the normalization path (Proposition 1 (`prop:ln`)). Does not change when
     x is scaled by c and epsilon by c^2.
     """
     return gamma_max * layernorm_factor(variance, epsilon) * a_ln * input_norm
 
 
 def layernorm_coefficient(magnitude, path_norm):
-    """C_LN = M_LN / ||Z||, defined where ||Z|| > 0 (eq. ln-coeff).
+    """C_LN = M_LN / ||Z||, defined where ||Z|| > 0 (Eq. (6) (`eq:ln-coeff`)).
 
-    Not the C_LN of the practical score (subsec. bgss_estimation), which is f(epsilon) alone. With even
+    Not the C_LN of the practical score (Section 5.1 (`subsec:bgss_estimation`)), which is f(epsilon) alone. With even
     gamma it falls from 2 to 1 times a_ln ||x|| / ||x - mu|| as epsilon grows: raising epsilon lowers the
     error relative to LayerNorm's own output by a factor of 2 at most; the rest is a smaller output.
     """
@@ -74,7 +74,7 @@ def layernorm_coefficient(magnitude, path_norm):
 
 
 def layernorm_error_bound(gamma_max, variance, epsilon, input_norm, unit_roundoff, *, a_ln):
-    """u M_LN >= ||Z~ - Z|| of a row, to first order in u (eq. ln-abs-bound, Proposition ln).
+    """u M_LN >= ||Z~ - Z|| of a row, to first order in u (Eq. (3) (`eq:ln-abs-bound`), Proposition 1 (`prop:ln`)).
 
     The terms left out are small while u ||x|| / sqrt(d_model (sigma^2 + epsilon)) is, u being that of the
     arithmetic inside the kernel (see ``layernorm_change_bound``). a_ln grows with d_model where the
@@ -84,7 +84,7 @@ def layernorm_error_bound(gamma_max, variance, epsilon, input_norm, unit_roundof
 
 
 def layernorm_relative_error_bound(magnitude, path_norm, unit_roundoff):
-    """u C_LN >= ||Z~ - Z|| / ||Z|| of a row with ||Z|| > 0, to first order in u (eq. ln-bound).
+    """u C_LN >= ||Z~ - Z|| / ||Z|| of a row with ||Z|| > 0, to first order in u (Eq. (5) (`eq:ln-bound`)).
 
     A constant row has Z = 0, and its computed Z~ need not be 0: only the absolute form covers it.
     """
@@ -107,7 +107,7 @@ def layernorm_change_bound(gamma_max, variance, epsilon, d_model, change_norm):
 
 
 def layernorm_ratio(variance, epsilon, d_model, unit_roundoff):
-    """rho_LN = (sigma^2 / epsilon) d_model u (subsec. ln, eq. alg-rho-ln).
+    """rho_LN = (sigma^2 / epsilon) d_model u (Section 4.4 (`subsec:ln`), Eq. (22) (`eq:alg-rho-ln`)).
 
     The paper reads rho_LN < 1 as "epsilon dominates". Where epsilon dominates sigma^2 is sigma^2 < epsilon,
     with no d_model u in it; d_model u sigma^2 is the rounding error bound of a variance summed in the

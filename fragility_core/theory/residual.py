@@ -1,4 +1,4 @@
-"""Residual blocks x -> x + f(x) with rho = ||J_f||_2 (subsec. residual, app. residual-proof)."""
+"""Residual blocks x -> x + f(x) with rho = ||J_f||_2 (Section 4.3 (`subsec:residual`), Appendix A.3 (`app:residual-proof`))."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ def _require_small_gain(rho) -> None:
 
 
 def residual_singular_value_bounds(rho):
-    """1 - rho <= sigma_min and sigma_max <= 1 + rho of I + J_f, rho = ||J_f||_2 (app. residual-proof).
+    """1 - rho <= sigma_min and sigma_max <= 1 + rho of I + J_f, rho = ||J_f||_2 (Appendix A.3 (`app:residual-proof`)).
 
     The lower one says something for rho < 1 only.
     """
@@ -22,7 +22,7 @@ def residual_singular_value_bounds(rho):
 
 
 def residual_condition_bound(rho):
-    """(1 + rho) / (1 - rho) >= kappa(I + J_f) for rho = ||J_f||_2 < 1 (Theorem residual).
+    """(1 + rho) / (1 - rho) >= kappa(I + J_f) for rho = ||J_f||_2 < 1 (Theorem 2 (`thm:residual`)).
 
     Attained by J_f = diag(rho, -rho). Raises ValueError for a rho outside [0, 1).
     """
@@ -31,7 +31,7 @@ def residual_condition_bound(rho):
 
 
 def depth_condition_bound(rho: Tensor) -> Tensor:
-    """prod_l (1 + rho_l) / (1 - rho_l) >= kappa(prod_l (I + J_l)), ``rho`` (..., L) -> (...) (Corollary depth).
+    """prod_l (1 + rho_l) / (1 - rho_l) >= kappa(prod_l (I + J_l)), ``rho`` (..., L) -> (...) (Corollary 1 (`cor:depth`)).
 
     Every single rho_l must be below 1: raises ValueError otherwise. Attained by diagonal blocks.
     """
@@ -39,7 +39,7 @@ def depth_condition_bound(rho: Tensor) -> Tensor:
 
 
 def downstream_transport(rho: Tensor) -> Tensor:
-    """prod_{k > l} (1 + rho_k) for every layer l of ``rho`` (..., L) (Corollary depth).
+    """prod_{k > l} (1 + rho_k) for every layer l of ``rho`` (..., L) (Corollary 1 (`cor:depth`)).
 
     Bounds ||prod_{k > l} (I + J_k)||_2, hence the growth of an absolute error behind layer l, for
     any rho. It is not a bound of the condition number, for which the paper lets it stand in (J = diag(rho,

@@ -1,8 +1,8 @@
-"""RMSNorm's normalization path: what subsec. ln becomes where no mean is subtracted. Not in the paper.
+"""RMSNorm's normalization path: what Section 4.4 (`subsec:ln`) becomes where no mean is subtracted. Not in the paper.
 
 Z(x) = Diag(gamma) x / r with r = sqrt(s^2 + epsilon) and s^2 = ||x||^2 / d_model has the Jacobian
 Diag(gamma) (I / r - x x^T / (d_model r^3)). The spectral norm of x x^T / d_model is s^2, so the step by
-which the paper goes from LayerNorm's Jacobian to Proposition ln, the triangle inequality, gives the same
+which the paper goes from LayerNorm's Jacobian to Proposition 1 (`prop:ln`), the triangle inequality, gives the same
 factor f (``layernorm_factor``) with the mean square s^2 in the place of the variance.
 
 Two things differ. Without a subtraction nothing cancels: every entry of a computed Z is off by at most
@@ -48,7 +48,7 @@ def rmsnorm_norms(x: Tensor, gamma: Tensor, epsilon: float) -> RMSNormNorms:
 
 
 def rmsnorm_magnitude(gamma_max, mean_square, epsilon, input_norm, a_rms=1.0):
-    """M_RMS = ||Diag(gamma)||_2 f(epsilon) a_rms ||x||, f of the mean square (cf. eq. ln-abs-mag); not in the paper.
+    """M_RMS = ||Diag(gamma)||_2 f(epsilon) a_rms ||x||, f of the mean square (cf. Eq. (4) (`eq:ln-abs-mag`)); not in the paper.
 
     f = (epsilon + 2 s^2) / (s^2 + epsilon)^{3/2} is between once and twice the exact Lipschitz constant
     1 / sqrt(s^2 + epsilon) (d_model > 1), as for LayerNorm; along x the Jacobian is only epsilon / r^3.
@@ -57,7 +57,7 @@ def rmsnorm_magnitude(gamma_max, mean_square, epsilon, input_norm, a_rms=1.0):
 
 
 def rmsnorm_coefficient(magnitude, path_norm):
-    """C_RMS = M_RMS / ||Z||, defined where ||Z|| > 0 (cf. eq. ln-coeff); not in the paper.
+    """C_RMS = M_RMS / ||Z||, defined where ||Z|| > 0 (cf. Eq. (6) (`eq:ln-coeff`)); not in the paper.
 
     At most a_rms (1 + s^2 / (s^2 + epsilon)) max|gamma| / min|gamma|, attained with even gamma: below
     2 a_rms whatever x is, where LayerNorm's grows with ||x|| / ||x - mu|| without limit.
@@ -66,7 +66,7 @@ def rmsnorm_coefficient(magnitude, path_norm):
 
 
 def rmsnorm_error_bound(gamma_max, mean_square, epsilon, input_norm, unit_roundoff, *, a_rms):
-    """u M_RMS >= ||Z~ - Z|| of a row (cf. eq. ln-abs-bound); not in the paper.
+    """u M_RMS >= ||Z~ - Z|| of a row (cf. Eq. (3) (`eq:ln-abs-bound`)); not in the paper.
 
     a_rms u bounds the relative error of an entry. It is about 1 for a kernel that computes in fp32 and
     rounds once (Gemma), 2 where the normalized vector is rounded before gamma multiplies it (Llama), 4.5
@@ -76,12 +76,12 @@ def rmsnorm_error_bound(gamma_max, mean_square, epsilon, input_norm, unit_roundo
 
 
 def rmsnorm_relative_error_bound(magnitude, path_norm, unit_roundoff):
-    """u C_RMS >= ||Z~ - Z|| / ||Z|| of a row with ||Z|| > 0 (cf. eq. ln-bound); not in the paper."""
+    """u C_RMS >= ||Z~ - Z|| / ||Z|| of a row with ||Z|| > 0 (cf. Eq. (5) (`eq:ln-bound`)); not in the paper."""
     return unit_roundoff * rmsnorm_coefficient(magnitude, path_norm)
 
 
 def rmsnorm_ratio(mean_square, epsilon, d_model, unit_roundoff):
-    """rho_RMS = (s^2 / epsilon) d_model u (cf. eq. alg-rho-ln); not in the paper.
+    """rho_RMS = (s^2 / epsilon) d_model u (cf. Eq. (22) (`eq:alg-rho-ln`)); not in the paper.
 
     Below 1 epsilon exceeds the rounding error of a mean square summed in the low format. That error is
     relative to s^2 itself, so that a large ratio is no danger here; it is kept so that controllers read

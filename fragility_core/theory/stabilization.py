@@ -1,4 +1,4 @@
-"""What raising epsilon does: Proposition bgss and the update of Algorithm bgss (subsec. bgss_theory, sec. algorithm).
+"""What raising epsilon does: Proposition 2 (`prop:bgss`) and the update of Algorithm 1 (`alg:bgss`) (Section 4.6 (`subsec:bgss_theory`), Section 5 (`sec:algorithm`)).
 
 "Frozen" means that everything but epsilon is held at its monitored value: x, its variance, the rest of
 M, the transport and ||X_L||. In a running model a larger epsilon changes all of them.
@@ -16,20 +16,20 @@ from fragility_core.theory.unified import layer_risk
 
 
 def frozen_magnitude(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
-    """M_LN^frz(epsilon) = ||Diag(gamma)||_2 f(epsilon) a ||x||, nonincreasing in epsilon (eq. bgss-cln).
+    """M_LN^frz(epsilon) = ||Diag(gamma)||_2 f(epsilon) a ||x||, nonincreasing in epsilon (Eq. (16) (`eq:bgss-cln`)).
 
-    Strictly decreasing where ||Diag(gamma)||_2 ||x|| > 0 (Proposition bgss).
+    Strictly decreasing where ||Diag(gamma)||_2 ||x|| > 0 (Proposition 2 (`prop:bgss`)).
     """
     return layernorm_magnitude(gamma_max, variance, epsilon, input_norm, a_ln)
 
 
 def frozen_magnitude_slope(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
-    """dM_LN^frz / d epsilon = -||Diag(gamma)||_2 a ||x|| (eps + 4 v) / (2 (v + eps)^{5/2}) (eq. bgss-derivative)."""
+    """dM_LN^frz / d epsilon = -||Diag(gamma)||_2 a ||x|| (eps + 4 v) / (2 (v + eps)^{5/2}) (Eq. (17) (`eq:bgss-derivative`))."""
     return gamma_max * a_ln * input_norm * layernorm_factor_slope(variance, epsilon)
 
 
 def frozen_risk(other_magnitude, frozen_magnitude, transport, final_norm):
-    """G^frz(epsilon) = (M_eff + A + M_LN^frz(epsilon)) / ||X_L|| prod_{k > l} (1 + rho_k) (eq. bgss-g-eps).
+    """G^frz(epsilon) = (M_eff + A + M_LN^frz(epsilon)) / ||X_L|| prod_{k > l} (1 + rho_k) (Eq. (18) (`eq:bgss-g-eps`)).
 
     ``other_magnitude`` is M_eff + A.
     """
@@ -37,12 +37,12 @@ def frozen_risk(other_magnitude, frozen_magnitude, transport, final_norm):
 
 
 def frozen_risk_reduction(magnitude_before, magnitude_after, transport, final_norm):
-    """G^frz(eps) - G^frz(eps'), the drop of M_LN^frz / ||X_L|| times the transport (eq. bgss-reduction)."""
+    """G^frz(eps) - G^frz(eps'), the drop of M_LN^frz / ||X_L|| times the transport (Eq. (19) (`eq:bgss-reduction`))."""
     return layer_risk(magnitude_before - magnitude_after, transport, final_norm)
 
 
 def layernorm_surrogate(path_norm, variance, epsilon):
-    """||Z|| f(epsilon), the LayerNorm magnitude of the practical score (subsec. bgss_estimation).
+    """||Z|| f(epsilon), the LayerNorm magnitude of the practical score (Section 5.1 (`subsec:bgss_estimation`)).
 
     The paper calls it M_LN up to kernel-dependent multipliers. Their quotient is ||Z|| / (a ||Diag(gamma)||_2
     ||x||), which depends on x and epsilon, and the units differ: scaling x by c and epsilon by c^2 leaves
@@ -59,7 +59,7 @@ def _require_target(target: float, epsilon_min: float, epsilon_max: float) -> No
 
 
 def epsilon_candidate(variance, d_model, unit_roundoff, *, target, epsilon_min, epsilon_max):
-    """clip(sigma^2 d_model u / rho_*, epsilon_min, epsilon_max) (eq. alg-eps-cand), floats or NumPy arrays.
+    """clip(sigma^2 d_model u / rho_*, epsilon_min, epsilon_max) (Eq. (23) (`eq:alg-eps-cand`)), floats or NumPy arrays.
 
     The smallest epsilon in the bounds with rho_LN <= rho_* = ``target``, where there is one. Raises
     ValueError unless 0 < rho_* < 1 and 0 < epsilon_min <= epsilon_max.
@@ -69,7 +69,7 @@ def epsilon_candidate(variance, d_model, unit_roundoff, *, target, epsilon_min, 
 
 
 def epsilon_update(epsilon, candidate):
-    """max(epsilon, candidate) (eq. alg-eps-update): never lowered, floats or NumPy arrays.
+    """max(epsilon, candidate) (Eq. (24) (`eq:alg-eps-update`)): never lowered, floats or NumPy arrays.
 
     An epsilon that starts above epsilon_max stays there.
     """
@@ -77,10 +77,10 @@ def epsilon_update(epsilon, candidate):
 
 
 def post_update_ratio_bound(variance, d_model, unit_roundoff, *, target, epsilon_max):
-    """max(rho_*, sigma^2 d_model u / epsilon_max) >= rho_LN after the update (subsec. bgss_estimation, Update rule).
+    """max(rho_*, sigma^2 d_model u / epsilon_max) >= rho_LN after the update (Section 5.1 (`subsec:bgss_estimation`), Update rule).
 
     That is rho_* wherever the cap does not bind, the paper's guarantee; for the variance that the
-    candidate was made from. The policy printed in the appendix (Algorithm eps-bump) takes the median
+    candidate was made from. The policy printed in the appendix (Algorithm 2 (`alg:eps-bump`)) takes the median
     variance for the candidate: the mean may then stay above rho_*.
     """
     return np.maximum(target, layernorm_ratio(variance, epsilon_max, d_model, unit_roundoff))

@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from prepare import chromium
 
-from fragility_core import paths
+from fragility_lab import paths
 
 # Seconds, generous: on a busy machine everything takes its time, and only a failure waits this long.
 STARTS_WITHIN = 180
@@ -87,7 +87,8 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
     folder = shutil.copytree(paths.NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
     environment, log = private_environment(home), home / "lab.log"
     command = [
-        sys.executable, "-m", "fragility_core.lab", f"--folder={folder}", "--no-browser", "--ServerApp.ip=127.0.0.1",
+        sys.executable, "-m", "fragility_lab.running.lab", f"--folder={folder}", "--no-browser",
+        "--ServerApp.ip=127.0.0.1",
         f"--ServerApp.port={free_port()}",
     ]  # fmt: skip
     with log.open("w") as stream:

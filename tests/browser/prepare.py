@@ -9,7 +9,7 @@ import tomllib
 
 from packaging.requirements import Requirement
 
-from fragility_core.paths import PROJECT
+from fragility_lab.paths import PROJECT
 
 NAMED = os.environ.get("CHROMIUM")
 BROWSERS = (NAMED,) if NAMED else ("chromium", "chromium-browser", "google-chrome")

@@ -1,0 +1,221 @@
+"""Eager attention that can be observed, registered with transformers as OBSERVED_EAGER.
+
+It forms and rounds scores and probabilities kernel by kernel, as the library's eager attention does,
+but one block of query rows at a time: on a CPU what is observed is still in cache, causal blocks skip the
+keys they may not see, and no T x T tensor exists. A GPU, which waits for the launch of small kernels, takes
+larger blocks. FP32_SCORES is the same attention with scores and softmax in fp32.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator
+from functools import cached_property, lru_cache, partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from fragility_core.arithmetic.differentiation import differentiated
+
+OBSERVED_EAGER = "observed_eager"
+FP32_SCORES = "fp32_scores_eager"
+BLOCK_ELEMENTS = 2**20  # scores formed at once: 2 MiB in 16 bits, about a second-level cache
+GPU_BLOCK_ELEMENTS = 2**26
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+
+class AttentionObserver(Protocol):
+    """Sees every block of query rows of one attention module, in order."""
+
+    def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+        """``query`` (B, H, T, d), ``key`` and ``value`` (B, H, T_kv, d), heads repeated for groups.
+
+        The scores to come are ``scaling`` times query and key's products: some models scale queries before.
+        """
+
+    def scores(self, scores: Tensor) -> None:
+        """Scaled scores (B, H, C, T_seen), masked entries 0; valid only during the call."""
+
+    def probabilities(self, first_row: int, probabilities: Tensor) -> None:
+        """Probabilities (B, H, C, T_seen); later keys have probability 0."""
+
+
+observers: "weakref.WeakKeyDictionary[nn.Module, AttentionObserver]" = weakref.WeakKeyDictionary()
+
+
+def row_blocks(rows: int, elements_per_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of rows, a power of two long, of at most about as many elements as the device's blocks."""
+    fitting = max(1, (BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS) // elements_per_row)
+    length = 1 << (fitting.bit_length() - 1)
+    for start in range(0, rows, length):
+        yield start, min(start + length, rows)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)  # a cached tensor may meet a backward pass later
+def future(rows: int, device: torch.device) -> Tensor:
+    """True above the diagonal of a (rows, rows) matrix."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu_(1)
+
+
+class Hiding:
+    """Fills hidden scores in place, where no derivative is asked for through their bits: on a CPU many times as fast.
+
+    The bits are those of the tensors that are, not of those that they may stand for.
+    """
+
+    def __init__(self, hidden: Tensor, dtype: torch.dtype):
+        """``hidden`` is boolean, ``dtype`` that of the scores."""
+        self.hidden, self.dtype, self.lowest = hidden, dtype, torch.finfo(dtype).min
+
+    @cached_property
+    def _bits(self) -> tuple[Tensor, Tensor]:
+        """Integers: "and" with the first makes what is hidden 0, "or" with the second then the lowest number."""
+        integer = INTEGERS[self.dtype.itemsize]
+        with torch.inference_mode(False):
+            lowest = torch.full((), self.lowest, dtype=self.dtype, device=self.hidden.device).view(integer)
+            everything = -self.hidden.to(integer)
+            return ~everything, everything & lowest
+
+    def zero(self, scores: Tensor) -> None:
+        """Make what is hidden 0."""
+        if differentiated(scores):
+            scores.masked_fill_(self.hidden, 0)
+            return
+        with torch._C.DisableTorchFunction():
+            kept, _ = self._bits
+            scores.view(kept.dtype).bitwise_and_(kept)
+
+    def lower(self, scores: Tensor) -> None:
+        """Make what is hidden, and 0 by now, the lowest number."""
+        if differentiated(scores):
+            scores.masked_fill_(self.hidden, self.lowest)
+            return
+        with torch._C.DisableTorchFunction():
+            _, lowest = self._bits
+            scores.view(lowest.dtype).bitwise_or_(lowest)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode(False)
+def hiding_future(rows: int, dtype: torch.dtype, device: torch.device) -> Hiding:
+    """Hides the ``future``."""
+    return Hiding(future(rows, device), dtype)
+
+
+def observe_attention(model: PreTrainedModel) -> None:
+    """Let observers see the attention of ``model`` from now on; scores that are kept in fp32 stay so.
+
+    Eager GPT-2 keeps them where its configuration says ``reorder_and_upcast_attn``.
+    """
+    kept = model.config._attn_implementation == FP32_SCORES
+    upcast = model.config._attn_implementation == "eager" and getattr(model.config, "reorder_and_upcast_attn", False)
+    model.set_attn_implementation(FP32_SCORES if kept or upcast else OBSERVED_EAGER)
+
+
+def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) -> None:
+    """Raises ValueError where a model asks for more than a softmax of scaled products, some of them masked."""
+    if dropout:
+        raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(
+            f"observed attention takes masks that are True where a key may be seen, got one of {mask.dtype}: "
+            'use attn_implementation="eager", which cannot be observed'
+        )
+    for option in ("softcap", "s_aux", "position_bias", "head_mask"):
+        if options.get(option) is not None:
+            raise ValueError(
+                f"observed attention is a softmax of scaled products, got a model that passes {option}: "
+                'use attn_implementation="eager", which cannot be observed'
+            )
+
+
+def is_causal(module: nn.Module, options: dict) -> bool:
+    """What transformers' own sdpa attention takes for it: the option, else the module's attribute, else True."""
+    asked = options.get("is_causal")
+    return getattr(module, "is_causal", True) if asked is None else asked
+
+
+def scaling_commutes(query: Tensor, scaling: float) -> bool:
+    """Whether scaling the query is, bit for bit, scaling its products, of which there are many more.
+
+    So it is by a power of two in native bf16, whose range is that of fp32 (but for products beyond that range); in
+    other formats products overflow first, or the query falls among the subnormals.
+    """
+    if _get_current_dispatch_mode() is not None or _get_current_function_mode() is not None:
+        return False
+    return query.dtype == torch.bfloat16 and isinstance(scaling, float) and math.frexp(scaling)[0] == 0.5
+
+
+def observed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    score_dtype: torch.dtype | None = None,
+    **options,
+) -> tuple[Tensor, None]:
+    """Attention of ``query`` (B, H, T, d) over ``key``, ``value`` (B, H_kv, T_kv, d) -> (B, T, H, d).
+
+    ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for modules that
+    are, or say so by the option ``is_causal``. Scores and softmax are computed in ``score_dtype`` (that of the
+    query unless given), probabilities are cast to the dtype of the values. Raises ValueError for dropout, capped
+    or biased scores, attention sinks and additive masks: what is observed must be the model itself.
+    """
+    require_plain_softmax(dropout, attention_mask, options)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    batch, heads, rows, width = query.shape
+    scaling = width**-0.5 if scaling is None else scaling
+    observer = observers.get(module)
+    # Heads one after another in memory: 16-bit products of the projections' layout are several times slower.
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if observer is not None:
+        observer.begin(query, key, value, scaling)
+    causal = attention_mask is None and rows > 1 and is_causal(module, options)
+    cached = key.shape[2] - rows  # keys before the first query
+    query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)
+    transposed = key.transpose(-1, -2)
+    scaled_before = scaling_commutes(query, scaling)
+    if scaled_before:
+        query = query * scaling
+
+    outputs = []
+    for start, stop in row_blocks(rows, batch * heads * key.shape[2], query.device):
+        seen = cached + stop if causal else key.shape[2]
+        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen])  # (B, H, C, seen)
+        if not scaled_before:
+            scores = scores * scaling
+        with torch._C.DisableTorchFunction():
+            dtype = scores.dtype
+        maskable, hiding = scores, None
+        if causal:
+            maskable, hiding = scores[..., cached + start :], hiding_future(stop - start, dtype, scores.device)
+        elif attention_mask is not None:
+            hiding = Hiding(~attention_mask[:, :, start:stop, :seen], dtype)
+        if hiding is not None:
+            hiding.zero(maskable)
+        if observer is not None:
+            observer.scores(scores)
+        if hiding is not None:
+            hiding.lower(maskable)
+        probabilities = torch.softmax(scores, -1).to(value.dtype)
+        if observer is not None:
+            observer.probabilities(start, probabilities)
+        outputs.append(torch.matmul(probabilities, value[:, :, :seen]))  # (B, H, C, d)
+    context = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+    return context.transpose(1, 2), None
+
+
+AttentionInterface.register(OBSERVED_EAGER, observed_attention)
+AttentionInterface.register(FP32_SCORES, partial(observed_attention, score_dtype=torch.float32))
+for implementation in (OBSERVED_EAGER, FP32_SCORES):
+    AttentionMaskInterface.register(implementation, sdpa_mask)

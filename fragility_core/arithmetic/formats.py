@@ -1,0 +1,202 @@
+"""The number formats, in one table, and rounding to them.
+
+Two constants are easily confused: the *unit roundoff* u, the largest relative error of rounding to
+nearest (the paper's epsilon_mach), and the *spacing* 2u above one, which `torch.finfo(...).eps` names.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**17  # elements computed at once on a CPU: 512 KiB in fp32, in reach of a second-level cache
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format.
+
+    ``significand`` counts the bits of the significand, the implicit one included. ``storage`` is the
+    torch dtype that holds its values; a format that torch only stores (fp8) is computed with in
+    ``compute_dtype``, a wider dtype that represents each of its values exactly. ``scaled`` formats store
+    every tensor times a power of two of its own (``scale``; Micikevicius et al. 2022, arXiv:2209.05433).
+    ``operands`` is the format in which the linear layers of blocks read weights and activations, where it is
+    another one (``operands.RoundedOperands``): as fp8 is used in practice.
+    """
+
+    name: str
+    significand: int
+    smallest_normal: float
+    largest: float
+    storage: torch.dtype
+    compute_dtype: torch.dtype
+    saturates: bool = False
+    scaled: bool = False
+    operands: "Format | None" = None
+
+    @property
+    def unit_roundoff(self) -> float:
+        """u = 2^-significand."""
+        return 2.0**-self.significand
+
+    @property
+    def spacing(self) -> float:
+        """Distance from 1 to the next larger value, 2u."""
+        return 2 * self.unit_roundoff
+
+    @cached_property
+    def is_storage_only(self) -> bool:
+        """Whether storing in the compute_dtype does not yet round to this format (fp8)."""
+        return self.storage != self.compute_dtype
+
+    def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
+        """``x`` rounded to nearest even in this format, as a tensor of the compute_dtype dtype.
+
+        With a ``generator``, on the device of ``x``, rounded stochastically, ``copies`` along the first
+        dimension with the same random bits (``round_stochastically``).
+        Out of range: formats with infinities give ±inf (fp16, bf16, tf32, fp8_e5m2); fp8_e4m3 has
+        none and saturates at ±448, as the saturating conversion of accelerators does. NaN stays NaN.
+        Where the format is scaled, ±inf and numbers by which models mask pass as they are.
+        """
+        if self.scaled:
+            factor = self.scale(x)
+            fitted = replace(self, scaled=False).round(x * factor, generator, copies) / factor
+            return torch.where(is_measured(x), fitted, x.to(self.compute_dtype))
+        if generator is not None:
+            x = round_stochastically(x.float(), self, generator, copies)  # on the grid, where what follows is exact
+        if self.name == "tf32":
+            return round_to_tf32(x.float())
+        if self.saturates:
+            x = x.clamp(-self.largest, self.largest)
+        return x.to(self.storage).to(self.compute_dtype)
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        """The power of two that brings the largest entry of ``x`` just into range; 1 unless scaled."""
+        if not self.scaled or not x.numel():
+            return 1.0
+        largest = torch.where(is_measured(x), x, 0.0).abs().amax().float()
+        _, exponent = torch.frexp(self.largest / largest.clamp_min(2.0**-100))  # a scale for tensors of zeros, too
+        return torch.exp2(exponent - 1.0)
+
+
+def chunks(*tensors: Tensor, length: int = CHUNK_ELEMENTS) -> Iterable[tuple[Tensor, ...]]:
+    """Flat parts of ``tensors`` of one shape, which a CPU computes one after another; views, of contiguous ones."""
+    flat = [x.reshape(-1) for x in tensors]
+    return zip(*(x.split(length) for x in flat)) if flat[0].device.type == "cpu" else [tuple(flat)]
+
+
+def is_measured(x: Tensor) -> Tensor:
+    """False for ±inf, NaN, and the lowest numbers of bf16 and fp32, by which models mask scores."""
+    return x.abs() < torch.finfo(torch.bfloat16).max
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """fp32 rounded to nearest even on 10 fraction bits; inf and NaN pass."""
+    bits = x.view(torch.int32)
+    dropped = 13  # fraction bits of fp32 beyond those of tf32
+    tie_to_even = (bits >> dropped) & 1
+    rounded = ((bits + (1 << (dropped - 1)) - 1 + tie_to_even) >> dropped) << dropped
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+
+
+def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, copies: int = 1) -> Tensor:
+    """fp32 ``x`` rounded up or down to a neighbour in ``format``, without bias; inf and NaN pass.
+
+    The probability of a neighbour is 1 minus its relative distance (Croci et al. 2022,
+    doi:10.1098/rsos.211631): as many random bits as the format drops are added to those it drops,
+    and may carry. Scaling lines the format's subnormals up with those of fp32, where fraction bits
+    that fp32 has no room for are rounded to nearest: half a unit of the random bits' resolution.
+    The exponent is not bounded above. The first dimension may hold ``copies`` of one batch, one after
+    another: they get the same random bits.
+    """
+    rounded = torch.empty_like(x)
+    source, target = (t.unflatten(0, (copies, -1)) if copies > 1 else t[None] for t in (x, rounded))
+    parts = [(source, target)]
+    if x.device.type == "cpu" and x.is_contiguous():
+        width = max(1, CHUNK_ELEMENTS // copies // 8) * 8  # draws of 64 bits are then used up, whatever the chunks
+        parts = zip(*(t.view(copies, -1).split(width, 1) for t in (x, rounded)))
+    for values, out in parts:
+        _round_stochastically(values, format, generator, out)
+    return rounded
+
+
+def _round_stochastically(x: Tensor, format: Format, generator: torch.Generator, out: Tensor) -> None:
+    """Round ``x`` (copies, ...) into ``out``."""
+    dropped = 24 - format.significand  # fraction bits of fp32 beyond those of the format
+    scale = 2.0**-126 / format.smallest_normal
+    bits = (x * scale).view(torch.int32)
+    bits += random_bits(dropped, x[0], generator)
+    torch.div(bits.bitwise_and_(-1 << dropped).view(torch.float32), scale, out=out)
+    # The mask costs a CPU as much as all that is above; a GPU would be waited for if it were asked.
+    if x.device.type != "cpu" or x.sum().isnan():
+        out.copy_(torch.where(x.isnan(), x, out))
+
+
+def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """An int32 tensor of the shape of ``like``, each entry ``count`` random bits; two or four to a draw of 64."""
+    lane = torch.int16 if count <= 16 else torch.int32
+    draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=like.device)
+    lanes = draws.random_(-(2**63), None, generator=generator).view(lane)[: like.numel()]
+    return lanes.view(like.shape).to(torch.int32).bitwise_and_((1 << count) - 1)
+
+
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("fp32", 24, 2.0**-126, (2 - 2.0**-23) * 2.0**127, _F32, _F32),
+        Format("tf32", 11, 2.0**-126, (2 - 2.0**-10) * 2.0**127, _F32, _F32),
+        Format("bf16", 8, 2.0**-126, (2 - 2.0**-7) * 2.0**127, _BF16, _BF16),
+        Format("fp16", 11, 2.0**-14, 65504.0, _F16, _F16),
+        Format("fp8_e4m3", 4, 2.0**-6, 448.0, _E4M3, _BF16, saturates=True),
+        Format("fp8_e5m2", 3, 2.0**-14, 57344.0, _E5M2, _BF16),
+    )
+}
+
+
+SCALED: dict[str, Format] = {
+    f"{f.name}_scaled": replace(f, name=f"{f.name}_scaled", scaled=True) for f in FORMATS.values() if f.is_storage_only
+}
+
+
+LINEAR: dict[str, Format] = {
+    name: replace(FORMATS["bf16"], name=name, operands=scaled)
+    for name, scaled in ((scaled.name.replace("_scaled", "_linear"), scaled) for scaled in SCALED.values())
+}
+
+KNOWN = FORMATS | SCALED | LINEAR
+
+
+def get_format(name: str) -> Format:
+    """The format called ``name``, one of KNOWN; raises ValueError naming those."""
+    if name not in KNOWN:
+        raise ValueError(f"a format must be one of {', '.join(KNOWN)}, got {name!r}")
+    return KNOWN[name]
+
+
+def _cpu_has_kernels(format: Format) -> bool:
+    """Whether this CPU multiplies matrices of the format at full speed (oneDNN's own test)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if format.storage == _BF16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return format.storage == _F16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def has_native_kernels(format: Format, device: torch.device | str) -> bool:
+    """Whether ``device`` computes in ``format`` itself, fp32 accumulation included.
+
+    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats. Where it is
+    that of ``operands`` alone, the other format decides: their products in that are the same.
+    """
+    device = torch.device(device)
+    if format.name == "fp32":
+        return True
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        return {_F16: capability >= (5, 3), _BF16: capability >= (8, 0)}.get(format.storage, False)
+    return device.type == "cpu" and _cpu_has_kernels(format)

@@ -1,0 +1,75 @@
+"""Linear layers that read weights and activations in a narrower format than the rest of the model is in.
+
+So fp8 is used in practice (W8A8): its products are fast, while norms, softmax and the residual stream stay in bf16.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.models.tree import block_of, is_linear
+
+PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm"}
+
+
+def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By path the matrices that the blocks of ``model`` multiply by: of linear layers, and of all experts together.
+
+    Not those outside of blocks (the head), nor routers that are no linear layers.
+    """
+
+    def multiplies(module: nn.Module, parameter: nn.Parameter) -> bool:
+        return parameter.ndim == 2 if is_linear(module) else parameter.ndim == 3 and not isinstance(module, _ConvNd)
+
+    return {
+        f"{path}.{name}": parameter
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if block_of(path) and multiplies(module, parameter)
+    }
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    """Where ``tensors``, and so all views of them, are stored."""
+    return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+class RoundedOperands(TorchFunctionMode):
+    """Rounds what the linear weights of ``model`` are multiplied by to ``format``.
+
+    Weights of another dtype (those of modules kept in fp32) do not count. With a ``generator``
+    the rounding is stochastic. It is ``paused`` in the rounding itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        format: Format,
+        paused: Callable[[], AbstractContextManager],
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        self.format, self.paused, self.generator = format, paused, generator
+        self.weights = storages(w for w in linear_weights(model).values() if w.dtype == format.compute_dtype)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.__name__ in PRODUCTS and self.weights & storages(tensors((args, kwargs))):
+            with self.paused():
+                args, kwargs = map_tensors(args, self._rounded), map_tensors(kwargs, self._rounded)
+        return func(*args, **kwargs)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """An activation, rounded; weights are rounded already, and biases are no operands."""
+        operand = (
+            x.dtype == self.format.compute_dtype
+            and not isinstance(x, nn.Parameter)
+            and not self.weights & storages([x])
+        )
+        return self.format.round(x, self.generator) if operand else x

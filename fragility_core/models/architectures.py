@@ -1,0 +1,233 @@
+"""Where the sites of the paper's decomposition lie in a Hugging Face model.
+
+Nothing here knows a family by name. A block is what its forward pass does: one token goes through the
+model, and which module reads what another returned tells the norms, the attention's projections and
+the MLP's layers apart (module ``dataflow`` records it). The residual sums are then checked by value, so
+that a block which adds something else is refused, not scored wrongly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fragility_core.models.dataflow import ModuleCall, agree, one_token_pass, reads
+from fragility_core.models.norms import Norm, known_norm
+from fragility_core.models.projections import Projection
+from fragility_core.models.tree import attention_modules, block_paths, is_linear
+
+
+@dataclass(frozen=True)
+class Block:
+    """One pre-norm residual block, its sublayers in sequence or in parallel.
+
+    In sequence: h -> r = h + attention(norm_1(h)) -> r + mlp(norm_2(r)). In parallel: h -> h +
+    attention(norm_1(h)) + mlp(norm_2(h)), where ``norm_2`` may be ``norm_1`` itself. ``mlp_in`` holds all
+    products that read norm_2's output: of a gated MLP, activation(gate) * up, both gate and up.
+    """
+
+    module: nn.Module
+    norm_1: Norm
+    attention: nn.Module
+    query: Projection
+    key: Projection
+    value: Projection
+    head_width: int
+    score_scaling: float  # scores are this times Q K^T
+    head_norms: dict[str, Norm]  # norms of the "query" and "key" heads, where there are any
+    attention_out: nn.Module
+    norm_2: Norm
+    mlp_in: Projection
+    activation: nn.Module
+    up: Projection | None  # what the activation is multiplied by in a gated MLP
+    mlp_out: nn.Module
+    parallel: bool
+
+
+def blocks(model: PreTrainedModel) -> list[Block]:
+    """The residual blocks of a decoder, with or without a head, found by one pass over one token.
+
+    Known are GPT-2, OPT, GPT-NeoX, Phi, Llama, Mistral, Qwen, Gemma and whatever else computes what
+    ``Block`` says: LayerNorm or RMSNorm before each sublayer, attention through transformers' attention
+    interface with one output projection (grouped queries or not, any position embedding), an MLP of linear
+    layers, gated or not. Raises TypeError for another architecture, naming what it lacks:
+    post-norm and sandwich-norm blocks, mixtures of experts, cross-attention; and for a model of which some
+    parts are kept in fp32.
+    """
+    base = model.base_model
+    dtypes = sorted({str(p.dtype) for p in base.parameters() if p.is_floating_point()})
+    if len(dtypes) > 1:
+        raise TypeError(
+            f"the score has one unit roundoff for all of a model, got parameters in {' and '.join(dtypes)}: "
+            "measure what a protected model gains by its mismatch"
+        )
+    config = base.config.get_text_config()
+    for setting in ("add_cross_attention", "is_encoder_decoder"):
+        if getattr(config, setting, False):
+            raise TypeError(f"the monitor knows decoder blocks of one attention, got a model with {setting}=True")
+    if not base.is_backend_compatible():
+        raise TypeError(
+            f"the monitor sees scores through transformers' attention interface, got {type(base).__name__}, "
+            "which computes them on its own"
+        )
+    found = [base.get_submodule(path) for path in block_paths(base)]
+    _require_attention(base, [module for module in found if attention_modules(module)])
+    calls = one_token_pass(base, found)
+    ran = [module for module in found if module in calls[module]]  # not the blocks of a vision tower
+    _require_attention(base, ran)
+    return [_Reading(module, calls[module], config.num_attention_heads).block() for module in ran]
+
+
+def _require_attention(base: nn.Module, found: list[nn.Module]) -> None:
+    """Raises TypeError unless there are blocks ``found``, with one attention each."""
+    if not found or any(len(attention_modules(module)) != 1 for module in found):
+        raise TypeError(
+            f"the score does not cover {type(base).__name__}: it needs blocks with one attention module (attribute "
+            "is_causal) each"
+        )
+
+
+class _Reading:
+    """How one block's calls during the pass are read."""
+
+    def __init__(self, module: nn.Module, calls: dict[nn.Module, ModuleCall], heads: int):
+        self.module, self.calls, self.heads = module, calls, heads
+        self.attention = attention_modules(module)[0]
+        self.norms = {m: norm for m in calls if (norm := known_norm(m)) is not None}
+        attending = set(self.attention.modules())
+        self.inside, self.outside = [m for m in calls if m in attending], [m for m in calls if m not in attending]
+        self.projections, self.mlp = ([m for m in part if is_linear(m)] for part in (self.inside, self.outside))
+
+    def require(self, found, sought: str) -> None:
+        if not found:
+            modules = ", ".join(
+                f"{name} ({type(m).__name__})" for name, m in self.module.named_modules() if m in self.calls and name
+            )
+            raise TypeError(
+                f"the score does not cover {type(self.module).__name__}: it needs {sought}, which is not "
+                f"among the modules that ran: {modules}"
+            )
+
+    def block(self) -> Block:
+        norm_1, norm_2 = self.norm_before_attention(), self.norm_before_mlp()
+        parallel = self.is_parallel(norm_2)
+        heads = self.heads_projections()
+        *mlp_in, mlp_out = self.mlp
+        activation, up = self.activation_and_up()
+        return Block(
+            module=self.module,
+            norm_1=norm_1,
+            attention=self.attention,
+            **heads,
+            score_scaling=getattr(self.attention, "scaling", heads["head_width"] ** -0.5),
+            head_norms=self.head_norms(),
+            attention_out=self.projections[-1],
+            norm_2=norm_2,
+            mlp_in=Projection(tuple(mlp_in)),
+            activation=activation,
+            up=up,
+            mlp_out=mlp_out,
+            parallel=parallel,
+        )
+
+    def norm_before_attention(self) -> Norm:
+        h, *linears = self.calls[self.module].input, *self.projections[:-1]
+        found = [n for m, n in self.norms.items() if reads(self.calls[m], h) and self.feeds(m, linears)]
+        self.require(found, "a LayerNorm or RMSNorm between the block's input and the attention's projections")
+        return found[0]
+
+    def norm_before_mlp(self) -> Norm:
+        found = [n for m, n in self.norms.items() if self.feeds(m, self.mlp[:-1])]
+        self.require(found, "a LayerNorm or RMSNorm before the linear layers of an MLP")
+        return found[0]
+
+    def feeds(self, module: nn.Module, readers: list[nn.Module]) -> bool:
+        """Whether all of ``readers``, at least one, read what ``module`` returned."""
+        return bool(readers) and all(reads(self.calls[m], self.calls[module].output) for m in readers)
+
+    def is_parallel(self, norm_2: Norm) -> bool:
+        """Whether the MLP reads the block's input; checks the residual sums on the way."""
+        h, output = self.calls[self.module].input, self.calls[self.module].output
+        a, m = self.calls[self.projections[-1]].output, self.calls[self.mlp[-1]].output
+        parallel = reads(self.calls[norm_2.module], h)
+        self.require(
+            parallel or agree(self.calls[norm_2.module].input, h, a),
+            "a second norm that reads h + attention(norm(h)) or, in a parallel block, h",
+        )
+        self.require(agree(output, h, a, m), "an output h + attention(norm(h)) + mlp(norm(...)), h the input")
+        return parallel
+
+    def heads_projections(self) -> dict:
+        """Query, key and value projections and the width of a head.
+
+        A softmax over one token is 1, so that the context is the value: it tells how a projection of
+        all three is laid out, unless the scores overflow.
+        """
+        *linears, out = self.projections
+        context = self.calls[out].input.flatten()
+        width = context.numel() // self.heads
+        layouts = []
+        if len(linears) == 3:
+            layouts = [tuple(Projection((m,)) for m in linears)]
+        elif len(linears) == 1:
+            layouts = [
+                tuple(Projection((linears[0],), rows) for rows in layout)
+                for layout in fused_layouts(self.calls[linears[0]].output.shape[-1], self.heads, width)
+            ]
+        largest = max((self.calls[m].output.abs().max().item() for m in linears), default=0.0)
+        overflowing = not largest**2 * width < torch.finfo(context.dtype).max  # NaN included
+
+        def gives_context(value: Projection) -> bool:
+            values = value.of(self.calls[value.modules[0]].output).view(-1, width)  # (H_kv, width)
+            return agree(context, values.repeat_interleave(self.heads // len(values), 0))
+
+        fitting = [layout for layout in layouts if overflowing or gives_context(layout[2])]
+        self.require(fitting, "projections to queries, keys and values, each by itself or all in one")
+        return dict(zip(("query", "key", "value"), fitting[0])) | {"head_width": width}
+
+    def head_norms(self) -> dict[str, Norm]:
+        """Norms inside the attention, those of query and key heads in the order in which they ran."""
+        others = [m for m in self.inside if list(m.parameters(recurse=False)) and m not in self.projections]
+        self.require(
+            len(others) in (0, 2) and all(m in self.norms for m in others),
+            "an attention of projections alone, or with one norm of queries and one of keys",
+        )
+        return dict(zip(("query", "key"), (self.norms[m] for m in others)))
+
+    def activation_and_up(self) -> tuple[nn.Module, Projection | None]:
+        """The MLP's activation, and in a gated MLP what its result is multiplied by."""
+        *ins, out = self.mlp
+        found = [
+            m for m in self.outside
+            if not list(m.parameters()) and any(reads(self.calls[m], self.calls[i].output) for i in ins)
+        ]  # fmt: skip
+        self.require(found, "an activation between the MLP's linear layers")
+        activated = self.calls[found[0]].output
+        if len(ins) == 1 and reads(self.calls[out], activated):
+            return found[0], None
+        halves = [
+            Projection((m,), rows)
+            for m in ins
+            for rows in ((slice(None),) if len(ins) > 1 else half_layouts(self.calls[m].output.shape[-1]))
+        ]
+        ups = [p for p in halves if agree(self.calls[out].input, activated * p.of(self.calls[p.modules[0]].output))]
+        self.require(ups, "an MLP out(activation(in)) or out(activation(gate) * up)")
+        return found[0], ups[0]
+
+
+def fused_layouts(features: int, heads: int, width: int) -> list[tuple]:
+    """Where queries, keys and values may lie in a projection to all of them: side by side, or head by head."""
+    queries = heads * width
+    keys = (features - queries) // 2
+    if keys <= 0 or keys % width:
+        return []
+    layouts = [(slice(0, queries), slice(queries, queries + keys), slice(queries + keys, features))]
+    if features == 3 * queries:
+        layouts.append(tuple(torch.arange(features).view(heads, 3, width).transpose(0, 1).flatten(1)))
+    return layouts
+
+
+def half_layouts(features: int) -> tuple[slice, slice]:
+    """The two halves of a projection to gate and up."""
+    return slice(features // 2, features), slice(0, features // 2)

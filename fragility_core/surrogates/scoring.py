@@ -1,0 +1,138 @@
+"""From the statistics of a monitored pass to the risk score (Section 5.1 (`subsec:bgss_estimation`)).
+
+Works on tidy rows, one per window and block, in fp64. The two readings of the LayerNorm term are
+``release`` (Proposition 1 (`prop:ln`) with a_ln = 1) and ``paper`` (the printed surrogate ||Z|| C_LN).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+
+from fragility_core import theory
+from fragility_core.surrogates.transport import residual_transport
+
+LAYERNORM_TERMS = ("release", "paper")
+SIGNALS = (
+    "combined", "no_transport", "attention_only", "layernorm_only", "remainder_only", "transport_only", "norm_only",
+)  # fmt: skip
+
+# Columns that ``score`` adds to the statistics of a block.
+DERIVED = (
+    "kappa_softmax", "chi_score", "kappa_value", "attention_term", "layernorm_1_term", "layernorm_2_term",
+    "layernorm_term", "remainder_term", "layernorm_ratio", "transport",
+    "magnitude", "downstream_transport", "risk", "dominance",
+)  # fmt: skip
+
+
+class Estimator(NamedTuple):
+    """Which reading of the LayerNorm term and which transport estimator the score uses."""
+
+    layernorm: str = "release"
+    transport: str = "release"
+
+
+def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
+    """M_LN of norm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading.
+
+    Rows of an RMSNorm have the mean square as their variance, which makes it M_RMS (``theory.rmsnorm``).
+    """
+    variance, epsilon = layers[f"variance_{site}"], layers[f"epsilon_{site}"]
+    if reading == "release":
+        return theory.layernorm_magnitude(layers[f"gamma_{site}_max"], variance, epsilon, layers[f"input_{site}_norm"])
+    if reading == "paper":
+        return theory.layernorm_surrogate(layers[f"path_{site}_norm"], variance, epsilon)
+    raise ValueError(f"the LayerNorm term must be one of {', '.join(LAYERNORM_TERMS)}, got {reading!r}")
+
+
+def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator) -> pd.DataFrame:
+    """The per-block quantities of protocol section 3 that need no other block."""
+    s = layers
+    kappa = theory.kappa_softmax(s.score_norm, s.probability_norm, s.softmax_sensitivity)
+    chi = theory.chi_score(s.query_norm, s.key_norm, s.probability_norm, s.head_width, s.softmax_sensitivity)
+    attention = theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm)
+    layernorm = [layernorm_term(s, site, estimator.layernorm) for site in (1, 2)]
+    if "shared_norm" in s:  # one norm before both sublayers errs once
+        layernorm[1] = layernorm[1].mask(s.shared_norm, 0.0)
+    remainder = [
+        s.attention_out_weight_norm * s.context_norm,
+        s.mlp_in_weight_norm * s.norm_2_norm,
+        s.mlp_out_weight_norm * s.activation_norm,
+    ]
+    ratios = [
+        theory.layernorm_ratio(s[f"variance_{site}"], s[f"epsilon_{site}"], s.d_model, unit_roundoff) for site in (1, 2)
+    ]
+    return pd.DataFrame(
+        {
+            "kappa_softmax": kappa,
+            "chi_score": chi,
+            "kappa_value": theory.kappa_value(s.probability_norm, s.value_spectral_norm, s.context_norm),
+            "attention_term": attention,
+            "layernorm_1_term": layernorm[0],
+            "layernorm_2_term": layernorm[1],
+            "layernorm_term": layernorm[0] + layernorm[1],
+            "remainder_term": remainder[0] + remainder[1] + remainder[2],
+            # pandas' max would skip a NaN, and an overflow must stay visible.
+            "layernorm_ratio": pd.concat(ratios, axis=1).max(axis=1, skipna=False),
+            "transport": residual_transport(s, estimator.transport),
+        }
+    )
+
+
+def require_order(layers: pd.DataFrame, windows: pd.DataFrame) -> None:
+    """Raises ValueError unless ``layers`` holds all blocks, in order, of each of ``windows``, in their order."""
+    count = len(windows)
+    depth = max(1, len(layers) // max(1, count))
+    in_order = len(layers) == count * depth and np.array_equal(layers["layer"], np.tile(np.arange(depth), count))
+    if not in_order or not np.array_equal(layers["window"], np.repeat(windows["window"], depth)):
+        raise ValueError(
+            "layers must hold all blocks, from 0 on, of each row of windows, in their order, got "
+            f"{len(layers)} rows for {count} windows, or another order: take both from the same observation"
+        )
+
+
+def score(
+    layers: pd.DataFrame, windows: pd.DataFrame, unit_roundoff: float, estimator: Estimator = Estimator()
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Risk of every block and signals of every window (Section 5.1 (`subsec:bgss_estimation`)).
+
+    ``layers`` and ``windows`` are those of ``monitor.Observation`` (any number of windows, each with
+    all blocks in order). Returns them with the terms, risk G (Eq. (20) (`eq:alg-risk`)) and dominance phi
+    (Eq. (21) (`eq:alg-phi`)) of each block, and the signals of each window: ``combined`` = u sum(G),
+    ``no_transport`` without the product over later blocks, the parts of M alone, ``transport_only``
+    with M = 1, ``norm_only`` without either (what dividing by ||X_L|| knows), and the unscaled
+    ``raw`` = sum(G). A nonfinite statistic makes all risks and signals of its window nonfinite. Raises
+    ValueError where the rows of ``layers`` are not those of ``windows``.
+    """
+    require_order(layers, windows)
+    layers, windows = layers.reset_index(drop=True), windows.reset_index(drop=True)
+    terms = local_terms(layers, unit_roundoff, estimator)
+    shape = (len(windows), len(layers) // len(windows))  # (windows, blocks)
+
+    def grid(column: pd.Series) -> torch.Tensor:
+        return torch.tensor(column.to_numpy()).view(shape)
+
+    # An infinite ||X_L|| would make every risk 0; other statistics enter some estimators as divisors.
+    finite = grid(pd.Series(np.isfinite(layers.select_dtypes("number")).all(axis=1))).all(1)
+    final_norm = torch.tensor(windows.final_norm.where(finite.numpy() & np.isfinite(windows.final_norm)).to_numpy())
+    final_norm = final_norm[:, None]
+    downstream = theory.downstream_transport(grid(terms.transport))
+    parts = {name: grid(terms[f"{name}_term"]) for name in ("attention", "layernorm", "remainder")}
+    magnitude = theory.local_magnitude(parts["remainder"], parts["attention"], parts["layernorm"])
+    risk = theory.layer_risk(magnitude, downstream, final_norm)
+    block = terms.assign(
+        magnitude=magnitude.flatten().numpy(),
+        downstream_transport=downstream.flatten().numpy(),
+        risk=risk.flatten().numpy(),
+        dominance=theory.layernorm_dominance(parts["layernorm"], magnitude).flatten().numpy(),
+    )
+    even = torch.ones_like(magnitude)
+    signals = {
+        "combined": risk,
+        "no_transport": theory.layer_risk(magnitude, 1.0, final_norm),
+        "transport_only": theory.layer_risk(even, downstream, final_norm),
+        "norm_only": theory.layer_risk(even, 1.0, final_norm),
+    } | {f"{name}_only": theory.layer_risk(part, downstream, final_norm) for name, part in parts.items()}
+    sums = {name: unit_roundoff * value.sum(-1).numpy() for name, value in signals.items()}
+    return layers.join(block), windows.assign(**sums, raw=risk.sum(-1).numpy())

@@ -1,0 +1,11 @@
+"""One's own model in a number format: how far it drifts, where, what that does to its tokens, and what to keep in fp32.
+
+``request`` says what is asked and what it will take, ``measure`` compares passes, ``run`` does the work,
+``page`` writes it down.
+"""
+
+from fragility_lab.diagnosis.page import write
+from fragility_lab.diagnosis.request import Request, forecast, load
+from fragility_lab.diagnosis.run import Diagnosis, diagnose
+
+__all__ = ["Diagnosis", "Request", "diagnose", "forecast", "load", "write"]

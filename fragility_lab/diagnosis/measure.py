@@ -1,0 +1,123 @@
+"""What one pass gives beside another: the final state, the stream block by block, the tokens' probabilities."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.nested import tensors
+from fragility_core.models.tree import block_paths, hidden_and_logits
+from fragility_core.theory import mismatch
+
+
+@dataclass(frozen=True)
+class ObservedPass:
+    """Logits (B, T, vocabulary), the final hidden state (B, T, d_model) and every block's output, likewise."""
+
+    logits: Tensor
+    final: Tensor
+    blocks: list[Tensor]
+
+
+@torch.no_grad()
+def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = None) -> ObservedPass:
+    """A pass of ``model`` over ``tokens`` (B, T), in the format of ``low`` where given."""
+    blocks: list[Tensor] = []
+    with ExitStack() as stack:
+        for path in block_paths(model):
+            block = model.get_submodule(path)
+            stack.callback(
+                block.register_forward_hook(lambda m, i, output: blocks.append(next(tensors(output)))).remove
+            )
+        stack.enter_context(nullcontext() if low is None else low.running())
+        final, logits = hidden_and_logits(model, tokens)
+    return ObservedPass(logits, final, blocks)
+
+
+def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One row per window of ``tokens`` (B, T), and one per window and block.
+
+    Of a window: ``mismatch`` of the final state; over its tokens the mean and largest ``kl``, the
+    Kullback-Leibler divergence of the low-precision next-token distribution from the reference's in
+    nats; ``changed``, the share whose most probable next token is another; ``loss`` and
+    ``reference_loss``, the mean next-token cross entropy in nats. Of a block: ``error``, the relative
+    error of its output.
+    """
+    exact, rounded = (torch.log_softmax(p.logits.float(), -1) for p in (reference, low))
+    kl = (exact.exp() * (exact - rounded)).sum(-1)  # (B, T)
+    changed = exact.argmax(-1) != rounded.argmax(-1)
+    columns = {
+        "mismatch": mismatch(low.final, reference.final),
+        "kl": kl.mean(-1),
+        "largest_kl": kl.amax(-1),
+        "changed": changed.float().mean(-1),
+        "loss": cross_entropy(rounded, tokens),
+        "reference_loss": cross_entropy(exact, tokens),
+    }
+    windows = pd.DataFrame(torch.stack(list(columns.values()), 1).cpu().double().numpy(), columns=list(columns))
+    errors = torch.stack([mismatch(a, b) for a, b in zip(low.blocks, reference.blocks, strict=True)], 1)  # (B, L)
+    drift = pd.DataFrame(errors.cpu().double().numpy()).rename_axis(index="window", columns="block").stack()
+    return windows.rename_axis("window").reset_index(), drift.rename("error").reset_index()
+
+
+def cross_entropy(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """Mean next-token cross entropy (B,) in nats, of log probabilities (B, T, vocabulary)."""
+    return -log_probabilities[:, :-1].gather(-1, tokens[:, 1:, None]).mean((-2, -1))
+
+
+class Ranges:
+    """Counts, by module, values that left the range of the format in the passes of a low-precision model."""
+
+    def __init__(self, low: LowPrecision):
+        self.low = low
+        self.counts: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in the passes inside; where weights only are in the format, no result has to fit it."""
+        with ExitStack() as stack:
+            for path, module in () if self.low.weights_only else self.low.model.named_modules():
+                stack.callback(module.register_forward_hook(self._hook(path)).remove)
+            yield
+
+    def _hook(self, path: str):
+        def count(module: nn.Module, args: tuple, output) -> None:
+            with self.low.paused():
+                for x in tensors(output):
+                    if x.is_floating_point():
+                        self.counts.setdefault(path, []).append(outside(x, self.low.format))
+
+        return count
+
+    def table(self, exact: nn.Module) -> pd.DataFrame:
+        """One row per module, or parameter of the fp32 model ``exact``, with ``nonfinite`` or ``saturated`` values.
+
+        Modules come in the order in which their first pass ended, so the first one is where it began.
+        """
+        paths = list(self.counts)
+        counts = torch.stack([sum(self.counts[path]) for path in paths]).cpu().numpy() if paths else []
+        rows = [("output", path or "the model", *count) for path, count in zip(paths, counts)]
+        largest = range_of(self.low.format)
+        over = {path: (p.abs() > largest).sum() for path, p in exact.named_parameters()}
+        counted = torch.stack([*over.values()]).cpu().numpy()
+        rows = [("parameter", path, 0, count) for path, count in zip(over, counted)] + rows
+        table = pd.DataFrame(rows, columns=["kind", "module", "nonfinite", "saturated"])
+        return table[(table.nonfinite > 0) | (table.saturated > 0)].reset_index(drop=True)
+
+
+def outside(x: Tensor, format: Format) -> Tensor:
+    """How many entries are not finite, and how many are at the format's largest number: two numbers."""
+    finite = x.isfinite()
+    return torch.stack([(~finite).sum(), (finite & (x.abs() >= range_of(format))).sum()])
+
+
+def range_of(format: Format) -> float:
+    """The largest number of ``format``; none where every tensor is scaled to fit."""
+    return math.inf if format.scaled else format.largest

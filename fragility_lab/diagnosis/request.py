@@ -1,0 +1,184 @@
+"""What is asked, checked before any work, and what it will take."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from fragility_core.arithmetic.formats import KNOWN, get_format
+from fragility_core.models.tree import block_paths
+from fragility_core.protection import KEEPABLE_SITES
+from fragility_lab.diagnosis.measure import observe
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.loading import load as load_inputs
+from fragility_lab.inputs.text import select_windows
+from fragility_lab.reporting.words import duration, quantity
+
+ATTENTIONS = ("sdpa", "eager")
+REFERENCES = ("auto", "yes", "no")
+BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
+BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model and a text (hub name, path, or "embedded"), the format to run in, and what may be kept in fp32.
+
+    ``budget`` is "2 blocks", "1 site", "6 modules", "40 MB"; a number alone counts blocks. ``windows`` of
+    ``length`` tokens are drawn by ``seed``; ``probes`` sign vectors are averaged over. ``attention``
+    is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured
+    beside the prediction: "auto" if memory allows. With ``weights_only`` the weights alone are rounded to the
+    format, and computing is in fp32. Raises ValueError for values other than these.
+    """
+
+    model: str
+    data: str
+    format: str
+    budget: str
+    windows: int
+    length: int
+    probes: int = 2
+    seed: int = 0
+    attention: str = "sdpa"
+    reference: str = "auto"
+    weights_only: bool = False
+
+    def __post_init__(self):
+        rounding = [name for name, format in KNOWN.items() if format.compute_dtype != torch.float32]
+        if self.format not in rounding:
+            raise ValueError(
+                f"a diagnosis needs a format that rounds results, {', '.join(rounding)}, got {self.format!r}"
+            )
+        for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, least in (("windows", 1), ("length", 2), ("probes", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        self.parsed_budget  # noqa: B018  raises
+
+    @property
+    def execution(self) -> str:
+        """As ``emulation.lower`` takes it."""
+        return "weights" if self.weights_only else "auto"
+
+    @property
+    def parsed_budget(self) -> tuple[int, str]:
+        """Number and unit as ``Contributions.plan`` takes them."""
+        found = BUDGET.fullmatch(self.budget.strip())
+        unit = found[2].lower() if found else "?"
+        if unit in BYTES:
+            return int(float(found[1]) * BYTES[unit]), "bytes"
+        if unit.removesuffix("s") not in UNITS or not float(found[1]).is_integer():
+            raise ValueError(
+                'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), '
+                f"got {self.budget!r}"
+            )
+        return int(float(found[1])), UNITS[unit.removesuffix("s")]
+
+
+def load(request: Request) -> tuple[Inputs, Tensor]:
+    """The model with its head and the windows (B, T) on its device.
+
+    Raises the errors of ``inputs.loading.load``, and ValueError for a budget of more than there can be.
+    """
+    loaded = load_inputs(
+        request.model, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
+    )
+    (count, unit), modules = request.parsed_budget, [m.parameters(recurse=False) for m in loaded.model.modules()]
+    owning = sum(next(parameters, None) is not None for parameters in modules)
+    most = {"blocks": len(block_paths(loaded.model)), "sites": len(KEEPABLE_SITES), "modules": owning}.get(unit, count)
+    if count > most:
+        raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
+    try:
+        loaded.model.set_attn_implementation(request.attention)
+        if (runs := loaded.model.config._attn_implementation) != request.attention:  # some only log that they refuse
+            raise ValueError(f"it runs {runs}")
+    except ValueError as cause:
+        other = ", ".join(name for name in ATTENTIONS if name != request.attention)
+        raise ValueError(
+            f"{request.model!r} must have the attention that it is to run with, but has no {request.attention} "
+            f"attention: choose attention {other} (ATTENTION={other})"
+        ) from cause
+    _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
+    return loaded, tokens.to(loaded.device)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None where unknown)."""
+
+    seconds: float
+    memory: int
+    free: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory suffices, as far as is known."""
+        return self.free is None or self.memory < self.free
+
+    def __str__(self) -> str:
+        free = "" if self.free is None else f" ({quantity(self.free)} free)"
+        return f"about {duration(self.seconds)} and {quantity(self.memory)} of additional memory{free}"
+
+
+def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
+    """An estimate from two timed fp32 passes of one window and the model's size, good to a factor of two."""
+    observe(loaded.model, tokens[:1])
+    start = seconds(loaded.device)
+    observe(loaded.model, tokens[:1])
+    plain = seconds(loaded.device) - start
+    emulated = not request.weights_only and loaded.execution(request.format) == "emulated"
+    passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
+    return Forecast(plain * passes * len(tokens), memory(request, loaded), free_memory(loaded.device))
+
+
+def seconds(device: torch.device) -> float:
+    """The clock, once ``device`` has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def memory(request: Request, loaded: Inputs) -> int:
+    """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, what its backward pass keeps."""
+    config, parameters = loaded.model.config.get_text_config(), sum(p.numel() for p in loaded.model.parameters())
+    format = get_format(request.format)
+    stored = torch.float32 if request.weights_only else format.compute_dtype
+    copies = parameters * (2 * stored.itemsize + 4)
+    rounds_operands = format.operands is not None and not request.weights_only
+    kept_a_token = kept_by_blocks(loaded.model, rounds_operands) + 6 * 4 * config.vocab_size
+    if request.attention == "eager":
+        kept_a_token += 4 * 6 * getattr(config, "num_attention_heads", 0) * request.length * config.num_hidden_layers
+    return copies + request.length * kept_a_token
+
+
+def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
+    """Bytes a token, about and rather too many, that the backward pass needs of all blocks.
+
+    8 for every d_model entries of the matrices, 11 where their operands are rounded, of all experts those that a token
+    meets; and 100 for every entry of the stream, 60 more where experts share it. Measured in eight families (with
+    rounded operands in five): 0.5 to 1 times as many.
+    """
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    matrices = [p for path in block_paths(model) for p in model.get_submodule(path).parameters() if p.ndim > 1]
+    routed = chosen is not None and any(p.ndim == 3 for p in matrices)
+    running = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
+    of_matrices = (11 if rounds_operands else 8) * running / config.hidden_size
+    return int(of_matrices + (160 if routed else 100) * config.hidden_size * config.num_hidden_layers)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on ``device``, None where the system does not say."""
+    if device.type == "cuda":  # torch keeps what it freed
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    table = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.is_file() else None
+    return int(found[1]) * 1024 if found else None

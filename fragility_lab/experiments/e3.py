@@ -1,0 +1,174 @@
+"""E3: does the score name the blocks whose rounding matters? (protocol section 5)
+
+It reads E2's runs: of each the windows of highest mismatch, and the risk of their blocks. What a block
+really costs is measured by patching it (``fragility_lab.experiments.patching``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.models.tree import final_hidden
+from fragility_lab.experiments import rankings
+from fragility_lab.experiments.patching import Patching, patch_effects
+from fragility_lab.experiments.pool import Advance, complete
+from fragility_lab.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
+from fragility_lab.inputs.loading import Inputs
+
+REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
+WINDOW = [*IDENTITY, "window"]
+
+
+@dataclass(frozen=True)
+class PatchSpec(DerivedSpec):
+    """One run of E3; raises ValueError for counts out of range."""
+
+    windows: int = 8
+    noisy_windows: int = 1  # of these, how many are patched under stochastic rounding too
+    realisations: int = 2
+
+    unit = "token"
+
+    def __post_init__(self):
+        if not 1 <= self.windows <= self.source.windows:
+            raise ValueError(f"windows must be between 1 and E2's {self.source.windows}, got {self.windows}")
+        if not 0 <= self.noisy_windows <= self.windows:
+            raise ValueError(f"noisy_windows must be between 0 and windows, got {self.noisy_windows} of {self.windows}")
+        if self.realisations < 1:
+            raise ValueError(f"realisations must be at least 1, got {self.realisations}")
+
+    @property
+    def size(self) -> int:
+        return self.source.length * (self.windows + self.noisy_windows * self.realisations)
+
+
+def worst_windows(rows: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The ``count`` window rows of highest mismatch of one run, highest first, ties by window; overflows left out."""
+    windows = window_rows(rows)
+    return windows[~windows.overflow].sort_values(["mismatch", "window"], ascending=[False, True]).head(count)
+
+
+class Patches:
+    """Computes the runs of E3 (a ``pool.Worker``); runs of one precision share its model."""
+
+    def __init__(self, inputs: Inputs, source: Path):
+        """``source`` is the folder of E2's runs."""
+        self.inputs, self.source = inputs, RunStore(source)
+        self.record = {"attention": inputs.attention}
+        self._patchings: dict[tuple[str, str], Patching] = {}
+
+    def patching(self, spec: RunSpec) -> Patching:
+        """The patched passes of the model in the precision of ``spec``."""
+        key = (spec.precision, spec.execution)
+        if key not in self._patchings:
+            self._patchings[key] = Patching(self.inputs.model, lower(self.inputs.model, *key))
+        return self._patchings[key]
+
+    def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
+        """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
+
+        Raises FileNotFoundError where E2's run is not there.
+        """
+        rows = self.source.require(spec.source)
+        worst = worst_windows(rows, spec.windows)
+        frames = []
+        for place, window in enumerate(worst.itertuples()):
+            realisations = spec.realisations if place < spec.noisy_windows else 0
+            effects = self._effects(spec.source, window.start, realisations)
+            frames.append(effects.assign(window=window.window, place=place, source_mismatch=window.mismatch))
+            advance(spec.source.length * (1 + realisations))
+        if not frames:
+            return pd.DataFrame()
+        effects = pd.concat(frames, ignore_index=True)
+        effects["recompute_gap"] = (effects.base_mismatch - effects.source_mismatch).abs()
+        scores = rows[["window", "layer", "risk", "dominance", "combined"]]
+        return ranked(effects.merge(scores, on=["window", "layer"])).assign(**spec_columns(spec.source))
+
+    @torch.no_grad()
+    def _effects(self, source: RunSpec, start: int, realisations: int) -> pd.DataFrame:
+        """Effects of patching every block of one window, and those of ``realisations`` of stochastic rounding."""
+        tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
+        reference = final_hidden(self.inputs.model, tokens)
+        patching = self.patching(source)
+        effects = patch_effects(patching(tokens), reference).drop(columns="window")
+        for number in range(realisations):
+            # Of two windows rounded with the same random bits, the errors would be correlated.
+            patched = patching.stochastic(start * realisations + number)(tokens)
+            effects[f"{REALISATION}{number}"] = patch_effects(patched, reference).exact_reduction
+        return effects
+
+
+def ranked(rows: pd.DataFrame) -> pd.DataFrame:
+    """``rows`` with the ranks of each window's blocks by the score and by the exact effect, 1 the largest."""
+    columns = {"proxy_rank": "risk", "exact_rank": "exact_reduction"}
+    by_window = rows.groupby("window", sort=False)
+    return rows.assign(**{name: by_window[of].rank(ascending=False) for name, of in columns.items()})
+
+
+def specifications(sources: Sequence[RunSpec], **options) -> list[PatchSpec]:
+    """One specification per run of E2, with the ``options`` of ``PatchSpec``."""
+    return [PatchSpec(source, **options) for source in sources]
+
+
+def run_patches(
+    sources: Sequence[RunSpec], inputs: Inputs, source: Path, folder: Path, workers: int = 1, **options
+) -> pd.DataFrame:
+    """All runs of E3 on E2's ``sources``, kept in ``source``; those finished in ``folder`` are not computed again."""
+    specs = specifications(sources, **options)
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.source.length, spec.source.seed))]
+    return complete(groups, RunStore(folder), partial(Patches, inputs, source), inputs.device, workers, "E3")
+
+
+# --- Views of the rows ------------------------------------------------------------------------
+
+
+def window_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per window: how alike score and exact effect rank its blocks, and the noise floor where measured.
+
+    ``noise_floor`` is how well the effects of another rounding, stochastic, agree with the exact ones,
+    ``between_realisations`` how well those of two such roundings do (``rankings.noise_floor``). Raises
+    ValueError where there are no rows, every window having overflowed.
+    """
+    if rows.empty:
+        raise ValueError("E3 needs windows with a finite mismatch, got none: every window of E2's runs overflowed")
+    windows = rows[rows.layer == 0][[*WINDOW, "base_mismatch", "recompute_gap"]].reset_index(drop=True)
+    depth = rows.layer.nunique()
+    risk, exact = (rows[name].to_numpy().reshape(-1, depth) for name in ("risk", "exact_reduction"))
+    noisy = [name for name in rows if name.startswith(REALISATION)]
+    table = windows.assign(layers=depth, **rankings.agreement(risk, exact))
+    if noisy:
+        realisations = rows[noisy].to_numpy().T.reshape(len(noisy), -1, depth)
+        floor = rankings.noise_floor(realisations, exact)
+        table = table.assign(noise_floor=floor["with_nearest"], between_realisations=floor["between_realisations"])
+    return table
+
+
+def run_table(windows: pd.DataFrame) -> pd.DataFrame:
+    """Means over the windows of each run, one row per run, and the number of ``windows`` patched."""
+    by_run = windows.groupby(list(IDENTITY), sort=True)
+    return by_run.mean().drop(columns="window").assign(windows=by_run.size()).reset_index()
+
+
+def measured_twice(windows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``window_table`` with a noise floor, each window once: runs of several seeds may share it."""
+    return windows.dropna(subset="noise_floor").drop_duplicates(["precision", "length", "base_mismatch"])
+
+
+def rank_counts(rows: pd.DataFrame) -> pd.DataFrame:
+    """How often a block of each rank by the score has each rank by its exact effect; ties split evenly."""
+    depth = rows.layer.nunique()
+    counts = np.zeros((depth, depth))
+    finite = rows[np.isfinite(rows.proxy_rank) & np.isfinite(rows.exact_rank)]
+    for proxy in (np.floor, np.ceil):
+        for exact in (np.floor, np.ceil):
+            at = proxy(finite.proxy_rank).astype(int) - 1, exact(finite.exact_rank).astype(int) - 1
+            np.add.at(counts, at, 0.25)
+    labels = range(1, depth + 1)
+    return pd.DataFrame(counts, pd.Index(labels, name="proxy_rank"), pd.Index(labels, name="exact_rank"))

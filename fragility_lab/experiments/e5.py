@@ -1,0 +1,318 @@
+"""E5: does raising LayerNorm's epsilon where the score says so tame the mismatch? (protocol section 6)
+
+A run trains one model under one policy. Its result has one row per step and block: what was seen, the
+epsilon in force, and the action decided there; steps, actions and summaries are views of these rows.
+"""
+
+import os
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.bgss import Policy, State, advance, get_policy, replay
+from fragility_core.bgss.registry import policy_class
+from fragility_core.models.architectures import blocks
+from fragility_core.surrogates import Estimator
+from fragility_lab.experiments.pool import Advance, complete
+from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
+from fragility_lab.inputs.loading import Inputs, load, require_values
+from fragility_lab.inputs.text import select_windows
+from fragility_lab.running.environment import code_digest
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How all runs of one E5 experiment train."""
+
+    model: str
+    data: str
+    precision: str = "fp16"
+    length: int = 256
+    windows: int = 512
+    steps: int = 256
+    learning_rate: float = 6e-4
+    warmup_steps: int = 20
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    layernorm: str = "release"
+    transport: str = "release"
+
+    def __post_init__(self):
+        for name in ("length", "windows", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
+
+
+@dataclass(frozen=True)
+class TrainingSpec(Specification):
+    """One run of E5: the setting, the policy with its parameters, and the seed."""
+
+    setting: Setting
+    policy: str
+    parameters: tuple[tuple[str, float], ...]
+    seed: int
+    device: str
+    execution: str  # of the shadow: "native" or "emulated"
+    inputs: str = field(default="")  # digest of the weights and the token stream
+
+    unit = "step"
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy}-seed{self.seed}"
+
+    @property
+    def size(self) -> int:
+        return self.setting.steps
+
+    def build_policy(self) -> Policy:
+        """The policy that the run is under."""
+        return get_policy(self.policy, **dict(self.parameters))
+
+
+def parameters_of(policy: Policy) -> tuple[tuple[str, float], ...]:
+    """Names and values of the parameters of ``policy``."""
+    return tuple(asdict(policy).items())
+
+
+def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
+    """Load and check the language model and text of ``setting``, before any work (see ``inputs.load``).
+
+    Raises TypeError for a model whose blocks are not known.
+    """
+    lengths = (setting.length,)
+    inputs = load(
+        setting.model, setting.data, (setting.precision,), lengths, setting.windows, device, AutoModelForCausalLM
+    )
+    blocks(inputs.model)
+    return inputs
+
+
+def specifications(
+    setting: Setting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs
+) -> list[TrainingSpec]:
+    """One specification per policy and seed; raises ValueError where there are none."""
+    require_values(policies=policies, seeds=seeds)
+    return [
+        TrainingSpec(
+            setting=setting,
+            policy=policy.name,
+            parameters=parameters_of(policy),
+            seed=seed,
+            device=inputs.device.type,
+            execution=inputs.execution(setting.precision),
+            inputs=inputs.digest,
+        )
+        for policy, seed in product(policies, seeds)
+    ]
+
+
+def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
+    """The policies ``names`` on the epsilon of the model's own norms and the shadow's unit roundoff.
+
+    ``parameters`` are given to those that have them. Raises ValueError for unknown names, for a parameter that no
+    policy has, and where a policy needs one that is not given.
+    """
+    known = {f.name for name in names for f in fields(policy_class(name))}
+    if unknown := sorted(parameters.keys() - known):
+        raise ValueError(
+            f"policy parameters must be among those of the chosen policies, {', '.join(sorted(known))}, "
+            f"got {', '.join(unknown)}"
+        )
+    own = {
+        "base_epsilon": blocks(inputs.model)[0].norm_1.eps,
+        "unit_roundoff": get_format(setting.precision).unit_roundoff,
+    }
+    return [_policy(name, own | parameters) for name in names]
+
+
+def _policy(name: str, parameters: Mapping[str, Any]) -> Policy:
+    """Policy ``name`` with those of ``parameters`` that it has."""
+    known = fields(policy_class(name))
+    missing = [f.name for f in known if f.default is MISSING and f.name not in parameters]
+    if missing:
+        raise ValueError(
+            f"policy {name!r} needs {', '.join(missing)}, for which the paper gives no value: "
+            f"pass them as policy parameters, e.g. {{{missing[0]!r}: 0.5}}"
+        )
+    return get_policy(name, **{f.name: parameters[f.name] for f in known if f.name in parameters})
+
+
+def training_windows(stream: Tensor, setting: Setting, seed: int) -> Tensor:
+    """The windows (N, T) that a run trains on, in its order."""
+    _, windows = select_windows(stream, setting.length, setting.windows, seed)
+    order = list(range(len(windows)))
+    random.Random(seed).shuffle(order)
+    return windows[order]
+
+
+class Mitigation:
+    """Computes the runs of E5 (a ``pool.Worker``), each from its last checkpoint where there is one."""
+
+    def __init__(self, inputs: Inputs, folder: Path, checkpoint_interval: int = 64):
+        """``folder`` is that of the finished runs; raises ValueError for an interval below 1."""
+        if checkpoint_interval < 1:
+            raise ValueError(f"checkpoint_interval must be at least 1 step, got {checkpoint_interval}")
+        self.inputs, self.store, self.interval = inputs, RunStore(folder), checkpoint_interval
+        self.record = {"attention": inputs.attention}
+
+    def run(self, spec: TrainingSpec, advance_by: Advance) -> pd.DataFrame:
+        """Rows per step and block. A nonfinite loss, gradient or mismatch is named in ``event`` and ends the run."""
+        rows = self._without_actions(spec)
+        if rows is None:
+            devices = [self.inputs.device] if self.inputs.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                rows = self._train(spec, advance_by)
+        return rows.assign(policy=spec.policy, seed=spec.seed)
+
+    def _without_actions(self, spec: TrainingSpec) -> pd.DataFrame | None:
+        """The rows of policy ``none``, if they are there and the policy of ``spec`` would not act on them.
+
+        Until its first action a policy trains as ``none`` does, so a policy without one has its run.
+        """
+        policy = spec.build_policy()
+        uncontrolled = get_policy("none", base_epsilon=policy.base_epsilon)
+        rows = self.store.load(replace(spec, policy="none", parameters=parameters_of(uncontrolled)))
+        if rows is None or rows.event.any():
+            return None
+        layers = rows.assign(window=rows.step)
+        return rows if replay(policy, layers, layers[layers.layer == 0], spec.seed).empty else None
+
+    def _train(self, spec: TrainingSpec, advance_by: Advance) -> pd.DataFrame:
+        setting = spec.setting
+        windows = training_windows(self.inputs.stream, setting, spec.seed)
+        policy = spec.build_policy()
+        training = ShadowTraining(
+            self.inputs.model,
+            setting.precision,
+            spec.execution,
+            Estimator(setting.layernorm, setting.transport),
+            setting.weight_decay,
+            setting.clip,
+        )
+        torch.manual_seed(spec.seed)
+        path = self.store.path(spec).with_suffix(".checkpoint")
+        state, rows = restore(path, training) or (policy.start(len(training.monitor.blocks), spec.seed), [])
+        advance_by(state.step)
+        for step in range(state.step, setting.steps):
+            tokens = windows[step % len(windows)][None].to(self.inputs.device)
+            frame, state = one_step(training, policy, state, tokens, setting)
+            rows.append(frame)
+            advance_by(1)
+            if frame.event.iloc[0]:
+                break
+            if (step + 1) % self.interval == 0 and step + 1 < setting.steps:
+                save(path, training, state, rows)
+        path.unlink(missing_ok=True)
+        return pd.concat(rows, ignore_index=True)
+
+
+def one_step(
+    training: ShadowTraining, policy: Policy, state: State, tokens: Tensor, setting: Setting
+) -> tuple[pd.DataFrame, State]:
+    """Train, observe and decide; the rows of the step, one per block, and the controller's next state."""
+    training.set_epsilons(state.epsilon)
+    rate = warmed_up(setting.learning_rate, state.step, setting.warmup_steps)
+    loss, gradient_norm = training.train_step(tokens, rate)
+    seen = {"step": state.step, "learning_rate": rate, "loss": loss, "gradient_norm": gradient_norm}
+    actions, signal = (), float("nan")
+    rows = pd.DataFrame({"layer": range(state.layers)})
+    if np.isfinite([loss, gradient_norm]).all():
+        rows, windows = training.observe(tokens)
+        window = windows.iloc[0].rename({"loss": "shadow_loss"}).drop("window")
+        signal = float(window.combined)
+        actions = policy.decide(state, rows, signal)
+        rows, seen = rows.drop(columns="window"), seen | window.to_dict()
+    chosen = {action.layer: action for action in actions}
+    decided = [chosen.get(layer) for layer in range(state.layers)]
+    rows = rows.assign(
+        epsilon=state.epsilon,
+        new_epsilon=[action.new_epsilon if action else float("nan") for action in decided],
+        priority=[action.priority if action else float("nan") for action in decided],
+        **seen,
+        event=nonfinite(seen),
+    )
+    return rows, advance(state, signal, actions)
+
+
+def nonfinite(seen: dict[str, float]) -> str:
+    """The first of the step's quantities that is not finite, or nothing."""
+    watched = ("loss", "gradient_norm", "mismatch", "shadow_loss")
+    return next((f"nonfinite {name}" for name in watched if not np.isfinite(seen.get(name, 0.0))), "")
+
+
+# --- Checkpoints inside a run -----------------------------------------------------------------
+
+
+def save(path: Path, training: ShadowTraining, state: State, rows: list[pd.DataFrame]) -> None:
+    """Write everything that the rest of the run depends on; the file appears complete or not at all."""
+    random_states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random_states["cuda"] = torch.cuda.get_rng_state_all()
+    record = {
+        "code": code_digest(), "training": training.state(), "controller": state.to_dict(), "rows": rows,
+        "random": random_states,
+    }  # fmt: skip
+    partial_path = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        torch.save(record, partial_path)
+        os.replace(partial_path, path)
+    finally:
+        partial_path.unlink(missing_ok=True)
+
+
+def restore(path: Path, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:
+    """Take up the run at ``path``, if there is one; a file that cannot be read, or of other code, counts as none."""
+    if not path.exists():
+        return None
+    try:
+        # Written by ``save``, next to the results: as trustworthy as the code beside it.
+        record = torch.load(path, weights_only=False)
+    except (OSError, RuntimeError, EOFError, UnpicklingError, ImportError, AttributeError) as cause:
+        warnings.warn(f"{path.name} cannot be read, its run starts again ({cause})", stacklevel=2)
+        return None
+    if record.get("code") != code_digest():
+        warnings.warn(f"{path.name} was left by another version of this code, its run starts again", stacklevel=2)
+        return None
+    training.load_state(record["training"])
+    torch.set_rng_state(record["random"]["cpu"])
+    if "cuda" in record["random"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(record["random"]["cuda"])
+    return State.from_dict(record["controller"]), record["rows"]
+
+
+# --- All runs, and views of their rows --------------------------------------------------------
+
+
+def run(
+    specs: Sequence[TrainingSpec], inputs: Inputs, folder: Path, workers: int = 1, checkpoint_interval: int = 64
+) -> pd.DataFrame:
+    """The rows of every run, those finished in ``folder`` not computed again (see ``pool.complete``).
+
+    Raises ValueError where those had other threads: policies are compared from equal starts.
+    """
+    prepare = partial(Mitigation, inputs, folder, checkpoint_interval)
+    return complete([[spec] for spec in specs], RunStore(folder), prepare, inputs.device, workers, "E5", paired=True)
+
+
+def run_policies(
+    setting: Setting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs, folder: Path, **options
+) -> pd.DataFrame:
+    """Every policy with every seed in one setting, with the ``options`` of ``run``."""
+    return run(specifications(setting, policies, seeds, inputs), inputs, folder, **options)

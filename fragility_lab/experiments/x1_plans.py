@@ -1,0 +1,199 @@
+"""X1, second half: plans for a budget of blocks or kinds of site, each predicted beforehand and measured.
+
+Every plan runs on the same windows of E2. The score's risks come from E2's rows, the oracle's effects are
+those of patching (E3) on these windows, and greedy choice measures every candidate.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.arithmetic.attention import OBSERVED_EAGER
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.models.tree import final_hidden
+from fragility_core.protection import Contributions, Plan, apply, baselines
+from fragility_core.theory import mismatch
+from fragility_lab.experiments.patching import Patching, patch_effects
+from fragility_lab.experiments.pool import Advance, complete
+from fragility_lab.experiments.runs import DerivedSpec, RunSpec, RunStore, spec_columns
+from fragility_lab.inputs.loading import Inputs
+
+
+@dataclass(frozen=True)
+class ProtectionSpec(DerivedSpec):
+    """All plans on windows of one run of E2; raises ValueError for counts out of range."""
+
+    tokens: int = 8192  # the first windows of E2's that hold so many
+    probes: int = 4
+    draws: int = 20  # of random blocks
+    blocks: tuple[int, ...] = (2, 4)
+    sites: tuple[int, ...] = (1, 2)
+
+    unit = "plan"
+
+    def __post_init__(self):
+        if self.tokens < self.source.length:
+            raise ValueError(f"tokens must make a window of {self.source.length} at least, got {self.tokens}")
+        if min(self.probes, self.draws) < 1:
+            raise ValueError(f"probes and draws must be at least 1, got {self.probes} and {self.draws}")
+
+    @property
+    def windows(self) -> int:
+        """How many windows every plan runs on."""
+        return min(self.tokens // self.source.length, self.source.windows)
+
+    @property
+    def size(self) -> int:
+        return len(self.blocks) * (self.draws + 6)
+
+
+class Protections:
+    """Computes the plans of X1 (a ``pool.Worker``)."""
+
+    def __init__(self, inputs: Inputs, source: Path):
+        """``source`` is the folder of E2's runs."""
+        self.inputs, self.source = inputs, RunStore(source)
+        self.model = copy.deepcopy(inputs.model)
+        self.model.set_attn_implementation(OBSERVED_EAGER)  # the attention of E2's low-precision pass
+        self.record = {"attention": inputs.attention}
+
+    def run(self, spec: ProtectionSpec, advance: Advance) -> pd.DataFrame:
+        """Tidy rows, one per plan: ``chosen_by`` what, its ``budget`` of which ``unit``, ``predicted`` and ``measured``
+        mismatch (means over windows), and the plan's price. Raises FileNotFoundError where E2's run is not there.
+        """
+        rows = self.source.require(spec.source)
+        trial = Trial(self, spec, rows[rows.window < spec.windows])
+        table = []
+        for unit, budget, chosen_by, plan in trial.plans():
+            table.append(
+                {"unit": unit, "budget": budget, "chosen_by": chosen_by, "label": plan.label,
+                 "predicted": plan.predicted, "measured": trial.measure(plan), "parameter_bytes": plan.parameter_bytes,
+                 "activation_bytes": plan.activation_bytes, "flops": plan.flops}
+            )  # fmt: skip
+            advance(1)
+        return pd.DataFrame(table).assign(**spec_columns(spec.source))
+
+
+class Trial:
+    """Windows of one run, what is known of their blocks, and what plans do to them."""
+
+    @torch.no_grad()
+    def __init__(self, worker: Protections, spec: ProtectionSpec, rows: pd.DataFrame):
+        """``rows`` are those of E2 for the windows."""
+        self.model, self.spec = worker.model, spec
+        starts = rows[rows.layer == 0].start
+        length = spec.source.length
+        self.tokens = torch.stack([worker.inputs.stream[s : s + length] for s in starts]).to(worker.inputs.device)
+        self.reference = torch.cat([self._hidden(worker.inputs.model, window) for window in self.tokens])
+        low = lower(self.model, spec.source.precision, spec.source.execution)
+        prediction = Adjoint(low, probes=spec.probes)(self.tokens)
+        self.contributions = Contributions(self.model, prediction)
+        self.risks = rows.groupby("layer").risk.mean().to_numpy()
+        patching = Patching(worker.inputs.model, low)
+        effects = [
+            patch_effects(patching(window[None]), reference[None])
+            for window, reference in zip(self.tokens, self.reference)
+        ]
+        self.effects = pd.concat(effects).groupby("layer").exact_reduction.mean().to_numpy()
+        self.depth = len(self.risks)
+        self._measured: dict[tuple, float] = {}
+
+    @staticmethod
+    def _hidden(model, window):
+        return final_hidden(model, window[None])
+
+    @torch.no_grad()
+    def measure(self, plan: Plan) -> float:
+        """Mean mismatch over the windows under ``plan``; the same choice by another chooser is not run again."""
+        kept = (plan.modules, plan.residual, plan.scores)
+        if kept not in self._measured:
+            self._measured[kept] = self._mismatch(plan)
+        return self._measured[kept]
+
+    def _mismatch(self, plan: Plan) -> float:
+        low = apply(self.model, plan, self.spec.source.execution)
+        with low.running():
+            hidden = torch.cat([self._hidden(low.model, window) for window in self.tokens])
+        return float(mismatch(hidden, self.reference).double().mean())
+
+    def plans(self) -> Iterator[tuple[str, int, str, Plan]]:
+        """(unit, budget, chosen by, plan) of all plans."""
+        yield "blocks", 0, "none", self.contributions.of_blocks(())
+        for budget in self.spec.blocks:
+            for chosen_by, numbers in self._choices(budget):
+                yield "blocks", budget, chosen_by, self.contributions.of_blocks(numbers)
+        available = self.contributions.structure.sites
+        for budget in self.spec.sites:
+            yield "sites", budget, "adjoint", self.contributions.plan(budget, "sites")
+            for sites in combinations(available, budget):
+                yield "sites", budget, "each", self.contributions.of_sites(sites)
+        head_and_norms = [site for site in ("head", "norms") if site in available]
+        yield "sites", len(head_and_norms), "head and norms", self.contributions.of_sites(head_and_norms)
+
+    def _choices(self, budget: int) -> Iterator[tuple[str, Sequence[int]]]:
+        best = self.contributions.gains("blocks").gain
+        yield "adjoint", baselines.top(best, budget)
+        yield "first", baselines.first(self.depth, budget)
+        yield "last", baselines.last(self.depth, budget)
+        yield "score", baselines.top(self.risks, budget)
+        yield "patching", baselines.top(self.effects, budget)
+        yield "greedy", baselines.greedy(self._measure_blocks, self.depth, budget)
+        for numbers in baselines.drawn(self.depth, budget, self.spec.draws):
+            yield "random", numbers
+
+    def _measure_blocks(self, numbers: Sequence[int]) -> float:
+        return self.measure(self.contributions.of_blocks(numbers))
+
+
+def specifications(sources: Sequence[RunSpec], **options) -> list[ProtectionSpec]:
+    """One specification per run of E2, with the ``options`` of ``ProtectionSpec``."""
+    return [ProtectionSpec(source, **options) for source in sources]
+
+
+def run_protections(
+    sources: Sequence[RunSpec], inputs: Inputs, source: Path, folder: Path, workers: int = 1, **options
+) -> pd.DataFrame:
+    """Plans for E2's ``sources``, kept in ``source``; those finished in ``folder`` are not computed again."""
+    groups = [[spec] for spec in specifications(sources, **options)]
+    worker = partial(Protections, inputs, source)
+    return complete(groups, RunStore(folder), worker, inputs.device, workers, "X1 plans")
+
+
+# --- Views of the rows ------------------------------------------------------------------------
+
+
+def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean mismatch by who chose the plan, relative to none, and how far the prediction is off at most.
+
+    One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws.
+    """
+    none = rows[rows.chosen_by == "none"].set_index(["precision", "length", "seed"]).measured
+    at = pd.MultiIndex.from_frame(rows[["precision", "length", "seed"]])
+    rows = rows.assign(
+        of_none=rows.measured / none.reindex(at).to_numpy(), error=(rows.predicted / rows.measured - 1).abs()
+    )
+    by = rows.groupby(["unit", "budget", "chosen_by"], sort=False)
+    return by.agg(
+        measured_of_none=("of_none", "mean"), lowest=("of_none", "min"), highest=("of_none", "max"),
+        largest_error=("error", "max"), plans=("measured", "size"),
+    ).reset_index()  # fmt: skip
+
+
+def against_baselines(rows: pd.DataFrame) -> pd.DataFrame:
+    """Measured mismatch of every other choice over that of the ``adjoint`` plan at equal budget, by run.
+
+    ``random`` is the mean of its draws, and of "each" kind of site the best is compared.
+    """
+    run = ["precision", "length", "seed"]
+    measured = rows[rows.chosen_by.ne("none") & rows.chosen_by.ne("head and norms")]
+    by = measured.groupby([*run, "unit", "budget", "chosen_by"], sort=False).measured
+    value = by.mean().where(by.min().index.get_level_values("chosen_by") != "each", by.min())
+    table = value.unstack("chosen_by")
+    return table.div(table.adjoint, axis=0).drop(columns="adjoint")

@@ -1,0 +1,1 @@
+"""Checkpoints and texts, by hub name or path, checked before any work."""

@@ -1,0 +1,112 @@
+"""Load models and tokenizers by hub name or local path, or the embedded default."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from fragility_lab.paths import EMBEDDED_CHECKPOINT
+
+EMBEDDED = "embedded"
+NEEDED = {
+    "model": "a local copy of a decoder saved as safetensors (save_pretrained)",
+    "tokenizer": "a folder that holds the model's tokenizer too (tokenizer.save_pretrained)",
+    "text": "a local copy",
+}
+
+
+def resolve(name: str) -> str:
+    """The folder or hub name that ``name`` stands for ("embedded" is the shipped checkpoint)."""
+    return str(EMBEDDED_CHECKPOINT) if name == EMBEDDED else name
+
+
+def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
+    """One message for whatever the hub libraries raise when they cannot find or reach something."""
+    where = "the folder" if Path(name).exists() else "the model hub and this machine's cache"
+    reason = (str(cause).splitlines() or ["no message"])[0]
+    return OSError(
+        f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {reason}). "
+        f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
+        f"or leave {variable} unset: both then run on the embedded default, without a network."
+    )
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No progress bars while loading or saving, which takes seconds: they would stay in the notebook."""
+    bars = [
+        (logging.is_progress_bar_enabled(), logging.disable_progress_bar, logging.enable_progress_bar),
+        (datasets.are_progress_bars_disabled() is False, datasets.disable_progress_bars, datasets.enable_progress_bars),
+    ]
+    for _, disable, _ in bars:
+        disable()
+    try:
+        yield
+    finally:
+        for shown, _, enable in bars:
+            if shown:
+                enable()
+
+
+def default_device() -> str:
+    """The device that is used unless one is named: "cuda" where there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_config(name: str):
+    """The model's configuration; raises OSError with the way out where there is none."""
+    try:
+        return AutoConfig.from_pretrained(resolve(name), trust_remote_code=False)
+    except (OSError, ValueError) as cause:
+        raise not_found("model", name, "MODEL", cause) from cause
+
+
+def load_model(name: str, device: str | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
+    """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
+
+    Raises OSError where it is not found, naming what was wanted and how to go on without it, or lacks
+    weights, and ValueError for weights that are not finite, or where torch multiplies fp32 in less than fp32.
+    """
+    require_fp32_products()
+    try:
+        with quiet_loading():
+            model, info = auto_class.from_pretrained(
+                resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, SafetensorError) as cause:  # weights of other shapes, among others
+        raise not_found("model", name, "MODEL", cause) from cause
+    if missing := sorted(info["missing_keys"]):
+        raise OSError(
+            f"a checkpoint must hold all weights of its model, but {name!r} lacks {', '.join(missing[:5])}"
+            f"{' and others' if len(missing) > 5 else ''}, which would be drawn at random: save the whole model"
+        )
+    if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
+        raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
+    return model.eval().requires_grad_(False).to(device or default_device())
+
+
+def require_fp32_products() -> None:
+    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference would drift itself."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise ValueError(
+            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
+            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+        )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to the model ``name``."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=False)
+        if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens} - tokenizer.get_added_vocab().keys():
+            raise ValueError("it has no vocabulary")  # transformers makes an empty one where there is no file
+        return tokenizer
+    except (OSError, ValueError) as cause:
+        raise not_found("tokenizer", name, "MODEL", cause) from cause

@@ -1,0 +1,88 @@
+"""The model and the text of an experiment, loaded and checked before any work."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+
+from fragility_core.arithmetic.formats import get_format, has_native_kernels
+from fragility_lab.inputs import checkpoints
+from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A loaded model and its token stream, and the digest that identifies them."""
+
+    model: PreTrainedModel
+    stream: Tensor
+    digest: str
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """Which attention low-precision and reference passes run with, to be recorded."""
+        return {"monitored": "eager", "reference": self.model.config._attn_implementation}
+
+    def execution(self, precision: str) -> str:
+        """How the device computes in ``precision``: "native" or "emulated"."""
+        return "native" if has_native_kernels(get_format(precision), self.device) else "emulated"
+
+
+def load(
+    model: str,
+    data: str,
+    precisions: Sequence[str],
+    lengths: Sequence[int],
+    windows: int,
+    device: str | None = None,
+    auto_class: type = AutoModel,
+) -> Inputs:
+    """Load what an experiment needs, and check that it can run.
+
+    Raises OSError where the model or text is not found, and ValueError for windows longer than the
+    model's context, fewer windows than asked, a tokenizer of another vocabulary, or an unknown precision.
+    """
+    config = checkpoints.load_config(model).get_text_config()
+    if windows < 1:
+        raise ValueError(f"windows must be at least 1, got {windows}")
+    if min(lengths) < 1:
+        raise ValueError(f"windows must have at least 1 token, got lengths {list(lengths)}")
+    context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative
+    if max(lengths) > context:
+        raise ValueError(f"windows must fit the context of {model!r}, {context} tokens, got lengths {list(lengths)}")
+    for precision in precisions:
+        get_format(precision)
+    stream = tokenize(load_rows(data), checkpoints.load_tokenizer(model))
+    if len(stream) and stream.max() >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {model!r} must give tokens below the model's vocabulary of {config.vocab_size}, "
+            f"got {stream.max()}: is it that of another model?"
+        )
+    for length in lengths:
+        select_windows(stream, length, windows, seed=0)
+    loaded = checkpoints.load_model(model, device, auto_class)
+    return Inputs(loaded, stream, digest(loaded, stream))
+
+
+def digest(model: PreTrainedModel, stream: Tensor) -> str:
+    """Identifies weights and token stream, wherever they were loaded from."""
+    sha = hashlib.sha256(stream.numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        sha.update(name.encode())
+        sha.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def require_values(**axes: Sequence) -> None:
+    """Raises ValueError for an axis of a grid without a value."""
+    for name, values in axes.items():
+        if not values:
+            raise ValueError(f"{name} must name at least one value, got none")

@@ -1,0 +1,84 @@
+"""Token windows of a text (protocol section 2)."""
+
+import glob
+import random
+from pathlib import Path
+
+import torch
+from datasets import DatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowInvalid
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fragility_lab.inputs.checkpoints import EMBEDDED, not_found, quiet_loading
+from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
+
+LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+EMBEDDED_TEXTS = {EMBEDDED: EVALUATION_TEXT, "embedded:training": TRAINING_TEXT}
+
+
+def load_rows(data: str) -> list[str]:
+    """The text rows of ``data``: "embedded", a local file, or a hub dataset name[:config[:split]].
+
+    Local files are .txt (a row per line) or .jsonl, .json, .csv, .parquet with a column ``text``.
+    Raises OSError where the data cannot be found, ValueError where it holds no text or is no such file.
+    """
+    with quiet_loading():
+        if data in EMBEDDED_TEXTS:
+            rows = load_dataset("text", data_files=str(EMBEDDED_TEXTS[data]), split="train", sample_by="paragraph")
+        elif Path(data).suffix in LOADERS:
+            rows = _load_local(Path(data))
+        elif Path(data).is_file():
+            raise ValueError(f"a text file must end in one of {', '.join(LOADERS)}, got {data!r}: rename or convert it")
+        elif data.count(":") > 2:
+            raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
+        else:
+            rows = _load_from_hub(*data.split(":"))
+    if "text" not in rows.column_names:
+        raise ValueError(f'data must have a column "text", {data!r} has {", ".join(rows.column_names)}')
+    if rows.features["text"].dtype not in ("string", "large_string"):
+        raise ValueError(f'the column "text" of {data!r} must hold strings, got {rows.features["text"].dtype}')
+    return [row for row in rows["text"] if row is not None]
+
+
+def _load_local(path: Path):
+    if not path.is_file():
+        raise not_found("text", str(path), "DATA", FileNotFoundError("no such file"))
+    if path.stat().st_size == 0:
+        raise ValueError(f"data must hold text, but {path} is empty: point DATA= at another file")
+    try:
+        return load_dataset(LOADERS[path.suffix], data_files=glob.escape(str(path)), split="train")
+    except (DatasetGenerationError, ArrowInvalid) as cause:
+        reason = cause.__cause__ or cause
+        raise ValueError(f"{path} must be readable as {path.suffix}, got {type(reason).__name__}: {reason}") from cause
+
+
+def _load_from_hub(name: str, config: str | None = None, split: str = "validation"):
+    try:
+        found = load_dataset(name, config, split=split)
+    except Exception as cause:  # the library raises a dozen unrelated types when offline
+        raise not_found("text", name, "DATA", cause) from cause
+    return found[split] if isinstance(found, DatasetDict) else found
+
+
+def tokenize(rows: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Rows that are not empty, joined by blank lines, as one stream of token ids without special tokens."""
+    text = "\n\n".join(row for row in rows if row.strip())
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
+def select_windows(stream: Tensor, length: int, count: int, seed: int) -> tuple[list[int], Tensor]:
+    """Starts and tokens (count, length) of ``count`` non-overlapping windows, in text order.
+
+    A seeded sample where the stream holds more. Raises ValueError where it holds fewer.
+    """
+    available = len(stream) // length
+    if available < count:
+        raise ValueError(
+            f"the text must hold {count} windows of {length} tokens, but its {len(stream)} tokens "
+            f"make {available}: ask for fewer or shorter windows, or give a longer text (DATA=)"
+        )
+    chosen = range(available) if available == count else random.Random(seed).sample(range(available), count)
+    starts = [index * length for index in sorted(chosen)]
+    return starts, torch.stack([stream[start : start + length] for start in starts])

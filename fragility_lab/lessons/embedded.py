@@ -1,0 +1,109 @@
+"""One window of the embedded checkpoint in fp32, observed once for every notebook that shows it."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.sparse.linalg import LinearOperator, svds
+from torch import Tensor, nn
+from torch.func import jvp, vjp
+
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.surrogates.monitor import Monitor
+from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
+from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+
+LENGTH = 64  # tokens
+
+BlockCall = tuple[nn.Module, tuple, dict]
+
+
+@cache
+def prepared() -> tuple[Monitor, Tensor]:
+    """The model under observation, in fp32, and the window (1, LENGTH)."""
+    stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
+    _, window = select_windows(stream, LENGTH, 1, seed=0)
+    return Monitor(lower(load_model(EMBEDDED, "cpu"), "fp32"), power_iteration=True), window
+
+
+@cache
+def observed() -> pd.DataFrame:
+    """The statistics of every block, power iterations included (``monitor.Observation.layers``)."""
+    monitor, window = prepared()
+    return monitor(window).layers
+
+
+@cache
+def calls() -> list[BlockCall]:
+    """Every block with the arguments it is called with."""
+    monitor, window = prepared()
+    seen: list[BlockCall] = []
+
+    def keep(module, args, kwargs):
+        seen.append((module, args, kwargs))
+
+    with ExitStack() as stack:
+        for block in monitor.blocks:
+            stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        with torch.no_grad():
+            monitor.model.base_model(window, use_cache=False)
+    return seen
+
+
+def sites() -> pd.DataFrame:
+    """The LayerNorm sites: layer, site (1 or 2) and the mean over the tokens of their variance."""
+    layers = observed()
+    each = [layers[["layer"]].assign(site=site, variance=layers[f"variance_{site}"]) for site in (1, 2)]
+    return pd.concat(each, ignore_index=True)
+
+
+def downstream(layer: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The map from what block ``layer`` puts out to what the last block does, and its argument (1, T, d_model)."""
+    later = calls()[layer + 1 :]
+
+    def through(x: Tensor) -> Tensor:
+        for block, (_, *args), kwargs in later:
+            x = block(x, *args, **kwargs)
+        return x
+
+    return through, later[0][1][0]
+
+
+def worst_growth(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """||J||_2 of ``function`` at ``x``: the most by which any small error of ``x`` can grow.
+
+    By Lanczos iteration with JVPs and VJPs, to three digits; never above the exact value.
+    """
+    _, pull_back = vjp(function, x)
+
+    def flat(product: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda vector: product(torch.from_numpy(vector).view_as(x)).flatten().numpy()
+
+    operator = LinearOperator(
+        (x.numel(), x.numel()), dtype=np.float32, rmatvec=flat(lambda y: pull_back(y)[0]),
+        matvec=flat(lambda v: jvp(function, (x,), (v,))[1]),
+    )  # fmt: skip
+    start = np.ones(x.numel(), dtype=np.float32)
+    return svds(operator, k=1, ncv=4, tol=0.1, v0=start, return_singular_vectors=False).item()
+
+
+@torch.no_grad()
+def rounding_growth(function: Callable[[Tensor], Tensor], x: Tensor, format: str) -> float:
+    """How many times larger than ``x``'s own error in ``format`` is the error of ``function`` that it leads to."""
+    error = get_format(format).round(x).float() - x
+    return ((function(x + error) - function(x)).norm() / error.norm()).item()
+
+
+@cache
+def growth() -> pd.DataFrame:
+    """How an error made in a block grows to the end, the last block left out: in the worst case, and by rounding.
+
+    Columns ``worst`` = ||prod_{k > layer} (I + J_k)||_2 and ``rounding``, of storing the block's output in bf16.
+    """
+    maps = [downstream(layer) for layer in range(len(calls()) - 1)]
+    worst, rounding = [worst_growth(*each) for each in maps], [rounding_growth(*each, "bf16") for each in maps]
+    return pd.DataFrame({"worst": worst, "rounding": rounding}).rename_axis("layer")

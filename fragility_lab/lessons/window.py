@@ -1,0 +1,326 @@
+"""Notebook 6: one real window through the embedded checkpoint, block by block, in two formats and in fp32."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core import theory
+from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.models.architectures import Block, blocks
+from fragility_core.models.tree import final_hidden
+from fragility_core.surrogates import score
+from fragility_core.surrogates.monitor import Monitor
+from fragility_lab.experiments.shadow import set_epsilons
+from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
+from fragility_lab.lessons import embedded
+from fragility_lab.lessons.controller import raised
+from fragility_lab.lessons.widgets import Exercise
+from fragility_lab.reporting import figures
+from fragility_lab.reporting.figures import Axes
+
+FORMATS = ("bf16", "fp16")
+EPSILONS = tuple(10.0**exponent for exponent in range(-5, 2))  # the first is the checkpoint's own
+
+
+@cache
+def words() -> list[str]:
+    """The window's tokens as text."""
+    _, window = embedded.prepared()
+    return load_tokenizer(EMBEDDED).batch_decode(window[0][:, None])
+
+
+# --- The passes -----------------------------------------------------------------------------------
+
+
+@cache
+def monitor(format: str) -> Monitor:
+    """The model in ``format``, emulated, under observation."""
+    exact, _ = embedded.prepared()
+    return Monitor(lower(exact.model, format, "emulated"))
+
+
+@contextmanager
+def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """A list that a pass over one window fills with what each block puts out, (T, d_model)."""
+    seen: list[Tensor] = []
+    with ExitStack() as stack:
+        for block in blocks(model):
+            stack.callback(
+                block.module.register_forward_hook(lambda module, args, output: seen.append(output[0])).remove
+            )
+        yield seen
+
+
+class WindowPass(NamedTuple):
+    """A monitored pass beside the fp32 one: scored block rows, window row, and the errors after every block."""
+
+    layers: pd.DataFrame
+    window: pd.Series
+    drift: np.ndarray  # (L,), of the hidden state
+    token_drift: np.ndarray  # (L, T), of each token's
+    predicted_drift: np.ndarray  # (L,), what Theorem 3 (`thm:unified`) says of the stack up to here
+
+
+@cache
+@torch.no_grad()
+def passed(format: str) -> WindowPass:
+    """The window in ``format``, measured against fp32."""
+    (exact, window), low = embedded.prepared(), monitor(format)
+    with block_outputs(exact.model) as reference:
+        final = final_hidden(exact.model, window)
+    with block_outputs(low.model) as states:
+        seen = low(window, final)
+    u = low.low.format.unit_roundoff
+    layers, windows = score(seen.layers, seen.windows, u)
+    reference, states = torch.stack(reference), torch.stack(states).float()  # (L, T, d_model)
+    norms = torch.linalg.vector_norm
+    magnitude, rho = torch.tensor(layers[["magnitude", "transport"]].to_numpy().T)
+    predicted = [
+        theory.mismatch_bound(magnitude[:depth], rho[:depth], norms(states[depth - 1]), u)
+        for depth in range(1, len(layers) + 1)
+    ]
+    return WindowPass(
+        layers,
+        windows.iloc[0],
+        theory.mismatch(states, reference).numpy(),
+        (norms(states - reference, dim=-1) / norms(reference, dim=-1)).numpy(),
+        torch.stack(predicted).numpy(),
+    )
+
+
+# --- The window and its drift -----------------------------------------------------------------------
+
+
+def text(block: int, format: str) -> tuple[Axes, str]:
+    """The window's tokens, shaded by the relative error of their hidden states after ``block``."""
+    drift, columns = passed(format).token_drift, 8
+    shades = np.log10(drift)  # one scale for all blocks, its dark end kept back for the letters
+    (axes,) = figures.detached(1, width=9.6, height=3.8)
+    axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.02)
+    scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
+    cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
+    bar = axes.get_figure().colorbar(cells, fraction=0.04, pad=0.02)
+    unit, powers = get_format(format).unit_roundoff, 2.0 ** np.arange(-2, 8)
+    inside = powers[np.abs(np.log10(powers * unit) - shades.mean()) < np.ptp(shades) / 1.5]
+    bar.set_ticks(np.log10(inside * unit), labels=[f"{power:g}" for power in inside])
+    axes.invert_yaxis()
+    shown = [word.strip(" ").replace("\n", "⏎") or "␣" for word in words()]
+    for place, word in enumerate(shown):
+        row, column = divmod(place, columns)
+        axes.text(column + 0.5, row + 0.5, word, ha="center", va="center", fontsize="small")
+    axes.set(xticks=[], yticks=[], title=f"relative error of every token after block {block}, in units of u")
+    worst = int(drift[block].argmax())
+    return axes, (
+        f"{format}, after block {block}: relative error of the whole hidden state {passed(format).drift[block]:.2g}, "
+        f"of single tokens {drift[block].min():.2g} to {drift[block].max():.2g}, largest at token {worst} "
+        f"({shown[worst]})"
+    )
+
+
+def profile(block: int, format: str) -> tuple[Axes, str]:
+    """Left: the terms of M over the blocks. Right: error of the hidden state after each, measured and predicted."""
+    here = passed(format)
+    row = here.layers.iloc[block]
+    terms, drift = figures.detached(2, height=3.8)
+    for marker, name, label in (
+        ("o", "attention", "attention A"),
+        ("D", "remainder", "remainder"),
+        ("s", "layernorm", "LayerNorm"),
+    ):
+        terms.plot(here.layers.layer, here.layers[f"{name}_term"], f"{marker}-", markersize=5, label=label)
+    terms.set(title="terms of M")
+    drift.plot(here.predicted_drift, "^-", color="C3", markersize=5, label="predicted")
+    drift.plot(here.drift, "o-", color="C0", markersize=5, label="measured")
+    drift.axhline(get_format(format).unit_roundoff, color="0.2", linestyle="--", linewidth=1, label="u")
+    drift.set(ylim=(1e-4, 1e3), ylabel="relative error", title="error of the hidden state after the block")
+    terms.set(ylim=(50, 2e6))
+    for axes in (terms, drift):
+        figures.log_scale(axes, "y")
+        axes.axvline(block, color="0.2", linestyle=":")
+        axes.set(xlabel="block", xticks=range(0, len(here.drift), 2))
+        axes.legend(frameon=False, fontsize="small", loc="upper left", ncols=2)
+    return terms, (
+        f"{format}, block {block}: attention {row.attention_term:.2g}, remainder {row.remainder_term:.2g}, LayerNorm "
+        f"{row.layernorm_term:.2g}; after it the hidden state is off by {here.drift[block]:.2g}, "
+        f"predicted {here.predicted_drift[block]:.2g}"
+    )
+
+
+# --- One block ----------------------------------------------------------------------------------------
+
+
+def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[str]:
+    """The score of one block from top to bottom, with its numbers filled in."""
+
+    def layernorm(site: int) -> str:
+        gamma, variance, norm = row[f"gamma_{site}_max"], row[f"variance_{site}"], row[f"input_{site}_norm"]
+        factor = theory.layernorm_factor(variance, row[f"epsilon_{site}"])
+        return (
+            f"M_LN,{site} = max|γ| f(ε) ‖x‖ = {gamma:.3g} · {factor:.3g} · {norm:.3g} "
+            f"= {row[f'layernorm_{site}_term']:.3g};  σ² = {variance:.3g}"
+        )
+
+    s, g = "softmax_sensitivity", row.downstream_transport
+    remainder = [
+        row.attention_out_weight_norm * row.context_norm,
+        row.mlp_in_weight_norm * row.norm_2_norm,
+        row.mlp_out_weight_norm * row.activation_norm,
+    ]
+    return [
+        f"κ_softmax = ‖S‖ / ‖P‖ · d_smx = {row.score_norm:.3g} / {row.probability_norm:.3g} · {row[s]:.3g} "
+        f"= {row.kappa_softmax:.3g}",
+        f"χ_score = ‖Q‖ ‖K‖ / (‖P‖ √d) · d_smx = {row.query_norm:.3g} · {row.key_norm:.3g} / "
+        f"({row.probability_norm:.3g} · {row.head_width**0.5:.3g}) · {row[s]:.3g} = {row.chi_score:.3g}",
+        f"A = (κ_softmax + χ_score) ‖P‖ ‖V‖₂ = ({row.kappa_softmax:.3g} + {row.chi_score:.3g}) · "
+        f"{row.probability_norm:.3g} · {row.value_spectral_norm:.3g} = {row.attention_term:.3g}",
+        layernorm(1),
+        layernorm(2),
+        "M_eff = ‖W_O‖₂ ‖PV‖ + ‖W_in‖₂ ‖x₂‖ + ‖W_out‖₂ ‖g‖ = "
+        + " + ".join(f"{part:.3g}" for part in remainder)
+        + f" = {row.remainder_term:.3g}",
+        f"M = A + M_LN,1 + M_LN,2 + M_eff = {row.magnitude:.3g}",
+        f"∏(1 + ρ) of the later blocks = {g:.3g};  ρ of this one = {row.transport:.3g};  ‖X_L‖ = {final_norm:.3g}",
+        f"G = M / ‖X_L‖ · ∏(1 + ρ) = {row.magnitude:.3g} / {final_norm:.3g} · {g:.3g} = {row.risk:.3g}",
+        f"u G = {unit_roundoff:.3g} · {row.risk:.3g} = {unit_roundoff * row.risk:.3g}",
+        f"φ = (M_LN,1 + M_LN,2) / M = {row.dominance:.3g};  ρ_LN = σ²/ε · d_model u = {row.layernorm_ratio:.3g}",
+    ]
+
+
+def block_score(block: int, format: str) -> tuple[Axes, str]:
+    """Left: G of every block. Right: how that of ``block`` comes about, number by number."""
+    here = passed(format)
+    row, risk = here.layers.iloc[block], here.layers.risk
+    bars, page = figures.detached(2, width=10, height=3.8)
+    bars.set_position([0.07, 0.17, 0.22, 0.72])
+    page.set_position([0.32, 0.0, 0.68, 0.95])
+    bars.bar(here.layers.layer, risk, color=["C3" if layer == block else "C0" for layer in here.layers.layer])
+    bars.set(xlabel="block", xticks=range(0, len(risk), 2), title="G of every block")
+    page.axis("off")
+    lines = formulas(row, here.window.final_norm, get_format(format).unit_roundoff)
+    for place, line in enumerate(lines):
+        page.text(0, 0.95 - place / len(lines), line, fontsize="small", transform=page.transAxes)
+    return bars, (
+        f"{format}, block {block}: G = {row.risk:.3g}, {row.risk / risk.sum():.0%} of the sum; attention is "
+        f"{row.attention_term / row.magnitude:.1%} of M, LayerNorm {row.dominance:.1%}"
+    )
+
+
+# --- A larger epsilon in one block ------------------------------------------------------------------
+
+
+def _entry(block: Block) -> Callable:
+    """A hook by which the block's output under each of EPSILONS joins the batch, for the first window's input."""
+
+    def hook(module, args, kwargs, output):
+        joined = [output]
+        for epsilon in EPSILONS:
+            set_epsilons([block], (epsilon,))
+            joined.append(module.forward(args[0][:1], *args[1:], **kwargs))
+        set_epsilons([block], (EPSILONS[0],))
+        return torch.cat(joined)
+
+    return hook
+
+
+@torch.no_grad()
+def final_states(monitor: Monitor, window: Tensor) -> Tensor:
+    """Final hidden states (L, E, T, d_model) with each of EPSILONS in each block alone, in one pass.
+
+    A variant is the plain pass until its block, so it enters the batch there, as in ``patching``.
+    """
+    with ExitStack() as stack:
+        for block in monitor.blocks:
+            stack.callback(block.module.register_forward_hook(_entry(block), with_kwargs=True).remove)
+        with monitor.low.running():
+            hidden = final_hidden(monitor.model, window)
+    return hidden[1:].float().unflatten(0, (len(monitor.blocks), len(EPSILONS)))
+
+
+@cache
+def raised_epsilons() -> pd.DataFrame:
+    """What a larger epsilon in one block really does, one row a block and epsilon.
+
+    The mismatch in each of FORMATS, master and shadow under the same epsilon as in E5, and the
+    ``change`` ||X(epsilon) - X|| / ||X|| of the fp32 output itself.
+    """
+    exact, window = embedded.prepared()
+    reference = final_states(exact, window)
+    columns = {format: theory.mismatch(final_states(monitor(format), window), reference) for format in FORMATS}
+    columns["change"] = theory.mismatch(reference, reference[0, 0])
+    index = pd.MultiIndex.from_product([range(len(reference)), EPSILONS], names=["layer", "epsilon"])
+    return pd.DataFrame({name: column.flatten().numpy() for name, column in columns.items()}, index=index)
+
+
+def epsilon(block: int, exponent: int, format: str) -> tuple[Axes, str]:
+    """Left: what the frozen formula and the real pass say of epsilon in ``block``. Right: what it costs."""
+    layers, real = passed(format).layers, raised_epsilons().loc[block]
+    row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent
+    frozen = 1 - raised(row, np.array(EPSILONS)).reduction / row.risk
+    measured = real[format] / real[format].iloc[0]
+    left, right = figures.detached(2, height=3.8)
+    left.plot(EPSILONS, frozen, "^-", color="C3", markersize=5, label="G of the block, frozen")
+    left.plot(EPSILONS, measured, "o-", color="C0", markersize=5, label="mismatch, measured")
+    left.set(
+        ylim=(0, max(1.6, 1.3 * measured.max())), ylabel="relative to ε = 10⁻⁵", title=f"raising ε in block {block}"
+    )
+    right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
+    right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
+    figures.log_scale(right, "y")
+    right.set(ylim=(1e-6, 100), ylabel="relative change", title="what it costs")
+    place = EPSILONS.index(chosen)
+    for axes in (left, right):
+        figures.log_scale(axes, "x")
+        axes.axvline(chosen, color="0.2", linestyle=":")
+        axes.set(xlabel="ε of the block")
+        axes.legend(frameon=False, fontsize="small", loc="upper left")
+    return left, (
+        f"{format}, ε = {chosen:g} in block {block}: G frozen × {frozen[place]:.2g}, mismatch measured × "
+        f"{measured.iloc[place]:.2g}; the output itself changes by {real.change.iloc[place]:.2g}, rounding's share is "
+        f"{real[format].iloc[place]:.2g}"
+    )
+
+
+# --- Exercises ----------------------------------------------------------------------------------
+
+EXERCISES = (
+    Exercise(
+        "Which block contributes most to the predicted mismatch of this window?",
+        "block 4",
+        "Its attention term is the second largest. That of block 8 is larger, but after block 8 come three blocks, "
+        "after block 4 seven, which let an error grow three times as much. Block 11 has a fifteenth of the attention "
+        "term, and nothing after it.",
+        ("block 0", "block 4", "block 8", "block 11"),
+    ),
+    Exercise(
+        "A LayerNorm has max|γ| = 1.2, σ² = 20 and ‖x‖ = 400, and ε = 10⁻⁵. How large is M_LN, with a_ln = 1?",
+        theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
+        "ε is far below σ², so f(ε) = 2σ² / σ³ = 2 / √20 = 0.447, and M_LN = 1.2 · 0.447 · 400 = 215.",
+    ),
+    Exercise(
+        "Behind a block come two more, with ρ = 0.5 and ρ = 0.2. What does the score multiply its M / ‖X_L‖ with?",
+        theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2], dtype=torch.float64))[0].item(),
+        "(1 + 0.5)(1 + 0.2) = 1.8. A block's own ρ does not count: its errors are made at its end.",
+    ),
+    Exercise(
+        "How does the measured error after the last block change from bf16 to fp16?",
+        "about 8 times smaller",
+        "Terms and transport belong to the model and hardly change; u goes from 2⁻⁸ to 2⁻¹¹. To first order every "
+        "error is proportional to u.",
+        ("about the same", "about 3 times smaller", "about 8 times smaller", "about 64 times smaller"),
+    ),
+    Exercise(
+        "ε of block 0 is raised to 10⁻², in both passes. What changes most?",
+        "the output of the model",
+        "In block 0, σ² is below 10⁻², so its LayerNorms now divide by something else, and the output moves by half "
+        "its norm. The mismatch moves by ten to twenty percent, as it does whenever roundings are drawn anew.",
+        ("the mismatch", "the frozen G of block 0", "the output of the model", "nothing"),
+    ),
+)

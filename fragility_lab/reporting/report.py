@@ -1,0 +1,160 @@
+"""The report: one HTML page that sets the paper beside a run, made from the run's tables and figures alone.
+
+The page needs nothing but itself: style and figures are inside, and there is no script. The same tables
+and figures give the same bytes.
+"""
+
+import os
+import shlex
+from pathlib import Path
+
+import pandas as pd
+
+from fragility_lab import paths
+from fragility_lab.inputs.checkpoints import EMBEDDED
+from fragility_lab.reporting.html import data_uri, template
+from fragility_lab.reporting.published import HARDWARE_PAPER
+from fragility_lab.reporting.tables import number, shown, spread_text
+from fragility_lab.reporting.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
+from fragility_lab.reporting.words import duration
+from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
+
+TEMPLATES = paths.ASSETS / "report"
+CUSTOM = "-custom"
+
+# Experiment: the notebook that runs it, and a table that it always leaves.
+EXPERIMENTS = {
+    "E1": ("e1_controlled_sweeps", "e1_attention"),
+    "E2": ("e2_predictor", "e2_runs"),
+    "E3": ("e3_patching", "e3_runs"),
+    "E5": ("e5_mitigation", "e5_runs"),
+}
+VERSIONS = ("python", "torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas", "platform", "code")
+
+
+def read_tables(profile: str) -> dict[str, pd.DataFrame]:
+    """Every table under ``outputs/<profile>/tables`` by its name."""
+    folder = paths.output_folder(profile, "tables")
+    return {path.stem: pd.read_csv(path) for path in sorted(folder.glob("*.csv"))}
+
+
+# --- Words and numbers --------------------------------------------------------------------------
+
+
+def listed(values: pd.Series) -> str:
+    """The distinct values in order of appearance."""
+    return ", ".join(number(value) for value in values.dropna().unique())
+
+
+# --- The paper beside the run -------------------------------------------------------------------
+
+
+def sentences(comparison: pd.DataFrame) -> list[str]:
+    """One sentence per experiment: which of the paper's claims hold here, which do not, and how many are undecided."""
+    claims = comparison[comparison.claim != ""]
+    return [_sentence(name, rows) for name, rows in claims.groupby(claims.experiment.str[:2], sort=False)]
+
+
+def _sentence(experiment: str, claims: pd.DataFrame) -> str:
+    tested = claims[claims.verdict != NOT_RUN]
+    if tested.empty:
+        return f"{experiment} was not run."
+    second = tested.experiment.str.contains(",")
+    named = tested.claim + second.map({True: " (second setting)", False: ""})
+    held, failed = named[tested.verdict == HOLDS], named[tested.verdict == FAILS]
+    parts = [f"{len(held)} of {len(tested)} claims hold" + _in_words(held)]
+    if len(failed):
+        parts.append(f"{len(failed)} {'does' if len(failed) == 1 else 'do'} not hold" + _in_words(failed))
+    undecided = int((tested.verdict == UNDECIDED).sum())
+    if undecided:
+        parts.append(f"{undecided} {'is' if undecided == 1 else 'are'} undecided")
+    return f"{experiment}: {', '.join(parts)}."
+
+
+def _in_words(claims: pd.Series) -> str:
+    return f" ({'; '.join(claims)})" if len(claims) else ""
+
+
+# --- What was run -------------------------------------------------------------------------------
+
+
+def provenance(records: pd.DataFrame) -> dict[str, str]:
+    """What the ``records`` of one experiment (``RunStore.records``) say, in a few words."""
+    executions = records.groupby("precision", sort=False).execution.agg(listed)
+    record = records.reindex(columns=["model", "data", "device_name", "threads", "monitored", "reference"])
+    return {
+        "runs": str(len(records)),
+        "model": listed(record.model),
+        "data": listed(record.data),
+        "formats": ", ".join(f"{precision} {how}" for precision, how in executions.items()),
+        "device": listed(record.device_name),
+        "threads": listed(record.threads) or "–",
+        "attention": f"{listed(record.monitored)} monitored, {listed(record.reference)} for the reference",
+        "seconds": duration(records.seconds.sum()),
+    }
+
+
+def versions(records: list[pd.DataFrame]) -> dict[str, str]:
+    """Versions under which the runs of ``records`` were computed, several where they differ."""
+    together = pd.concat(records) if records else pd.DataFrame()
+    return {name: listed(together[name]) for name in VERSIONS if name in together}
+
+
+def command(results: str, records: pd.DataFrame | None, profile: str | None = None) -> str:
+    """The shell command that makes this run; a model and text other than the profile's are named.
+
+    ``results`` is the folder of the results: the Makefile adds ``CUSTOM`` for a model or text of one's own. Unless
+    ``profile`` is given it is that of the folder's name, or the Makefile's own.
+    """
+    named = results.removesuffix(CUSTOM)
+    profile = profile or (named if named in profile_names() else EMBEDDED)
+    words = ["make", "reproduce"] + ([] if profile == EMBEDDED else [f"PROFILE={profile}"])
+    own: list[str] = []
+    if records is not None:
+        notebook, _ = EXPERIMENTS["E2"]
+        usual = defaults(notebook_path(notebook)) | profile_values(profile, notebook)
+        given = {name: str(records[name].iloc[0]) for name in ("model", "data")}
+        own = [f"{name.upper()}={shlex.quote(value)}" for name, value in given.items() if value != usual[name]]
+    elsewhere = results != profile + CUSTOM * bool(own)
+    return " ".join(words + own + [f"RESULTS={shlex.quote(results)}"] * elsewhere)
+
+
+def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
+    """Runs of E5 that ended early, and what ended them."""
+    found = []
+    for name, setting in (("e5_runs", ""), ("e5_spiking_runs", "second setting, ")):
+        runs = tables.get(name, pd.DataFrame(columns=["ended"]))
+        found += [
+            f"{setting}{run.policy}, seed {run.seed}: {run.ended} at step {run.steps - 1}"
+            for run in runs[runs.ended.notna() & (runs.ended != "")].itertuples()
+        ]
+    return found
+
+
+# --- The page -----------------------------------------------------------------------------------
+
+
+def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
+    """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML."""
+    comparison = compare(tables)
+    records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
+    return template(TEMPLATES, number=number, spread=spread_text).render(
+        profile=profile,
+        command=command(profile, records.get("E2"), os.environ.get(USED)),
+        missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
+        hardware=HARDWARE_PAPER,
+        provenance={name: provenance(found) for name, found in records.items()},
+        versions=versions(list(records.values())),
+        sentences=sentences(comparison),
+        comparison=shown(comparison).groupby("experiment", sort=False),
+        stopped=stopped(tables),
+        image=lambda name: data_uri(path.read_bytes()) if (path := figures / f"{name}.png").is_file() else None,
+        tables=tables,
+    )
+
+
+def write(profile: str) -> Path:
+    """Write ``outputs/<profile>/report.html`` from what lies there, and return its path."""
+    path = paths.output_folder(profile) / "report.html"
+    path.write_text(page(profile, read_tables(profile), paths.output_folder(profile, "figures")), encoding="utf-8")
+    return path

@@ -1,0 +1,1 @@
+"""The programs behind the make targets: environment, execution of notebooks, benchmarks, JupyterLab."""

@@ -1,0 +1,203 @@
+"""Run one notebook with the parameters of a profile.
+
+``python -m fragility_lab.running.execute e2_predictor --profile embedded -p windows=24`` executes
+``notebooks/e2_predictor.ipynb`` with ``notebooks/profiles/embedded/e2_predictor.yaml`` and the given
+values on top, and keeps the executed copy in ``outputs/embedded/notebooks/``. The profile "smoke" is
+the notebook as committed. Whatever can be wrong with the request is reported before any work starts.
+"""
+
+import argparse
+import ast
+import glob
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import yaml
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient.exceptions import DeadKernelError
+
+from fragility_lab import paths
+from fragility_lab.running.progress import TERMINAL
+
+SMOKE = "smoke"
+USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
+ASKED_FOR = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # of a request that cannot be met
+
+
+class OwnInterpreter(AsyncKernelManager):
+    """Starts kernels of this interpreter: a "python3" that the user registered elsewhere is not looked up."""
+
+    def _kernel_spec_manager_default(self) -> KernelSpecManager:
+        return KernelSpecManager(kernel_dirs=[])
+
+
+def notebook_names() -> list[str]:
+    """Every notebook by its path in the folder of notebooks, without suffix: "e2_predictor", "theory/..."."""
+    found = glob.glob("**/*.ipynb", root_dir=paths.NOTEBOOKS, recursive=True)  # passes over hidden folders
+    return sorted(Path(path).with_suffix("").as_posix() for path in found)
+
+
+def notebook_path(name: str) -> Path:
+    """The notebook called ``name``."""
+    known = notebook_names()
+    if name not in known:
+        raise SystemExit(f"unknown notebook {name!r}: choose one of {', '.join(known)}")
+    return paths.NOTEBOOKS / f"{name}.ipynb"
+
+
+def profile_names() -> list[str]:
+    """All profiles, the committed defaults first."""
+    folders = sorted(path.name for path in paths.PROFILES.iterdir() if path.is_dir())
+    return [SMOKE, *(name for name in folders if name != SMOKE)]
+
+
+def profile_values(profile: str, name: str) -> dict[str, Any]:
+    """What ``profile`` sets in the notebook ``name``; nothing for the committed defaults, "smoke"."""
+    known = profile_names()
+    if profile not in known:
+        raise SystemExit(f"unknown profile {profile!r}: choose one of {', '.join(known)}")
+    if profile == SMOKE:
+        return {}
+    file = paths.PROFILES / profile / f"{name}.yaml"
+    if not file.is_file():
+        having = [SMOKE, *(folder for folder in known if (paths.PROFILES / folder / file.name).is_file())]
+        raise SystemExit(
+            f"profile {profile!r} has no parameters for notebook {name!r} ({file.name} is not in {file.parent}): "
+            f"choose one of {', '.join(having)}"
+        )
+    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+
+
+def defaults(notebook: Path) -> dict[str, Any]:
+    """Names and values assigned in the cell tagged "parameters", which holds literals only."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    statements = ast.parse(tagged[0].source).body if tagged else []
+    return {statement.targets[0].id: ast.literal_eval(statement.value) for statement in statements}
+
+
+def checked(notebook: str, known: dict[str, Any], name: str, value: Any) -> Any:
+    """``value`` as the notebook's parameter ``name`` takes it: of the type of the committed default."""
+    if name not in known:
+        raise SystemExit(
+            f"unknown parameter {name!r} of notebook {notebook!r}: choose one of {', '.join(known) or '(it has none)'}"
+        )
+    default = known[name]
+    if not _fits(value, default):
+        raise SystemExit(
+            f"parameter {name!r} of notebook {notebook!r} takes a value of type {type(default).__name__}, "
+            f"such as {default!r}, got {value!r}"
+        )
+    return float(value) if type(default) is float else value
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if default is None:
+        return True
+    if type(default) is float:
+        return type(value) in (int, float)  # not bool, which is an int to isinstance
+    if type(value) is not type(default):
+        return False
+    return not isinstance(value, list) or all(_fits(item, default[0]) for item in value if default)
+
+
+def parsed(text: str, default: Any) -> Any:
+    """The YAML scalar or list ``text``; as written where a str is wanted, so that model=1e3 is a name."""
+    if isinstance(default, str):
+        return text
+    try:
+        return float(text) if type(default) is float else yaml.safe_load(text)  # to YAML, 1e-3 is no number
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Sequence[str] = ()) -> dict[str, Any]:
+    """Values for the notebook ``name``: the profile's, then ``name=value`` strings on top.
+
+    Those of ``if_present`` are dropped where the notebook has no such parameter.
+    """
+    known = defaults(notebook_path(name))
+    values = dict(profile_values(profile, name))
+    for override in [*if_present, *overrides]:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise SystemExit(f"a parameter is given as name=value, got {override!r}")
+        if key in known or override in overrides:
+            values[key] = parsed(text, known.get(key))
+    return {key: checked(name, known, key, value) for key, value in values.items()}
+
+
+def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
+    """Run the notebook; exits with its error last where it fails. Returns the executed copy's path.
+
+    Results go to the folder ``profile`` of outputs.
+    """
+    if profile in ("", ".", "..") or Path(profile).name != profile:
+        raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {profile!r}")
+    try:
+        executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
+        executed.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(
+            f"results must be written to {paths.OUTPUTS / profile}, but that is not possible ({error}): "
+            "let it be a folder that can be written to"
+        ) from error
+    os.environ[TERMINAL] = "1"  # the kernel inherits it, and its progress bars come to our stderr
+    print(f"{name}, profile {profile}", flush=True)
+    try:
+        # The working directory stays the caller's, so that relative paths given as MODEL= and DATA= hold.
+        papermill.execute_notebook(
+            notebook_path(name),
+            executed,
+            values,
+            kernel_name="python3",
+            kernel_manager_class=OwnInterpreter,
+            extra_arguments=["--log-level=CRITICAL"],  # of the kernel's own log; a cell's errors come as outputs
+            stdout_file=sys.stdout,
+            stderr_file=sys.stderr,
+            coalesce_streams=True,  # what one cell prints is one output, however it was timed
+        )
+    except papermill.PapermillExecutionError as error:
+        told = "" if error.ename in ASKED_FOR else f"{error}\n"  # what to do is in the message, not in the traceback
+        print(f"{told}{name} stopped; executed so far: {executed}", file=sys.stderr)
+        raise SystemExit(f"{error.ename}: {error.evalue}") from error
+    except DeadKernelError as error:
+        print(f"{name} stopped; executed so far: {executed}", file=sys.stderr)
+        raise SystemExit(f"{type(error).__name__}: {error} (out of memory?)") from error
+    return executed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fragility_lab.running.execute", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("notebook", help="name of a notebook, without .ipynb")
+    parser.add_argument("--profile", default=SMOKE, help="folder of notebooks/profiles, or smoke (default)")
+    parser.add_argument("-p", dest="overrides", metavar="NAME=VALUE", action="append", default=[], help="set a value")
+    parser.add_argument(
+        "--if-present",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="set a value if the notebook has this parameter",
+    )
+    given = parser.parse_args(arguments)
+    values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
+    os.environ[USED] = given.profile
+    try:
+        # A profile's values with another model or text are another set of results: -p profile=NAME.
+        print(f"executed notebook: {execute(given.notebook, values.get('profile', given.profile), values)}")
+    except KeyboardInterrupt:
+        goes_on = "starts again" if given.notebook == "diagnose_my_model" else "goes on from the last finished run"
+        print(f"\ninterrupted: the same command {goes_on}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

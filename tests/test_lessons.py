@@ -1,0 +1,167 @@
+"""What the teaching notebooks compute, against closed forms, all numbers of a format, and native kernels."""
+
+import math
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+matplotlib.use("Agg")
+
+from fragility_core import theory
+from fragility_core.arithmetic.formats import get_format
+from fragility_lab.lessons import attention_error, floating_point, head
+from fragility_lab.lessons.head import DRAWS, KEYS, WIDTH
+
+formats = st.sampled_from(floating_point.LOW)
+without_deadline = settings(deadline=None, max_examples=30)
+
+
+def all_numbers(name: str) -> np.ndarray:
+    """Every positive finite number of a format, ascending, from its bit patterns."""
+    storage = get_format(name).storage
+    bits = torch.arange(2 ** (8 * storage.itemsize - 1)).to({1: torch.int8, 2: torch.int16}[storage.itemsize])
+    values = bits.view(storage).double()
+    return values[values.isfinite() & (values > 0)].numpy()
+
+
+# --- 1: floating point and softmax --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", floating_point.LOW)
+def test_spacing_is_that_of_all_numbers(name):
+    numbers = all_numbers(name)
+    expected = np.diff(numbers)
+    found = [floating_point.spacing(x, get_format(name)) for x in numbers[:-1]]
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal([floating_point.spacing(-x, get_format(name)) for x in numbers[:-1]], expected)
+
+
+@pytest.mark.parametrize("name", floating_point.LOW)
+@given(position=st.floats(0.01, 0.99))
+@without_deadline
+def test_nearest_number_is_taken(name, position):
+    numbers = all_numbers(name)
+    x = float(np.float32(np.exp(position * np.log(numbers[-1]) + (1 - position) * np.log(numbers[0]))))
+    nearest = np.abs(numbers - x).min()
+    assert floating_point.relative_errors(np.array([x]), get_format(name)) == nearest / x
+
+
+def test_worst_error_is_u_over_one_plus_u_inside_the_range():
+    table = floating_point.worst_errors().pivot(index="exponent", columns="format", values="error")
+    for name in floating_point.LOW:
+        u = get_format(name).unit_roundoff
+        assert table.loc[-6:7, name].tolist() == pytest.approx([u / (1 + u)] * 14, rel=1e-12)
+    # fp16 below its smallest normal number 2^-14: half of the spacing 2^-24 over the number itself.
+    assert table.loc[-20, "fp16"] == pytest.approx(2**-25 / (2**-20 + 2**-25))
+    assert table.loc[-30, "fp16"] == 1
+    assert math.isinf(table.loc[16, "fp16"])
+    assert table.loc[16, "fp8_e4m3"] == pytest.approx(1 - 448 / (2**17 - 2**6), rel=1e-3)
+
+
+@given(margin=st.floats(-6, 8), rivals=st.integers(1, 15))
+@without_deadline
+def test_sensitivity_of_one_against_many_in_closed_form(margin, rivals):
+    # J has the eigenvectors (rivals, -1, ..., -1) and those among the rivals alone.
+    p = floating_point.one_against_many(margin, rivals)
+    first, rest = p[0].item(), p[1].item()
+    expected = max(first * (1 - first) * (rivals + 1) / rivals, rest if rivals > 1 else 0)
+    assert floating_point.row_sensitivity(p).item() == pytest.approx(expected)
+    assert expected <= 0.5
+
+
+@given(offset=st.floats(0, 64), spread=st.floats(0.25, 8), format=formats)
+@without_deadline
+def test_half_of_the_scores_error_is_never_exceeded(offset, spread, format):
+    rows = floating_point.rounded_scores(offset, spread, format)
+    assert (rows.observed <= rows.guaranteed * (1 + 1e-12)).all()
+    assert (rows.first_order <= rows.guaranteed * (1 + 1e-12)).all()
+
+
+def test_first_order_bound_holds_in_fine_formats_and_fails_in_coarse_ones():
+    fine, coarse = floating_point.rounded_scores(8, 1, "fp16"), floating_point.rounded_scores(64, 8, "fp8_e5m2")
+    assert (fine.observed <= fine.first_order).all()
+    assert (coarse.observed > coarse.first_order).any()
+
+
+@pytest.mark.parametrize(("x", "format", "nearest"), [(1.23, "fp8_e4m3", "1.25"), (3.9, "fp8_e5m2", "4")])
+def test_readout_of_neighbours(x, format, nearest):
+    line, readout = floating_point.neighbours(x, format)
+    assert readout.startswith(f"{format}: {x} is rounded to {nearest}, ")
+    grid = line.lines[0].get_xdata()
+    assert set(grid) <= set(all_numbers(format))
+    assert grid[0] < x < grid[-1]
+
+
+def test_triangle_is_one_half_at_the_middle_of_a_side():
+    assert floating_point.triangle(6.0, 6.0)[1].startswith("‖J(p)‖₂ = 0.499")
+    assert floating_point.triangle(0.0, 0.0)[1].startswith("‖J(p)‖₂ = 0.333")
+
+
+# --- 2: attention error -------------------------------------------------------------------------
+
+
+def test_peaked_heads_have_the_margin_and_values_that_cancel():
+    margins = torch.tensor([0.5, 3.0])
+    query, key, value = head.peaked(margins, value_scale=4.0)
+    assert value.shape == (2, DRAWS, KEYS, WIDTH)
+    scores = query @ key.mT / math.sqrt(WIDTH)
+    torch.testing.assert_close(scores, (margins.double()[:, None, None, None] * torch.eye(KEYS)).expand_as(scores))
+    torch.testing.assert_close(value.sum(-2), torch.zeros_like(value.sum(-2)))
+
+
+@given(spread=st.floats(0.1, 8), format=formats)
+@without_deadline
+def test_bound_holds_within_the_range_of_a_format(spread, format):
+    table = head.errors(head.stored(head.normal(spread, 50), format), format)
+    assert (table.observed <= table.bound).all()
+    assert table.relative.to_numpy() == pytest.approx((table.observed / table.context).to_numpy())
+
+
+def test_bound_is_theorem_attn_by_hand():
+    # Two keys tie: S = 0, P = 1/2 everywhere, ||P|| = 1, ||J|| = 1/2, kappa = 0; Q = (1, 1)^T, K = (1, -1) crosswise.
+    query, key = torch.tensor([[1.0, 1.0], [1.0, 1.0]]), torch.tensor([[1.0, -1.0], [1.0, -1.0]])
+    value = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
+    chi = 2 * 2 / math.sqrt(2) * 0.5
+    norms = theory.attention_norms(query, key, value)
+    assert head.error_bound(norms, "bf16").item() == pytest.approx(2**-8 * (1 + 0 + chi + 1) * 1 * 3)
+
+
+def test_emulated_head_errs_as_native_bf16_kernels_do():
+    inputs = head.stored(head.normal(1.0, 200), "bf16")
+    query, key, value = inputs
+    native = ((query @ key.mT / math.sqrt(WIDTH)).softmax(-1) @ value).double()
+    *_, exact = theory.exact_attention(*inputs)
+    native_errors = torch.linalg.matrix_norm(native - exact)
+    table = head.errors(inputs, "bf16")
+    assert native_errors.mean().item() == pytest.approx(table.observed.mean(), rel=0.05)
+    assert (native_errors.numpy() <= table.bound).all()
+
+
+@pytest.mark.parametrize("format", ["fp16", "bf16", "fp8_e5m2"])  # in fp8_e4m3 some results are subnormal
+def test_values_scaled_by_a_power_of_two_scale_the_error_exactly(format):
+    margins = torch.tensor([1.0])
+    one, four = (head.errors(head.stored(head.peaked(margins, scale), format), format) for scale in (1.0, 4.0))
+    np.testing.assert_array_equal(four.observed, 4 * one.observed)
+    np.testing.assert_array_equal(four.relative, one.relative)
+
+
+@pytest.mark.parametrize("format", ["fp16", "bf16"])
+def test_every_step_of_the_proof_gives_something_away(format):
+    heads = head.stored(head.normal(2.0, 100), format)
+    steps, table = head.ladder(heads, format), head.errors(heads, format)
+    np.testing.assert_allclose(steps[head.STEPS[0]], table.observed)
+    np.testing.assert_allclose(steps[head.STEPS[-1]], table.bound)
+    assert (steps.diff(axis=1).iloc[:, 1:] >= 0).all(axis=None)
+
+
+def test_readout_names_the_value_scales_that_break_the_bound():
+    _, readout = attention_error.beyond_range(2.0, "bf16")
+    assert "holds from 2^-30 to 2^20" in readout  # the range of the figure: bf16 leaves it at neither end
+    _, readout = attention_error.beyond_range(2.0, "fp16")
+    assert readout.endswith("and 2^16 to 2^20; it is 0.0052 ‖A‖")  # values of a few 2^14 still fit below 65504
+    _, readout = attention_error.beyond_range(0.5, "fp8_e4m3")
+    assert "fails for values of 2^10;" in readout  # far above, all saturate: the bound exceeds ‖A‖ and allows it

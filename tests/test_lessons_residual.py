@@ -1,0 +1,153 @@
+"""Notebook 4: stacks of blocks in closed form, and the embedded checkpoint's transport against exact Jacobians."""
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+matplotlib.use("Agg")
+
+from fragility_core import theory
+from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
+from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.lessons import embedded, residual_depth, stacks
+
+without_deadline = settings(deadline=None, max_examples=40)
+kinds = st.sampled_from(list(stacks.KINDS))
+
+
+# --- Stacks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", stacks.KINDS)
+def test_every_jacobian_has_the_norm(kind):
+    norms = torch.linalg.matrix_norm(stacks.jacobians(kind, 0.7, 5), 2)
+    torch.testing.assert_close(norms, torch.full((5,), 0.7, dtype=torch.float64))
+
+
+@given(rho=st.floats(0, 1.5), kind=kinds)
+@without_deadline
+def test_singular_values_lie_between_the_bounds(rho, kind):
+    low, high = theory.residual_singular_value_bounds(rho)
+    values = stacks.singular_values(stacks.jacobians(kind, rho, 1)[0])
+    assert low - 1e-12 <= values.min() and values.max() <= high + 1e-12
+
+
+@given(rho=st.floats(0.05, 0.95), kind=kinds)
+@without_deadline
+def test_a_stack_stays_below_its_bounds(rho, kind):
+    table = stacks.course(kind, rho, 24)
+    assert (table.typical <= table.worst * (1 + 1e-12)).all()
+    assert (table.worst <= table.transport * (1 + 1e-12)).all()
+    assert (table.condition <= table.condition_bound * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("rho", [0.2, 0.9])
+def test_courses_in_closed_form(rho):
+    blocks, width = np.arange(1, 49), stacks.WIDTH
+    stretched, shrunk = (1 + rho) ** blocks, (1 - rho) ** blocks
+    one, both, turn, shrink = (
+        stacks.course(kind, rho, 48)
+        for kind in ("one direction shared", "half stretch, half shrink", "rotation", "shrink")
+    )
+    np.testing.assert_allclose(one.transport, stretched)
+    np.testing.assert_allclose(one.worst, stretched)
+    np.testing.assert_allclose(one.typical, ((stretched**2 + width - 1) / width) ** 0.5)
+    np.testing.assert_allclose(one.condition, stretched)
+    np.testing.assert_allclose(both.worst, stretched)
+    np.testing.assert_allclose(both.condition, stretched / shrunk)
+    np.testing.assert_allclose(both.condition_bound, stretched / shrunk)
+    np.testing.assert_allclose(turn.worst, (1 + rho**2) ** (blocks / 2))
+    np.testing.assert_allclose(turn.condition, 1)
+    np.testing.assert_allclose(shrink.worst, shrunk)
+    np.testing.assert_allclose(shrink.condition, 1)
+
+
+def test_random_course_is_that_of_the_product():
+    factors = torch.eye(stacks.WIDTH) + stacks.jacobians("random", 0.5, 5)
+    product = torch.linalg.multi_dot([*factors.flip(0)])
+    last = stacks.course("random", 0.5, 5).iloc[-1]
+    values = torch.linalg.svdvals(product)
+    assert last.worst == pytest.approx(values[0].item())
+    assert last.condition == pytest.approx((values[0] / values[-1]).item())
+    assert last.typical == pytest.approx(values.square().mean().sqrt().item())
+
+
+def test_condition_numbers_are_asked_for_small_gains_only():
+    assert "condition" not in stacks.course("random", 1.0, 3)
+
+
+def test_readout_of_a_block_that_loses_a_direction():
+    assert residual_depth.one_block(0.5, "half stretch, half shrink")[1].endswith("κ = 3, bound 3")
+    assert "κ = inf, without a bound" in residual_depth.one_block(1.0, "shrink")[1]
+
+
+# --- Growth through a map -----------------------------------------------------------------------
+
+
+def test_worst_growth_is_the_norm_of_the_jacobian():
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 20, 20, generator=generator) / 20**0.5
+
+    def branches(x):
+        return x + torch.tanh(x @ first) @ second
+
+    x = torch.randn(1, 3, 20, generator=generator)
+    jacobian = torch.autograd.functional.jacobian(branches, x).view(60, 60)
+    exact = torch.linalg.matrix_norm(jacobian, 2).item()
+    assert embedded.worst_growth(branches, x) == pytest.approx(exact, rel=2e-3)
+    assert embedded.rounding_growth(branches, x, "fp16") < exact
+
+
+def test_rounding_growth_of_a_scaling_is_its_factor():
+    x = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(0))
+    assert embedded.rounding_growth(lambda x: 4 * x, x, "bf16") == 4
+
+
+# --- The embedded checkpoint --------------------------------------------------------------------
+
+
+def test_downstream_maps_lead_to_the_models_output():
+    stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
+    _, window = select_windows(stream, embedded.LENGTH, 1, seed=0)
+    model = load_model(EMBEDDED, "cpu")
+    with torch.no_grad():
+        wanted = model(window).last_hidden_state
+        for layer in (0, 5, 10):
+            through, x = embedded.downstream(layer)
+            torch.testing.assert_close(model.ln_f(through(x)), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_no_direction_grows_more_than_the_worst():
+    through, x = embedded.downstream(10)
+    worst = embedded.growth().worst[10]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        direction = torch.randn(x.shape, generator=generator)
+        _, image = torch.func.jvp(through, (x,), (direction,))
+        assert image.norm() / direction.norm() < worst
+    branches = torch.func.vjp(lambda x: through(x) - x, x)[1]  # of block 11, which alone is left
+    for _ in range(30):
+        (pulled,) = branches(direction / direction.norm())
+        norm, direction = pulled.norm(), torch.func.jvp(lambda x: through(x) - x, (x,), (pulled,))[1]
+    assert norm - 1 <= worst * 1.01 and worst <= (1 + norm) * 1.01
+    assert residual_depth.estimates().power_iteration[11] <= norm * 1.01, "the estimate is from below"
+
+
+def test_what_the_estimators_say_and_what_happens():
+    rho, factors = residual_depth.estimates(), residual_depth.factors()
+    assert (rho.power_iteration > 1).all()  # no small gain: Theorem 2 (`thm:residual`) does not apply to a single block
+    assert (rho.operator_norm > rho.power_iteration).all()
+    assert factors.release[10] == pytest.approx(1 + rho.release[11])
+    assert (factors.operator_norm > factors.worst).all()
+    assert (factors.release < factors.worst).any()
+    assert factors.rounding.between(1, 3.5).all()
+
+
+def test_readout_of_the_checkpoint():
+    table = residual_depth.factors()
+    _, readout = residual_depth.checkpoint(3, "power_iteration")
+    assert f"grows {table.power_iteration[3]:.3g}-fold by" in readout
+    assert f"{table.worst[3]:.3g}-fold in the worst direction, {table.rounding[3]:.3g}-fold if bf16" in readout
