@@ -1,1 +1,1 @@
-"""What the notebooks and the make targets are made of; everything that computes is in ``fragility_core``."""
+"""The notebooks and the make targets are made of this package; what computes is in ``fragility_core``."""
