@@ -1,6 +1,5 @@
 """Controller runs that the release recorded, under this project's names."""
 
-import math
 from dataclasses import fields
 
 import pandas as pd
@@ -27,7 +26,6 @@ def policy_from_config(name: str, config: dict) -> Policy:
         if config[key] != known:
             raise ValueError(f"{key} must be {known!r}, got {config[key]!r}: such a record cannot be replayed")
     given = {key.removeprefix("controller_").removeprefix("bgss_"): value for key, value in config.items()}
-    given |= {"max_protected_layer_steps": math.inf, "steps": math.inf}  # the release has no such limit
     given["unit_roundoff"] = get_format(config["target_precision"]).unit_roundoff
     return get_policy(name, **{field.name: given[field.name] for field in fields(policy_class(name))})
 

@@ -46,7 +46,7 @@ REQUIRED = {  # parameters for which the paper gives no values
 }
 ACTION_FIELDS = {  # of our action table, and the release's
     "step": "step", "layer": "layer", "old_epsilon": "old_epsilon", "new_epsilon": "new_epsilon",
-    "priority": "trigger_score", "cooldown_until": "cooldown_after", "earlier": "layer_action_count_prev",
+    "priority": "trigger_score", "cooldown_until": "cooldown_after", "earlier_actions": "layer_action_count_prev",
 }  # fmt: skip
 seeds = st.integers(0, 2**32 - 1)
 closed_loop = settings(deadline=None, max_examples=20)  # each example is a whole run
@@ -78,8 +78,8 @@ def test_replay_passes_through_the_recorded_states(recorded, name):
     *states, last = trajectory(policy_from_config(name, recorded["config"]), layers, windows)
     assert [list(state.epsilon) for state in states] == layers.groupby("window").epsilon_1.apply(list).tolist()
     # Recorded with this step's protected layers, before its actions.
-    ledger = [state.protected_layer_steps for state in (*states[1:], last)]
-    assert ledger == [int(step["protected_layer_steps_cum"]) for step in run["steps"]]
+    counts = [state.protected_layer_steps for state in (*states[1:], last)]
+    assert counts == [int(step["protected_layer_steps_cum"]) for step in run["steps"]]
     assert last.step == len(run["steps"])
     assert last.protected_layer_steps == run["summary"]["protected_layer_steps"]
 
@@ -259,13 +259,13 @@ def test_epsilon_bump_line_by_line(given, seed, steps, layers):
 def released_by_the_book(p, run: Course, seed: int) -> list[tuple[int, int, float, float]]:
     """Protocol section 6, with the lists a controller would keep."""
     steps, layers = run.risk.shape
-    epsilon, count, rests, signals, taken = [p.base_epsilon] * layers, [0] * layers, [0] * layers, [], []
+    epsilon, count, until, signals, taken = [p.base_epsilon] * layers, [0] * layers, [0] * layers, [], []
     generator = random.Random(seed + 1009)
     for t in range(steps):
         signal, ratio = run.signal(t), run.rows(t, epsilon).layernorm_ratio
         pool = [
             k for k in range(layers)
-            if rests[k] <= t and count[k] < p.max_actions_per_layer and epsilon[k] < p.epsilon_max
+            if until[k] <= t and count[k] < p.max_actions_per_layer and epsilon[k] < p.epsilon_max
         ]  # fmt: skip
         k_max = min(p.max_actions_per_step, p.max_total_actions - len(taken), len(pool))
         if t >= p.warmup_steps and signals and signal >= np.quantile(signals, p.trigger_quantile) and k_max:
@@ -287,7 +287,7 @@ def released_by_the_book(p, run: Course, seed: int) -> list[tuple[int, int, floa
                 damped = 1 + p.update_repetition_penalty * count[k]
                 new = min(p.epsilon_max, epsilon[k] * (1 + (p.epsilon_multiplier - 1) * grown / damped))
                 taken.append((t, k, epsilon[k], new))
-                epsilon[k], rests[k] = new, t + p.cooldown_steps
+                epsilon[k], until[k] = new, t + p.cooldown_steps
                 count[k] += 1
         signals.append(signal)
     return taken
@@ -513,7 +513,7 @@ def test_no_eligible_layer_no_action(rows):
         {"cooldown_steps": 5},
         {"epsilon_max": 2e-5, "cooldown_steps": 0, "update_headroom_weight": 0.0},
     ],
-    ids=["budget spent", "layers spent", "all at rest", "all at the cap"],
+    ids=["budget spent", "layers spent", "all in cooldown", "all at the cap"],
 )
 def test_no_candidate_no_action(name, change):
     policy = get_policy(name, warmup_steps=1, **change)
@@ -662,41 +662,7 @@ def test_epsilon_bump_takes_the_median_of_the_minibatch():
     assert action.new_epsilon == pytest.approx(0.8e-5 / 0.5, rel=1e-15)
 
 
-# --- The ledger ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bgss", "risk_only_same_budget", "random_same_budget"])
-@given(
-    limit=st.integers(0, 80),
-    layers=st.integers(1, 5),
-    steps=st.integers(3, 25),
-    seed=st.integers(0, 2**16),
-)
-@settings(deadline=None, max_examples=40)
-def test_protected_layer_steps_stay_within_their_budget(name, limit, layers, steps, seed):
-    policy = get_policy(
-        name, warmup_steps=1, trigger_quantile=0.0, cooldown_steps=0, max_protected_layer_steps=limit, steps=steps
-    )
-    generator = np.random.default_rng(seed)
-    state = policy.start(layers, seed)
-    for signal in range(steps):
-        state = advance(state, signal, policy.decide(state, rows_of(risk=generator.uniform(1, 2, layers)), signal))
-    assert state.protected_layer_steps <= limit
-    if steps - 2 <= limit:
-        assert state.protected_layer_steps > 0, "what the budget allows is used"
-
-
-def test_the_ledger_refuses_more_protection_than_its_budget():
-    limits = Limits(protected_layer_steps=11, steps=8)
-    state = advance(State(3, 1e-5, limits, step=1), 1.0)  # step 2: an action protects steps 3 to 7
-    actions = [Action(2, layer, 1e-5, 1e-4, 1.0, 3, 2) for layer in range(3)]
-    assert state.protectable == 2
-    with pytest.raises(ValueError, match="at step 2 the budget of 11 protected layer-steps allows 2.* more layers"):
-        advance(state, 1.0, actions)
-    after = advance(state, 1.0, actions[:2])
-    assert after.protectable == 0
-    again = Action(3, 0, 1e-4, 1e-3, 1.0, 3, 3)
-    assert advance(after, 1.0, [again]).protected_layer_steps == 2, "what is protected may be raised further"
+# --- The state -----------------------------------------------------------------------------------
 
 
 LIMITS = Limits(actions=3, per_step=2, per_layer=1, epsilon_min=1e-5, epsilon_max=1e-2)
@@ -707,21 +673,21 @@ def step(layer: int, old: float = 1e-5, new: float = 1e-4, at: int = 1, cooldown
 
 
 @pytest.fixture
-def ledger() -> State:
-    """At step 1 of 4 layers, layer 0 at rest until step 5 after one action."""
+def at_step_1() -> State:
+    """At step 1 of 4 layers; layer 0 has had one action and is in cooldown until step 5."""
     fresh = State(layers=4, base_epsilon=1e-5, limits=LIMITS, step=0)
     return advance(fresh, 1.0, [step(0, at=0, cooldown_until=5)])
 
 
-def test_the_ledger_books_what_is_allowed(ledger):
-    after = advance(ledger, 2.0, [step(1), step(2, new=1e-2)])
+def test_a_state_takes_what_is_allowed(at_step_1):
+    after = advance(at_step_1, 2.0, [step(1), step(2, new=1e-2)])
     assert after.epsilon == (1e-4, 1e-4, 1e-2, 1e-5)
-    assert after.earlier == (1, 1, 1, 0)
+    assert after.action_counts == (1, 1, 1, 0)
     assert after.signals == (1.0, 2.0)
     assert after.protected_layer_steps == 1  # layer 0, during step 1
     assert advance(after, 3.0).protected_layer_steps == 4
     assert after.allowance == 0
-    assert ledger.cooled_down.tolist() == [False, True, True, True]
+    assert at_step_1.cooled_down.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -740,34 +706,36 @@ def test_the_ledger_books_what_is_allowed(ledger):
         ([step(1, new=9e-6)], "must raise its layer's epsilon"),
         ([step(1, new=math.nan)], "must raise its layer's epsilon"),
         ([step(1, new=1.1e-2)], "between 1e-05 and 0.01, got .*new_epsilon=0.011.*: clip it"),
-        ([step(0, old=1e-4, new=1e-3)], "may be acted on 1 times, got .*layer=0"),
+        ([step(0, old=1e-4, new=1e-3)], "may be acted on 1 times and not during its cooldown, got .*layer=0"),
     ],
 )
-def test_the_ledger_refuses_what_is_not(ledger, actions, message):
+def test_a_state_refuses_what_is_not(at_step_1, actions, message):
     with pytest.raises(ValueError, match=message):
-        advance(ledger, 2.0, actions)
-    assert ledger.epsilon == (1e-4, 1e-5, 1e-5, 1e-5)
+        advance(at_step_1, 2.0, actions)
+    assert at_step_1.epsilon == (1e-4, 1e-5, 1e-5, 1e-5)
 
 
-def test_the_ledger_refuses_a_layer_at_rest(ledger):
-    patient = replace(ledger, limits=replace(LIMITS, per_layer=2))
+def test_a_state_refuses_a_layer_in_cooldown(at_step_1):
+    patient = replace(at_step_1, limits=replace(LIMITS, per_layer=2))
     again = step(0, old=1e-4, new=1e-3)
-    with pytest.raises(ValueError, match="layer 0 rests at step 1, got"):
+    with pytest.raises(
+        ValueError, match="acted on 2 times and not during its cooldown, got .*layer=0.* after 1 actions: choose one of"
+    ):
         advance(patient, 2.0, [again])
     assert advance(replace(patient, step=5), 2.0, [replace(again, step=5)]).epsilon[0] == 1e-3
 
 
-def test_the_ledger_refuses_more_than_the_run_may_spend(ledger):
-    spent = advance(ledger, 2.0, [step(1), step(2)])
+def test_a_state_refuses_more_than_the_run_may_spend(at_step_1):
+    spent = advance(at_step_1, 2.0, [step(1), step(2)])
     with pytest.raises(ValueError, match=r"0 more actions \(2 a step, 3 in all, 3 spent\), got 1"):
         advance(spent, 3.0, [step(3, at=2)])
 
 
-def test_action_table(ledger):
-    patient = replace(ledger, limits=Limits(), step=5)
+def test_action_table(at_step_1):
+    patient = replace(at_step_1, limits=Limits(), step=5)
     table = action_table(advance(patient, 2.0, [step(3, at=5), step(0, old=1e-4, new=1e-3, at=5)]))
     assert table.layer.tolist() == [0, 3, 0]
-    assert table.earlier.tolist() == [0, 0, 1]
+    assert table.earlier_actions.tolist() == [0, 0, 1]
     assert table.new_epsilon.tolist() == [1e-4, 1e-4, 1e-3]
     empty = action_table(get_policy("none").start(2))
     assert empty.empty and list(empty) == list(table)
@@ -858,12 +826,6 @@ def test_rows_that_are_not_one_window_are_refused(name, rows, message):
         ("bgss", {"unit_roundoff": 1.0}, "unit_roundoff .* must lie strictly between 0 and 1"),
         ("bgss", {"max_total_actions": -1}, "max_total_actions .* must be at least 0 and finite, got -1"),
         ("bgss", {"update_repetition_penalty": math.nan}, "update_repetition_penalty .* got nan"),
-        (
-            "bgss",
-            {"max_protected_layer_steps": -1, "steps": 9},
-            "max_protected_layer_steps .* must be at least 0, got -1",
-        ),
-        ("bgss", {"max_protected_layer_steps": 100}, "steps .* must be given with that limit, got inf"),
         ("bgss", {"ln_bonus_weight": -1.0}, "ln_bonus_weight .* must be at least 0"),
         ("eps_bump", {"target_ratio": 1.0}, "target_ratio .* must lie strictly between 0 and 1, got 1.0"),
         ("eps_bump", {"monitor_interval": 0}, "monitor_interval .* must be at least 1, got 0"),
@@ -892,7 +854,7 @@ def test_the_defaults_are_the_protocols():
         "base_epsilon": 1e-5, "epsilon_max": 1e-2, "warmup_steps": 24, "trigger_quantile": 0.8,
         "max_total_actions": 24, "max_actions_per_step": 2, "max_actions_per_layer": 6, "cooldown_steps": 10,
         "epsilon_multiplier": 4.0, "update_headroom_weight": 0.75, "update_repetition_penalty": 0.6,
-        "unit_roundoff": 2.0**-11, "max_protected_layer_steps": math.inf, "steps": math.inf, "ln_bonus_weight": 1.0,
+        "unit_roundoff": 2.0**-11, "ln_bonus_weight": 1.0,
     }  # fmt: skip
     assert asdict(get_policy("static_global")) == {"base_epsilon": 1e-5, "static_epsilon": 1e-3}
     bump = get_policy("eps_bump", target_ratio=0.5)

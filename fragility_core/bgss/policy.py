@@ -1,19 +1,23 @@
-"""Policies: parameters that start a state and decide on actions, and the two that never look."""
+"""The interface of all policies, a policy run again on recorded rows, and the two policies that measure nothing."""
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 
-from fragility_core.bgss.ledger import Action, Limits, State, advance, raising
+from fragility_core.bgss.state import Action, Limits, State, action_table, advance, raise_epsilons
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """When and where LayerNorm's epsilon is raised: here, never. Raises ValueError for values out of range."""
+    """When to raise LayerNorm's epsilon, and in which blocks. The base class never raises it.
+
+    The fields are the policy's parameters. Raises ValueError for values out of range.
+    """
 
     name: ClassVar[str]
 
@@ -29,27 +33,47 @@ class Policy(ABC):
     @property
     @abstractmethod
     def limits(self) -> Limits:
-        """The budget and the bounds of a run."""
+        """The budget of a run, and the bounds of epsilon."""
 
     def initial_actions(self, state: State) -> tuple[Action, ...]:
-        """The actions taken before the first step, in the state before it."""
+        """The actions before the first step. ``state`` is the state before that step."""
         return ()
 
     def start(self, layers: int, seed: int = 0) -> State:
-        """The state at step 0 of a model of ``layers`` blocks; raises ValueError for a model without any."""
+        """The state at step 0 of a model with ``layers`` blocks. Raises ValueError for a model without blocks."""
         if layers < 1:
             raise ValueError(f"a model must have at least 1 block, got {layers}: give the number of its blocks")
         before = State(layers, self.base_epsilon, self.limits, seed)
         return advance(before, math.nan, self.initial_actions(before))
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
-        """The actions of a monitored step, in force from the next step on; nothing is changed.
+        """The actions of a monitored step. They apply from the next step on; this call changes nothing.
 
-        ``rows`` are the block rows of one window as ``surrogates.score`` gives them, ``signal`` is
-        that window's ``combined``. A value that is not finite is never acted on. Raises ValueError for
-        rows that are not those of one window.
+        ``rows`` are the block rows of one window as ``surrogates.score`` returns them. ``signal`` is the
+        ``combined`` of that window. A nonfinite value leads to no action. Raises ValueError for rows of more
+        than one window, or in another order.
         """
         return ()
+
+
+def trajectory(policy: Policy, layers: pd.DataFrame, windows: pd.DataFrame, seed: int = 0) -> Iterator[State]:
+    """The state at each recorded step, and the state after the last one.
+
+    ``layers`` and ``windows`` are those of ``surrogates.score``: one window per step, in order. The rows stay as
+    recorded, so the policy's own actions do not change them.
+    """
+    state = policy.start(layers["layer"].nunique(), seed)
+    yield state
+    signals = windows.set_index("window")["combined"]
+    for window, rows in layers.groupby("window", sort=False):
+        state = advance(state, signals[window], policy.decide(state, rows, signals[window]))
+        yield state
+
+
+def replay(policy: Policy, layers: pd.DataFrame, windows: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
+    """The actions of ``policy`` on recorded rows, as ``state.action_table`` lists them (see ``trajectory``)."""
+    *_, last = trajectory(policy, layers, windows, seed)
+    return action_table(last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +97,22 @@ class StaticGlobal(Policy):
 
     def __post_init__(self):
         super().__post_init__()
-        self._require(
-            "static_epsilon", self.base_epsilon < self.static_epsilon < math.inf, "be above base_epsilon and finite"
-        )
+        in_range = self.base_epsilon < self.static_epsilon < math.inf
+        self._require("static_epsilon", in_range, "be above base_epsilon and finite")
 
     @property
     def limits(self) -> Limits:
         return Limits(epsilon_max=self.static_epsilon)
 
     def initial_actions(self, state: State) -> tuple[Action, ...]:
-        blocks = range(state.layers)
-        return raising(state, blocks, np.full(state.layers, self.static_epsilon), np.zeros(state.layers), state.layers)
+        layers = state.layers
+        return raise_epsilons(state, range(layers), np.full(layers, self.static_epsilon), np.zeros(layers), layers)
 
 
 def columns(rows: pd.DataFrame, layers: int, *names: str) -> np.ndarray:
     """The columns ``names`` of the rows of any number of windows, in block order: (names, windows, layers).
 
-    Raises ValueError for missing columns or rows in another order.
+    Raises ValueError for missing columns, and for rows in another order.
     """
     missing = {"layer", *names} - set(rows)
     if missing:

@@ -1,8 +1,7 @@
-"""The two controllers that the paper prints: Algorithm 1 (`alg:bgss`), and the eps-bump policy of its appendix.
+"""The two controllers that the paper prints: Algorithm 1 (`alg:bgss`) and Algorithm 2 (`alg:eps-bump`).
 
-One epsilon per block is shared by ln_1 and ln_2. Both therefore work with the larger of the sites'
-variances, for which sigma^2 d_model u = rho_LN eps (Eq. (22) (`eq:alg-rho-ln`), rho_LN being the larger of the two):
-what holds for it holds at both sites.
+The two norms of a block share one epsilon. Both controllers therefore use the larger of the two variances:
+sigma^2 d_model u = rho_LN eps, where rho_LN is the larger of the two ratios (Eq. (22) (`eq:alg-rho-ln`)).
 """
 
 import math
@@ -12,13 +11,13 @@ import numpy as np
 import pandas as pd
 
 from fragility_core import theory
-from fragility_core.bgss.ledger import Action, Limits, State, raising
 from fragility_core.bgss.policy import Policy, columns, window_columns
+from fragility_core.bgss.state import Action, Limits, State, raise_epsilons
 
 
 @dataclass(frozen=True, kw_only=True)
 class Printed(Policy):
-    """What the two share: the interval, the target ratio rho_* and the bounds of the candidate."""
+    """What both share: the interval, the target ratio rho_* and the bounds of epsilon."""
 
     target_ratio: float
     monitor_interval: int = 1
@@ -37,13 +36,14 @@ class Printed(Policy):
         return Limits(epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max)
 
     def is_due(self, state: State) -> bool:
-        """Whether t mod m = 0, the paper's steps t counting from 1."""
+        """Whether t mod m = 0. The paper counts its steps t from 1."""
         return (state.step + 1) % self.monitor_interval == 0
 
     def target(self, state: State, ratio: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
-        """max(eps, clip(sigma^2 d_model u / rho_*, eps_min, eps_max)) of every block (Eq. (24) (`eq:alg-eps-update`)).
+        """max(eps, clip(sigma^2 d_model u / rho_*, eps_min, eps_max)) of every block, (layers,).
 
-        ``ratio`` is rho_LN as measured under ``epsilon``, each (layers,).
+        Eqs. (23) (`eq:alg-eps-cand`) and (24) (`eq:alg-eps-update`). ``ratio`` is the rho_LN that was measured under
+        ``epsilon``, each (layers,).
         """
         candidate = theory.epsilon_candidate(
             ratio * epsilon, 1, 1, target=self.target_ratio, epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max
@@ -53,10 +53,10 @@ class Printed(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class PrintedBGSS(Printed):
-    """Algorithm BGSS as printed (alg:bgss).
+    """Algorithm 1 (`alg:bgss`) as printed.
 
-    The paper gives no values for its thresholds (``choose_thresholds`` proposes some); the budget B,
-    the cooldown c and the bounds default to the release's.
+    The paper gives no values for the thresholds and the target ratio; ``choose_thresholds`` proposes some. The
+    budget B, the cooldown c and the bounds of epsilon default to the release's.
     """
 
     name = "bgss_printed"
@@ -78,13 +78,12 @@ class PrintedBGSS(Printed):
         return Limits(per_step=self.budget, epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max)
 
     def gates(self, state: State, rows: pd.DataFrame) -> pd.DataFrame:
-        """Which gates let each block through, whatever the others do: one row per block.
+        """Which gates each block passes, one row per block. Each gate is tested on its own.
 
-        ``risk`` G >= tau_G, ``dominance`` phi >= tau_phi, ``regime`` rho_LN < 1, ``cooldown`` over,
-        and their conjunction ``eligible``; ``budget``: fewer than B eligible blocks have a larger G
-        (or, at equal G, come first). ``selected`` is eligible within the budget; ``raised`` is selected
-        with a ``target`` epsilon above its own. A nonfinite value passes no gate that reads it. Raises
-        ValueError as ``decide`` does.
+        ``risk``: G >= tau_G. ``dominance``: phi >= tau_phi. ``regime``: rho_LN < 1. ``cooldown``: it is over.
+        ``eligible``: all four. ``budget``: fewer than B eligible blocks have a larger G, or an equal G and a lower
+        number. ``selected``: eligible and within the budget. ``raised``: selected, and the ``target`` epsilon is
+        above the present one. A nonfinite value passes no gate that reads it. Raises ValueError as ``decide`` does.
         """
         risk, dominance, ratio, epsilon = window_columns(
             rows, state.layers, "risk", "dominance", "layernorm_ratio", "epsilon_1"
@@ -111,17 +110,19 @@ class PrintedBGSS(Printed):
         gates, risk = self.gates(state, rows), rows["risk"].to_numpy()
         raised = np.flatnonzero(gates["raised"])
         ranked = raised[np.argsort(-risk[raised], kind="stable")]
-        # A counter set to c and lowered by one at every inspection reaches zero c inspections later.
+        # The algorithm sets a counter to c and lowers it at every inspection: it is zero c inspections later.
         cooldown = self.cooldown * self.monitor_interval
-        return raising(state, ranked, gates["target"].to_numpy(), risk, gates["eligible"].sum(), cooldown)
+        return raise_epsilons(state, ranked, gates["target"].to_numpy(), risk, gates["eligible"].sum(), cooldown)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpsilonBump(Printed):
-    """Algorithm 2 (`alg:eps-bump`) (alg:eps-bump): every 5 steps, every block in the regime rho_LN < 1, without a budget.
+    """Algorithm 2 (`alg:eps-bump`): every 5 steps, every block with rho_LN < 1, without a budget.
 
-    Its rows may be those of several windows, the algorithm's minibatch of 16 examples: sigma^2 is the
-    median over them. ``epsilon_max`` is 5e-3 or 1e-2 in the paper.
+    ``decide`` takes the rows of one window or more, the algorithm's minibatch of 16 examples. The algorithm does not
+    say which sigma^2 its gate reads, nor over what it takes the median. The reading here: sigma^2 of a window is the
+    mean over its positions, and gate and candidate both use the median over windows. ``epsilon_max`` is 5e-3 or 1e-2
+    in the paper.
     """
 
     name = "eps_bump"
@@ -130,23 +131,23 @@ class EpsilonBump(Printed):
     epsilon_min: float = 1e-6
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
-        """As ``Policy.decide``, for rows of one window or more."""
+        """The actions of a step, as ``Policy.decide``, from the rows of one window or more."""
         if not self.is_due(state):
             return ()
         ratio, epsilon = np.median(columns(rows, state.layers, "layernorm_ratio", "epsilon_1"), axis=1)
         target, regime = self.target(state, ratio, epsilon), np.isfinite(ratio) & (ratio < 1)
         raised = np.flatnonzero(regime & (target > np.array(state.epsilon)))
-        return raising(state, raised, target, ratio, regime.sum())
+        return raise_epsilons(state, raised, target, ratio, regime.sum())
 
 
 def choose_thresholds(layers: pd.DataFrame, quantile: float = 0.5, **parameters) -> PrintedBGSS:
-    """Algorithm 1 (`alg:bgss`) with thresholds from the monitored rows of policy ``none``, all steps and blocks.
+    """Algorithm 1 (`alg:bgss`) with thresholds from the rows that were monitored under policy ``none``.
 
-    tau_G and tau_phi are the ``quantile`` of G and of phi: by default each of these two gates lets half
-    of the layer-steps through. rho_* is the median of the rho_LN below 1, so that half of what the
-    regime gate lets through would have its epsilon raised, and 1/2 where none is below 1. B, c and the
-    bounds are the release's. ``parameters`` replace any of these. Rows with a nonfinite value are left
-    out; raises ValueError where no row is left.
+    tau_G and tau_phi are the ``quantile`` of G and of phi over all steps and blocks. By default half of the
+    layer-steps pass each of these two gates. rho_* is the median of the rho_LN below 1, so that half of the
+    layer-steps that pass the regime gate would get a larger epsilon. It is 1/2 if no rho_LN is below 1. B, c and the
+    bounds are the release's. ``parameters`` replace any of these. Rows with a nonfinite value do not count. Raises
+    ValueError if no other row is there.
     """
     rows = layers[["risk", "dominance", "layernorm_ratio"]]
     rows = rows[np.isfinite(rows).all(axis=1)]

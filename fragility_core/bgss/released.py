@@ -1,7 +1,7 @@
-"""The controller as released, under its three budget-matched policies (protocol section 6).
+"""The release's controller and its three policies of equal budget (protocol section 6).
 
-It acts on steps whose signal is high among the earlier ones, on the layers of highest priority, and
-multiplies their epsilon.
+The controller acts at steps whose signal is high among the earlier signals. It chooses the layers of highest
+priority and multiplies their epsilon.
 """
 
 import math
@@ -13,17 +13,17 @@ from itertools import groupby
 import numpy as np
 import pandas as pd
 
-from fragility_core.bgss.ledger import Action, Limits, State, raising
 from fragility_core.bgss.policy import Policy, window_columns
+from fragility_core.bgss.state import Action, Limits, State, raise_epsilons
 
-SEED_OFFSET = 1009  # of the random policy's generator from the run's seed
+SEED_OFFSET = 1009  # the random policy's generator has the run's seed plus this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Released(Policy):
-    """What the three policies share: trigger, budget, rest and update.
+    """What the three policies share: trigger, budget, cooldown and update.
 
-    The parameters have the names of the release's configuration without their prefixes.
+    The parameters have the names of the release's configuration, without the prefixes.
     """
 
     epsilon_max: float = 1e-2
@@ -37,8 +37,6 @@ class Released(Policy):
     update_headroom_weight: float = 0.75
     update_repetition_penalty: float = 0.6
     unit_roundoff: float = 2.0**-11  # of the monitored pass, fp16
-    max_protected_layer_steps: float = math.inf  # the release has no such limit
-    steps: float = math.inf  # monitored steps of a run, needed for that limit
 
     def __post_init__(self):
         super().__post_init__()
@@ -50,21 +48,13 @@ class Released(Policy):
         counts = ("warmup_steps", "max_total_actions", "max_actions_per_step", "max_actions_per_layer")
         for name in (*counts, "cooldown_steps", "update_repetition_penalty"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "be at least 0 and finite")
-        self._require("max_protected_layer_steps", self.max_protected_layer_steps >= 0, "be at least 0")
-        limited = self.max_protected_layer_steps < math.inf
-        self._require("steps", self.steps >= 1 and not (limited and self.steps == math.inf), "be given with that limit")
 
     @property
     def limits(self) -> Limits:
         return Limits(
-            actions=self.max_total_actions,
-            per_step=self.max_actions_per_step,
-            per_layer=self.max_actions_per_layer,
-            epsilon_min=self.base_epsilon,
-            epsilon_max=self.epsilon_max,
-            protected_layer_steps=self.max_protected_layer_steps,
-            steps=self.steps,
-        )
+            actions=self.max_total_actions, per_step=self.max_actions_per_step, per_layer=self.max_actions_per_layer,
+            epsilon_min=self.base_epsilon, epsilon_max=self.epsilon_max,
+        )  # fmt: skip
 
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
         if not self.triggered(state, signal):
@@ -73,17 +63,15 @@ class Released(Policy):
             rows, state.layers, "risk", "dominance", "layernorm_ratio", "transport"
         )
         scaled = self.unit_roundoff * risk  # u G
-        with np.errstate(over="ignore", invalid="ignore"):  # what becomes nonfinite is no candidate
+        with np.errstate(over="ignore", invalid="ignore"):  # a layer of nonfinite priority is no candidate
             priority = self.priority(state, scaled, dominance, ratio)
         candidates = np.flatnonzero(state.available & np.isfinite(priority))
         ranked = candidates[np.lexsort((-transport[candidates], -scaled[candidates], -priority[candidates]))]
-        fresh = np.array(state.epsilon)[ranked] == self.base_epsilon
-        ranked = ranked[~fresh | (np.cumsum(fresh) <= state.protectable)]
         chosen = self.choose(state, ranked, min(state.allowance, len(ranked)))
-        return raising(state, chosen, self.updated(state), priority, len(ranked), self.cooldown_steps)
+        return raise_epsilons(state, chosen, self.updated(state), priority, len(ranked), self.cooldown_steps)
 
     def triggered(self, state: State, signal: float) -> bool:
-        """Whether the signal reaches the quantile of its earlier finite values, after the warm-up."""
+        """Whether the warm-up is over and the signal reaches the quantile of its earlier finite values."""
         if state.step < self.warmup_steps or not state.signals or not math.isfinite(signal):
             return False
         return bool(signal >= np.quantile(state.signals, self.trigger_quantile))
@@ -95,27 +83,27 @@ class Released(Policy):
     def updated(self, state: State) -> np.ndarray:
         """min(eps_max, eps [1 + (r - 1) ((1 - w) + w h) / (1 + p n)]) of every block."""
         weight = (1 - self.update_headroom_weight) + self.update_headroom_weight * self.headroom(state)
-        penalty = 1 + self.update_repetition_penalty * np.array(state.earlier)
+        penalty = 1 + self.update_repetition_penalty * np.array(state.action_counts)
         multiplier = 1 + (self.epsilon_multiplier - 1) * weight / penalty
         return np.minimum(self.epsilon_max, np.array(state.epsilon) * multiplier)
 
     def discounted(self, state: State, score: np.ndarray) -> np.ndarray:
-        """score (1/2 + h/2) / sqrt(1 + n): less for layers already raised."""
-        # In this order of operations the recorded priorities come out to the last bit.
-        return score * (0.5 + 0.5 * self.headroom(state)) * (1 / np.sqrt(1 + np.array(state.earlier)))
+        """score (1/2 + h/2) / sqrt(1 + n), which is lower for layers that were raised before."""
+        # This order of operations gives the recorded priorities to the last bit.
+        return score * (0.5 + 0.5 * self.headroom(state)) * (1 / np.sqrt(1 + np.array(state.action_counts)))
 
     @abstractmethod
     def priority(self, state: State, scaled: np.ndarray, dominance: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """The priority of every block from u G, phi and rho_LN, each (layers,)."""
 
     def choose(self, state: State, ranked: np.ndarray, count: int) -> np.ndarray:
-        """``count`` of the candidate layers, which come by (priority, u G, transport), largest first."""
+        """``count`` of the candidate layers. ``ranked`` has them by (priority, u G, transport), largest first."""
         return ranked[:count]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedBGSS(Released):
-    """The layers of largest u G (1 + b phi)(1 + rho_LN), discounted; the release has no gates."""
+    """The layers of largest u G (1 + b phi)(1 + rho_LN), discounted. The release has no gates."""
 
     name = "bgss"
 
@@ -131,7 +119,7 @@ class ReleasedBGSS(Released):
 
 @dataclass(frozen=True, kw_only=True)
 class RiskOnlySameBudget(Released):
-    """The layers of largest u G, discounted; in the paper, not in the release."""
+    """The layers of largest u G, discounted. The paper has this policy, the release does not."""
 
     name = "risk_only_same_budget"
 
@@ -141,15 +129,15 @@ class RiskOnlySameBudget(Released):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomSameBudget(Released):
-    """Layers drawn from the candidates, whatever their risk, and acted on in layer order."""
+    """Layers drawn at random from the candidates, and raised in layer order."""
 
     name = "random_same_budget"
 
     def priority(self, state: State, scaled: np.ndarray, dominance: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-        return scaled  # as recorded by the release; it plays no part in the choice
+        return scaled  # the release records it; the choice does not use it
 
     def choose(self, state: State, ranked: np.ndarray, count: int) -> np.ndarray:
-        # Every step that acts draws once, so the ledger says where the generator stands.
+        # Every step that acts draws once, so the actions tell how far the generator has come.
         generator = random.Random(state.seed + SEED_OFFSET)
         for _, step in groupby(state.actions, key=lambda action: action.step):
             first, *others = step

@@ -3,8 +3,8 @@
 import numpy as np
 import pandas as pd
 
+from fragility_core.bgss import trajectory
 from fragility_core.bgss.printed import PrintedBGSS
-from fragility_core.bgss.replay import trajectory
 from fragility_lab.experiments.events import SpikeRule, onsets, ratio_of_rate, relative_to_recent
 
 RUN = ["policy", "seed"]
