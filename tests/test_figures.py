@@ -1,5 +1,8 @@
 """Figures show what their tables hold, labelled, and are written the same way twice."""
 
+import subprocess
+import sys
+
 import matplotlib
 import numpy as np
 import pandas as pd
@@ -10,6 +13,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from fragility_lab.experiments import e1, e3
+from fragility_lab.lessons.widgets import Explorer, slider
+from fragility_lab.paths import PROJECT
 from fragility_lab.reporting import figures
 
 
@@ -28,6 +33,24 @@ def runs():
     table["combined_pearson"] = rng.uniform(0, 0.8, len(table))
     table["delta_pearson"] = table.combined_pearson - table.no_transport_pearson
     return table
+
+
+def test_importing_and_drawing_leave_the_settings_of_matplotlib_alone(runs):
+    imports = "import fragility_lab.reporting.figures_x1, fragility_lab.diagnosis.page, fragility_lab.lessons.widgets"
+    code = f"import matplotlib.pyplot as p; p.gcf(); before = dict(p.rcParams); {imports}; assert p.rcParams == before"
+    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)  # gcf chooses a backend
+    before = matplotlib.rcParams.copy()
+    axes = figures.e2_delta(runs)
+    figures.png(axes)
+    assert matplotlib.rcParams == before
+    assert axes.get_axisbelow() is True and axes.patches[0].get_edgecolor()[:3] == (1, 1, 1)  # whitegrid's
+
+
+def test_explorers_draw_in_the_style_of_the_figures():
+    def draw(x):
+        return figures.detached()[0], str(matplotlib.rcParams["axes.edgecolor"])
+
+    assert Explorer(draw, x=slider("x", 0, 1, 1, 0)).current()[1] == figures.STYLE["axes.edgecolor"]
 
 
 @pytest.mark.parametrize("sweep", ["attention", "layernorm", "residual"])

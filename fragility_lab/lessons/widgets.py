@@ -58,7 +58,8 @@ class Explorer:
 
     def current(self) -> tuple[figures.Axes, str]:
         """Axes and readout for the values that the controls have now."""
-        return self.draw(**{name: control.value for name, control in self.controls.items()})
+        with figures.style():
+            return self.draw(**{name: control.value for name, control in self.controls.items()})
 
     def redraw(self) -> None:
         """Bring figure and readout up to date."""

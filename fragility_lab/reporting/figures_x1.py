@@ -4,7 +4,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 
-from fragility_lab.reporting.figures import canvas, legend_outside, named
+from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style, swarms, with_length
 
 SIGNAL_NAMES = {"adjoint": "adjoint", "combined": "score", "no_transport": "score without transport"}
 SITE_ORDER = (
@@ -13,46 +13,45 @@ SITE_ORDER = (
 SMALL_SHARE = 0.02
 
 
+@style()
 def x1_calibration(windows: pd.DataFrame) -> Axes:
     """Predicted against measured mismatch of every window: one panel a format, with the line where they are equal."""
-    kept = named(windows[~windows.overflow])
+    kept = with_length(windows[~windows.overflow])
     grid = sns.relplot(
         kept, x="adjoint", y="mismatch", col="precision", hue="window length", s=18, linewidth=0, alpha=0.6, height=3.6,
         facet_kws={"sharex": False, "sharey": False},
     )  # fmt: skip
     for precision, axes in grid.axes_dict.items():
         ends = kept[kept.precision == precision][["adjoint", "mismatch"]].stack().agg(["min", "max"])
-        axes.plot(ends, ends, color="0.4", linestyle="--", linewidth=1, zorder=0)
+        axes.plot(ends, ends, **DASHED)
     grid.set_axis_labels("predicted mismatch (adjoint)", "measured mismatch").set_titles("{col_name}")
     grid.figure.suptitle("X1: predicted and measured, by window", y=1.02)
     return grid.axes.flat[0]
 
 
+@style()
 def x1_agreement(runs: pd.DataFrame) -> Axes:
     """Pearson with the mismatch of the prediction and of the score, one point a run, by window length."""
     columns = {f"{signal}_pearson": name for signal, name in SIGNAL_NAMES.items()}
     table = runs.melt(["precision", "length"], list(columns), "signal", "pearson")
-    return _strip(
-        table.assign(signal=table.signal.map(columns)), "pearson", "signal", "Pearson with the mismatch",
-        "X1: who predicts which window is hit",
-    )  # fmt: skip
+    table = table.assign(signal=table.signal.map(columns))
+    return swarms(table, "pearson", "signal", "Pearson with the mismatch", "X1: who predicts which window is hit")
 
 
+@style()
 def x1_ranking(runs: pd.DataFrame) -> Axes:
     """Spearman with the patched effect, averaged over realisations, of prediction and score, one point a run."""
     columns = {"adjoint_average": "adjoint", "score_average": "score"}
     table = runs.melt(["precision", "length"], list(columns), "ranked by", "spearman")
-    return _strip(
-        table.assign(**{"ranked by": table["ranked by"].map(columns)}), "spearman", "ranked by",
-        "Spearman with the averaged effect", "X1: who names the right blocks",
-    )  # fmt: skip
+    table["ranked by"] = table["ranked by"].map(columns)
+    title = "X1: who names the right blocks"
+    return swarms(table, "spearman", "ranked by", "Spearman with the averaged effect", title)
 
 
+@style()
 def x1_realisations(table: pd.DataFrame) -> Axes:
-    """Spearman with the effect averaged over more and more realisations: prediction, score, and measuring once more."""
-    axes = canvas(6.4, 4.0)
-    shown = table.assign(length=table.length.astype(str)).rename(columns={"ranked_by": "ranked by"})
-    shown = shown.rename(columns={"length": "window length"})
+    """Spearman with the effect averaged over 1, 2, ... realisations: of prediction, score and another measurement."""
+    axes, shown = canvas(6.4, 4.0), with_length(table).rename(columns={"ranked_by": "ranked by"})
     sns.lineplot(
         shown, x="realisations", y="spearman", hue="ranked by", style="window length", markers=True, errorbar=None,
         ax=axes,
@@ -60,25 +59,12 @@ def x1_realisations(table: pd.DataFrame) -> Axes:
     counts = sorted(table.realisations.unique())
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set(
-        xlabel="realisations averaged", ylabel="Spearman with the averaged effect", ylim=(None, 1),
-        title="X1: how much of the disagreement is noise",
-    )  # fmt: skip
-    legend_outside(axes)
-    return axes
+    axes.set(ylim=(None, 1))
+    labels = ("realisations averaged", "Spearman with the averaged effect")
+    return finished(axes, *labels, "X1: how much of the disagreement is noise")
 
 
-def _strip(table: pd.DataFrame, y: str, hue: str, label: str, title: str) -> Axes:
-    axes = canvas(6.4, 4.0)
-    sns.swarmplot(
-        table.assign(length=table.length.astype(str)), x="length", y=y, hue=hue, dodge=True, size=6, ax=axes
-    )  # fmt: skip
-    axes.axhline(0, color="0.4", linestyle="--", linewidth=1, zorder=0)
-    axes.set(xlabel="window length (tokens)", ylabel=label, title=title)
-    legend_outside(axes)
-    return axes
-
-
+@style()
 def x1_sites(shares: pd.DataFrame) -> Axes:
     """Share of the error variance by kind of site, one bar per format and window length; small ones together."""
     ordered = shares[[site for site in SITE_ORDER if site in shares]]
@@ -86,13 +72,10 @@ def x1_sites(shares: pd.DataFrame) -> Axes:
     ordered = ordered.drop(columns=small).assign(**({"other": ordered[small].sum(axis=1)} if len(small) else {}))
     ordered.index = [f"{precision}, T = {length}" for precision, length in shares.index]
     axes = canvas(7.0, 3.6)
-    ordered.iloc[::-1].plot.barh(
-        stacked=True, width=0.75, linewidth=0, ax=axes, color=[*sns.color_palette("colorblind", 10), "0.3"]
-    )
-    axes.set(xlabel="share of the predicted error variance", xlim=(0, 1), title="X1: where the error comes from")
+    ordered.iloc[::-1].plot.barh(stacked=True, width=0.75, linewidth=0, ax=axes, color=[*COLOURS, "0.3"])
+    axes.set(xlim=(0, 1))
     axes.grid(axis="y", visible=False)
-    legend_outside(axes)
-    return axes
+    return finished(axes, "share of the predicted error variance", axes.get_ylabel(), "X1: where the error comes from")
 
 
 CHOOSERS = (
@@ -100,6 +83,7 @@ CHOOSERS = (
 )  # fmt: skip
 
 
+@style()
 def x1_plans(plans: pd.DataFrame) -> Axes:
     """Predicted against measured mismatch of every plan, relative to none: a panel for each way of choosing."""
     run = ["precision", "length", "seed"]
@@ -113,7 +97,7 @@ def x1_plans(plans: pd.DataFrame) -> Axes:
         hue="unit kept", style="unit kept", height=1.9, s=35, linewidth=0, alpha=0.7,
     )  # fmt: skip
     for axes in grid.axes.flat:
-        axes.axline((0, 0), slope=1, color="0.4", linestyle="--", linewidth=1, zorder=0)
+        axes.axline((0, 0), slope=1, **DASHED)
     ends = (0, 1.05 * max(1.0, table[["predicted", "measured"]].max(axis=None)))
     grid.set(xlim=ends, ylim=ends).set_titles("{col_name}").set_axis_labels("", "")
     grid.figure.supxlabel("predicted mismatch / mismatch measured without a plan", fontsize="medium", y=0.04)
