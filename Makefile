@@ -19,7 +19,10 @@ REFERENCE =
 PROBES =
 SEED =
 WITH =
+STALE =
 export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED WITH
+# STALE=keep takes finished runs of other code or other versions as they are.
+export FRAGILITY_STALE := $(STALE)
 
 # An activated environment that has the packages works even without the package installed into it.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -57,7 +60,7 @@ GIVEN = --profile "$$PROFILE" -p "profile=$$RESULTS" \
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path,"
-	@echo "  RESULTS= a name for the folder of results under outputs"
+	@echo "  RESULTS= a name for the folder of results under outputs, STALE=keep takes runs of older code as they are"
 
 .PHONY: reproduce
 reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures under outputs/PROFILE
@@ -116,6 +119,15 @@ bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
 .PHONY: lab
 lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
 	$(PYTHON) -m fragility_lab.running.lab
+
+.PHONY: docs
+docs: $(ENVIRONMENT)  ## write docs/results.md and README's findings from the tables of outputs/embedded
+	$(PYTHON) -m fragility_lab.reporting.results
+
+.PHONY: picture
+picture:  ## docs/diagnosis.png from outputs/embedded/diagnosis.html (needs Chromium)
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=900,1080 --screenshot=docs/diagnosis.png \
+	    "file://$(CURDIR)/outputs/embedded/diagnosis.html"
 
 .PHONY: lint
 lint: $(ENVIRONMENT)  ## check the code's style

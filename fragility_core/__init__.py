@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "FORMATS": "arithmetic.formats",
     "get_format": "arithmetic.formats",
-    "lower": "arithmetic.emulation",
+    "lower": "arithmetic.lowering",
     "Monitor": "surrogates.monitor",
     "Estimator": "surrogates",
     "score": "surrogates",

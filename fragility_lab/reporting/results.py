@@ -1,0 +1,139 @@
+"""Write docs/results.md, and the findings in README.md, from the tables of the embedded profile.
+
+``python -m fragility_lab.reporting.results`` (``make docs``) does both. The prose is in two templates in
+``fragility_lab/assets/results``; every number comes from ``outputs/embedded/tables``, and those of another CPU from
+``outputs/embedded-amx/tables``. No number is typed.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fragility_lab.paths import ASSETS, OUTPUTS, PROJECT
+from fragility_lab.reporting import reruns
+from fragility_lab.reporting.tables import number, shown
+
+TEMPLATES = ASSETS / "results"
+PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
+RESULTS, OTHER = "embedded", "embedded-amx"
+FINDINGS = re.compile(r"(?<=<!-- findings: make docs -->\n).*?(?=<!-- end of findings -->)", re.S)
+
+Tables = Mapping[str, pd.DataFrame]
+
+
+def read(folder: Path) -> dict[str, pd.DataFrame]:
+    """Every CSV table in ``folder``, by its name without the suffix."""
+    return {path.stem: pd.read_csv(path) for path in folder.glob("*.csv")}
+
+
+def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
+    """``rows`` as a Markdown table; ``columns`` give each column's heading and format (``tables.number``)."""
+    lines = [[heading for heading, _ in columns.values()], ["---"] * len(columns)]
+    for row in rows[[*columns]].itertuples(index=False):
+        lines.append([number(value, digits) for value, (_, digits) in zip(row, columns.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def claims(comparison: pd.DataFrame) -> str:
+    """The paper beside the run, one row per quantity (a table of ``verdicts.compare``)."""
+    headings = {"quantity": "quantity", "paper": "paper", "here": "here", "interval": "interval", "verdict": "verdict"}
+    rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–")))
+    return markdown(rows, **{name: (heading, "") for name, heading in headings.items()})
+
+
+def signals(tables: Tables) -> str:
+    rows = tables["e2_signals"].copy()
+    rows["above"] = [number(n) if name != "combined" else "–" for name, n in zip(rows.signal, rows.runs_above_combined)]
+    rows["signal"] = [f"`{name}`" for name in rows.signal]
+    return markdown(
+        rows, signal=("signal, mean over runs", ""), pearson=("Pearson", ".3f"), spearman=("Spearman", ".3f"),
+        retrieval=("retrieval", ".3f"), above=("runs above `combined`", ""),
+    )  # fmt: skip
+
+
+def policies(runs: pd.DataFrame) -> str:
+    """Means over seeds of every policy."""
+    means = runs.groupby("policy", sort=False).mean(numeric_only=True).reset_index()
+    means["policy"] = [f"`{name}`" for name in means.policy]
+    return markdown(
+        means, policy=("policy", ""), onsets=("onsets", ".1f"), onsets_release_ratio=("onsets at 1.22", ".1f"),
+        max_mismatch=("largest mismatch", ".3e"), final_mismatch=("final mismatch", ".3e"),
+        final_loss=("final loss", ".2f"), actions=("actions", ".1f"),
+        protected_layer_steps=("protected layer-steps", ".0f"),
+    )  # fmt: skip
+
+
+def plans(tables: Tables) -> str:
+    """The mismatch under plans for blocks, relative to no plan, by who chose the blocks."""
+    rows = tables["x1_protection"].query("unit == 'blocks' and budget > 0")
+    wide = rows.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index()
+    chosen_by = ("adjoint", "score", "patching", "greedy", "first", "last", "random")
+    return markdown(wide, budget=("blocks in fp32", ""), **{name: (name, ".2f") for name in chosen_by})
+
+
+def by_length(rows: pd.DataFrame, **columns: str) -> str:
+    """Means of ``columns``, given with their headings, for every window length."""
+    means = rows.groupby("length").mean(numeric_only=True).reset_index()
+    return markdown(means, length=("tokens a window", ""), **{name: (text, ".2f") for name, text in columns.items()})
+
+
+def other_cpu(tables: Tables, other: Tables) -> dict[str, object]:
+    """Which verdicts differ between the two CPUs."""
+    both = reruns.side_by_side({RESULTS: tables["claims"], OTHER: other["claims"]})
+    differing = reruns.differing(both)
+    headings = ("experiment", "claim", "here", "verdict", "other CPU", "verdict there")
+    rows = differing.reset_index().set_axis([*"abcdef"], axis=1)
+    listed = markdown(rows, **{name: (heading, "") for name, heading in zip("abcdef", headings)})
+    return {"claims": len(both), "alike": len(both) - len(differing), "differing": listed}
+
+
+def values(tables: Tables, other: Tables) -> dict[str, object]:
+    """What the templates may use beside ``tables``: tables as Markdown, and numbers computed from several columns."""
+    runs, signal = tables["x1_runs"], tables["e2_signals"].set_index("signal")
+    windows = tables["x1_windows"].query("not overflow")
+    plan = tables["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
+    kinds = tables["x1_kinds"].set_index(["precision", "label"]).measured.unstack()
+    unplanned = tables["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
+    trained, gates = tables["e5_runs"], tables["e5_gates"]
+    uncontrolled = trained[trained.policy == "none"].set_index("seed").max_mismatch
+    acting = trained[trained.actions > 0]
+    acted = acting[acting.policy == "bgss"]
+    return {
+        "signal": signal,
+        "attention_share": windows.attention_only / windows.combined,
+        "acting": acting,
+        "as_uncontrolled": int((acting.max_mismatch == acting.seed.map(uncontrolled)).sum()),
+        "actions_by_seed": [number(n, ".0f") for n in acted.sort_values("seed").actions],
+        "opened": round(float((gates.regime * gates.layer_steps).sum())),
+        "plan_errors": (plan.predicted / plan.measured - 1).abs(),
+        "kinds": kinds.div(unplanned, axis=0).mean(),
+        "protection": tables["x1_protection"].set_index(["unit", "budget", "chosen_by"]).measured_of_none,
+        "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
+        "other": other_cpu(tables, other),
+    }
+
+
+def rendered(name: str, tables: Tables, other: Tables) -> str:
+    """The template ``name`` with the numbers of ``tables``, and of the ``other`` CPU's."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.globals |= {"claims": claims, "signals": signals, "policies": policies, "plans": plans}
+    environment.globals |= {"markdown": markdown, "by_length": by_length}
+    environment.filters["number"] = number
+    return environment.get_template(name).render(tables=tables, **values(tables, other))
+
+
+def main() -> None:
+    tables, other = (read(OUTPUTS / name / "tables") for name in (RESULTS, OTHER))
+    PAGE.write_text(rendered("page.md.jinja", tables, other), encoding="utf-8")
+    findings = rendered("findings.md.jinja", tables, other)
+    README.write_text(FINDINGS.sub(lambda _: findings, README.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"written: {PAGE}, and the findings in {README}")
+
+
+if __name__ == "__main__":
+    main()

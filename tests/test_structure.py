@@ -1,0 +1,172 @@
+"""Two packages and one direction: the core is imported by the lab, and needs nothing of it."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import pytest
+
+from fragility_lab.paths import EMBEDDED_CHECKPOINT, PROJECT
+
+PACKAGES = ("fragility_core", "fragility_lab")
+SOURCES = {
+    ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((PROJECT / package).rglob("*.py"))
+}
+LAB_ONLY = ("fragility_lab", "IPython", "datasets", "ipywidgets", "jupyter_client", "jupyter_core", "jupyterlab")
+LAB_ONLY += ("matplotlib", "nbclient", "nbformat", "papermill", "seaborn")
+DECLARED = {"fragility_core", "numpy", "pandas", "torch", "transformers", *sys.stdlib_module_names}
+
+
+def imported(name: str) -> set[str]:
+    """The dotted names that module ``name`` imports anywhere, functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively: write the module's full name"
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            # A name that is a module of its own is what is imported; any other is looked up in its module.
+            found |= {member if member in SOURCES else node.module for member in members}
+    return found
+
+
+GRAPH = {name: imported(name) for name in SOURCES}
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("fragility_core")])
+def test_core_imports_what_the_bare_package_declares(name):
+    others = {target for target in GRAPH[name] if target.split(".")[0] not in DECLARED}
+    assert not others, f"{name} of the core imports {sorted(others)}"
+
+
+def test_no_import_goes_in_a_circle():
+    left = {name: {target for target in GRAPH[name] if target in SOURCES and target != name} for name in SOURCES}
+    assert sum(map(len, left.values())) > 100
+    while free := {name for name, targets in left.items() if not targets & left.keys()}:
+        left = {name: targets for name, targets in left.items() if name not in free}
+    assert not left, f"these modules import one another, or a module that does: {sorted(left)}"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_file_is_longer_than_350_lines(name):
+    assert len(SOURCES[name].read_text().splitlines()) <= 350
+
+
+def test_no_module_lies_loose_at_the_top():
+    loose = {package: {path.name for path in (PROJECT / package).glob("*.py")} for package in PACKAGES}
+    assert loose == {"fragility_core": {"__init__.py"}, "fragility_lab": {"__init__.py", "paths.py"}}
+
+
+def run(code: str) -> str:
+    """What ``code`` prints in a Python of its own; its error fails the test."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+BLOCKED = f"""
+import sys
+
+class Blocked:
+    '''Finds no module that the bare package does not need.'''
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {LAB_ONLY}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_prediction_and_plan_run_on_the_bare_package():
+    plan = f"""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from fragility_core import Adjoint, Contributions, Monitor, apply, final_hidden, get_policy, lower, mismatch, score
+
+    model = AutoModelForCausalLM.from_pretrained({str(EMBEDDED_CHECKPOINT)!r}).eval()
+    tokens = torch.arange(64).view(2, 32)
+    low = lower(model, "bf16")
+    known = Contributions(model, Adjoint(low, model)(tokens))
+    plan = known.plan(2, "blocks")
+    protected = apply(model, plan)
+    with torch.no_grad(), protected.running():
+        rounded = final_hidden(protected.model, tokens)
+        measured = mismatch(rounded, final_hidden(model, tokens)).mean().item()
+    assert abs(measured / plan.predicted - 1) < 0.2
+    observed = Monitor(low)(tokens)
+    layers, windows = score(observed.layers, observed.windows, low.format.unit_roundoff)
+    assert windows.combined.gt(0).all()
+    get_policy("bgss").start(layers=12)
+    print(len(plan.modules), [name for name in sys.modules if name.split(".")[0] in {LAB_ONLY}])
+    """
+    assert run(BLOCKED + textwrap.dedent(plan)).split(maxsplit=1) == ["2", "[]\n"]
+
+
+def test_names_of_the_package_are_found_and_nothing_heavy_is_imported():
+    run(
+        """
+        import sys
+        import fragility_core
+        assert fragility_core.__version__ and not {"torch", "numpy", "pandas"} & sys.modules.keys()
+        for name in fragility_core.__all__:
+            assert name in fragility_core.__doc__, name
+            assert getattr(fragility_core, name) is not None and name in dir(fragility_core)
+        try:
+            fragility_core.nothing
+        except AttributeError:
+            print("refused")
+        """
+    )
+
+
+def test_wheel_holds_both_packages_and_the_assets(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for package in PACKAGES:
+        shutil.copytree(PROJECT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {path for package in PACKAGES for path in (source / package).rglob("*") if path.is_file()}
+    assert len(wanted) > 100 and {path.relative_to(source).as_posix() for path in wanted} <= held
+
+
+MODULES = [name for name, path in SOURCES.items() if path.name != "__init__.py"]
+
+
+def test_importing_changes_nothing_elsewhere():
+    """No theme, no attention function and no option is set by an import: only by a call."""
+    run(
+        f"""
+        import importlib
+        import matplotlib, matplotlib.pyplot, pandas, seaborn, torch
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        def state():
+            return {{
+                "theme": dict(matplotlib.rcParams),
+                "attention": sorted(AttentionInterface().valid_keys()),
+                "masks": sorted(AttentionMaskInterface().valid_keys()),
+                "pandas": pandas.describe_option(_print_desc=False),
+                "dtype": torch.get_default_dtype(),
+                "gradient": torch.is_grad_enabled(),
+            }}
+
+        before = state()
+        for name in {MODULES}:
+            importlib.import_module(name)
+        after = state()
+        changed = [key for key in before if before[key] != after[key]]
+        assert not changed, f"importing the packages changes {{changed}}"
+        """
+    )
