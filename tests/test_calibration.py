@@ -1,4 +1,4 @@
-"""Kernel constants and slack: what is drawn, that constants carry over, and that too small ones are found out."""
+"""Kernel constants and slack: the samples, constants on fresh samples, and constants that are too small."""
 
 import math
 
@@ -193,7 +193,10 @@ def test_a_constant_set_too_low_is_found_out(format, calibrated, slack):
 
 
 def test_slack_of_the_theorems(format, slack):
-    """No draw violates Theorem 3 (`thm:unified`) or Theorem 1 (`thm:attn`) with its O(u^2); in fp8 the first order alone does not do."""
+    """Theorem 3 (`thm:unified`), and Theorem 1 (`thm:attn`) with its O(u^2), hold for every draw.
+
+    To first order only, Theorem 1 fails in fp8.
+    """
     smallest = slack.groupby("statement").slack.min()
     assert smallest["Theorem 1 with remainder"] > 1 and smallest["Theorem 3"] > 1
     assert (smallest["Theorem 1"] < 1) == (format == "fp8_e4m3")

@@ -13,6 +13,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.func import jacrev
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import FORMATS, get_format
@@ -25,6 +27,8 @@ from fragility_lab.experiments.kernel_samples import (
     draw_stacks,
     observe_attention,
     observe_layernorm,
+    run_attention,
+    run_layernorm,
     run_stack,
     sample_attention,
     underflow,
@@ -61,7 +65,7 @@ shapes = st.tuples(st.integers(1, 24), st.integers(1, 48), st.integers(1, 96))
 @example(shape=(1, 3, 3), family="heavy-tailed", seed=0)
 @many
 def test_lemmas_of_the_attention_kernels_hold(format, shape, family, seed):
-    """Lemmas score-bound, softmax-kernel and gemm-out."""
+    """Lemma 1 (`lem:score-bound`), Lemma 2 (`lem:gemm-out`) and Lemma 3 (`lem:softmax-kernel`) together."""
     low, (n, m, d) = arithmetic(format), shape
     draws = 4 + 2**14 // (n * d + 2 * m * d + n * m * m)
     observed = observe_attention(*draw_heads(family, shape, draws, low.format, seeded(seed)), low)
@@ -69,6 +73,64 @@ def test_lemmas_of_the_attention_kernels_hold(format, shape, family, seed):
     terms = attention_terms(observed.assign(family=family, shape=""), low.format)
     constants = a_priori_constants(format, keys=m, head_width=d, features=1)
     assert_within(terms.observed, terms.free + terms.constant.map(constants) * terms.unit)
+
+
+def in_format(format: str, seed: int, *shapes: tuple[int, ...], scale: float = 1.0) -> list[torch.Tensor]:
+    """Normal numbers times ``scale``, exactly in the format."""
+    generator = seeded(seed)
+    return [get_format(format).round(scale * torch.randn(*shape, generator=generator)) for shape in shapes]
+
+
+@every_format
+@given(shape=shapes, scale=st.floats(0.1, 4), seed=seeds)
+@many
+def test_score_bound_holds(format, shape, scale, seed):
+    """Lemma 1 (`lem:score-bound`), with the underflow of the product and of its scaling added."""
+    low, (n, m, d) = arithmetic(format), shape
+    query, key = in_format(format, seed, (n, d), (m, d), scale=scale)
+    scores = run_attention(query, key, torch.zeros_like(key), low)[0].double()
+    query, key = query.double(), key.double()
+    exact = query @ key.T / d**0.5
+    assume((query @ key.T).abs().max() < low.format.largest / 2)
+    bound = theory.score_error_bound(
+        exact.norm(), query.norm(), key.norm(), d, low.format.unit_roundoff, constants_for(format, shape)["c_gemm"]
+    )
+    assert_within((scores - exact).norm(), bound + 2 * underflow(low.format, n * m))
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_the_score_bound_needs_both_of_its_terms(format):
+    """Lemma 1 (`lem:score-bound`): the product's rounding and the scaling's, each of which can be the larger one."""
+    low, generator = arithmetic(format), seeded(0)
+    u, excess = low.format.unit_roundoff, {"scaling": 0.0, "product": 0.0}
+    for _ in range(50):
+        query, key = (low.format.round(torch.randn(2, 3, generator=generator)) for _ in range(2))
+        scores = run_attention(query, key, torch.zeros_like(key), low)[0].double()
+        query, key = query.double(), key.double()
+        exact = query @ key.T / 3**0.5
+        error = (scores - exact).norm()
+        bounds = {
+            "scaling": theory.score_error_bound(0.0, query.norm(), key.norm(), 3, u, c_gemm=0.5),
+            "product": theory.score_error_bound(exact.norm(), query.norm(), key.norm(), 3, u, c_gemm=0.0),
+        }
+        for left_out, bound in bounds.items():
+            excess[left_out] = max(excess[left_out], (error / bound).item())
+    assert min(excess.values()) > 1
+
+
+@every_format
+@given(n=st.integers(1, 8), m=st.integers(1, 48), scale=st.floats(0.1, 8), seed=seeds)
+@many
+def test_softmax_kernel_bound_holds(format, n, m, scale, seed):
+    """Lemma 3 (`lem:softmax-kernel`), with underflow added: for the softmax of the scores that the kernel was given."""
+    low = arithmetic(format)
+    (scores,) = in_format(format, seed, (n, m), scale=scale)
+    with low.running():
+        computed = scores.softmax(-1).double()
+    exact = scores.double().softmax(-1)
+    constant = constants_for(format, (n, m, 1))["c_softmax"]
+    bound = theory.softmax_error_bound(exact.norm(), low.format.unit_roundoff, constant)
+    assert_within((computed - exact).norm(), bound + underflow(low.format, n * m))
 
 
 @every_format
@@ -144,7 +206,7 @@ def test_theorem_attn_as_printed_holds_in_bf16_while_scores_are_small(execution,
 @given(n=st.integers(1, 40), m=st.integers(1, 300), d=st.integers(1, 70), seed=seeds)
 @many
 def test_gemm_error_bound_holds_for_plain_matrices(format, n, m, d, seed):
-    """Lemma 2 (`lem:gemm-out`) for the kernels of linear layers: matrix times matrix and, for n = 1, vector times matrix."""
+    """Lemma 2 (`lem:gemm-out`) for the kernels of linear layers: matrix or, for n = 1, vector times matrix."""
     low = arithmetic(format)
     left, right = (low.format.round(torch.randn(*shape, generator=seeded(seed))) for shape in ((n, m), (m, d)))
     with low.running():
@@ -177,14 +239,62 @@ def test_proposition_ln_holds(format, features, exponent, even, seed):
     assert_within((error / observed.path_norm)[observed.path_norm > 0], relative[observed.path_norm > 0])
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3"])
+@given(rows=st.integers(1, 12), features=st.integers(2, 64), exponent=st.floats(-12, 1), seed=seeds)
+@many
+def test_proposition_ln_holds_for_the_mean_variance_where_only_the_result_is_rounded(
+    format, rows, features, exponent, seed
+):
+    """Rows whose variances span 2^-12 to 2^10. By Jensen's inequality their mean is enough for the whole matrix."""
+    low, epsilon, generator = arithmetic(format), 10**exponent, seeded(seed)
+    gamma = low.format.round(torch.randn(features, generator=generator))
+    scales = 2 ** (11 * torch.rand(rows, 1, generator=generator) - 6)
+    x = low.format.round(scales * torch.randn(rows, features, generator=generator))
+    error = run_layernorm(x, gamma, epsilon, low).double() - theory.layernorm_path(x, gamma, epsilon)
+    norms = theory.layernorm_norms(x, gamma, epsilon)
+    a_ln = a_priori_constants(format, keys=1, head_width=1, features=features)["a_ln"]
+    bound = theory.layernorm_error_bound(
+        norms.gamma_max, norms.variance.mean(), epsilon, norms.input_norm.norm(), low.format.unit_roundoff, a_ln=a_ln
+    )
+    assert_within(error.norm(), bound + underflow(low.format, x.numel()))
+
+
+NORMS = {"llama": (LlamaRMSNorm, 0.0, 2), "gemma": (GemmaRMSNorm, 1.0, 1)}  # class, gamma - weight, roundings
+
+
+@pytest.mark.parametrize("name", NORMS)
+@every_format
+@given(features=st.integers(1, 300), exponent=st.floats(-12, 1), seed=seeds)
+@many
+def test_proposition_ln_holds_for_an_rmsnorm_with_the_mean_square(format, name, features, exponent, seed):
+    """As the score takes it (``theory.layernorm``). No order of u is left out: nothing cancels in an RMSNorm."""
+    low, epsilon, generator = arithmetic(format), 10**exponent, seeded(seed)
+    kind, offset, roundings = NORMS[name]
+    norm, u = kind(features, eps=epsilon), low.format.unit_roundoff
+    norm.weight = torch.nn.Parameter(low.format.round(torch.randn(features, generator=generator)), requires_grad=False)
+    gamma = norm.weight.double() + offset
+    a_ln = ((1 + u) ** roundings * (1 + gamma_n(features + 16, 2.0**-24)) - 1) / u
+    for x in draw_rows(features, 4, low.format, generator).values():
+        with low.running():
+            computed = norm(x).double()
+        mean_square = x.double().square().mean(-1)
+        exact = gamma * x.double() / (mean_square + epsilon).sqrt()[:, None]
+        bound = theory.layernorm_error_bound(
+            gamma.abs().max(), mean_square, epsilon, x.double().norm(dim=-1), u, a_ln=a_ln
+        )
+        extra = (1 + gamma.abs().max()) * underflow(low.format, features)
+        assert_within((computed - exact).norm(dim=-1), bound + extra)
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
 @given(features=st.integers(2, 64), exponent=st.floats(-4, 0), shift=st.floats(0, 30), seed=seeds)
 @many
 def test_proposition_ln_holds_for_a_layernorm_of_elementary_kernels(format, features, exponent, shift, seed):
     """Mean, variance and scale rounded to the format too, as models that spell LayerNorm out run it.
 
-    Centring is off by at most 2u ||x||, squares, mean, sum with epsilon and root by 5/2 u, two products by
-    2u: a_ln = 6.5 to first order. Held to 8 where centring errs by at most theta = 1/8 (``layernorm_change_bound``).
+    Centring errs by at most 2u ||x||; squares, mean, sum with epsilon and root by 5/2 u; two products by 2u. So
+    a_ln = 6.5 to first order. The bound holds with 8 where the centring error is at most an eighth of
+    sqrt(d_model (sigma^2 + epsilon)): LayerNorm's divisor then moves by at most an eighth.
     """
     low, epsilon = arithmetic(format, execution="emulated"), 10**exponent
     u, generator = low.format.unit_roundoff, seeded(seed)

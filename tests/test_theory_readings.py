@@ -12,7 +12,14 @@ from scipy.linalg import hadamard
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
-from fragility_lab.experiments.kernel_samples import arithmetic, run_attention, run_layernorm, run_stack
+from fragility_lab.experiments.calibration import a_priori_constants
+from fragility_lab.experiments.kernel_samples import (
+    arithmetic,
+    observe_layernorm,
+    run_attention,
+    run_layernorm,
+    run_stack,
+)
 
 ONES = {"c_softmax": 1.0, "c_gemm": 1.0, "c_gemm_out": 1.0}  # what rounding each result once costs at most
 
@@ -133,8 +140,8 @@ def test_transport_shows_no_attenuation():
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
-def test_layernorm_bound_with_the_mean_variance_fails_for_a_matrix(format):
-    """One row varies by two units of the last place, the other by 10: the mean variance hides the first."""
+def test_layernorm_bound_with_the_mean_variance_fails_where_the_centring_is_rounded(format):
+    """layernorm_error_bound: one row varies by two last places, the other by 10. Their mean hides the first."""
     chosen, epsilon = get_format(format), 1e-6
     u = chosen.unit_roundoff
     quiet = torch.ones(8) + 2 * u * (torch.arange(8) < 2)
@@ -146,6 +153,22 @@ def test_layernorm_bound_with_the_mean_variance_fails_for_a_matrix(format):
     mean = theory.layernorm_error_bound(1.0, norms.variance.mean(), epsilon, x.double().norm(), u, a_ln=1.0)
     assert error.norm() > 40 * mean
     assert (error.norm(dim=-1) <= rows).all() and error.norm() <= rows.norm()
+
+
+@pytest.mark.parametrize(
+    ("sixteenths", "epsilon", "excess"), [((1, 2), 1e-12, 500), ((1, 2), 1e-8, 5), ((1, 0, 0), 1e-12, 350)]
+)
+def test_first_order_of_the_layernorm_bound_fails_in_fp32(sixteenths, epsilon, excess):
+    """layernorm_error_bound: for x = 10^6 + sixteenths / 16 the variance that the library's kernel computes is 0."""
+    x, low = 1e6 + torch.tensor([sixteenths]) / 16, arithmetic("fp32")
+    features = len(sixteenths)
+    (row,) = observe_layernorm(x, torch.ones(features), epsilon, low).itertuples()
+    a_ln = a_priori_constants("fp32", keys=1, head_width=1, features=features)["a_ln"]
+    u = low.format.unit_roundoff
+    bound = theory.layernorm_error_bound(row.gamma_max, row.variance, epsilon, row.input_norm, u, a_ln=a_ln)
+    assert row.layernorm_error > excess * bound
+    # The condition of the docstring is not met: this must be small.
+    assert u * row.input_norm / (features * (row.variance + epsilon)) ** 0.5 > 1
 
 
 def test_constant_rows_have_no_relative_bound():
@@ -227,7 +250,7 @@ def test_final_layernorm_is_not_covered():
 
 
 def test_the_ratio_is_guaranteed_for_the_variance_of_the_candidate_only():
-    """post_update_ratio_bound: Algorithm 2 (`alg:eps-bump`) takes the median; the mean of a skewed site stays above rho_*."""
+    """post_update_ratio_bound: Algorithm 2 (`alg:eps-bump`) takes the median, so the mean's ratio stays above rho_*."""
     variances = np.array([1e-3, 1e-3, 1.0])
     candidate = theory.epsilon_candidate(
         np.median(variances), 64, 2.0**-8, target=0.5, epsilon_min=1e-6, epsilon_max=1.0

@@ -1,6 +1,6 @@
-"""The paper's score of a low-precision model, and the one pass that measures what it needs.
+"""The paper's score of a low-precision model, and the one pass that measures what the score needs.
 
-``architectures`` finds the blocks, ``monitor`` watches a pass, ``score`` puts the statistics together.
+``monitor`` measures the statistics of a pass, ``scoring`` computes the score from them.
 """
 
 from fragility_core.surrogates.scoring import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score

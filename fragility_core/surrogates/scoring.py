@@ -1,7 +1,8 @@
 """From the statistics of a monitored pass to the risk score (Section 5.1 (`subsec:bgss_estimation`)).
 
-Works on tidy rows, one per window and block, in fp64. The two readings of the LayerNorm term are
-``release`` (Proposition 1 (`prop:ln`) with a_ln = 1) and ``paper`` (the printed surrogate ||Z|| C_LN).
+Statistics are tidy tables, one row per window and block, in fp64; protocol section 3 defines their columns. The
+LayerNorm term has two readings: ``release`` is M_LN of Proposition 1 (`prop:ln`) with a_ln = 1, and ``paper`` is
+the printed surrogate ||Z|| C_LN.
 """
 
 from typing import NamedTuple
@@ -34,9 +35,10 @@ class Estimator(NamedTuple):
 
 
 def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
-    """M_LN of norm ``site`` (1 or 2) of every row; raises ValueError for an unknown reading.
+    """M_LN of norm ``site`` (1 or 2) of every row (Section 5.1 (`subsec:bgss_estimation`)).
 
-    Rows of an RMSNorm have the mean square as their variance, which makes it M_RMS (``theory.rmsnorm``).
+    Where the norm is an RMSNorm, the column of the variance holds the mean square (see ``theory.layernorm``).
+    Raises ValueError for an unknown ``reading``.
     """
     variance, epsilon = layers[f"variance_{site}"], layers[f"epsilon_{site}"]
     if reading == "release":
@@ -46,20 +48,27 @@ def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
     raise ValueError(f"the LayerNorm term must be one of {', '.join(LAYERNORM_TERMS)}, got {reading!r}")
 
 
+def remainder_term(layers: pd.DataFrame) -> pd.Series:
+    """M_eff of every row: ||W|| ||input|| of W_O, W_in and W_out, summed (Appendix A.7 (`app:estimation`)).
+
+    The paper also counts "the epsilon-independent LayerNorm tail" (the addition of beta). The release leaves the
+    tail out, and so does this function.
+    """
+    return theory.remainder_magnitude(
+        layers.attention_out_weight_norm * layers.context_norm,
+        layers.mlp_in_weight_norm * layers.norm_2_norm,
+        layers.mlp_out_weight_norm * layers.activation_norm,
+    )
+
+
 def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator) -> pd.DataFrame:
-    """The per-block quantities of protocol section 3 that need no other block."""
+    """The quantities of protocol section 3 that a block's own statistics determine, one row per row of ``layers``."""
     s = layers
     kappa = theory.kappa_softmax(s.score_norm, s.probability_norm, s.softmax_sensitivity)
     chi = theory.chi_score(s.query_norm, s.key_norm, s.probability_norm, s.head_width, s.softmax_sensitivity)
-    attention = theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm)
     layernorm = [layernorm_term(s, site, estimator.layernorm) for site in (1, 2)]
     if "shared_norm" in s:  # one norm before both sublayers errs once
         layernorm[1] = layernorm[1].mask(s.shared_norm, 0.0)
-    remainder = [
-        s.attention_out_weight_norm * s.context_norm,
-        s.mlp_in_weight_norm * s.norm_2_norm,
-        s.mlp_out_weight_norm * s.activation_norm,
-    ]
     ratios = [
         theory.layernorm_ratio(s[f"variance_{site}"], s[f"epsilon_{site}"], s.d_model, unit_roundoff) for site in (1, 2)
     ]
@@ -68,11 +77,11 @@ def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator
             "kappa_softmax": kappa,
             "chi_score": chi,
             "kappa_value": theory.kappa_value(s.probability_norm, s.value_spectral_norm, s.context_norm),
-            "attention_term": attention,
+            "attention_term": theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm),
             "layernorm_1_term": layernorm[0],
             "layernorm_2_term": layernorm[1],
             "layernorm_term": layernorm[0] + layernorm[1],
-            "remainder_term": remainder[0] + remainder[1] + remainder[2],
+            "remainder_term": remainder_term(s),
             # pandas' max would skip a NaN, and an overflow must stay visible.
             "layernorm_ratio": pd.concat(ratios, axis=1).max(axis=1, skipna=False),
             "transport": residual_transport(s, estimator.transport),
@@ -97,13 +106,17 @@ def score(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Risk of every block and signals of every window (Section 5.1 (`subsec:bgss_estimation`)).
 
-    ``layers`` and ``windows`` are those of ``monitor.Observation`` (any number of windows, each with
-    all blocks in order). Returns them with the terms, risk G (Eq. (20) (`eq:alg-risk`)) and dominance phi
-    (Eq. (21) (`eq:alg-phi`)) of each block, and the signals of each window: ``combined`` = u sum(G),
-    ``no_transport`` without the product over later blocks, the parts of M alone, ``transport_only``
-    with M = 1, ``norm_only`` without either (what dividing by ||X_L|| knows), and the unscaled
-    ``raw`` = sum(G). A nonfinite statistic makes all risks and signals of its window nonfinite. Raises
-    ValueError where the rows of ``layers`` are not those of ``windows``.
+    ``layers`` and ``windows`` are those of ``monitor.Observation``: any number of windows, each with all its
+    blocks in order. Returns both tables with columns added.
+
+    Each block gets its terms, the risk G (Eq. (20) (`eq:alg-risk`)) and the dominance phi (Eq. (21) (`eq:alg-phi`)).
+    Each window gets R = sum(G) as ``raw`` and the signals, which are u R (Eq. (14) (`eq:bgss-predictor`)) with
+    parts of G left out: ``combined`` is u R itself; ``no_transport`` lacks the product over later blocks;
+    ``attention_only``, ``layernorm_only`` and ``remainder_only`` keep one part of M; ``transport_only`` has M = 1;
+    ``norm_only`` has M = 1 and lacks the product, which leaves the division by ||X_L||.
+
+    A nonfinite statistic makes all risks and signals of its window nonfinite. Raises ValueError where the rows of
+    ``layers`` are not those of ``windows``, and for an unknown estimator.
     """
     require_order(layers, windows)
     layers, windows = layers.reset_index(drop=True), windows.reset_index(drop=True)
@@ -134,5 +147,5 @@ def score(
         "transport_only": theory.layer_risk(even, downstream, final_norm),
         "norm_only": theory.layer_risk(even, 1.0, final_norm),
     } | {f"{name}_only": theory.layer_risk(part, downstream, final_norm) for name, part in parts.items()}
-    sums = {name: unit_roundoff * value.sum(-1).numpy() for name, value in signals.items()}
-    return layers.join(block), windows.assign(**sums, raw=risk.sum(-1).numpy())
+    predicted = {name: theory.predicted_mismatch(part, unit_roundoff).numpy() for name, part in signals.items()}
+    return layers.join(block), windows.assign(**predicted, raw=theory.total_risk(risk).numpy())

@@ -1,7 +1,8 @@
-"""What raising epsilon does: Proposition 2 (`prop:bgss`) and the update of Algorithm 1 (`alg:bgss`) (Section 4.6 (`subsec:bgss_theory`), Section 5 (`sec:algorithm`)).
+"""What a larger epsilon does: Proposition 2 (`prop:bgss`) and the update of Algorithm 1 (`alg:bgss`).
 
-"Frozen" means that everything but epsilon is held at its monitored value: x, its variance, the rest of
-M, the transport and ||X_L||. In a running model a larger epsilon changes all of them.
+They stand in Section 4.6 (`subsec:bgss_theory`) and Section 5.1 (`subsec:bgss_estimation`). "Frozen" means that
+everything but epsilon is held at its monitored value: x, its variance, the rest of M, the transport and ||X_L||.
+In a running model a larger epsilon changes all of them.
 """
 
 import numpy as np
@@ -14,6 +15,11 @@ from fragility_core.theory.layernorm import (
 )
 from fragility_core.theory.unified import layer_risk
 
+__all__ = [  # noqa: RUF022 (in the paper's order)
+    "frozen_magnitude", "frozen_magnitude_slope", "frozen_risk", "frozen_risk_reduction", "layernorm_surrogate",
+    "epsilon_candidate", "epsilon_update", "post_update_ratio_bound",
+]  # fmt: skip
+
 
 def frozen_magnitude(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
     """M_LN^frz(epsilon) = ||Diag(gamma)||_2 f(epsilon) a ||x||, nonincreasing in epsilon (Eq. (16) (`eq:bgss-cln`)).
@@ -24,38 +30,32 @@ def frozen_magnitude(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
 
 
 def frozen_magnitude_slope(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
-    """dM_LN^frz / d epsilon = -||Diag(gamma)||_2 a ||x|| (eps + 4 v) / (2 (v + eps)^{5/2}) (Eq. (17) (`eq:bgss-derivative`))."""
+    """d M_LN^frz / d epsilon = ||Diag(gamma)||_2 a ||x|| f'(epsilon) <= 0 (Eq. (17) (`eq:bgss-derivative`))."""
     return gamma_max * a_ln * input_norm * layernorm_factor_slope(variance, epsilon)
 
 
 def frozen_risk(other_magnitude, frozen_magnitude, transport, final_norm):
     """G^frz(epsilon) = (M_eff + A + M_LN^frz(epsilon)) / ||X_L|| prod_{k > l} (1 + rho_k) (Eq. (18) (`eq:bgss-g-eps`)).
 
-    ``other_magnitude`` is M_eff + A.
+    ``other_magnitude`` is M_eff + A. Nonincreasing in epsilon (Proposition 2 (`prop:bgss`)).
     """
     return layer_risk(other_magnitude + frozen_magnitude, transport, final_norm)
 
 
 def frozen_risk_reduction(magnitude_before, magnitude_after, transport, final_norm):
-    """G^frz(eps) - G^frz(eps'), the drop of M_LN^frz / ||X_L|| times the transport (Eq. (19) (`eq:bgss-reduction`))."""
+    """G^frz(eps) - G^frz(eps'): the drop of M_LN^frz / ||X_L||, transported (Eq. (19) (`eq:bgss-reduction`))."""
     return layer_risk(magnitude_before - magnitude_after, transport, final_norm)
 
 
 def layernorm_surrogate(path_norm, variance, epsilon):
     """||Z|| f(epsilon), the LayerNorm magnitude of the practical score (Section 5.1 (`subsec:bgss_estimation`)).
 
-    The paper calls it M_LN up to kernel-dependent multipliers. Their quotient is ||Z|| / (a ||Diag(gamma)||_2
-    ||x||), which depends on x and epsilon, and the units differ: scaling x by c and epsilon by c^2 leaves
-    LayerNorm and M_LN as they are and divides this by c.
+    Nonincreasing in epsilon for a frozen ||Z||, and so is the score made from it. The paper calls it M_LN up to
+    kernel-dependent multipliers. But the quotient of the two, ||Z|| / (a ||Diag(gamma)||_2 ||x||), depends on x
+    and epsilon, and their units differ: when x is scaled by c and epsilon by c^2, LayerNorm and M_LN stay the
+    same and the surrogate is divided by c.
     """
     return path_norm * layernorm_factor(variance, epsilon)
-
-
-def _require_target(target: float, epsilon_min: float, epsilon_max: float) -> None:
-    if not 0 < target < 1:
-        raise ValueError(f"the target ratio rho_* must lie in (0, 1), got {target}")
-    if not 0 < epsilon_min <= epsilon_max:
-        raise ValueError(f"bounds must satisfy 0 < epsilon_min <= epsilon_max, got [{epsilon_min}, {epsilon_max}]")
 
 
 def epsilon_candidate(variance, d_model, unit_roundoff, *, target, epsilon_min, epsilon_max):
@@ -64,23 +64,26 @@ def epsilon_candidate(variance, d_model, unit_roundoff, *, target, epsilon_min, 
     The smallest epsilon in the bounds with rho_LN <= rho_* = ``target``, where there is one. Raises
     ValueError unless 0 < rho_* < 1 and 0 < epsilon_min <= epsilon_max.
     """
-    _require_target(target, epsilon_min, epsilon_max)
+    if not 0 < target < 1:
+        raise ValueError(f"the target ratio rho_* must lie in (0, 1), got {target}")
+    if not 0 < epsilon_min <= epsilon_max:
+        raise ValueError(f"bounds must satisfy 0 < epsilon_min <= epsilon_max, got [{epsilon_min}, {epsilon_max}]")
     return np.clip(layernorm_ratio(variance, 1.0, d_model, unit_roundoff) / target, epsilon_min, epsilon_max)
 
 
 def epsilon_update(epsilon, candidate):
-    """max(epsilon, candidate) (Eq. (24) (`eq:alg-eps-update`)): never lowered, floats or NumPy arrays.
+    """max(epsilon, candidate), which never lowers epsilon (Eq. (24) (`eq:alg-eps-update`)), floats or NumPy arrays.
 
-    An epsilon that starts above epsilon_max stays there.
+    An epsilon that starts above epsilon_max stays there, so the update is bounded only if no epsilon does.
     """
     return np.maximum(epsilon, candidate)
 
 
 def post_update_ratio_bound(variance, d_model, unit_roundoff, *, target, epsilon_max):
-    """max(rho_*, sigma^2 d_model u / epsilon_max) >= rho_LN after the update (Section 5.1 (`subsec:bgss_estimation`), Update rule).
+    """max(rho_*, sigma^2 d_model u / epsilon_max) >= rho_LN after the update (Section 5.1 (`subsec:bgss_estimation`)).
 
-    That is rho_* wherever the cap does not bind, the paper's guarantee; for the variance that the
-    candidate was made from. The policy printed in the appendix (Algorithm 2 (`alg:eps-bump`)) takes the median
-    variance for the candidate: the mean may then stay above rho_*.
+    This is rho_* wherever epsilon_max does not bind, as the paper guarantees. It holds for the variance that the
+    candidate was computed from. Algorithm 2 (`alg:eps-bump`) computes the candidate from the median variance: the
+    ratio of the mean variance may then stay above rho_*.
     """
     return np.maximum(target, layernorm_ratio(variance, epsilon_max, d_model, unit_roundoff))

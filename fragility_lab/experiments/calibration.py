@@ -1,6 +1,6 @@
-"""The kernel constants of the theory: what rounding once costs at most, and what a machine's kernels cost.
+"""The kernel constants of the theory: a priori for kernels that round once, and measured on a machine's kernels.
 
-The samples and the error model they stand for are those of ``kernel_samples``.
+``kernel_samples`` draws the samples and states the error model.
 """
 
 import pandas as pd
@@ -16,13 +16,8 @@ from fragility_lab.experiments.kernel_samples import (
     sample_stacks,
 )
 
-# Each constant, named as in the theory's keyword arguments, and the statement that introduces it.
-CONSTANTS = {
-    "c_gemm": "Lemma 1",
-    "c_gemm_out": "Lemma 2",
-    "c_softmax": "Lemma 3",
-    "a_ln": "Proposition 1",
-}
+# Each constant by the name of the theory's keyword argument, with the statement that introduces it.
+CONSTANTS = {"c_gemm": "Lemma 1", "c_gemm_out": "Lemma 2", "c_softmax": "Lemma 3", "a_ln": "Proposition 1"}
 
 
 def gamma_n(n: int, unit_roundoff: float) -> float:
@@ -31,12 +26,17 @@ def gamma_n(n: int, unit_roundoff: float) -> float:
 
 
 def a_priori_constants(format: str, *, keys: int, head_width: int, features: int) -> dict[str, float]:
-    """Constants that hold for every input of kernels that round once, O(u^2) included (Appendix A.7 (`app:estimation`)).
+    """Constants for kernels that compute in fp32 and round once (kernel constants of Appendix A.7 (`app:estimation`)).
 
-    ``keys`` m, ``head_width`` d, ``features`` d_model. 1 is the rounding of the result, the rest fp32
-    arithmetic: gamma_n of a sum of n, sqrt(min(m, d)) for the step from |V| to ||V||_2 (see
-    ``theory.gemm_error_bound``), and some dozen roundings around exponentials (an approximate one may
-    err by 20 units) and moments.
+    ``keys`` m, ``head_width`` d, ``features`` d_model. In each constant, 1 is the rounding of the result and the
+    rest is fp32 arithmetic: gamma_n for a sum of n terms, sqrt(min(m, d)) for the step from |V| to ||V||_2 (see
+    ``theory.gemm_error_bound``), and a dozen roundings around exponentials (an approximate one may err by 20
+    units) and moments.
+
+    The three attention constants include O(u^2) and hold for every input, but for overflow and underflow: below the
+    smallest normal number a result may err by half a subnormal spacing more (``kernel_samples.underflow``). a_ln
+    also needs fp32's u ||x|| to be small beside sqrt(d_model (sigma^2 + epsilon)). A row in fp32 can break this: for
+    x = (10^6 + 1/16, 10^6 + 1/8), gamma = 1 and epsilon = 1e-12 the error is 552 times the bound.
     """
     u, fine = get_format(format).unit_roundoff, get_format("fp32").unit_roundoff
     scaled = (1 + u) ** 2 * (1 + fine) ** 2  # product and scaling rounded, the scale itself rounded to fp32
@@ -48,14 +48,10 @@ def a_priori_constants(format: str, *, keys: int, head_width: int, features: int
     }
 
 
-def _terms(constant: str, sample: pd.DataFrame, observed, free, unit) -> pd.DataFrame:
-    return sample[["family", "shape"]].assign(constant=constant, observed=observed, free=free, unit=unit)
-
-
 def attention_terms(sample: pd.DataFrame, format: Format) -> pd.DataFrame:
-    """The bounds of the three attention kernels as ``free`` + constant x ``unit``, beside the ``observed`` error.
+    """``observed`` error of the three attention kernels, and its bound as ``free`` + constant x ``unit``.
 
-    One row per draw of ``sample_attention`` and constant, with family and shape.
+    One row for each draw of ``sample_attention`` and constant, with family and shape.
     """
     s, u = sample, format.unit_roundoff
     scores = (s.score_norm, s.query_norm, s.key_norm, s.head_width, u)
@@ -63,84 +59,84 @@ def attention_terms(sample: pd.DataFrame, format: Format) -> pd.DataFrame:
     product = theory.score_error_bound(*scores, c_gemm=1.0) - scaling
     softmax = theory.softmax_error_bound(s.softmax_exact_norm, u, c_softmax=1.0)
     context = theory.gemm_error_bound(s.gemm_left_norm, s.value_spectral_norm, u, c_gemm_out=1.0)
+    cell = s[["family", "shape"]]
     parts = [
-        _terms("c_gemm", s, s.score_error, scaling + s.score_underflow, product),
-        _terms("c_gemm_out", s, s.gemm_error, s.context_underflow, context),
-        _terms("c_softmax", s, s.softmax_error, s.softmax_underflow, softmax),
+        cell.assign(constant="c_gemm", observed=s.score_error, free=scaling + s.score_underflow, unit=product),
+        cell.assign(constant="c_gemm_out", observed=s.gemm_error, free=s.context_underflow, unit=context),
+        cell.assign(constant="c_softmax", observed=s.softmax_error, free=s.softmax_underflow, unit=softmax),
     ]
     return pd.concat(parts, ignore_index=True)
 
 
 def layernorm_terms(sample: pd.DataFrame, format: Format) -> pd.DataFrame:
-    """``attention_terms`` for Proposition 1 (`prop:ln`) and the draws of ``sample_layernorm``."""
+    """The same as ``attention_terms`` for Proposition 1 (`prop:ln`) and the draws of ``sample_layernorm``."""
     s, u = sample, format.unit_roundoff
     unit = theory.layernorm_error_bound(s.gamma_max, s.variance, s.epsilon, s.input_norm, u, a_ln=1.0)
-    return _terms("a_ln", s, s.layernorm_error, s.layernorm_underflow, unit)
+    cell = s[["family", "shape"]]
+    return cell.assign(constant="a_ln", observed=s.layernorm_error, free=s.layernorm_underflow, unit=unit)
 
 
 def calibrate_constants(format: str, device: str = "cpu", execution: str = "auto", seed: int = 0) -> pd.DataFrame:
     """The smallest kernel constants that hold over a seeded sample (Appendix A.7 (`app:estimation`)).
 
-    One row per constant: constant, statement, format, execution ("native" or "emulated"), device, value,
-    sample (draws), and the family and shape of the draw that attains it: n x m x d for attention,
-    d_model for LayerNorm. 0 means that the terms without a constant cover every error. Below fp32 the
-    values barely depend on shapes; in fp32 they grow with the sums' lengths. Raises ValueError as
-    ``emulation.lower`` does.
+    One row for each constant: constant, statement, format, execution ("native" or "emulated"), device, value,
+    sample (number of draws), and the family and shape (n x m x d or d_model) of the draw that attains the value. A
+    value of 0 means that the terms without a constant cover every error. Below fp32 the values barely depend on
+    shapes; in fp32 they grow with the lengths of the sums. Raises ValueError as ``lower`` does.
     """
     low = arithmetic(format, device, execution)
-    attention, layernorm = sample_attention(low, seed), sample_layernorm(low, seed)
-    terms = [attention_terms(attention, low.format), layernorm_terms(layernorm, low.format)]
-    terms = pd.concat(terms, ignore_index=True)
+    attention = attention_terms(sample_attention(low, seed), low.format)
+    layernorm = layernorm_terms(sample_layernorm(low, seed), low.format)
+    terms = pd.concat([attention, layernorm], ignore_index=True)
     terms["value"] = ((terms.observed - terms.free) / terms.unit).clip(lower=0)
     grouped = terms.groupby("constant").value
     attained = terms.loc[grouped.idxmax()].set_index("constant").assign(sample=grouped.size())
-    table = attained.loc[list(CONSTANTS), ["value", "sample", "family", "shape"]].reset_index()
-    table.insert(1, "statement", table.constant.map(CONSTANTS))
-    table.insert(2, "format", low.format.name)
-    table.insert(3, "execution", low.execution)
-    table.insert(4, "device", str(device_of(low)))
-    return table
+    table = (
+        attained.loc[list(CONSTANTS)]
+        .reset_index()
+        .assign(
+            statement=list(CONSTANTS.values()),
+            format=low.format.name,
+            execution=low.execution,
+            device=str(device_of(low)),
+        )
+    )
+    return table[["constant", "statement", "format", "execution", "device", "value", "sample", "family", "shape"]]
 
 
 def constant_values(calibrated: pd.DataFrame) -> dict[str, float]:
-    """The constants of a ``calibrate_constants`` table by name, as the theory's keyword arguments take them."""
+    """The values of a ``calibrate_constants`` table by name, as the theory's keyword arguments take them."""
     return calibrated.set_index("constant").value.to_dict()
 
 
 def bound_slack(
-    format: str,
-    device: str = "cpu",
-    execution: str = "auto",
-    seed: int = 1,
-    constants: dict[str, float] | None = None,
+    format: str, device: str = "cpu", execution: str = "auto", seed: int = 1, constants: dict[str, float] | None = None
 ) -> pd.DataFrame:
-    """How loose each statement is: bound over observed error, draw by draw, on a seeded sample.
+    """How loose each statement is: the bound over the observed error, for each draw of a seeded sample.
 
-    Rows: statement, format, execution, family, shape, observed, bound, slack = bound / observed (inf where
-    nothing was rounded). ``constants`` by default are ``calibrate_constants`` of seed 0. The four kernel
-    statements include underflow. Theorem 1 (`thm:attn`) is the printed first-order bound, whose slack may fall
-    below 1 where O(u^2) or underflow counts; "Theorem 1 (`thm:attn`) with remainder" drops nothing. Theorem
-    3 (`thm:unified`) is that of ``kernel_samples.observe_stack``, its residual addition rounded once.
+    Columns: statement, format, execution, family, shape, observed, bound, slack = bound / observed (inf where
+    nothing was rounded). ``constants`` are by default those of ``calibrate_constants`` with seed 0.
+
+    The statements of the four kernels include underflow. "Theorem 1" is the printed first-order bound of Theorem 1
+    (`thm:attn`), whose slack may fall below 1 where O(u^2) or underflow counts. "Theorem 1 with remainder" drops
+    nothing. "Theorem 3" is Theorem 3 (`thm:unified`) for the linear stacks of ``kernel_samples.observe_stack``.
     """
     low = arithmetic(format, device, execution)
     constants = constants or constant_values(calibrate_constants(format, device, execution))
-    attention, layernorm, stacks = (sample(low, seed) for sample in (sample_attention, sample_layernorm, sample_stacks))
+    attention, layernorm = sample_attention(low, seed), sample_layernorm(low, seed)
+    stacks = sample_stacks(low, seed)
     terms = pd.concat([attention_terms(attention, low.format), layernorm_terms(layernorm, low.format)])
     kernels = terms[["family", "shape", "observed"]].assign(
         statement=terms.constant.map(CONSTANTS), bound=terms.free + terms.constant.map(constants) * terms.unit
     )
     heads = attention[["family", "shape"]].assign(observed=attention.attention_error)
     first_order, complete = _attention_bounds(attention, low.format, constants)
-    unified = stacks[["family", "shape"]].assign(
-        statement="Theorem 3",
-        observed=stacks.mismatch,
-        bound=stacks.addition_bound + constants["c_gemm_out"] * stacks.product_bound,
-    )
+    unified = stacks.addition_bound + constants["c_gemm_out"] * stacks.product_bound
     rows = [
         kernels,
         heads.assign(statement="Theorem 1", bound=first_order),
         heads.assign(statement="Theorem 1 with remainder", bound=complete),
-        unified,
+        stacks[["family", "shape"]].assign(statement="Theorem 3", observed=stacks.mismatch, bound=unified),
     ]
     table = pd.concat(rows, ignore_index=True).assign(format=low.format.name, execution=low.execution)
     table["slack"] = table.bound / table.observed
@@ -148,9 +144,10 @@ def bound_slack(
 
 
 def summarize_slack(rows: pd.DataFrame) -> pd.DataFrame:
-    """Slack by statement, format and execution: draws, share without any error, smallest, 1 %, median, 95 %, largest.
+    """Slack by statement, format and execution, for ``rows`` of ``bound_slack``.
 
-    The quantiles are over the draws with an error, ``rows`` those of ``bound_slack``.
+    Columns: draws, the share of draws without any error (``exact``), and quantiles over the other draws (smallest,
+    1 %, median, 95 %, largest).
     """
     by = ["statement", "format", "execution"]
     exact = (rows.observed == 0).groupby([rows[name] for name in by], sort=False).mean()
@@ -161,16 +158,13 @@ def summarize_slack(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _attention_bounds(attention: pd.DataFrame, format: Format, constants: dict[str, float]) -> tuple:
-    """Theorem 1 (`thm:attn`) for every draw, to first order and in full."""
+    """The bound of Theorem 1 (`thm:attn`) for every draw, to first order and in full."""
     kernels = {name: constants[name] for name in ("c_softmax", "c_gemm", "c_gemm_out")}
     column = {name: torch.from_numpy(attention[name].to_numpy(copy=True)) for name in attention.select_dtypes("number")}
-    norms = theory.AttentionNorms(*(column[name] for name in theory.AttentionNorms._fields))
+    norms, u = theory.AttentionNorms(*(column[name] for name in theory.AttentionNorms._fields)), format.unit_roundoff
     first_order = theory.attention_error_bound(
-        norms.kappa_softmax, norms.chi_score, norms.probability_norm, norms.value_spectral_norm,
-        format.unit_roundoff, **kernels,
-    )  # fmt: skip
-    underflow = tuple(column[f"{kernel}_underflow"] for kernel in ("score", "softmax", "context"))
-    complete = theory.attention_error_bound_with_remainder(
-        norms, column["spread"], format.unit_roundoff, **kernels, underflow=underflow
+        norms.kappa_softmax, norms.chi_score, norms.probability_norm, norms.value_spectral_norm, u, **kernels
     )
+    underflow = tuple(column[f"{kernel}_underflow"] for kernel in ("score", "softmax", "context"))
+    complete = theory.attention_error_bound_with_remainder(norms, column["spread"], u, **kernels, underflow=underflow)
     return first_order.numpy(), complete.numpy()

@@ -1,14 +1,14 @@
 """Random inputs for the four kernels of the theory, run in a low format and compared with fp64.
 
-Error model, the paper's with its gaps closed: inputs are given exactly in the format; each kernel
-(scores Q K^T / sqrt(d), softmax, P V, LayerNorm without bias, as Hugging Face's eager GPT-2 runs them)
-accumulates in fp32 and rounds its result once, the scores once more after scaling; a result below
-the smallest normal number may err by half a subnormal spacing beyond that (Higham 2002, eq. 2.8), the
-``*_underflow`` columns. A draw in which a result leaves the format's range is left out: no bound covers
-overflow.
+The kernels are the scores Q K^T / sqrt(d), the softmax, P V, and LayerNorm without bias, as Hugging Face's eager
+GPT-2 runs them. The error model is the paper's with its gaps closed. Inputs are given exactly in the format. Each
+kernel accumulates in fp32 and rounds its result once; the scores are rounded once more after scaling. A result
+below the smallest normal number may err by half a subnormal spacing more (Higham 2002, eq. 2.8): the columns
+``*_underflow`` hold the norm of this error. Draws in which a result leaves the format's range are left out,
+because no bound covers overflow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 
 import pandas as pd
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core import theory
-from fragility_core.arithmetic.emulation import LowPrecision, lower
 from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.lowering import LowPrecision, lower
 
-ATTENTION_SHAPES = (  # queries n, keys m, head width d; small ones average least and come nearest to the worst case
+ATTENTION_SHAPES = (  # queries n, keys m, head width d; small shapes average least, so they come near the worst case
     (1, 2, 2), (1, 3, 3), (2, 2, 8), (2, 5, 12), (4, 4, 16), (8, 8, 64), (7, 16, 80), (16, 32, 32), (4, 64, 128),
 )  # fmt: skip
 FEATURES = (2, 3, 8, 64, 768)  # d_model
@@ -29,8 +29,7 @@ GAINS = (0.01, 0.1, 0.5, 2.0)  # rho of every block
 ROWS = 4  # tokens in a residual stack
 NUMBERS = 2**15  # per shape and family, spread over as many draws as fit
 
-
-# --- Inputs -----------------------------------------------------------------------------------
+Heads = tuple[Tensor, Tensor, Tensor]  # Q, K, V or S, P, A
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -42,39 +41,33 @@ def _scale(generator: torch.Generator, low: float, high: float, *shape: int) -> 
     return 2 ** (low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64))
 
 
-def _alternating(length: int) -> Tensor:
-    return 1.0 - 2.0 * (torch.arange(length) % 2)
-
-
-def _normal_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+def _normal_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> Heads:
     return _normal(generator, draws, n, d), _normal(generator, draws, m, d), _normal(generator, draws, m, d)
 
 
-def _parallel_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows are multiples of one vector: ||Q K^T|| = ||Q|| ||K||, and V has rank one."""
+def _parallel_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> Heads:
+    """All rows are multiples of one vector: ||Q K^T|| = ||Q|| ||K||, and V has rank one."""
     common = _normal(generator, draws, 1, d)
     query, key, value = (_normal(generator, draws, rows, 1) * common for rows in (n, m, m))
     return query, key, value
 
 
-def _cancelling_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Products whose terms cancel: scores near 0, hence an even P, hence a context near 0 (kappa_val >> 1)."""
+def _cancelling_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> Heads:
+    """The terms of products cancel: scores near 0, so P is even, and the context is near 0 (kappa_val >> 1)."""
     query, key, value = (0.01 * part for part in _normal_heads(generator, draws, n, m, d))
     query = query + _normal(generator, draws, n, 1)
-    key = key + _normal(generator, draws, m, 1) * _alternating(d)
-    value = value + _normal(generator, draws, 1, d) * _alternating(m).unsqueeze(-1)
+    key = key + _normal(generator, draws, m, 1) * (-1.0) ** torch.arange(d)
+    value = value + _normal(generator, draws, 1, d) * (-1.0) ** torch.arange(m).unsqueeze(-1)
     return query, key, value
 
 
-def _heavy_tailed_heads(
-    generator: torch.Generator, draws: int, n: int, m: int, d: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _heavy_tailed_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> Heads:
     sizes, parts = (_normal_heads(generator, draws, n, m, d) for _ in range(2))
     query, key, value = (part * (1.5 * size).exp() for part, size in zip(parts, sizes))
     return query, key, value
 
 
-HEADS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+HEADS: dict[str, Callable[..., Heads]] = {
     "normal": _normal_heads,
     "parallel": _parallel_heads,
     "cancelling": _cancelling_heads,
@@ -84,19 +77,18 @@ HEADS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 
 def draw_heads(
     family: str, shape: tuple[int, int, int], draws: int, format: Format, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Heads:
     """Q (draws, n, d), K and V (draws, m, d) exactly in ``format``, each draw at scales of its own.
 
-    ``shape`` is (n, m, d), ``family`` a name of HEADS. Rows of P run from nearly even to nearly one-hot.
+    ``shape`` is (n, m, d), ``family`` a key of HEADS. Rows of P range from nearly even to nearly one-hot.
     """
     heads = HEADS[family](generator, draws, *shape)
-    scales = [_scale(generator, low, high, draws, 1, 1) for low, high in ((-3, 3), (-3, 3), (-3, 3))]
-    query, key, value = (format.round((scale * part).float()) for scale, part in zip(scales, heads))
+    query, key, value = (format.round((_scale(generator, -3, 3, draws, 1, 1) * part).float()) for part in heads)
     return query, key, value
 
 
 def draw_rows(features: int, draws: int, format: Format, generator: torch.Generator) -> dict[str, Tensor]:
-    """LayerNorm inputs (draws, d_model) exactly in ``format``, each row at a scale of its own, by family."""
+    """LayerNorm inputs (draws, d_model) by family, exactly in ``format``, each row at a scale of its own."""
     rows = {
         "centred": _normal(generator, draws, features),
         "shifted": _normal(generator, draws, features) + _scale(generator, 0, 8, draws, 1),
@@ -116,20 +108,17 @@ def draw_stacks(
     return format.round(_normal(generator, draws, ROWS, width).float()), format.round(weights.float())
 
 
-# --- Kernels ----------------------------------------------------------------------------------
-
-
 def arithmetic(format: str, device: str = "cpu", execution: str = "auto") -> LowPrecision:
-    """How kernels compute in ``format`` on ``device``, chosen and checked as ``emulation.lower`` does."""
+    """How kernels compute in ``format`` on ``device``, chosen and checked as ``lower`` does."""
     return lower(nn.LayerNorm(1, device=device), format, execution)
 
 
 def device_of(low: LowPrecision) -> torch.device:
-    """Where ``arithmetic`` was asked to compute."""
+    """The device that ``arithmetic`` was given."""
     return next(low.model.parameters()).device
 
 
-def run_attention(query: Tensor, key: Tensor, value: Tensor, low: LowPrecision) -> tuple[Tensor, Tensor, Tensor]:
+def run_attention(query: Tensor, key: Tensor, value: Tensor, low: LowPrecision) -> Heads:
     """S~, P~ and A~ by the format's kernels."""
     with low.running():
         scores = (query @ key.mT) * query.shape[-1] ** -0.5  # (..., n, m)
@@ -152,11 +141,8 @@ def run_stack(x: Tensor, weights: Tensor, low: LowPrecision) -> Tensor:
     return torch.stack(states)
 
 
-# --- Errors and norms, one row per draw -------------------------------------------------------
-
-
 def underflow(format: Format, entries: int) -> float:
-    """Norm of the error that ``entries`` results may have beyond the standard model: half a subnormal spacing each."""
+    """Norm of the underflow of ``entries`` results: each may err by half a subnormal spacing beyond the model."""
     return format.unit_roundoff * format.smallest_normal * entries**0.5
 
 
@@ -166,10 +152,10 @@ def _in_range(low: LowPrecision, *results: Tensor) -> Tensor:
 
 
 def observe_attention(query: Tensor, key: Tensor, value: Tensor, low: LowPrecision) -> pd.DataFrame:
-    """Errors of the three attention kernels and of the whole, with ``theory.AttentionNorms``.
+    """Errors of the three attention kernels and of the whole head, with ``theory.AttentionNorms``; one row a draw.
 
-    Heads are (draws, n, d) and (draws, m, d) in the format. A kernel's error is against the fp64 result
-    from the inputs it really had (``softmax_exact_norm`` and ``gemm_left_norm`` are of those);
+    Heads are (draws, n, d) and (draws, m, d) in the format. A kernel is compared with the fp64 result for the
+    inputs that it was given, the computed ones; ``softmax_exact_norm`` and ``gemm_left_norm`` belong to these.
     ``attention_error`` is ||A~ - A||, ``spread`` the largest max - min over a row of S~ - S.
     """
     norm = torch.linalg.matrix_norm
@@ -193,7 +179,7 @@ def observe_attention(query: Tensor, key: Tensor, value: Tensor, low: LowPrecisi
 
 
 def observe_layernorm(x: Tensor, gamma: Tensor, epsilon: float, low: LowPrecision) -> pd.DataFrame:
-    """||Z~ - Z|| of every row of ``x`` (draws, d_model) in the format, with ``theory.LayerNormNorms``."""
+    """||Z~ - Z|| for every row of ``x`` (draws, d_model) in the format, with ``theory.LayerNormNorms``."""
     computed = run_layernorm(x, gamma, epsilon, low).double().cpu()
     x, gamma = x.cpu(), gamma.cpu()
     norms = theory.layernorm_norms(x, gamma, epsilon)
@@ -207,16 +193,18 @@ def observe_layernorm(x: Tensor, gamma: Tensor, epsilon: float, low: LowPrecisio
 
 
 def observe_stack(x: Tensor, weights: Tensor, low: LowPrecision) -> pd.DataFrame:
-    """Mismatch of linear residual stacks, and the parts of Theorem 3 (`thm:unified`)'s bound.
+    """Mismatch of linear residual stacks, and the two parts of its bound by Theorem 3 (`thm:unified`); one row a draw.
 
-    ``x`` is (draws, n, d), ``weights`` (L, draws, d, d) in the format; rho_l = ||F_l||_2 is exact. The
-    local errors are those of the product, at most u c'_gemm ||X_{l-1}|| rho_l, and of the residual
-    addition, at most u times ||X_l||: the bound is ``addition_bound`` + c'_gemm ``product_bound``.
+    ``x`` is (draws, n, d), ``weights`` (L, draws, d, d) in the format; rho_l = ||F_l||_2 is exact. The product errs
+    by at most u c'_gemm ||X_{l-1}|| rho_l, the residual addition by at most u ||X_l||. So the bound is
+    ``addition_bound`` + c'_gemm ``product_bound``.
     """
     computed = run_stack(x, weights, low).double().cpu()
-    exact = torch.stack(list(_exact_steps(x.double().cpu(), weights.double().cpu())))
-    rho = torch.linalg.matrix_norm(weights.double().cpu(), 2).T  # (draws, L)
-    norms = torch.linalg.matrix_norm(exact).T  # (draws, L + 1)
+    exact, weights = [x.double().cpu()], weights.double().cpu()
+    for weight in weights:
+        exact.append(exact[-1] + exact[-1] @ weight)
+    rho = torch.linalg.matrix_norm(weights, 2).T  # (draws, L)
+    norms = torch.linalg.matrix_norm(torch.stack(exact)).T  # (draws, L + 1)
     final, u = norms[:, -1], low.format.unit_roundoff
     columns = {
         "mismatch": theory.mismatch(computed[-1], exact[-1]),
@@ -228,20 +216,9 @@ def observe_stack(x: Tensor, weights: Tensor, low: LowPrecision) -> pd.DataFrame
     return pd.DataFrame(columns)[_in_range(low, computed.transpose(0, 1)).numpy()]
 
 
-def _exact_steps(x: Tensor, weights: Tensor) -> Iterator[Tensor]:
-    yield x
-    for weight in weights:
-        x = x + x @ weight
-        yield x
-
-
-# --- Seeded samples ---------------------------------------------------------------------------
-
-
 def sample_attention(low: LowPrecision, seed: int) -> pd.DataFrame:
     """``observe_attention`` over ATTENTION_SHAPES x HEADS, with family and shape."""
-    generator = torch.Generator().manual_seed(seed)
-    tables = []
+    generator, tables = torch.Generator().manual_seed(seed), []
     for (n, m, d), family in product(ATTENTION_SHAPES, HEADS):
         draws = max(16, NUMBERS // (n * d + 2 * m * d + n * m * m))
         heads = (x.to(device_of(low)) for x in draw_heads(family, (n, m, d), draws, low.format, generator))
@@ -251,8 +228,7 @@ def sample_attention(low: LowPrecision, seed: int) -> pd.DataFrame:
 
 def sample_layernorm(low: LowPrecision, seed: int) -> pd.DataFrame:
     """``observe_layernorm`` over FEATURES x EPSILONS x even and uneven gamma x families, with family and shape."""
-    generator = torch.Generator().manual_seed(seed)
-    tables = []
+    generator, tables = torch.Generator().manual_seed(seed), []
     for features, epsilon, even in product(FEATURES, EPSILONS, (True, False)):
         gamma = torch.ones(features) if even else _normal(generator, features).float()
         gamma = low.format.round(gamma).to(device_of(low))
@@ -265,12 +241,10 @@ def sample_layernorm(low: LowPrecision, seed: int) -> pd.DataFrame:
 
 def sample_stacks(low: LowPrecision, seed: int) -> pd.DataFrame:
     """``observe_stack`` over STACKS x GAINS, with the gain as family and LxD as shape."""
-    generator = torch.Generator().manual_seed(seed)
-    tables = []
-    for (blocks, width), gain in product(STACKS, GAINS):
+    generator, tables = torch.Generator().manual_seed(seed), []
+    for shape, gain in product(STACKS, GAINS):
+        blocks, width = shape
         draws = max(16, NUMBERS // (blocks * width**2 * 16))
-        x, weights = (
-            part.to(device_of(low)) for part in draw_stacks((blocks, width), gain, draws, low.format, generator)
-        )
-        tables.append(observe_stack(x, weights, low).assign(family=f"rho={gain:g}", shape=f"{blocks}x{width}"))
+        stacks = (part.to(device_of(low)) for part in draw_stacks(shape, gain, draws, low.format, generator))
+        tables.append(observe_stack(*stacks, low).assign(family=f"rho={gain:g}", shape=f"{blocks}x{width}"))
     return pd.concat(tables, ignore_index=True)
