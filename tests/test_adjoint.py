@@ -23,10 +23,10 @@ from fragility_core.adjoint.products import scaled_dot_product_attention
 from fragility_core.adjoint.recomputed import tabulate
 from fragility_core.adjoint.rounding import ulp
 from fragility_core.adjoint.rows import Rows
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lookup import row_of
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
@@ -153,7 +153,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
 def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
     """Rounding at random, the errors are independent as the derivation assumes: E||E||^2 itself is compared."""
     low = lower(tiny_gpt2, "bf16", "emulated")
-    low.model.set_attn_implementation(implementation)
+    set_attention(low.model, implementation)
     kernels = predict_kernels_only(Adjoint(low.stochastic(0), probes=8)(tiny_tokens))
     exact = final_hidden(copy.deepcopy(low.model).float(), tiny_tokens)
     stochastic = low.stochastic(1)
@@ -181,7 +181,7 @@ def test_prediction_is_the_measured_mismatch(format, implementation, count, tole
     """On a trained model, one probe, weights included: no bias beyond the chance of so few windows."""
     model, windows = embedded[0], embedded[1][:count]
     low = lower(model, format)
-    low.model.set_attn_implementation(implementation)
+    set_attention(low.model, implementation)
     ratio = Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)
     assert abs(ratio.mean() - 1) < tolerance
 
@@ -415,7 +415,7 @@ def test_a_hidden_score_that_overflows_does_no_harm():
 
 
 def by_sites_of(low, implementation, tokens):
-    low.model.set_attn_implementation(implementation)
+    set_attention(low.model, implementation)
     return by_site(Adjoint(low, probes=2)(tokens))
 
 
@@ -631,7 +631,7 @@ def test_an_overflow_inside_a_module_is_named(format, overflows):
 
 def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    low.model.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(low.model, OBSERVED_EAGER)
     before = {name: x.clone() for name, x in low.model.state_dict().items()}
     forwards = [vars(module).get("forward") for module in low.model.modules()]
     result = hidden(low, tiny_tokens)

@@ -32,8 +32,8 @@ from transformers import (
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.routing import Routes, compare_routes, router_margins
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
 
@@ -146,7 +146,7 @@ def test_other_attention(config, implementation):
     """Grouped queries and a sliding window, whatever computes them."""
     model = random_model(config)
     low = lower(model, "bf16")
-    low.model.set_attn_implementation(implementation)
+    set_attention(low.model, implementation)
     assert 0.92 < mean_ratio(model, low) < 1.08
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, observed_attention, observers, row_blocks
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, observed_attention, observers, row_blocks, set_attention
 from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import get_format
 
@@ -228,7 +228,7 @@ def test_models_use_it_by_name(tiny_gpt2, tiny_tokens):
     eager = tiny_gpt2.base_model
     eager.set_attn_implementation("eager")
     want = eager(tiny_tokens).last_hidden_state
-    eager.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(eager, OBSERVED_EAGER)
     torch.testing.assert_close(eager(tiny_tokens).last_hidden_state, want, rtol=1e-5, atol=1e-5)
 
 
@@ -238,14 +238,14 @@ def test_models_with_padding_use_it_by_name(tiny_gpt2, tiny_tokens):
     model, kept = tiny_gpt2.base_model, padding.bool()
     model.set_attn_implementation("eager")
     want = model(tiny_tokens, attention_mask=padding).last_hidden_state[kept]
-    model.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(model, OBSERVED_EAGER)
     got = model(tiny_tokens, attention_mask=padding).last_hidden_state[kept]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_models_with_cached_keys_use_it_by_name(tiny_gpt2, tiny_tokens):
     model = tiny_gpt2.base_model
-    model.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(model, OBSERVED_EAGER)
     whole = model(tiny_tokens).last_hidden_state
     first = model(tiny_tokens[:, :25], use_cache=True)
     rest = model(tiny_tokens[:, 25:], past_key_values=first.past_key_values)

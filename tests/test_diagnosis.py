@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch

@@ -13,9 +13,10 @@ from torch.nn import functional
 from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T5Config, XGLMConfig, XGLMModel
 from transformers.activations import ACT2CLS, ACT2FN
 
-from fragility_core.arithmetic.emulation import Emulation, LowPrecision, fp32_sums, lower, rounded_copy
+from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import FORMATS, get_format
 from fragility_core.arithmetic.lookup import every_number, look_up
+from fragility_core.arithmetic.lowering import LowPrecision, fp32_sums, lower, rounded_copy
 from fragility_core.theory import mismatch
 
 HALF = ["bf16", "fp16"]

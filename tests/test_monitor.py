@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from fragility_core import theory
-from fragility_core.arithmetic.attention import FP32_SCORES, OBSERVED_EAGER, observers
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.attention import FP32_SCORES, OBSERVED_EAGER, observers, set_attention
 from fragility_core.arithmetic.formats import FORMATS
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.monitor import Monitor, Observation
@@ -497,7 +497,7 @@ def test_the_pass_makes_no_index_on_the_host(tiny_gpt2, tiny_tokens):
 
 def test_scores_kept_in_fp32_stay_so(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    low.model.set_attn_implementation(FP32_SCORES)
+    set_attention(low.model, FP32_SCORES)
     with low.running():
         expected = low.model.base_model(tiny_tokens).last_hidden_state
     assert Monitor(low)(tiny_tokens).hidden.equal(expected)
@@ -545,7 +545,7 @@ def test_grad_mode_changes_nothing(context, power_iteration, tiny_gpt2, tiny_tok
 def test_a_pass_in_inference_mode_does_not_spoil_later_ones(tiny_gpt2):
     """Masks that are kept from pass to pass must not be inference tensors, which gradients refuse."""
     model = copy.deepcopy(tiny_gpt2).requires_grad_(True)
-    model.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(model, OBSERVED_EAGER)
     tokens = torch.randint(101, (1, 37))  # a length that no other test uses
     with torch.inference_mode():
         model.base_model(tokens)

@@ -8,8 +8,8 @@ from torch.nn import functional
 from transformers import GPT2LMHeadModel
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.emulation import lower
 from fragility_core.arithmetic.formats import LINEAR, get_format
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import RoundedOperands, linear_weights
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan, apply

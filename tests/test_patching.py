@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import LowPrecision, lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.patching import Patching, patch_effects
@@ -221,7 +221,7 @@ def test_fp32_attention_with_other_masks_is_refused(model):
 
 @pytest.mark.parametrize("implementation", ["sdpa", OBSERVED_EAGER])
 def test_fp32_blocks_run_with_their_own_attention(implementation, model):
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     patching = Patching(model, lower(model, "bf16"))
     assert patching.model.config._attn_implementation == implementation
     assert patching.low.model.config._attn_implementation == OBSERVED_EAGER

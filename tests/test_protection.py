@@ -38,8 +38,8 @@ from transformers import (
 
 from fragility_core import adjoint
 from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.emulation import lower
 from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, Plan, apply, baselines, plan
@@ -107,7 +107,7 @@ def tiny():
 def embedded():
     """The embedded checkpoint with observed attention and 64 windows of 128 tokens."""
     model = load_model("embedded", "cpu")
-    model.set_attn_implementation(attention.OBSERVED_EAGER)
+    attention.set_attention(model, attention.OBSERVED_EAGER)
     stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
     return model, select_windows(stream, 128, 64, seed=0)[1]
 
@@ -152,7 +152,7 @@ def test_plans_are_predicted_as_measured_in_every_family(family):
 
 def test_attention_kept_in_fp32_rounds_neither_scores_nor_probabilities(tiny_tokens):
     model = random_model(FAMILIES["gpt2"])
-    model.set_attn_implementation(attention.OBSERVED_EAGER)
+    attention.set_attention(model, attention.OBSERVED_EAGER)
     known = contributions(model, tiny_tokens)
     again = contributions(model, tiny_tokens, low=apply(model, known.of_sites(["attention"])))
     inside = {"scores", "softmax", "context"}
@@ -355,7 +355,7 @@ def test_a_kept_block_is_a_patched_one(tiny, layer):
     model = random_gpt2(TINY)
     low = lower(model, "bf16")
     patched = Patching(model, low)(tokens)[1 + layer]
-    model.set_attn_implementation(attention.OBSERVED_EAGER)
+    attention.set_attention(model, attention.OBSERVED_EAGER)
     kept = apply(model, known.of_blocks([layer]))
     with torch.no_grad(), kept.running():
         final = final_hidden(kept.model, tokens)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch

@@ -19,28 +19,16 @@ from fragility_core.adjoint.products import fast_products
 from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape
-from fragility_core.arithmetic import emulation, operands
+from fragility_core.arithmetic import operands
 from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
 from fragility_core.arithmetic.nested import map_tensors
 from fragility_core.models.tree import is_block
 
 GET_DTYPE = Tensor.dtype.__get__
-SHORT_CASTS = {
-    Tensor.float: torch.float32, Tensor.double: torch.float64,
-    Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16,
-}  # fmt: skip
-CASTS = {*SHORT_CASTS, Tensor.to, Tensor.type, Tensor.type_as}
-
-# Functions that only move or select values: those of emulation and a few that are not kernels. Views
-# are found by their memory. Leaving one out costs time, never accuracy: rounding again makes no error.
-EXACT = {str(kernel).rpartition(".")[-1] for kernel in emulation.EXACT} | {
-    "contiguous", "reshape", "flatten", "concat", "dropout", "__getitem__", "__setitem__", "index_copy_", "detach",
-    "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum",
-}  # fmt: skip
 # Half of what a model calls. These are handed on at once: what asks about a tensor, and what moves one tensor.
 QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
 MOVES = {Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, functional.dropout}
-PRODUCTS = operands.PRODUCTS | {"scaled_dot_product_attention"}
 
 _DISPATCHING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -118,7 +106,7 @@ class FunctionCall:
 
     def moves(self, y: Tensor) -> bool:
         """Whether the result ``y`` holds stored values again."""
-        if self.name in EXACT:
+        if self.name in EXACT_FUNCTIONS:
             return all(map(stored_as, self.floating))
         if self.writes or not (y._is_view() or any(y is x for x in self.floating)):
             return False
@@ -127,8 +115,8 @@ class FunctionCall:
 
     def promotes_to_low(self) -> bool:
         """Type promotion: zero-dimensional operands decide only where there are no others."""
-        deciding = [x for x in self.floating if x.ndim] or self.floating
-        return bool(deciding) and all(map(stored_as, deciding))
+        operands = deciding(self.floating)
+        return bool(operands) and all(map(stored_as, operands))
 
 
 class Owned(torch.autograd.Function):
@@ -237,8 +225,8 @@ class LowArithmetic(TorchFunctionMode):
 
     def _requested_dtype(self, call: FunctionCall) -> torch.dtype | None:
         """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""
-        if call.func in SHORT_CASTS:
-            return SHORT_CASTS[call.func]
+        if dtype := CASTS.get(call.func):
+            return dtype
         if call.func in CASTS and len(call.args) > 1 and isinstance(call.args[1], Tensor):
             return self.dtype(call.args[1])
         return next((x for x in (*call.args, *call.kwargs.values()) if isinstance(x, torch.dtype)), None)
@@ -255,6 +243,8 @@ class LowArithmetic(TorchFunctionMode):
         if not y.is_floating_point():
             return y
         if call.moves(y):
+            if call.name in FILLING:  # with a constant, which is no number of the format
+                y.data.copy_(self.format.round(y.data))
             y._is_stream = call.of_stream
             return store(y, "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value")
         constant = not call.floating or (call.writes and not y.requires_grad)

@@ -17,8 +17,8 @@ from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.emulation import LowPrecision, sharing_copy
 from fragility_core.arithmetic.lookup import elementwise_modules
+from fragility_core.arithmetic.lowering import LowPrecision, sharing_copy
 from fragility_core.arithmetic.operands import linear_weights, storages
 from fragility_core.models.tree import final_hidden, is_block
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors
 
 

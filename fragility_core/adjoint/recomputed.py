@@ -13,9 +13,9 @@ from fragility_core.adjoint.rounding import local_error
 from fragility_core.adjoint.rows import Rows
 from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic.attention import is_causal, observed_attention, require_plain_softmax
-from fragility_core.arithmetic.emulation import LowPrecision
 from fragility_core.arithmetic.formats import chunks
 from fragility_core.arithmetic.lookup import entries, every_number, look_up, row_of
+from fragility_core.arithmetic.lowering import LowPrecision
 
 RECOMPUTED_EAGER = "recomputed_eager"
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fragility_core.adjoint.estimator import Adjoint
-from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.models.tree import final_hidden
 
 

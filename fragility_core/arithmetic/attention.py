@@ -1,25 +1,39 @@
-"""Eager attention that can be observed, registered with transformers as OBSERVED_EAGER.
+"""Eager attention that can be observed: OBSERVED_EAGER, and FP32_SCORES with scores and softmax in fp32.
 
-It forms and rounds scores and probabilities kernel by kernel, as the library's eager attention does,
-but one block of query rows at a time: on a CPU what is observed is still in cache, causal blocks skip the
-keys they may not see, and no T x T tensor exists. A GPU, which waits for the launch of small kernels, takes
-larger blocks. FP32_SCORES is the same attention with scores and softmax in fp32.
+It forms and rounds scores and probabilities kernel by kernel, as the library's eager attention does, but one block of
+query rows at a time. On a CPU a block is still in cache when it is observed, causal blocks skip the keys that they may
+not see, and no T x T tensor exists. A GPU, which waits for the launch of small kernels, takes larger blocks.
+
+The core has three implementations of attention. Each does what the others cannot do as fast:
+
+* ``observed_attention`` here shows its scores to an observer and runs in any arithmetic: natively, emulated, in fp32.
+* ``adjoint.rows.Rows``, behind the adjoint's eager attention, knows the local error of every rounding, and forms scores
+  again in the backward pass. Derived from ``observed_attention`` by autograd, it would keep all T x T tensors.
+* ``adjoint.products.FusedAttention`` is the library's fused kernel, with the gradients of the same ``Rows``.
+
+transformers knows the implementations by name once ``set_attention``, or a context that calls it, has registered them.
 """
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.arithmetic.differentiation import differentiated
+from fragility_core.arithmetic.internals import (
+    attention_of,
+    current_dispatch_mode,
+    current_function_mode,
+    differentiated,
+    restored_attention,
+    without_function_modes,
+)
 
 OBSERVED_EAGER = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
@@ -63,39 +77,39 @@ def future(rows: int, device: torch.device) -> Tensor:
 
 
 class Hiding:
-    """Fills hidden scores in place, where no derivative is asked for through their bits: on a CPU many times as fast.
+    """Fills hidden scores in place. On a CPU it changes their bits, many times as fast as ``masked_fill_``.
 
-    The bits are those of the tensors that are, not of those that they may stand for.
+    Autograd cannot follow that: where derivatives are asked for, ``masked_fill_`` is called.
     """
 
     def __init__(self, hidden: Tensor, dtype: torch.dtype):
         """``hidden`` is boolean, ``dtype`` that of the scores."""
-        self.hidden, self.dtype, self.lowest = hidden, dtype, torch.finfo(dtype).min
+        self.hidden, self.dtype = hidden, dtype
 
     @cached_property
     def _bits(self) -> tuple[Tensor, Tensor]:
-        """Integers: "and" with the first makes what is hidden 0, "or" with the second then the lowest number."""
+        """Integers: "and" with the first makes hidden scores 0, "or" with the second then the lowest number."""
         integer = INTEGERS[self.dtype.itemsize]
+        lowest = -1 - int(1 / torch.finfo(self.dtype).eps)  # all bits but the last of the exponent
         with torch.inference_mode(False):
-            lowest = torch.full((), self.lowest, dtype=self.dtype, device=self.hidden.device).view(integer)
             everything = -self.hidden.to(integer)
             return ~everything, everything & lowest
 
     def zero(self, scores: Tensor) -> None:
-        """Make what is hidden 0."""
+        """Make hidden scores 0."""
         if differentiated(scores):
             scores.masked_fill_(self.hidden, 0)
             return
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             kept, _ = self._bits
             scores.view(kept.dtype).bitwise_and_(kept)
 
     def lower(self, scores: Tensor) -> None:
-        """Make what is hidden, and 0 by now, the lowest number."""
+        """Make hidden scores, which are 0 by now, the lowest number."""
         if differentiated(scores):
-            scores.masked_fill_(self.hidden, self.lowest)
+            scores.masked_fill_(self.hidden, torch.finfo(self.dtype).min)
             return
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             _, lowest = self._bits
             scores.view(lowest.dtype).bitwise_or_(lowest)
 
@@ -107,14 +121,42 @@ def hiding_future(rows: int, dtype: torch.dtype, device: torch.device) -> Hiding
     return Hiding(future(rows, device), dtype)
 
 
-def observe_attention(model: PreTrainedModel) -> None:
-    """Let observers see the attention of ``model`` from now on; scores that are kept in fp32 stay so.
+def register_attention(name: str, function: Callable) -> None:
+    """Let models of transformers be set to the attention ``function``, with boolean masks, by ``name``."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
-    Eager GPT-2 keeps them where its configuration says ``reorder_and_upcast_attn``.
+
+def set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Set ``model`` to an attention by name: OBSERVED_EAGER, FP32_SCORES, or one that transformers knows."""
+    if implementation == OBSERVED_EAGER:
+        register_attention(OBSERVED_EAGER, observed_attention)
+    elif implementation == FP32_SCORES:
+        register_attention(FP32_SCORES, partial(observed_attention, score_dtype=torch.float32))
+    model.set_attn_implementation(implementation)
+
+
+@contextmanager
+def attention_set_to(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """A context in which ``model`` has the attention ``implementation``; then it has its former one again."""
+    with restored_attention(model):
+        set_attention(model, implementation)
+        yield
+
+
+def observing_attention(model: PreTrainedModel) -> AbstractContextManager:
+    """A context in which observers see the attention of ``model``; scores that it keeps in fp32 stay so.
+
+    Eager GPT-2 keeps them in fp32 where its configuration says ``reorder_and_upcast_attn``.
     """
-    kept = model.config._attn_implementation == FP32_SCORES
-    upcast = model.config._attn_implementation == "eager" and getattr(model.config, "reorder_and_upcast_attn", False)
-    model.set_attn_implementation(FP32_SCORES if kept or upcast else OBSERVED_EAGER)
+    implementation = attention_of(model)
+    upcast = implementation == "eager" and getattr(model.config, "reorder_and_upcast_attn", False)
+    return attention_set_to(model, FP32_SCORES if upcast or implementation == FP32_SCORES else OBSERVED_EAGER)
+
+
+def observe_attention(model: PreTrainedModel) -> None:
+    """As ``observing_attention``, for good."""
+    observing_attention(model).__enter__()
 
 
 def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) -> None:
@@ -146,7 +188,7 @@ def scaling_commutes(query: Tensor, scaling: float) -> bool:
     So it is by a power of two in native bf16, whose range is that of fp32 (but for products beyond that range); in
     other formats products overflow first, or the query falls among the subnormals.
     """
-    if _get_current_dispatch_mode() is not None or _get_current_function_mode() is not None:
+    if current_dispatch_mode() is not None or current_function_mode() is not None:
         return False
     return query.dtype == torch.bfloat16 and isinstance(scaling, float) and math.frexp(scaling)[0] == 0.5
 
@@ -194,7 +236,7 @@ def observed_attention(
         scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen])  # (B, H, C, seen)
         if not scaled_before:
             scores = scores * scaling
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             dtype = scores.dtype
         maskable, hiding = scores, None
         if causal:
@@ -213,9 +255,3 @@ def observed_attention(
         outputs.append(torch.matmul(probabilities, value[:, :, :seen]))  # (B, H, C, d)
     context = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
     return context.transpose(1, 2), None
-
-
-AttentionInterface.register(OBSERVED_EAGER, observed_attention)
-AttentionInterface.register(FP32_SCORES, partial(observed_attention, score_dtype=torch.float32))
-for implementation in (OBSERVED_EAGER, FP32_SCORES):
-    AttentionMaskInterface.register(implementation, sdpa_mask)

@@ -1,26 +1,39 @@
-"""The tensors among nested arguments and results."""
+"""The tensors in nested arguments and results: tuples, lists, dictionaries, named tuples, outputs of transformers.
 
-from collections.abc import Callable, Iterator, Mapping
+torch's pytree knows all of these. Emulation asks for every kernel, where pytree takes 60 us and these few lines
+10 us: they handle tuples, lists and dictionaries themselves. Caches and other objects are leaves, left as they are.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+from fragility_core.arithmetic.internals import tree_leaves, tree_map_only
+
+PLAIN = (int, float, bool, str, type(None))
+
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``change`` applied to every tensor in nested tuples, lists and dictionaries."""
+    """``value`` with ``change`` applied to every tensor in it."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is tuple or kind is list:
+        return kind([map_tensors(item, change) for item in value])
+    if kind is dict:
         return {name: map_tensors(item, change) for name, item in value.items()}
-    return value
+    return tree_map_only(Tensor, change, value)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
+    """All tensors in ``value``, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif type(value) in (tuple, list, dict):
+        for item in value.values() if type(value) is dict else value:
             yield from tensors(item)
+    elif type(value) not in PLAIN:
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,6 +1,6 @@
-"""Linear layers that read weights and activations in a narrower format than the rest of the model is in.
+"""Linear layers that read weights and activations in a narrower format than that of the rest of the model.
 
-So fp8 is used in practice (W8A8): its products are fast, while norms, softmax and the residual stream stay in bf16.
+fp8 is used so in practice (W8A8): its products are fast, while norms, softmax and the residual stream stay in bf16.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,24 +8,24 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.kernels import WEIGHT_PRODUCTS
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.models.tree import block_of, is_linear
 
-PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm"}
-
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By path the matrices that the blocks of ``model`` multiply by: of linear layers, and of all experts together.
+    """The matrices, by path, that the blocks of ``model`` multiply by: of linear layers, and of experts together.
 
-    Not those outside of blocks (the head), nor routers that are no linear layers.
+    A matrix of all experts has three dimensions. The head and routers that are no linear layers are left out.
     """
 
     def multiplies(module: nn.Module, parameter: nn.Parameter) -> bool:
-        return parameter.ndim == 2 if is_linear(module) else parameter.ndim == 3 and not isinstance(module, _ConvNd)
+        if is_linear(module):
+            return parameter.ndim == 2
+        return parameter.ndim == 3 and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
 
     return {
         f"{path}.{name}": parameter
@@ -36,15 +36,15 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Where ``tensors``, and so all views of them, are stored."""
+    """Addresses of the memory of ``tensors``, which their views share."""
     return {x.untyped_storage().data_ptr() for x in tensors}
 
 
 class RoundedOperands(TorchFunctionMode):
-    """Rounds what the linear weights of ``model`` are multiplied by to ``format``.
+    """A context that rounds to ``format`` whatever the linear weights of ``model`` are multiplied by.
 
-    Weights of another dtype (those of modules kept in fp32) do not count. With a ``generator``
-    the rounding is stochastic. It is ``paused`` in the rounding itself.
+    Weights of another dtype, those of modules kept in fp32, do not count. With a ``generator`` the rounding is
+    stochastic. The rounding itself runs inside of ``paused()``.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class RoundedOperands(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.__name__ in PRODUCTS and self.weights & storages(tensors((args, kwargs))):
+        if func.__name__ in WEIGHT_PRODUCTS and self.weights & storages(tensors((args, kwargs))):
             with self.paused():
                 args, kwargs = map_tensors(args, self._rounded), map_tensors(kwargs, self._rounded)
         return func(*args, **kwargs)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """An activation, rounded; weights are rounded already, and biases are no operands."""
+        """``x`` rounded if it is an activation; weights are rounded already, and biases are no operands."""
         operand = (
             x.dtype == self.format.compute_dtype
             and not isinstance(x, nn.Parameter)

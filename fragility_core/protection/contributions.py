@@ -9,8 +9,8 @@ import pandas as pd
 from torch import Tensor, nn
 
 from fragility_core import adjoint
-from fragility_core.arithmetic.emulation import lower
 from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import embedding_paths, head_paths, is_norm, outermost, within
 from fragility_core.protection import cost
 from fragility_core.protection.baselines import top

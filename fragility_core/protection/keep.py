@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from fragility_core.arithmetic.attention import FP32_SCORES
-from fragility_core.arithmetic.emulation import LowPrecision, lower
+from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
 from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import tensors
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.plans import Plan
@@ -126,7 +126,7 @@ def require_scores(model: nn.Module) -> None:
 def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> LowPrecision:
     """The fp32 ``model`` in the plan's format, but for what the plan keeps; ``model`` itself stays as it is.
 
-    ``execution`` is that of ``emulation.lower``, unless given "weights" for a plan that was made for weights
+    ``execution`` is that of ``lowering.lower``, unless given "weights" for a plan that was made for weights
     alone. A pass over ``tokens`` (B, T), two zeros unless given, checks that everything named computes in
     fp32 indeed. Raises ValueError for an unknown module, one that does not run or whose dtype did not
     change, and for a stream or scores that cannot be kept.
@@ -150,7 +150,7 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     for path in plan.modules:
         keep_module(low.model.get_submodule(path), model.get_submodule(path), compute_dtype, kept, path not in wide)
     if plan.scores:
-        low.model.set_attn_implementation(FP32_SCORES)
+        set_attention(low.model, FP32_SCORES)
     check(low, plan, tokens, wide, compute_dtype)
     return low
 

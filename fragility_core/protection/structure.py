@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fragility_core.arithmetic.attention import FP32_SCORES
-from fragility_core.arithmetic.emulation import sharing_copy
+from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
+from fragility_core.arithmetic.lowering import sharing_copy
 from fragility_core.arithmetic.nested import tensors
 from fragility_core.models.tree import (
     attention_modules,
@@ -35,7 +35,7 @@ def scores_can_be_kept(model: nn.Module) -> bool:
     own, kept = sharing_copy(model).eval(), sharing_copy(model).eval()
     tokens = torch.arange(TRIED, device=model.device)[None]
     try:
-        kept.set_attn_implementation(FP32_SCORES)
+        set_attention(kept, FP32_SCORES)
         a, b = (next(tensors(m(tokens, use_cache=False))).float() for m in (own, kept))
     except Exception:  # another input than tokens alone, or an attention of more than a softmax
         return False

@@ -1,8 +1,8 @@
-"""One low-precision forward pass, and every statistic of the score measured on the way.
+"""One low-precision forward pass that measures every statistic of the score on the way.
 
-The model runs as transformers ships it: hooks see the sites of each block, the registered attention
-function shows scores and probabilities. Statistics accumulate on the device, in fp32 but where ``reductions``
-says otherwise, and leave it once per batch, one value per window and block.
+The model runs as transformers ships it. Hooks see the sites of each block, and the observed attention shows scores
+and probabilities. Statistics accumulate on the device in fp32 (``reductions`` names the exceptions), and leave it once
+per batch, one value per window and block.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from fragility_core.arithmetic.attention import observe_attention, observers
-from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.arithmetic.attention import observers, observing_attention
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.models.architectures import Block, blocks
 from fragility_core.models.norms import Norm
 from fragility_core.models.tree import final_hidden, hidden_and_logits
@@ -38,16 +38,19 @@ from fragility_core.surrogates.transport import branch_jacobian_norm
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 
+# For a block without norms of query and key heads, or without a gated MLP. These values leave its transport as it is.
+NEUTRAL = {"query_gain": 1.0, "key_gain": 1.0, "up_max": 1.0, "activated_max": 0.0}
+
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may meet a backward pass later
 def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Row numbers on the device; making them there again for every block would wait for the device."""
+    """Row numbers on the device, kept there: a new copy for every block would wait for the device."""
     return torch.tensor(rows, device=device)
 
 
-class Records:
-    """Named tensors of every block of a pass."""
+class PassRecord:
+    """What a pass has measured so far: named tensors of every block."""
 
     def __init__(self, depth: int):
         self.depth = depth
@@ -55,58 +58,84 @@ class Records:
         self.large: dict[str, Tensor] = {}
 
     def write(self, layer: int, **values: Tensor) -> None:
-        """Keep what was measured of block ``layer``."""
+        """Keep ``values`` of block ``layer``. Values named ``*_norm`` are norms of segments, (B, segments)."""
         for name, value in values.items():
             self.small.setdefault(name, {})[layer] = value
 
-    def room(self, layer: int, name: str, *shape: int, like: Tensor) -> Tensor:
-        """Zeros to write a large tensor of block ``layer`` to, of the dtype of ``like``.
+    def allocate(self, layer: int, name: str, *shape: int, like: Tensor) -> Tensor:
+        """Zeros of ``shape`` and of the dtype of ``like``, for a large value of block ``layer`` to be written to.
 
-        Large ones that outlive a block, allocated between its temporary ones, would leave holes in a CPU's
-        heap that the next block's do not fit into: a third more memory at the peak.
+        The first call allocates for all blocks. Large tensors that stay, allocated between the temporary tensors of
+        a block, would fragment a CPU's heap and raise the peak memory by a third.
         """
         if name not in self.large:
             self.large[name] = like.new_zeros(self.depth, *shape)
         return self.large[name][layer]
 
     def stacked(self) -> dict[str, Tensor]:
-        """Each name's tensors of all blocks as one (L, ...), of norms (L, B) in place of those of their pieces."""
-        blocks = {name: [values[layer] for layer in range(self.depth)] for name, values in self.small.items()}
-        norms = {name: joined(blocks.pop(name)) for name in list(blocks) if name.endswith("_norm")}
-        return {name: torch.stack(values) for name, values in blocks.items()} | norms | self.large
+        """The values of all blocks under each name, (L, ...), with norms of windows (L, B) for those of segments."""
+        values = {name: self._of_all_blocks(name) for name in self.small}
+        norms = {name: _window_norms(values.pop(name)) for name in list(values) if name.endswith("_norm")}
+        return {name: torch.stack(each) for name, each in values.items()} | norms | self.large
+
+    def _of_all_blocks(self, name: str) -> list[Tensor]:
+        measured = self.small[name]
+        if len(measured) == self.depth:
+            return [measured[layer] for layer in range(self.depth)]
+        neutral = torch.full_like(next(iter(measured.values())), NEUTRAL[name])
+        return [measured.get(layer, neutral) for layer in range(self.depth)]
+
+    def statistics(self, epsilons: Tensor, width: int) -> dict[str, Tensor]:
+        """All statistics, (L, B) each. Kernels over small tensors run once for all blocks.
+
+        ``epsilons`` (L, 2) are those of the two norms, ``width`` is d_model.
+        """
+        stacked = self.stacked()
+        grams = stacked.pop("value_gram")  # (L, B, H, d, d)
+        stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).float().sum((-2, -1)).sqrt()
+        stacked["value_spectral_norm"] = spectral_norm_from_gram(grams).amax(-1)
+        samples = stacked.pop("probability_sample")  # (L, B, H, 16, T)
+        stacked["softmax_sensitivity"] = torch.cat(
+            [softmax_sensitivity_estimate(part).amax((-2, -1)) for part in samples.split(blocks_at_once(samples))]
+        )
+        for site in ("1", "2"):
+            mean, scale = stacked.pop(f"mean_{site}"), stacked.pop(f"scale_{site}")  # (L, B, T)
+            # The kernel's scale is 1 / sqrt(sigma^2 + epsilon).
+            variance = (scale**-2 - epsilons[:, int(site) - 1, None, None]).clamp_min(0)
+            stacked[f"input_{site}_norm"] = (width * (variance + mean**2)).sum(-1).sqrt()
+            stacked[f"variance_{site}"] = variance.mean(-1)
+            stacked[f"variance_{site}_min"] = variance.amin(-1)
+        return stacked
 
 
-def joined(pieces: list[Tensor]) -> Tensor:
-    """Norms (L, B) from those of the pieces (B, P) of L blocks, P of which may differ, as attention's reach may."""
-    if len({x.shape for x in pieces}) > 1:
-        pieces = [whole_norm(x)[:, None] for x in pieces]
-    return whole_norm(torch.stack(pieces))
+def _window_norms(segments: list[Tensor]) -> Tensor:
+    """Norms (L, B) from the norms of segments, (B, S) of each block. S differs with the reach of attention."""
+    if len({x.shape for x in segments}) > 1:
+        segments = [whole_norm(x)[:, None] for x in segments]
+    return whole_norm(torch.stack(segments))
 
 
 class AttentionStatistics:
-    """Gathers the statistics of one attention module over its blocks of query rows."""
+    """An ``AttentionObserver`` that measures one attention module over its blocks of query rows."""
 
-    def __init__(self, paused: Callable[[], AbstractContextManager], scaling: float, room: Callable[..., Tensor]):
-        """``scaling``: scores are this times Q K^T; a query that comes already scaled is not Q.
-
-        ``room`` is that of the module's block in ``Records``.
-        """
-        self.paused, self.scaling, self.room = paused, scaling, room
+    def __init__(self, paused: Callable[[], AbstractContextManager], scaling: float, allocate: Callable[..., Tensor]):
+        """Scores are ``scaling`` times Q K^T. ``allocate`` is ``PassRecord.allocate`` for the module's block."""
+        self.paused, self.scaling, self.allocate = paused, scaling, allocate
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         batch, heads, rows, _ = query.shape
         self.rows = sampled_rows(rows)
-        self.scored, self.weighted = [], []  # norms of pieces of scores and probabilities
+        self.scored, self.weighted = [], []  # norms of the segments of scores and probabilities
         with self.paused():
             self.query_norm, self.key_norm = segment_norms(query), segment_norms(key)
-            if scaling != self.scaling:
+            if scaling != self.scaling:  # the query that came is scaled already
                 self.query_norm = self.query_norm * (scaling / self.scaling)
-            # In bf16 ||V||_2 is at most 2^-9 sqrt(d) off for it; in fp16 the products may overflow.
+            # bf16 products change ||V||_2 by at most 2^-9 sqrt(d) of itself. fp16 products may overflow.
             wide = value if value.dtype == torch.bfloat16 else value.float()
             wide = wide.flatten(0, 1)
-            gram = self.room("value_gram", batch, heads, wide.shape[-1], wide.shape[-1], like=wide)
+            gram = self.allocate("value_gram", batch, heads, wide.shape[-1], wide.shape[-1], like=wide)
             torch.bmm(wide.mT, wide, out=gram.flatten(0, 1))
-            self.sample = self.room("probability_sample", batch, heads, len(self.rows), key.shape[2], like=query)
+            self.sample = self.allocate("probability_sample", batch, heads, len(self.rows), key.shape[2], like=query)
 
     def scores(self, scores: Tensor) -> None:
         with self.paused():
@@ -123,42 +152,19 @@ class AttentionStatistics:
                 sampled.copy_(probabilities.index_select(2, chosen))
 
     def result(self) -> dict[str, Tensor]:
-        """Norms of pieces (B, P); what else was measured is in its room."""
+        """Norms of segments, (B, segments) each."""
         return {
             "query_norm": self.query_norm, "key_norm": self.key_norm,
             "score_norm": torch.cat(self.scored, -1), "probability_norm": torch.cat(self.weighted, -1),
         }  # fmt: skip
 
 
-def finished(records: Records, epsilons: Tensor, width: int) -> dict[str, Tensor]:
-    """All statistics (L, B) from the records of L blocks, small kernels once for all blocks.
-
-    ``epsilons`` (L, 2) are those of the two LayerNorm sites, ``width`` is d_model.
-    """
-    stacked = records.stacked()
-    grams = stacked.pop("value_gram")  # (L, B, H, d, d)
-    stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).float().sum((-2, -1)).sqrt()
-    stacked["value_spectral_norm"] = spectral_norm_from_gram(grams).amax(-1)
-    samples = stacked.pop("probability_sample")  # (L, B, H, 16, T)
-    stacked["softmax_sensitivity"] = torch.cat(
-        [softmax_sensitivity_estimate(part).amax((-2, -1)) for part in samples.split(blocks_at_once(samples))]
-    )
-    for site in ("1", "2"):
-        mean, scale = stacked.pop(f"mean_{site}"), stacked.pop(f"scale_{site}")  # (L, B, T)
-        # The kernel's scale is 1 / sqrt(sigma^2 + epsilon).
-        variance = (scale**-2 - epsilons[:, int(site) - 1, None, None]).clamp_min(0)
-        stacked[f"input_{site}_norm"] = (width * (variance + mean**2)).sum(-1).sqrt()
-        stacked[f"variance_{site}"] = variance.mean(-1)
-        stacked[f"variance_{site}_min"] = variance.amin(-1)
-    return stacked
-
-
 @dataclass(frozen=True)
 class Observation:
-    """What one monitored pass over a batch of windows saw.
+    """What one monitored pass over a batch of windows has measured.
 
-    ``layers`` has one row per window and block, ``windows`` one row per window, both in order;
-    ``hidden`` is the final hidden state (B, T, d_model), after the final norm, on the device.
+    ``layers`` has one row per window and block, ``windows`` one row per window, both in order. ``hidden`` is the
+    final hidden state (B, T, d_model) after the final norm, on the device.
     """
 
     layers: pd.DataFrame
@@ -169,23 +175,23 @@ class Observation:
 class Monitor:
     """Monitored low-precision passes of a Hugging Face decoder (protocol section 3).
 
-    What the protocol says of GPT-2 is read as follows in other families. RMSNorm is measured as LayerNorm,
-    with the mean square about 0 for the variance. Of a gated MLP, W_out (act(W_gate z) * W_up z), the
-    remainder holds ||W_in|| ||z|| for both inner products, W_in = [W_gate; W_up] (Lemma 2 (`lem:gemm-out`)), and
-    ||W_out|| ||g||, g being what W_out reads; the rounding of * is left out, as the activation's is. Its
-    transport is ||m|| / ||r|| as ever. Keys and values of a group are counted once for each of its query
-    heads. Queries and keys are those that meet in the scores, behind rotary embeddings, which turn them
-    and change no norm, and behind norms of their own.
+    The protocol describes GPT-2. Other families are read as follows. RMSNorm is measured as LayerNorm, with the mean
+    square for the variance. A gated MLP is W_out g with g = act(W_gate z) * W_up z. Its remainder has
+    ||W_in|| ||z|| for both products that read z, with W_in = [W_gate; W_up] (Lemma 2 (`lem:gemm-out`)), and
+    ||W_out|| ||g||; the rounding of the product * is left out, as the activation's is. Keys and values of a group
+    count once for each of its query heads. Queries and keys are those that the scores multiply: after rotary
+    embeddings, which change no norm, and after their own norms. If only some blocks have a gated MLP or norms of
+    queries and keys, the columns of these have the values NEUTRAL in the other blocks.
 
-    The model's weights may change between passes if ``refresh()`` or ``follow()`` is called; LayerNorm's
-    epsilon may change at any time.
+    The weights may change between passes if ``refresh()`` or ``follow()`` is called. LayerNorm's epsilon may change at
+    any time. The model itself stays as it is: hooks and the observed attention are there during a pass only.
     """
 
     def __init__(self, low: LowPrecision, power_iteration: bool = False):
         """``power_iteration`` also measures ||J_f||_2 of every block (Appendix A.7 (`app:estimation`), option i).
 
-        The model of ``low`` runs with attention that can be observed from then on, monitored or not.
-        Raises TypeError for an architecture whose blocks are not known.
+        Raises TypeError for an architecture whose blocks are not known, and ValueError for a format with another
+        format for the linear layers.
         """
         if low.format.operands is not None:
             raise ValueError(
@@ -196,41 +202,51 @@ class Monitor:
         self.model: PreTrainedModel = low.model
         self.blocks = blocks(self.model)
         self.power_iteration = power_iteration
-        observe_attention(self.model)
         self.weight_statistics = WeightStatistics(self.blocks)
         self.refresh()
 
     def refresh(self) -> None:
-        """Measure the statistics that belong to the weights again, exactly."""
+        """Measure the statistics of the weights again, exactly."""
         self.weights = self.weight_statistics.measure()
 
     def follow(self) -> None:
-        """Bring them up to date after the weights moved a little (``WeightStatistics.follow``)."""
+        """Update the statistics of the weights after a small change (``WeightStatistics.follow``).
+
+        The spectral norms are then Ritz values, slightly below the exact norms. So the transport estimator
+        ``operator_norm`` is no strict upper bound.
+        """
         self.weights = self.weight_statistics.follow()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context in which calling ``model`` computes what a monitored pass computes, without measuring."""
+        with observing_attention(self.model), self.low.running():
+            yield
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, reference: Tensor | None = None, loss: bool = False) -> Observation:
         """Monitor one pass over ``tokens`` (B, T).
 
-        With ``reference``, the fp32 hidden states (B, T, d_model) of the same windows, the window rows
-        hold the ``mismatch``; with ``loss`` (models with a head) the mean next-token cross entropy.
-        Raises ValueError for a model in training mode.
+        With ``reference``, the fp32 hidden states (B, T, d_model) of the same windows, the window rows have the
+        ``mismatch``. With ``loss`` (models with a head) they have the mean next-token cross entropy in nats. Raises
+        ValueError for a model in training mode.
         """
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
-        records = Records(len(self.blocks))
+        record = PassRecord(len(self.blocks))
         inputs: list[tuple[tuple, dict]] = []
-        with self._observing(records, inputs, len(tokens)), self.low.running():
-            if loss:
-                hidden, logits = hidden_and_logits(self.model, tokens)
-            else:
-                hidden, logits = final_hidden(self.model, tokens), None
-        epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
-        epsilons = epsilons.to(hidden.device, non_blocking=True)
-        statistics = finished(records, epsilons, self.blocks[0].norm_1.gamma.numel())
-        if self.power_iteration:
-            norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, inputs)]
-            statistics["branch_jacobian_norm"] = torch.stack(norms)
+        with observing_attention(self.model):
+            with self._observing(record, inputs, len(tokens)), self.low.running():
+                if loss:
+                    hidden, logits = hidden_and_logits(self.model, tokens)
+                else:
+                    hidden, logits = final_hidden(self.model, tokens), None
+            epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
+            epsilons = epsilons.to(hidden.device, non_blocking=True)
+            statistics = record.statistics(epsilons, self.blocks[0].norm_1.gamma.numel())
+            if self.power_iteration:
+                norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, inputs)]
+                statistics["branch_jacobian_norm"] = torch.stack(norms)
         window = {"final_norm": torch.linalg.vector_norm(hidden.float().flatten(1), dim=-1)}
         if reference is not None:
             window["mismatch"] = mismatch(hidden, reference)
@@ -239,7 +255,7 @@ class Monitor:
         return Observation(*self._collect(statistics, window), hidden)
 
     def _collect(self, statistics: dict[str, Tensor], window: dict[str, Tensor]) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Statistics (L, B) and (B,) as tidy rows, through a single transfer from the device."""
+        """Statistics (L, B) and (B,) as tidy rows, with a single transfer from the device."""
         depth, batch = next(iter(statistics.values())).shape
         per_block = torch.stack(list(statistics.values())).flatten()
         values = torch.cat([per_block, *window.values()]).cpu().double().numpy()
@@ -257,11 +273,11 @@ class Monitor:
         return layers, pd.DataFrame({"window": np.arange(batch)} | windows)
 
     @contextmanager
-    def _observing(self, records: Records, inputs: list, windows: int) -> Iterator[None]:
+    def _observing(self, record: PassRecord, inputs: list, windows: int) -> Iterator[None]:
         """Hooks on every site of every block, for one pass over ``windows`` windows."""
         with ExitStack() as stack:
             for layer, block in enumerate(self.blocks):
-                for handle in self._attach(block, layer, records, windows):
+                for handle in self._attach(block, layer, record, windows):
                     stack.callback(handle.remove)
                 stack.callback(observers.pop, block.attention, None)
                 if self.power_iteration:
@@ -272,12 +288,12 @@ class Monitor:
                     stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
             yield
 
-    def _attach(self, block: Block, layer: int, records: Records, windows: int) -> Iterator[RemovableHandle]:
-        """Observe ``block``, giving its statistics to ``records``; yields the handles of the hooks."""
-        paused, write, room = self.low.paused, partial(records.write, layer), partial(records.room, layer)
-        observers[block.attention] = attention = AttentionStatistics(paused, block.score_scaling, room)
+    def _attach(self, block: Block, layer: int, record: PassRecord, windows: int) -> Iterator[RemovableHandle]:
+        """Hooks that write the statistics of ``block`` to ``record``; yields their handles."""
+        paused, write, allocate = self.low.paused, partial(record.write, layer), partial(record.allocate, layer)
+        observers[block.attention] = attention = AttentionStatistics(paused, block.score_scaling, allocate)
 
-        def by_window(x: Tensor) -> Tensor:  # OPT's MLP sees the tokens of all windows in one row
+        def by_window(x: Tensor) -> Tensor:  # OPT's MLP gets the tokens of all windows in one dimension
             return x if x.ndim > 2 else x.unflatten(0, (windows, -1))
 
         def observe(module: nn.Module, measure: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> RemovableHandle:
@@ -288,10 +304,8 @@ class Monitor:
             return module.register_forward_hook(hook)
 
         def attention_site(context: Tensor, output: Tensor) -> dict[str, Tensor]:
-            return attention.result() | {
-                "context_norm": segment_norms(context),
-                "attention_norm": segment_norms(output),
-            }
+            norms = {"context_norm": segment_norms(context), "attention_norm": segment_norms(output)}
+            return attention.result() | norms
 
         def mlp_site(activated: Tensor, output: Tensor) -> dict[str, Tensor]:
             return {"activation_norm": segment_norms(activated), "mlp_norm": segment_norms(output)}
@@ -308,10 +322,10 @@ class Monitor:
 
 
 def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """What ``norm``, before sublayer ``site``, does to ``x`` (B, T, d_model); ``finished`` derives the moments."""
+    """Mean and scale of ``x`` (B, T, d_model) in the ``norm`` before sublayer ``site``, and norms of its results."""
     path, mean, scale = normalization_path(norm, x)
     measured = {f"mean_{site}": mean, f"scale_{site}": scale, f"path_{site}_norm": segment_norms(path)}
-    if site == "2":  # of norm_1's output, nothing in the score needs the norm
+    if site == "2":  # the score does not need the norm of norm_1's output
         measured["norm_2_norm"] = segment_norms(output)
     return measured
 
@@ -330,6 +344,6 @@ def normalization_path(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def window_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     """Mean next-token cross entropy in nats of each window, (B, T, vocabulary) -> (B,), in fp32."""
     predicted, expected = logits[:, :-1].float(), tokens[:, 1:]
-    # With the vocabulary last: along any other axis the softmax is several times slower.
+    # The vocabulary comes last: along any other axis the softmax is several times slower.
     losses = functional.cross_entropy(predicted.flatten(0, 1), expected.flatten(), reduction="none")
     return losses.view(expected.shape).mean(-1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_core.arithmetic.emulation import LowPrecision
 from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors
 from fragility_core.models.tree import block_paths, hidden_and_logits
 from fragility_core.theory import mismatch

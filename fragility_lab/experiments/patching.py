@@ -1,9 +1,9 @@
-"""Reference patching (subsec. E3): what one block costs, measured by computing that block in fp32.
+"""Reference patching (Section 6.3 (`subsec:e3`)): what one block costs, measured by computing that block in fp32.
 
-The base low-precision pass and the patched passes of all L blocks are one pass through the
-low-precision model: a patched variant is the base until its block, so it enters the batch there, and
-every later block runs once over all variants that have entered. That is (L + 1) / 2 passes, not L.
-Under stochastic rounding all variants meet the same random bits: what they differ by is the patch.
+The base low-precision pass and the patched passes of all L blocks are one pass through the low-precision model. The
+variant with block l patched equals the base before block l, so it enters the batch there. Every later block runs once
+over all variants that have entered. That is (L + 1) / 2 passes, not L. Under stochastic rounding all variants get the
+same random bits, so they differ by the patch alone.
 """
 
 import copy
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.arithmetic.attention import observe_attention
-from fragility_core.arithmetic.emulation import LowPrecision
+from fragility_core.arithmetic.attention import observing_attention
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
@@ -28,10 +28,10 @@ class Patching:
     """Patched low-precision passes of a Hugging Face model (protocol section 5, E3)."""
 
     def __init__(self, model: PreTrainedModel, low: LowPrecision):
-        """``low`` is ``model`` lowered; it runs with the attention of the monitored pass, ``model`` with its own.
+        """``low`` is ``model`` lowered. It runs with the attention of the monitored pass, ``model`` with its own.
 
-        Raises TypeError for an architecture whose blocks are not known, and ValueError where the
-        attention of ``model`` takes other masks than the monitored pass makes (eager, flash).
+        Raises TypeError for an architecture whose blocks are not known, and ValueError if the attention of ``model``
+        takes other masks than the monitored pass makes (eager, flash).
         """
         implementation = model.config._attn_implementation
         if AttentionMaskInterface().get(implementation) is not sdpa_mask:
@@ -42,30 +42,29 @@ class Patching:
         self.model, self.low = model, low
         self.pairs = [(b.module, fp32.module) for b, fp32 in zip(blocks(low.model), blocks(model), strict=True)]
         self.positions: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary embeddings in fp32
-        observe_attention(low.model)
 
     def stochastic(self, seed: int) -> "Patching":
-        """The same models, the low-precision one rounding stochastically (``LowPrecision.stochastic``)."""
+        """The same models, the low-precision one with stochastic rounding (``LowPrecision.stochastic``)."""
         twin = copy.copy(self)
         twin.low = self.low.stochastic(seed)
         return twin
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Final hidden states (L + 1, B, T, d_model) of ``tokens`` (B, T): the base's, then with block l patched.
+        """Final hidden states (L + 1, B, T, d_model) of ``tokens`` (B, T): of the base, then with block l patched.
 
-        The fp32 block l reads the base's low-precision hidden state, and its result is cast back to
-        the format. Raises ValueError for a model in training mode.
+        The fp32 block l reads the base's low-precision hidden state. Its result is cast back to the format. Raises
+        ValueError for a model in training mode.
         """
         if self.model.training or self.low.model.training:
             raise ValueError("patched passes need both models in eval mode, got training mode: call model.eval()")
-        with self._patching(len(tokens)), self.low.running():
+        with observing_attention(self.low.model), self._patching(len(tokens)), self.low.running():
             hidden = final_hidden(self.low.model, tokens)
         return hidden.unflatten(0, (-1, len(tokens)))
 
     @contextmanager
     def _patching(self, windows: int) -> Iterator[None]:
-        """Hooks by which the patched variant of every block enters behind those before it, for one pass."""
+        """Hooks, for one pass, that add the patched variant of every block after the variants before it."""
         with ExitStack() as stack:
             stack.callback(self._share_bits, 1)
             if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
@@ -76,7 +75,7 @@ class Patching:
             yield
 
     def _keep_positions(self, rotary, args, kwargs, output) -> None:
-        """Rotary embeddings are made once for all blocks, and rounded: the fp32 blocks get fp32 ones."""
+        """Compute rotary embeddings in fp32 for the fp32 blocks; all blocks of a model share theirs."""
         with self.low.paused():
             self.positions = self.model.base_model.rotary_emb(args[0].float(), *args[1:], **kwargs)
 
@@ -99,17 +98,17 @@ class Patching:
 
 
 def one_mask(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The first window's mask for all variants of all windows: without padding, all windows' masks are equal."""
+    """The call with the first window's mask for all variants. Without padding the masks of all windows are equal."""
     mask = kwargs.get("attention_mask")
     return args, kwargs if mask is None else kwargs | {"attention_mask": mask[:1]}
 
 
 def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:
-    """What patching block l takes off each window's mismatch, tidy rows one per window and block.
+    """By how much patching block l lowers the mismatch of each window: tidy rows, one per window and block.
 
-    ``patched`` (L + 1, B, T, d_model) are those of ``Patching``, ``reference`` (B, T, d_model) the
-    fp32 hidden states. ``exact_reduction`` = ``base_mismatch`` - ``patched_mismatch`` (subsec. E3);
-    ``reduction_fraction`` is that over the base's. An overflow shows as nonfinite values.
+    ``patched`` (L + 1, B, T, d_model) are those of ``Patching``, ``reference`` (B, T, d_model) the fp32 hidden states.
+    ``exact_reduction`` = ``base_mismatch`` - ``patched_mismatch`` (Section 6.3 (`subsec:e3`)).
+    ``reduction_fraction`` is ``exact_reduction`` / ``base_mismatch``. An overflow gives nonfinite values.
     """
     base, *rest = mismatch(patched, reference).cpu().double().numpy()  # (B,) each, one transfer
     depth, count = len(rest), len(base)

@@ -11,8 +11,8 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor, nn
 from torch.func import jvp, vjp
 
-from fragility_core.arithmetic.emulation import lower
 from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
@@ -49,7 +49,7 @@ def calls() -> list[BlockCall]:
     with ExitStack() as stack:
         for block in monitor.blocks:
             stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        with torch.no_grad():
+        with torch.no_grad(), monitor.running():
             monitor.model.base_model(window, use_cache=False)
     return seen
 
@@ -63,11 +63,12 @@ def sites() -> pd.DataFrame:
 
 def downstream(layer: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The map from what block ``layer`` puts out to what the last block does, and its argument (1, T, d_model)."""
-    later = calls()[layer + 1 :]
+    (monitor, _), later = prepared(), calls()[layer + 1 :]
 
     def through(x: Tensor) -> Tensor:
-        for block, (_, *args), kwargs in later:
-            x = block(x, *args, **kwargs)
+        with monitor.running():
+            for block, (_, *args), kwargs in later:
+                x = block(x, *args, **kwargs)
         return x
 
     return through, later[0][1][0]

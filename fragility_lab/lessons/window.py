@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core import theory
-from fragility_core.arithmetic.emulation import lower
 from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import Block, blocks
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import score
@@ -74,7 +74,7 @@ class WindowPass(NamedTuple):
 def passed(format: str) -> WindowPass:
     """The window in ``format``, measured against fp32."""
     (exact, window), low = embedded.prepared(), monitor(format)
-    with block_outputs(exact.model) as reference:
+    with block_outputs(exact.model) as reference, exact.running():
         final = final_hidden(exact.model, window)
     with block_outputs(low.model) as states:
         seen = low(window, final)
@@ -239,7 +239,7 @@ def final_states(monitor: Monitor, window: Tensor) -> Tensor:
     with ExitStack() as stack:
         for block in monitor.blocks:
             stack.callback(block.module.register_forward_hook(_entry(block), with_kwargs=True).remove)
-        with monitor.low.running():
+        with monitor.running():
             hidden = final_hidden(monitor.model, window)
     return hidden[1:].float().unflatten(0, (len(monitor.blocks), len(EPSILONS)))
 

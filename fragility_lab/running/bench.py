@@ -26,8 +26,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.experiments.patching import Patching
 from fragility_lab.experiments.shadow import ShadowTraining
@@ -71,7 +71,7 @@ def time_passes(repetitions: int) -> pd.DataFrame:
     """Monitored over plain in bf16, and emulated fp16 over plain fp32, by window length.
 
     Plain is the model as transformers ships it; unobserved the same low-precision pass as monitored, which
-    ``lower`` makes faster (``emulation.LookUp``).
+    ``lower`` makes faster (``lookup.LookUp``).
     """
     model = random_gpt2()
     plain, unobserved = copy.deepcopy(model).bfloat16(), lower(model, "bf16")
@@ -180,7 +180,7 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
 def estimator(model: nn.Module, format: str, implementation: str) -> Adjoint:
     """The estimator for ``model`` in ``format`` with an attention implementation."""
     low = lower(model, format)
-    low.model.set_attn_implementation(implementation)
+    set_attention(low.model, implementation)
     return Adjoint(low, model)
 
 
@@ -188,7 +188,7 @@ def growth_of_estimate(kind: str, length: int = 1024) -> float:
     """Memory that one "estimate" or "training forward" takes on top of the loaded models (fp32, and bf16)."""
     model = load_model("embedded")
     low = lower(model, "bf16")
-    low.model.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(low.model, OBSERVED_EAGER)
     tokens = torch.randint(model.config.vocab_size, (1, length), device=default_device())
     _reset_peak()
     before = _peak()

@@ -1,0 +1,182 @@
+"""The private names of torch and transformers that the core uses, and what the core hides on objects of theirs.
+
+No other file of the core uses a private name (``tests/test_internals.py``). A library may drop one without notice.
+``PRIVATE`` says why each is needed. The import of this module names one of torch's that is gone. Those of transformers,
+whose import takes seconds, are checked by the test.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+PRIVATE = {
+    # Modes: what runs instead of a function or a kernel of torch.
+    "torch.utils._python_dispatch.TorchDispatchMode": "emulation changes every kernel (ATen op), whoever calls it",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "an activation's table holds in one mode only",
+    "torch.overrides._get_current_function_mode": "attention inside a differentiated pass must find the pass",
+    "torch._C.DisableTorchFunction": "reads values as they are, while a mode pretends another dtype",
+    "torch.overrides.has_torch_function": "a function that does not ask for modes runs in view of the mode",
+    # Kernels: what emulation must know of one.
+    "torch._ops.OpOverload": "the type of a kernel",
+    "torch.ops.aten.add.Tensor._schema": "which arguments a kernel writes to, and how many results it has",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "a composite kernel must be unfolded before it is rounded",
+    "torch.ops.aten._to_copy": "the kernel of every cast",
+    "torch.ops.aten._softmax": "on a GPU it may give fp32",
+    "torch.ops.aten._log_softmax": "on a GPU it may give fp32",
+    "torch.ops.aten._local_scalar_dense": "exact: reads a number",
+    "torch.ops.aten._unsafe_view": "exact: another shape",
+    "torch.ops.aten._trilinear": "its factors are rounded in tf32",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "its factors are rounded in tf32",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its factors are rounded in tf32",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "its factors are rounded in tf32",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether this CPU multiplies in bf16",
+    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether this CPU multiplies in fp16",
+    "torch._softmax_backward_data": "the gradient of a softmax from its result, in place",
+    # Tensors: how they came about.
+    "torch.Tensor._is_view": "a view shares the memory that a kernel writes to",
+    "torch.Tensor._base": "the tensor whose memory a view shares",
+    "torch.Tensor._version": "whether weights have changed since they were read",
+    "torch._C._functorch.is_functorch_wrapped_tensor": "derivatives by torch.func need kernels that it can follow",
+    "torch.utils._pytree.tree_leaves": "tensors in nested arguments, named tuples and outputs of models",
+    "torch.utils._pytree.tree_map_only": "the same, changed",
+    # Models of transformers.
+    "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
+    "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
+    "transformers.PreTrainedModel._from_config": "which buffers a model made in 16 bits has in them",
+    "transformers.PreTrainedModel._keep_in_fp32_modules": "what from_pretrained leaves in fp32 beside fp16",
+    "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "what from_pretrained leaves in fp32",
+}
+
+
+def private(name: str) -> Any:
+    """The object with the dotted ``name``, one of PRIVATE; raises ImportError where the library has it no more."""
+    first, *path = name.split(".")
+    try:
+        found = import_module(first)
+        for depth, part in enumerate(path, start=2):
+            if not hasattr(found, part):
+                import_module(".".join(name.split(".")[:depth]))
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        version = import_module(first).__version__
+        raise ImportError(
+            f"fragility_core needs {name} ({PRIVATE[name]}), which {first} {version} lacks: install the version in "
+            "constraints.txt, or mend fragility_core/arithmetic/internals.py"
+        ) from None
+    return found
+
+
+for _name in PRIVATE:
+    if _name.startswith("torch.") and (torch.backends.mkldnn.is_available() or ".mkldnn." not in _name):
+        private(_name)
+
+TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
+current_dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
+current_function_mode = private("torch.overrides._get_current_function_mode")
+without_function_modes = private("torch._C.DisableTorchFunction")  # a context
+ASKING_FOR_MODES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+OpOverload = private("torch._ops.OpOverload")
+schema_of = attrgetter("_schema")  # of an OpOverload
+softmax_backward = private("torch._softmax_backward_data")
+
+is_view = private("torch.Tensor._is_view")
+base_of = attrgetter("_base")  # of a view
+version_of = attrgetter("_version")  # of a tensor: grows with every change in place
+
+tree_leaves = private("torch.utils._pytree.tree_leaves")
+tree_map_only = private("torch.utils._pytree.tree_map_only")
+
+
+def is_composite(kernel: OpOverload) -> bool:
+    """Whether ``kernel`` is made of other kernels: autograd unfolds it, inference mode does not."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name(), "CompositeImplicitAutograd")
+
+
+def differentiated(x: Tensor) -> bool:
+    """Whether results of ``x`` may be differentiated: backward, forward, or in a transform of ``torch.func``."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
+
+
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of ``dtype``, bf16 or fp16, at full speed (oneDNN's own test)."""
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return torch.backends.mkldnn.is_available() and dtype in supported and supported[dtype]()
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """The name of the attention that ``model`` is set to; None for a model that has no such setting."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def can_set_attention(model: nn.Module) -> bool:
+    """Whether ``model`` calls transformers' attention interface, and so can be set to another attention."""
+    return hasattr(model, "_can_set_attn_implementation") and model._can_set_attn_implementation()
+
+
+@contextmanager
+def restored_attention(model: nn.Module) -> Iterator[None]:
+    """A context after which ``model`` and the models inside it are set to the attention that they had before."""
+    before = [(m.config, attention_of(m)) for m in model.modules() if attention_of(m) is not None]
+    try:
+        yield
+    finally:
+        for config, implementation in before:  # setting one sets those inside it, which come later
+            config._attn_implementation = implementation
+
+
+def made_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A model of transformers like ``model``, made in ``dtype``, without memory (device "meta")."""
+    with torch.device("meta"):
+        return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+
+
+def names_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Parts of the paths that ``from_pretrained`` in ``dtype`` leaves in fp32; "*" stands for any text."""
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return names
+
+
+# What is hidden on tensors: an fp32 tensor of a differentiated pass stands for one of the low dtype. Views and results
+# are new objects, and a table beside them would have to outlive none of them; attributes do so of themselves.
+
+
+def stored_as(x: Tensor) -> str | None:
+    """ "weight" or "value" for an fp32 tensor that stands for one of the low dtype, else None."""
+    return getattr(x, "_stored_as", None)
+
+
+def store(x: Tensor, kind: str | None = "value") -> Tensor:
+    """Let fp32 ``x`` stand for a tensor of the low dtype."""
+    x._stored_as = kind
+    return x
+
+
+def is_stream(x: Tensor) -> bool:
+    """Whether ``x`` is the residual stream that a running block reads, or a view of it."""
+    return getattr(x, "_is_stream", False)
+
+
+def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
+    """Let ``x`` be, or not be, the residual stream."""
+    x._is_stream = stream
+    return x
+
+
+def replace_forward(module: nn.Module, forward: Callable) -> None:
+    """Let ``module`` run ``forward``. A hook cannot keep the module's own from running; a wrapper changes all paths."""
+    module.forward = forward

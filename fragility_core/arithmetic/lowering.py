@@ -1,0 +1,175 @@
+"""Models in low precision: copies with rounded parameters, and contexts in which they compute in the format."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from fragility_core.arithmetic.emulation import Emulation
+from fragility_core.arithmetic.formats import Format, get_format, has_native_kernels
+from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward
+from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
+from fragility_core.arithmetic.operands import RoundedOperands, linear_weights
+
+
+def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.Module:
+    """A copy of ``model`` whose floating parameters, and with ``buffers`` its ``stored_buffers``, are in ``format``.
+
+    Not rounded: parameters in TF32, which stores fp32, and those that transformers keeps in fp32. Linear weights are
+    rounded to the format of operands, if that is another.
+    """
+    model = copy.deepcopy(model)
+    if format.name not in ("fp32", "tf32"):
+        stays = stays_fp32(model, format.compute_dtype)
+        stored = dict(model.named_parameters()) | (stored_buffers(model, format.compute_dtype) if buffers else {})
+        multiplied = linear_weights(model) if format.operands else {}
+        for path, x in stored.items():
+            if x.is_floating_point() and not stays(path):
+                x.data = (format.operands if path in multiplied else format).round(x.data)
+    return model
+
+
+def stays_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Tells of a parameter's or buffer's path whether ``from_pretrained`` in ``dtype`` leaves it in fp32."""
+    patterns = [re.compile(name.replace("*", ".*")) for name in names_kept_in_fp32(model, dtype)]
+    return lambda path: any(pattern.search(path) for pattern in patterns)
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy of the tree of modules, for hooks, with the parameters and buffers of ``model`` itself."""
+    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+
+
+def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The floating buffers, by path, that are of ``dtype`` when ``model`` is.
+
+    A model of transformers is made again in ``dtype`` to see which: rotary frequencies stay in fp32, tables of
+    positions do not. In other models all are, as after ``model.to(dtype)``.
+    """
+    floating = {path: buffer for path, buffer in model.named_buffers() if buffer.is_floating_point()}
+    if floating and isinstance(model, PreTrainedModel):
+        dtypes = {path: buffer.dtype for path, buffer in made_in(model, dtype).named_buffers()}
+        return {path: buffer for path, buffer in floating.items() if dtypes.get(path) == dtype}
+    return floating
+
+
+@contextmanager
+def fp32_sums() -> Iterator[None]:
+    """A GPU sums the products of 16-bit matrices in fp32 to the end; by default it may round parts of the sum."""
+    settings = torch.backends.cuda.matmul
+    names = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
+    before = {name: getattr(settings, name) for name in names}
+    try:
+        for name in names:
+            setattr(settings, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+@contextmanager
+def single_kernels() -> Iterator[None]:
+    """torch's Transformer encoder layers run kernel by kernel; as one kernel, a whole layer would be rounded once."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def fp32_attention() -> AbstractContextManager:
+    """A GPU computes fused attention by kernels that take fp32, as emulation calls them; most take 16 bits alone."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """A ``model`` whose parameters are rounded to ``format``, and how its kernels compute in the format.
+
+    Without ``emulation`` the kernels are the device's own. With ``weights_only`` they compute in fp32.
+    """
+
+    model: nn.Module
+    format: Format
+    emulation: Emulation | None
+    weights_only: bool = False
+
+    @property
+    def execution(self) -> str:
+        """How kernels compute: "native", "emulated", "stochastic" (emulated with random rounding), or "weights"."""
+        if self.emulation is None:
+            return "weights" if self.weights_only else "native"
+        return "emulated" if self.emulation.generator is None else "stochastic"
+
+    def stochastic(self, seed: int) -> "LowPrecision":
+        """The same rounded weights, with each kernel's result rounded stochastically (Croci et al. 2022).
+
+        With equal seeds, the same passes in the same order give equal results; see ``formats.round_stochastically``.
+        Raises ValueError where weights alone are in the format.
+        """
+        if self.weights_only:
+            raise ValueError(
+                "stochastic rounding needs kernels whose results are rounded, but here weights alone are in "
+                f'{self.format.name}: lower the model with execution="auto"'
+            )
+        generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
+        return replace(self, emulation=Emulation(self.format, generator))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which a call of ``model`` computes in the format."""
+        with ExitStack() as stack:
+            first = next(self.model.parameters(), None)
+            if first is not None and first.is_cuda:
+                stack.enter_context(fp32_sums() if self.emulation is None else fp32_attention())
+            if self.emulation is not None:
+                stack.enter_context(single_kernels())
+                stack.enter_context(self.emulation)
+            if self.format.operands and not self.weights_only:
+                generator = None if self.emulation is None else self.emulation.generator
+                stack.enter_context(RoundedOperands(self.model, self.format.operands, self.paused, generator))
+            yield
+
+    def paused(self) -> AbstractContextManager:
+        """A context, inside ``running``, in which results of kernels are not rounded."""
+        return nullcontext() if self.emulation is None else self.emulation.paused()
+
+
+def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecision:
+    """``model`` in low precision: native where its device has the kernels, else emulated.
+
+    ``execution`` may insist on "native" or "emulated". With "weights", parameters alone are rounded and kernels compute
+    in fp32. Raises ValueError for an unknown format or execution, for a model without parameters or not in fp32, and
+    where native kernels are asked for in a format that torch does not compute in.
+    """
+    chosen = get_format(format)
+    if other := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
+        raise ValueError(
+            f"a model must be lowered from fp32 parameters, got {', '.join(map(str, sorted(other, key=str)))}: load it "
+            "with from_pretrained(..., dtype=torch.float32), or call model.float()"
+        )
+    if execution not in ("auto", "native", "emulated", "weights"):
+        raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
+    if execution == "weights":
+        rounded = rounded_copy(model, chosen, buffers=False).float()
+        return LowPrecision(rounded, chosen, None, weights_only=True)
+    if execution == "native" and (chosen.is_storage_only or chosen.name == "tf32"):
+        raise ValueError(f'no device computes a whole model in {format}: use execution="emulated" or "auto"')
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"a model must have parameters to be lowered, got a {type(model).__name__} without")
+    native = execution == "native" or (execution == "auto" and has_native_kernels(chosen, first.device))
+    low = rounded_copy(model, chosen)
+    if chosen.compute_dtype.itemsize == 2 and not chosen.scaled:  # scales depend on the other entries
+        for module in elementwise_modules(low):
+            replace_forward(module, LookUp(module, chosen, emulated=not native))
+    return LowPrecision(low, chosen, None if native else Emulation(chosen))
