@@ -63,11 +63,11 @@ def test_tf32_has_the_exponent_of_fp32_and_the_significand_of_fp16():
 
 def test_unit_roundoffs_are_those_of_the_protocol():
     published = {"fp16": 2**-11, "bf16": 2**-8, "fp32": 2**-24, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3, "tf32": 2**-11}
-    assert {name: format.unit_roundoff for name, format in FORMATS.items()} == published  # protocol section 1
+    assert {name: FORMATS[name].unit_roundoff for name in published} == published  # protocol section 1
 
 
 @every_format
-def test_carrier_holds_every_value(format):
+def test_compute_dtype_holds_every_value(format):
     values = torch.tensor([format.largest, 2 - format.spacing, format.smallest_normal * format.spacing])
     assert torch.equal(format.round(values).to(torch.float64), values.double())
     assert torch.finfo(format.compute_dtype).eps <= format.spacing
@@ -251,9 +251,7 @@ def test_stochastic_rounding_passes_what_is_not_finite(format):
 
 
 def test_unknown_format_names_the_known_ones():
-    with pytest.raises(
-        ValueError, match="must be one of fp32, tf32, bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_e4m3_scaled, .*, got 'int8'"
-    ):
+    with pytest.raises(ValueError, match="must be one of fp32, tf32, .*, fp8_e4m3_scaled, .*, got 'int8'"):
         get_format("int8")
 
 
