@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fragility_lab.experiments import e2
-from fragility_lab.experiments.runs import RunStore, window_rows
+from fragility_lab.experiments.e2 import window_rows
+from fragility_lab.experiments.pool import complete
+from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
@@ -20,8 +22,12 @@ def inputs(tiny_gpt2):
     return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
 
 
+def run_grid(grid, inputs, folder):
+    return complete(e2.Passes, e2.specifications(grid, inputs), inputs, folder)
+
+
 def test_grid_gives_every_window_of_every_run_once(inputs, tmp_path):
-    rows = e2.run_grid(GRID, inputs, tmp_path)
+    rows = run_grid(GRID, inputs, tmp_path)
     windows = window_rows(rows)
     assert len(windows) == 2 * 2 * 2 * 6
     assert not windows.duplicated(["precision", "length", "seed", "window"]).any()
@@ -30,13 +36,13 @@ def test_grid_gives_every_window_of_every_run_once(inputs, tmp_path):
 
 
 def test_two_runs_give_identical_values(inputs, tmp_path):
-    first = e2.run_grid(GRID, inputs, tmp_path / "first")
-    second = e2.run_grid(GRID, inputs, tmp_path / "second")
+    first = run_grid(GRID, inputs, tmp_path / "first")
+    second = run_grid(GRID, inputs, tmp_path / "second")
     pd.testing.assert_frame_equal(first, second, check_exact=True)
 
 
 def test_rerun_skips_finished_runs_and_resumes_identically(inputs, tmp_path, monkeypatch):
-    whole = e2.run_grid(GRID, inputs, tmp_path)
+    whole = run_grid(GRID, inputs, tmp_path)
     missing = e2.specifications(GRID, inputs)[3]
     RunStore(tmp_path).path(missing).unlink()
     computed = []
@@ -44,7 +50,7 @@ def test_rerun_skips_finished_runs_and_resumes_identically(inputs, tmp_path, mon
     monkeypatch.setattr(
         e2.Passes, "run", lambda passes, spec, advance: computed.append(spec) or original(passes, spec, advance)
     )
-    resumed = e2.run_grid(GRID, inputs, tmp_path)
+    resumed = run_grid(GRID, inputs, tmp_path)
     assert computed == [missing]
     pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
 
@@ -60,7 +66,7 @@ def test_interrupt_keeps_the_runs_before_it(inputs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(e2.Passes, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        e2.run_grid(GRID, inputs, tmp_path)
+        run_grid(GRID, inputs, tmp_path)
     assert len(list(tmp_path.glob("*.parquet"))) == 2
 
 
@@ -72,19 +78,19 @@ def test_precisions_share_the_reference_pass(inputs, tmp_path):
             shapes.append(tuple(args[0].shape))
 
     base.register_forward_pre_hook(count)
-    e2.run_grid(replace(GRID, lengths=(16,), seeds=(0,)), inputs, tmp_path)
+    run_grid(replace(GRID, lengths=(16,), seeds=(0,)), inputs, tmp_path)
     assert shapes == [(3, 16), (3, 16)]  # two batches, for two precisions
 
 
 def test_batching_changes_values_by_rounding_noise_only(inputs, tmp_path):
-    single = e2.run_grid(replace(GRID, batch_tokens=1), inputs, tmp_path)
-    batched = e2.run_grid(GRID, inputs, tmp_path)
+    single = run_grid(replace(GRID, batch_tokens=1), inputs, tmp_path)
+    batched = run_grid(GRID, inputs, tmp_path)
     for name in ("mismatch", "combined", "no_transport"):
         np.testing.assert_allclose(single[name], batched[name], rtol=2e-2)
 
 
 def test_stored_run_records_how_it_was_computed(inputs, tmp_path):
-    e2.run_grid(GRID, inputs, tmp_path)
+    run_grid(GRID, inputs, tmp_path)
     spec = e2.specifications(GRID, inputs)[0]
     record = RunStore(tmp_path).metadata(spec)
     assert record["versions"]["torch"] == torch.__version__
@@ -103,7 +109,7 @@ def test_other_weights_are_another_run(inputs):
 def test_overflowing_windows_are_flagged_counted_and_never_zeroed(inputs, tmp_path):
     for block in inputs.model.transformer.h:
         block.mlp.c_proj.weight.mul_(3e5)  # beyond fp16's 65504, within bf16's range
-    rows = e2.run_grid(replace(GRID, lengths=(16,), seeds=(0,)), inputs, tmp_path)
+    rows = run_grid(replace(GRID, lengths=(16,), seeds=(0,)), inputs, tmp_path)
     windows = window_rows(rows)
     fp16, bf16 = windows[windows.precision == "fp16"], windows[windows.precision == "bf16"]
     assert fp16.overflow.all()
@@ -128,10 +134,3 @@ def test_impossible_grids_are_refused_before_any_work(change, message):
     grid = replace(GRID, model="embedded", data="embedded", lengths=(16,))
     with pytest.raises(ValueError, match=message):
         e2.load_inputs(replace(grid, **change))
-
-
-def test_finished_runs_that_lack_a_new_signal_are_named(inputs, tmp_path, monkeypatch):
-    e2.run_grid(GRID, inputs, tmp_path)
-    monkeypatch.setattr(e2, "SIGNALS", (*e2.SIGNALS, "new_signal"))
-    with pytest.raises(ValueError, match="finished ones lack new_signal: remove .* to compute them again"):
-        e2.run_grid(GRID, inputs, tmp_path)

@@ -7,11 +7,13 @@ import pandas as pd
 import pytest
 import torch
 
-from fragility_core.arithmetic.emulation import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3
+from fragility_lab.experiments.e2 import window_rows
 from fragility_lab.experiments.patching import Patching
-from fragility_lab.experiments.runs import window_rows
+from fragility_lab.experiments.pool import complete
+from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
@@ -27,12 +29,15 @@ def inputs(tiny_gpt2):
 @pytest.fixture
 def source(inputs, tmp_path):
     """The folder of E2's runs, and their rows."""
-    return tmp_path / "e2", e2.run_grid(GRID, inputs, tmp_path / "e2")
+    return tmp_path / "e2", complete(e2.Passes, e2.specifications(GRID, inputs), inputs, tmp_path / "e2")
 
 
 def patches(inputs, source, folder, **options):
-    sources = e2.specifications(GRID, inputs)
-    return e3.run_patches(sources, inputs, source[0], folder, **OPTIONS | options)
+    return complete(e3.Patches, specifications(inputs, **options), inputs, folder, source=source[0])
+
+
+def specifications(inputs, **options):
+    return e3.PatchSpec.of(e2.specifications(GRID, inputs), **OPTIONS | options)
 
 
 def test_the_worst_windows_of_every_run_are_patched(inputs, source, tmp_path):
@@ -74,30 +79,30 @@ def test_rerun_skips_finished_runs_and_resumes_identically(inputs, source, tmp_p
     pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
 
 
-def test_no_two_windows_of_a_run_are_rounded_with_the_same_random_bits(inputs, source, monkeypatch):
+def test_no_two_windows_of_a_run_are_rounded_with_the_same_random_bits(inputs, source, tmp_path, monkeypatch):
     seeds, original = [], LowPrecision.stochastic
     monkeypatch.setattr(LowPrecision, "stochastic", lambda low, seed: seeds.append(seed) or original(low, seed))
-    spec = e3.specifications(e2.specifications(GRID, inputs), **OPTIONS | {"noisy_windows": 4})[0]
-    e3.Patches(inputs, source[0]).run(spec, lambda _: None)
+    spec = specifications(inputs, noisy_windows=4)[0]
+    e3.Patches(inputs, RunStore(tmp_path), source[0]).run(spec, lambda _: None)
     assert len(seeds) == len(set(seeds)) == 4 * 2
 
 
-def test_progress_adds_up(inputs, source):
-    spec = e3.specifications(e2.specifications(GRID, inputs), **OPTIONS)[0]
+def test_progress_adds_up(inputs, source, tmp_path):
+    spec = specifications(inputs)[0]
     counted = []
-    e3.Patches(inputs, source[0]).run(spec, counted.append)
+    e3.Patches(inputs, RunStore(tmp_path), source[0]).run(spec, counted.append)
     assert sum(counted) == spec.size
 
 
 def test_without_e2_it_says_what_to_run(inputs, tmp_path):
-    with pytest.raises(FileNotFoundError, match="E2's run bf16-T24-seed0 must be there, .* run e2_predictor first"):
+    with pytest.raises(FileNotFoundError, match="E2's run bf16-T24-seed0 must be in .* run e2_predictor first"):
         patches(inputs, (tmp_path / "nothing", None), tmp_path / "e3")
 
 
 def test_a_run_of_overflows_has_no_rows_and_stops_no_other(inputs, tmp_path):
     for block in inputs.model.transformer.h:
         block.mlp.c_proj.weight.mul_(3e5)  # beyond fp16's range, within bf16's
-    e2.run_grid(GRID, inputs, tmp_path / "e2")
+    complete(e2.Passes, e2.specifications(GRID, inputs), inputs, tmp_path / "e2")
     rows = patches(inputs, (tmp_path / "e2", None), tmp_path / "e3")
     assert set(rows.precision) == {"bf16"}
     assert np.isfinite(rows.exact_reduction).all()
@@ -114,11 +119,11 @@ def test_a_run_of_overflows_has_no_rows_and_stops_no_other(inputs, tmp_path):
 )
 def test_impossible_counts_are_refused(inputs, change, message):
     with pytest.raises(ValueError, match=message):
-        e3.specifications(e2.specifications(GRID, inputs), **OPTIONS | change)
+        specifications(inputs, **change)
 
 
 def test_other_runs_of_e2_are_other_runs_of_e3(inputs):
-    spec = e3.specifications(e2.specifications(GRID, inputs), **OPTIONS)[0]
+    spec = specifications(inputs)[0]
     others = [replace(spec, windows=3), replace(spec, source=replace(spec.source, inputs="0"))]
     assert len({spec.digest, *(other.digest for other in others)}) == 3
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fragility_core.bgss import get_policy
-from fragility_lab.experiments import e5, outcomes
+from fragility_lab.experiments import e5, outcomes, runs
 from fragility_lab.experiments.events import SpikeRule
+from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 
@@ -25,6 +26,10 @@ def inputs(tiny_gpt2):
             module.p = 0.1  # so that the random generator matters
     stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
     return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
+
+
+def run_policies(setting, policies, seeds, inputs, folder, **options):
+    return complete(e5.Mitigation, e5.specifications(setting, policies, seeds, inputs), inputs, folder, **options)
 
 
 def acting(name: str):
@@ -49,7 +54,7 @@ def test_policies_that_need_a_value_say_so(inputs):
 
 def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):
     policies = e5.policies(RELEASED, SETTING, inputs, **EAGER)
-    rows = e5.run_policies(SETTING, policies, (0, 1), inputs, tmp_path)
+    rows = run_policies(SETTING, policies, (0, 1), inputs, tmp_path)
     assert len(rows) == 5 * 2 * 10 * 3
     assert not rows.duplicated(["policy", "seed", "step", "layer"]).any()
     steps = outcomes.step_rows(rows, 1e-5)
@@ -64,19 +69,19 @@ def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):
 def test_runs_of_several_settings_are_those_of_each_alone(inputs, tmp_path):
     settings = (SETTING, replace(SETTING, learning_rate=1e-2))
     specs = [e5.specifications(setting, [acting("bgss")], (0,), inputs) for setting in settings]
-    rows = e5.run([*specs[1], *specs[0]], inputs, tmp_path / "together")
-    alone = [e5.run(part, inputs, tmp_path / "alone") for part in specs]
+    rows = complete(e5.Mitigation, [*specs[1], *specs[0]], inputs, tmp_path / "together")
+    alone = [complete(e5.Mitigation, part, inputs, tmp_path / "alone") for part in specs]
     pd.testing.assert_frame_equal(rows, pd.concat(alone[::-1], ignore_index=True))
     assert (alone[0].mismatch != alone[1].mismatch).any()
 
 
 def test_an_action_is_in_force_from_the_next_step_on(inputs, tmp_path):
-    rows = e5.run_policies(SETTING, [acting("bgss")], (0,), inputs, tmp_path)
+    rows = run_policies(SETTING, [acting("bgss")], (0,), inputs, tmp_path)
     epsilon = rows.pivot(index="step", columns="layer", values="epsilon").to_numpy()
     wanted = rows.pivot(index="step", columns="layer", values="new_epsilon").to_numpy()
     np.testing.assert_array_equal(epsilon[1:], np.where(np.isnan(wanted), epsilon, wanted)[:-1])
     assert (rows.epsilon == rows.epsilon_1).all() and (rows.epsilon == rows.epsilon_2).all()
-    unmoved = e5.run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path)
+    unmoved = run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path)
     first = outcomes.action_rows(rows).step.min()
     same = ["mismatch", "loss", "combined", "risk", "epsilon"]
     pd.testing.assert_frame_equal(rows[rows.step <= first][same], unmoved[unmoved.step <= first][same])
@@ -102,16 +107,16 @@ def interrupted_after(monkeypatch, steps: int):
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path, monkeypatch, policy, steps):
     """The checkpoint holds model, optimizer, random generators, controller and followed norms."""
     run = [acting(policy)], (3,), inputs
-    whole = e5.run_policies(SETTING, *run, tmp_path / "whole", checkpoint_interval=2)
+    whole = run_policies(SETTING, *run, tmp_path / "whole", checkpoint_interval=2)
     with monkeypatch.context() as patch:
         interrupted_after(patch, steps)
         with pytest.raises(KeyboardInterrupt):
-            e5.run_policies(SETTING, *run, tmp_path / "cut", checkpoint_interval=2)
+            run_policies(SETTING, *run, tmp_path / "cut", checkpoint_interval=2)
     assert len(list((tmp_path / "cut").glob("*.checkpoint"))) == 1
     torch.manual_seed(12345)  # the caller's generator plays no part
     with monkeypatch.context() as patch:
         done = interrupted_after(patch, 100)
-        resumed = e5.run_policies(SETTING, *run, tmp_path / "cut", checkpoint_interval=2)
+        resumed = run_policies(SETTING, *run, tmp_path / "cut", checkpoint_interval=2)
     assert len(done) == 10 - steps // 2 * 2, "it went on from the last checkpoint"
     pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
     assert list((tmp_path / "cut").glob("*.checkpoint")) == []
@@ -119,12 +124,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path,
 
 def test_an_unreadable_checkpoint_is_started_over(inputs, tmp_path):
     policy = get_policy("none")
-    whole = e5.run_policies(SETTING, [policy], (0,), inputs, tmp_path / "whole")
+    whole = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "whole")
     (spec,) = e5.specifications(SETTING, [policy], (0,), inputs)
     path = RunStore(tmp_path / "broken").path(spec).with_suffix(".checkpoint")
     path.write_bytes(b"no checkpoint")
     with pytest.warns(UserWarning, match="cannot be read, its run starts again"):
-        again = e5.run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken")
+        again = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken")
     pd.testing.assert_frame_equal(whole, again, check_exact=True)
 
 
@@ -133,27 +138,27 @@ def test_a_checkpoint_of_other_code_is_started_over(inputs, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         interrupted_after(patch, 3)
         with pytest.raises(KeyboardInterrupt):
-            e5.run_policies(SETTING, *run, checkpoint_interval=2)
-    monkeypatch.setattr(e5, "code_digest", lambda: "other")
+            run_policies(SETTING, *run, checkpoint_interval=2)
+    monkeypatch.setattr(runs, "code_digest", lambda kind: "other")
     done = interrupted_after(monkeypatch, 100)
-    with pytest.warns(UserWarning, match="left by another version of this code, its run starts again"):
-        e5.run_policies(SETTING, *run, checkpoint_interval=2)
+    with pytest.warns(UserWarning, match="left by other code or other versions of packages, its run starts again"):
+        run_policies(SETTING, *run, checkpoint_interval=2)
     assert len(done) == SETTING.steps
 
 
 def test_runs_do_not_touch_the_callers_random_generator(inputs, tmp_path):
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    e5.run_policies(replace(SETTING, steps=2), [get_policy("none")], (0,), inputs, tmp_path)
+    run_policies(replace(SETTING, steps=2), [get_policy("none")], (0,), inputs, tmp_path)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_finished_runs_do_not_change_the_others(inputs, tmp_path):
     short = replace(SETTING, steps=4)
     policies = [get_policy("none"), acting("bgss")]
-    whole = e5.run_policies(short, policies, (0, 1), inputs, tmp_path / "whole")
-    e5.run_policies(short, policies[1:], (1,), inputs, tmp_path / "part")
-    part = e5.run_policies(short, policies, (0, 1), inputs, tmp_path / "part")
+    whole = run_policies(short, policies, (0, 1), inputs, tmp_path / "whole")
+    run_policies(short, policies[1:], (1,), inputs, tmp_path / "part")
+    part = run_policies(short, policies, (0, 1), inputs, tmp_path / "part")
     pd.testing.assert_frame_equal(whole, part, check_exact=True)
 
 
@@ -161,7 +166,7 @@ def test_an_overflow_ends_its_run_and_no_other(inputs, tmp_path):
     """Weights within fp32's range and beyond fp16's: the shadow's mismatch is not finite."""
     for block in inputs.model.transformer.h:
         block.mlp.c_proj.weight.mul_(3e5)
-    rows = e5.run_policies(SETTING, [get_policy("none"), acting("bgss")], (0,), inputs, tmp_path)
+    rows = run_policies(SETTING, [get_policy("none"), acting("bgss")], (0,), inputs, tmp_path)
     steps = outcomes.step_rows(rows, 1e-5)
     assert steps.groupby("policy").size().to_dict() == {"none": 1, "bgss": 1}
     assert (steps.event == "nonfinite mismatch").all()
@@ -184,7 +189,7 @@ def test_an_end_that_is_an_onset_too_is_one_event(spikes, events):
 
 def test_a_nonfinite_loss_ends_the_run_before_the_shadow_is_asked(inputs, tmp_path):
     inputs.model.transformer.ln_f.weight[0] = torch.inf
-    rows = e5.run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path)
+    rows = run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path)
     assert len(rows) == 3 and (rows.event == "nonfinite loss").all()
     assert outcomes.step_rows(rows, 1e-5).mismatch.isna().all()
 
@@ -192,14 +197,14 @@ def test_a_nonfinite_loss_ends_the_run_before_the_shadow_is_asked(inputs, tmp_pa
 def test_a_policy_that_never_acts_has_the_run_of_none(inputs, tmp_path, monkeypatch):
     """Trained in earnest in an empty folder, taken over where ``none`` is there: the same rows bit for bit."""
     printed = get_policy("bgss_printed", risk_threshold=0.0, dominance_threshold=0.0, target_ratio=0.5)
-    trained = e5.run_policies(SETTING, [printed], (0,), inputs, tmp_path / "alone")
+    trained = run_policies(SETTING, [printed], (0,), inputs, tmp_path / "alone")
     assert (trained.layernorm_ratio > 1).all()
-    e5.run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path / "both")
+    run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path / "both")
     done = interrupted_after(monkeypatch, 100)
-    taken = e5.run_policies(SETTING, [printed], (0,), inputs, tmp_path / "both")
+    taken = run_policies(SETTING, [printed], (0,), inputs, tmp_path / "both")
     assert done == []
     pd.testing.assert_frame_equal(trained, taken, check_exact=True)
-    e5.run_policies(SETTING, [acting("bgss")], (0,), inputs, tmp_path / "both")
+    run_policies(SETTING, [acting("bgss")], (0,), inputs, tmp_path / "both")
     assert len(done) == 10, "a policy that acts is trained"
     rates = outcomes.gate_rates(printed, taken).iloc[0]
     assert rates.layer_steps == 30

@@ -44,7 +44,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.emulation import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
@@ -54,6 +54,7 @@ from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e5
 from fragility_lab.experiments.patching import Patching
+from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.shadow import ShadowTraining, set_epsilons
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import load
@@ -407,7 +408,7 @@ def test_gpt2_that_keeps_scores_in_fp32_is_monitored_so(tokens):
     with torch.no_grad(), low.running():
         own = low.model(tokens).last_hidden_state.float()
     monitored = Monitor(low)(tokens).hidden.float()
-    low.model.set_attn_implementation(attention.OBSERVED_EAGER)
+    attention.set_attention(low.model, attention.OBSERVED_EAGER)
     with torch.no_grad(), low.running():
         rounded = low.model(tokens).last_hidden_state.float()
     assert (monitored - own).norm() < 0.2 * (rounded - own).norm()
@@ -488,7 +489,7 @@ def test_e2_of_a_llama(tmp_path):
     inputs = e2.load_inputs(grid)
     (policy,) = e5.policies(["bgss"], e5.Setting("llama", "embedded"), inputs)
     assert policy.base_epsilon == 1e-6
-    rows = e2.run_grid(grid, inputs, tmp_path / "runs")
+    rows = complete(e2.Passes, e2.specifications(grid, inputs), inputs, tmp_path / "runs")
     assert len(rows) == 8 and (rows[["mismatch", "combined", "risk"]] > 0).all(axis=None)
     with pytest.raises(ValueError, match=r"must fit the context of '.*llama', 64 tokens, got lengths \[65\]"):
         load(str(tmp_path / "llama"), "embedded", ["bf16"], [65], windows=2)

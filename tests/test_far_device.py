@@ -9,13 +9,14 @@ import torch
 from far_device import far_device, waits
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast
 from fragility_lab.diagnosis.page import page
-from fragility_lab.experiments import e2, e3, e5, x1, x1_protection
+from fragility_lab.experiments import e2, e3, e5, x1, x1_plans
 from fragility_lab.experiments.patching import Patching
+from fragility_lab.experiments.pool import complete
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.loading import Inputs
 
@@ -80,7 +81,7 @@ def test_an_estimate(format, execution, attention, moved, tiny_gpt2, tiny_tokens
     predicted = []
     for model, tokens in (moved, (tiny_gpt2, tiny_tokens)):
         low = lower(model, format, execution)
-        low.model.set_attn_implementation(attention)
+        set_attention(low.model, attention)
         estimate = Adjoint(low, model, probes=2)
         waits.clear()
         predicted.append(estimate(tokens).windows.predicted)
@@ -102,26 +103,26 @@ def test_patched_passes(format, moved, tiny_gpt2, tiny_tokens):
 
 def test_experiments(inputs, tmp_path):
     there, here = inputs
-    rows = e2.run_grid(GRID, there, tmp_path / "e2")
-    on_cpu = e2.run_grid(GRID, here, tmp_path / "cpu")
+    sources = e2.specifications(GRID, there)
+    rows = complete(e2.Passes, sources, there, tmp_path / "e2")
+    on_cpu = complete(e2.Passes, e2.specifications(GRID, here), here, tmp_path / "cpu")
     np.testing.assert_allclose(rows.mismatch, on_cpu.mismatch, rtol=0.3)  # other rounding errors where that is native
-    given = e2.specifications(GRID, there), there, tmp_path / "e2"
-    patches = e3.run_patches(*given, tmp_path / "e3", windows=2, noisy_windows=1, realisations=2)
-    assert patches.exact_reduction.notna().all()
-    estimates = x1.run_estimates(*given, tmp_path / "x1", probes=2, redraws=1)
-    assert np.isfinite(estimates.predicted).all()
-    sizes = {"tokens": 64, "probes": 1, "draws": 1, "blocks": (1,), "sites": (1,)}
-    plans = x1_protection.run_protections(*given, tmp_path / "plans", **sizes)
-    assert np.isfinite(plans.measured).all()
+    source = tmp_path / "e2"
+    specs = e3.PatchSpec.of(sources, windows=2, noisy_windows=1, realisations=2)
+    assert complete(e3.Patches, specs, there, tmp_path / "e3", source=source).exact_reduction.notna().all()
+    specs = x1.EstimateSpec.of(sources, probes=2, redraws=1)
+    assert np.isfinite(complete(x1.Estimates, specs, there, tmp_path / "x1", source=source).predicted).all()
+    specs = x1_plans.PlanSpec.of(sources, tokens=64, probes=1, draws=1, blocks=(1,), sites=(1,))
+    assert np.isfinite(complete(x1_plans.Plans, specs, there, tmp_path / "plans", source=source).measured).all()
 
 
 def test_training_with_a_shadow(inputs, tmp_path):
     setting = e5.Setting("tiny", "random", length=32, windows=4, steps=4)
     losses = []
     for place in inputs:
-        policies = e5.policies(["none", "bgss"], setting, place)
+        specs = e5.specifications(setting, e5.policies(["none", "bgss"], setting, place), [0], place)
         folder = tmp_path / place.device.type
-        losses.append(e5.run_policies(setting, policies, [0], place, folder, checkpoint_interval=2).loss)
+        losses.append(complete(e5.Mitigation, specs, place, folder, checkpoint_interval=2).loss)
     np.testing.assert_allclose(*losses, rtol=1e-3)
 
 

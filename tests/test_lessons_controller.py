@@ -18,7 +18,8 @@ from fragility_core import theory
 from fragility_core.bgss import get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.experiments import e5
-from fragility_lab.experiments.runs import METADATA_KEY
+from fragility_lab.experiments.pool import complete
+from fragility_lab.experiments.runs import METADATA_KEY, RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.lessons import controller, record
 from fragility_lab.paths import ASSETS, RECORDED_RUNS
@@ -44,9 +45,8 @@ def inputs(tiny_gpt2) -> Inputs:
 def finished(inputs: Inputs, folder, name: str, **changes) -> tuple:
     """The rows of a finished run of policy ``name``, and its file."""
     setting = replace(SETTING, **changes)
-    rows = e5.run_policies(setting, [get_policy(name)], (0,), inputs, folder)
-    (spec,) = e5.specifications(setting, [get_policy(name)], (0,), inputs)
-    return rows, e5.RunStore(folder).path(spec)
+    specs = e5.specifications(setting, [get_policy(name)], (0,), inputs)
+    return complete(e5.Mitigation, specs, inputs, folder), RunStore(folder).path(specs[0])
 
 
 def test_a_recorded_run_has_what_the_run_had(inputs, tmp_path):

@@ -1,10 +1,11 @@
 """Runs shared out over processes: same values, no lost work, errors and interrupts that end them all."""
 
 import os
+import shutil
 import signal
 import time
 from dataclasses import dataclass
-from functools import partial
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pandas as pd
@@ -12,8 +13,9 @@ import psutil
 import pytest
 import torch
 
-from fragility_lab.experiments import pool
+from fragility_lab.experiments import pool, runs
 from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.running.environment import STALE
 
 CPU = torch.device("cpu")
 
@@ -22,9 +24,10 @@ CPU = torch.device("cpu")
 class Number(Specification):
     """A run whose result is a number of its process and its own value."""
 
+    experiment, unit = "squares", "number"
+
     value: int
     device: str = "cpu"
-    unit = "number"
 
     @property
     def label(self) -> str:
@@ -34,38 +37,50 @@ class Number(Specification):
     def size(self) -> int:
         return 1
 
+    @property
+    def group(self) -> int:
+        return self.value // 3  # 1 and 2; 3, 4 and 5
 
-class Square:
+
+@dataclass(frozen=True)
+class Paired(Number):
+    """Runs that are compared step by step."""
+
+    paired = True
+
+
+class Square(pool.Worker):
     """Squares, and refuses or waits where a test wants it to."""
 
-    def __init__(self, refused: int = -1, endless: int = -1):
-        self.record = {"kind": "square"}
+    def __init__(self, inputs, store, refused: int = -1, endless: int = -1):
+        super().__init__(inputs, store)
         self.refused, self.endless = refused, endless
 
     def run(self, spec, advance):
         if spec.value == self.refused:
             raise ValueError(f"no square of {spec.value}")
         begin = time.monotonic()
-        while spec.value == self.endless and time.monotonic() < begin + 60:
+        while spec.value == self.endless and time.monotonic() < begin + 300:
             time.sleep(0.005)
             advance(0)
         advance(1)
         return pd.DataFrame({"value": [spec.value], "square": [spec.value**2], "process": [os.getpid()]})
 
 
-GROUPS = [[Number(1), Number(2)], [Number(3)], [Number(4), Number(5)]]
+INPUTS = SimpleNamespace(device=CPU, attention={"monitored": "eager"})
+SPECS = [Number(value) for value in (1, 2, 3, 4, 5)]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_run_is_computed_once_and_kept_in_order(tmp_path, workers):
     store = RunStore(tmp_path)
-    rows = pool.complete(GROUPS, store, Square, CPU, workers)
+    rows = pool.complete(Square, SPECS, INPUTS, tmp_path, workers)
     assert rows.value.tolist() == [1, 2, 3, 4, 5]
     assert rows.square.tolist() == [1, 4, 9, 16, 25]
     assert (rows.process == os.getpid()).all() == (workers == 1)
     assert rows.process[0] == rows.process[1], "a group stays in one process"
-    assert store.metadata(Number(3))["kind"] == "square"
-    again = pool.complete(GROUPS, store, partial(Square, refused=1), CPU, workers)
+    assert store.metadata(Number(3))["attention"] == INPUTS.attention
+    again = pool.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=1)
     pd.testing.assert_frame_equal(rows, again)
 
 
@@ -84,31 +99,34 @@ def test_a_finished_run_is_all_of_its_progress(tmp_path, monkeypatch, reported):
 
     bar = MagicMock()
     monkeypatch.setattr(pool, "progress", lambda **options: bar)
-    pool.complete([[Long(1), Long(2)]], RunStore(tmp_path), Reporting, CPU)
+    pool.complete(Reporting, [Long(1), Long(2)], INPUTS, tmp_path)
     assert sum(call.args[0] for call in bar.__enter__().update.call_args_list) == 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "other", "what"),
-    [
-        ("code_digest", "code", "other", "another version of this code"),
-        ("versions", "versions", {"torch": "2.6"}, "other versions of packages"),
-    ],
-)
-def test_runs_of_other_code_or_packages_are_named(tmp_path, monkeypatch, name, key, other, what):
-    store = RunStore(tmp_path)
-    pool.complete(GROUPS[:1], store, Square, CPU)
-    assert store.metadata(Number(1))[key] == getattr(pool, name)()
-    monkeypatch.setattr(pool, name, lambda: other)
-    with pytest.warns(UserWarning, match=f"2 finished runs were computed by {what}"):
-        pool.complete(GROUPS, store, Square, CPU)
+def test_stale_runs_are_computed_again_or_kept_and_either_is_said(tmp_path, monkeypatch):
+    pool.complete(Square, SPECS[:2], INPUTS, tmp_path)
+    monkeypatch.setattr(runs, "code_digest", lambda kind: "other")
+    monkeypatch.setenv(STALE, "keep")
+    with pytest.warns(UserWarning, match="2 finished runs .* computed by other code .* are taken as they are"):
+        assert len(pool.complete(Square, SPECS[:2], INPUTS, tmp_path, refused=1)) == 2
+    monkeypatch.delenv(STALE)
+    with pytest.warns(UserWarning, match="2 finished runs .* are computed again"):
+        pool.complete(Square, SPECS, INPUTS, tmp_path)
+    assert {RunStore(tmp_path).metadata(spec)["code"] for spec in SPECS} == {"other"}
+
+
+def test_a_copy_of_another_run_is_computed_again(tmp_path):
+    rows, store = pool.complete(Square, SPECS, INPUTS, tmp_path), RunStore(tmp_path)
+    shutil.copy(store.path(Number(4)), store.path(Number(2)))
+    with pytest.warns(UserWarning, match="must hold the run that its name says, but holds another one"):
+        pd.testing.assert_frame_equal(pool.complete(Square, SPECS, INPUTS, tmp_path), rows)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers):
     store = RunStore(tmp_path)
     with pytest.raises(ValueError, match="no square of 2"):
-        pool.complete(GROUPS, store, partial(Square, refused=2), CPU, workers)
+        pool.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=2)
     assert store.load(Number(1)) is not None
     assert store.load(Number(2)) is None
 
@@ -116,8 +134,8 @@ def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers)
 def test_an_error_is_seen_while_other_processes_report(tmp_path):
     begin = time.monotonic()
     with pytest.raises(ValueError, match="no square of 2"):
-        pool.complete([[Number(1)], [Number(2)]], RunStore(tmp_path), partial(Square, refused=2, endless=1), CPU, 2)
-    assert time.monotonic() - begin < 50
+        pool.complete(Square, [Number(2), Number(3)], INPUTS, tmp_path, 2, refused=2, endless=3)
+    assert time.monotonic() - begin < 250
 
 
 def test_an_interrupt_ends_the_processes(tmp_path, monkeypatch):
@@ -126,17 +144,17 @@ def test_an_interrupt_ends_the_processes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pool, "_forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pool.complete(GROUPS, RunStore(tmp_path), partial(Square, endless=3), CPU, 2)
+        pool.complete(Square, SPECS, INPUTS, tmp_path, 2, endless=3)
     assert workers_of(os.getpid()) == []
 
 
 def test_processes_end_with_a_killed_parent(tmp_path):
     context = pool.multiprocessing.get_context("spawn")
-    arguments = (GROUPS, RunStore(tmp_path), partial(Square, endless=3), CPU, 2)
-    parent = context.Process(target=pool.complete, args=arguments)
+    given = (Square, SPECS, INPUTS, tmp_path, 2)
+    parent = context.Process(target=pool.complete, args=given, kwargs={"endless": 3})
     parent.start()
     deadline = time.monotonic() + 60
-    while RunStore(tmp_path).load(Number(5)) is None and time.monotonic() < deadline:
+    while RunStore(tmp_path).load(Number(2)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
     children = workers_of(parent.pid)
     assert children
@@ -162,16 +180,16 @@ def test_worker_count(monkeypatch, asked, groups, device, count):
 
 def test_paired_runs_need_as_many_threads(tmp_path, monkeypatch):
     """Runs that were finished with other threads round otherwise; all finished, they are taken as they are."""
-    store, work = RunStore(tmp_path), partial(pool.complete, prepare=Square, device=CPU, paired=True)
-    threads = torch.get_num_threads()
-    work(GROUPS[:1], store)
+    paired, threads = [Paired(value) for value in (1, 2, 3)], torch.get_num_threads()
+    for specs in (paired, SPECS):
+        pool.complete(Square, specs[:2], INPUTS, tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert len(work(GROUPS[:1], store)) == 2
+    assert len(pool.complete(Square, paired[:2], INPUTS, tmp_path)) == 2
     refused = f"would have {threads + 1}, finished ones had {threads}: .* remove {tmp_path}"
     with pytest.raises(ValueError, match=refused):
-        work(GROUPS, store)
-    assert store.load(Number(3)) is None, "refused before any work"
-    assert len(pool.complete(GROUPS, store, Square, CPU)) == 5, "runs that are not paired are computed"
+        pool.complete(Square, paired, INPUTS, tmp_path)
+    assert RunStore(tmp_path).load(paired[2]) is None, "refused before any work"
+    assert len(pool.complete(Square, SPECS, INPUTS, tmp_path)) == 5, "runs that are not paired are computed"
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])

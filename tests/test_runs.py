@@ -1,12 +1,17 @@
 """Specifications of runs and the store that keeps their results."""
 
+import shutil
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 
-from fragility_lab.experiments.runs import RunSpec, RunStore, Specification, window_rows
+from fragility_lab.experiments import runs
+from fragility_lab.experiments.e2 import RunSpec, window_rows
+from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.running.environment import STALE, versions
 
+VERSIONS = versions()
 SPEC = RunSpec("embedded", "embedded", "bf16", 64, 0, 4, 2, "cpu", "emulated")
 FRAME = pd.DataFrame({"window": [0, 0, 1, 1], "layer": [0, 1, 0, 1], "risk": [1.0, 2.0, float("inf"), 4.0]})
 
@@ -79,6 +84,45 @@ def test_damaged_file_counts_as_unfinished_and_is_named(tmp_path):
     store.path(SPEC).write_bytes(b"PAR1 not really")
     with pytest.warns(UserWarning, match=r"bf16-T64-seed0-.*\.parquet cannot be read and is computed again"):
         assert store.load(SPEC) is None
+
+
+def test_a_run_of_another_specification_counts_as_unfinished_and_is_named(tmp_path):
+    store, other = RunStore(tmp_path), replace(SPEC, seed=1)
+    store.save(other, FRAME, {})
+    shutil.copy(store.path(other), store.path(SPEC))
+    with pytest.warns(UserWarning, match=r"seed0-.*\.parquet must hold the run that its name says, but holds another"):
+        assert store.load(SPEC) is None
+    assert store.load(other) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("code_digest", lambda kind: "other"), ("versions", lambda: VERSIONS | {"torch": "2.6.0"})],
+)
+def test_a_stale_run_is_computed_again_unless_it_is_kept(tmp_path, monkeypatch, name, change):
+    store = RunStore(tmp_path)
+    store.save(SPEC, FRAME, {})
+    assert not store.is_stale(SPEC)
+    monkeypatch.setattr(runs, name, change)
+    assert store.is_stale(SPEC) and store.load(SPEC) is None
+    monkeypatch.setenv(STALE, "keep")
+    pd.testing.assert_frame_equal(store.load(SPEC), FRAME)
+
+
+def test_another_python_or_system_makes_no_run_stale(tmp_path, monkeypatch):
+    store = RunStore(tmp_path)
+    store.save(SPEC, FRAME, {})
+    monkeypatch.setattr(runs, "versions", lambda: VERSIONS | {"python": "3.99.0", "platform": "elsewhere"})
+    assert store.load(SPEC) is not None
+
+
+def test_an_unknown_wish_for_stale_runs_is_refused(tmp_path, monkeypatch):
+    store = RunStore(tmp_path)
+    store.save(SPEC, FRAME, {})
+    monkeypatch.setattr(runs, "code_digest", lambda kind: "other")
+    monkeypatch.setenv(STALE, "yes")
+    with pytest.raises(ValueError, match="STALE must be keep or unset, got 'yes'"):
+        store.load(SPEC)
 
 
 def test_window_rows_keep_one_row_per_window():

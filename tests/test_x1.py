@@ -7,13 +7,15 @@ import torch
 from tiny import TINY, random_gpt2
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions
 from fragility_core.theory import mismatch
-from fragility_lab.experiments import e2, e3, x1, x1_protection
-from fragility_lab.experiments.runs import window_rows
+from fragility_lab.experiments import e2, e3, x1, x1_plans
+from fragility_lab.experiments.e2 import window_rows
+from fragility_lab.experiments.pool import complete
+from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16,), (0,), windows=6, batch_tokens=48)
@@ -31,20 +33,18 @@ def inputs():
 def source(inputs, tmp_path_factory):
     """The folder of E2's runs, and their rows."""
     folder = tmp_path_factory.mktemp("e2")
-    return folder, e2.run_grid(GRID, inputs, folder)
+    return folder, complete(e2.Passes, e2.specifications(GRID, inputs), inputs, folder)
 
 
 @pytest.fixture(scope="module")
 def estimates(inputs, source, tmp_path_factory):
-    options = {"probes": 2, "redraws": 2}
-    return x1.run_estimates(
-        e2.specifications(GRID, inputs), inputs, source[0], tmp_path_factory.mktemp("x1"), **options
-    )
+    specs = x1.EstimateSpec.of(e2.specifications(GRID, inputs), probes=2, redraws=2)
+    return complete(x1.Estimates, specs, inputs, tmp_path_factory.mktemp("x1"), source=source[0])
 
 
 def estimator(inputs, precision, probes):
     low = lower(inputs.model, precision)
-    low.model.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(low.model, OBSERVED_EAGER)
     return Adjoint(low, probes=probes)
 
 
@@ -87,7 +87,7 @@ def test_draws_of_the_mismatch_say_how_well_it_can_be_predicted(source, estimate
 def test_a_redraw_rounds_the_same_function_otherwise(inputs, source, estimates):
     """Another mismatch of the same size; the model itself moves by less than rounding moves it."""
     tokens = inputs.stream[None, :16]
-    model, low = x1.Estimates(inputs, source[0]).redrawn("bf16", "native", 0)
+    model, low = x1.Estimates(inputs, RunStore(source[0]), source[0]).redrawn("bf16", "native", 0)
     with torch.no_grad():
         moved = mismatch(final_hidden(model, tokens), final_hidden(inputs.model, tokens)).item()
     windows = x1.window_table(estimates, source[1]).query("precision == 'bf16'")
@@ -117,8 +117,8 @@ def test_a_window_that_overflowed_has_no_prediction(source, estimates):
 
 @pytest.fixture(scope="module")
 def patches(inputs, source, tmp_path_factory):
-    options = {"windows": 2, "noisy_windows": 2, "realisations": 4}
-    return e3.run_patches(e2.specifications(GRID, inputs), inputs, source[0], tmp_path_factory.mktemp("e3"), **options)
+    specs = e3.PatchSpec.of(e2.specifications(GRID, inputs), windows=2, noisy_windows=2, realisations=4)
+    return complete(e3.Patches, specs, inputs, tmp_path_factory.mktemp("e3"), source=source[0])
 
 
 def test_blocks_are_ranked_without_their_output(estimates, patches):
@@ -169,37 +169,38 @@ def test_summary_counts_the_runs_in_which_the_prediction_is_better():
 
 
 def test_rerun_skips_finished_runs(inputs, source, tmp_path, monkeypatch):
-    sources = e2.specifications(GRID, inputs)
-    whole = x1.run_estimates(sources, inputs, source[0], tmp_path)
+    given = x1.Estimates, x1.EstimateSpec.of(e2.specifications(GRID, inputs)), inputs, tmp_path
+    whole = complete(*given, source=source[0])
     monkeypatch.setattr(x1.Estimates, "run", lambda *_: pytest.fail("computed again"))
-    pd.testing.assert_frame_equal(x1.run_estimates(sources, inputs, source[0], tmp_path), whole)
+    pd.testing.assert_frame_equal(complete(*given, source=source[0]), whole)
 
 
 @pytest.mark.parametrize("options", [{"probes": 0}, {"redraws": -1}])
 def test_counts_out_of_range_are_named(inputs, options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        x1.specifications(e2.specifications(GRID, inputs), **options)
+        x1.EstimateSpec.of(e2.specifications(GRID, inputs), **options)
 
 
 def test_plans_run_on_the_windows_that_hold_the_tokens(inputs):
     source = e2.specifications(GRID, inputs)[0]
-    counts = {tokens: x1_protection.ProtectionSpec(source, tokens).windows for tokens in (16, 47, 48, 10_000)}
+    counts = {tokens: x1_plans.PlanSpec(source, tokens).windows for tokens in (16, 47, 48, 10_000)}
     assert counts == {16: 1, 47: 2, 48: 3, 10_000: 6}
     with pytest.raises(ValueError, match="a window of 16 at least, got 15"):
-        x1_protection.ProtectionSpec(source, 15)
+        x1_plans.PlanSpec(source, 15)
 
 
-@pytest.mark.parametrize(("run", "options"), [(x1.run_estimates, {}), (x1_protection.run_protections, {})])
-def test_missing_runs_of_e2_are_named(inputs, tmp_path, run, options):
+@pytest.mark.parametrize(("worker", "kind"), [(x1.Estimates, x1.EstimateSpec), (x1_plans.Plans, x1_plans.PlanSpec)])
+def test_missing_runs_of_e2_are_named(inputs, tmp_path, worker, kind):
+    specs = kind.of(e2.specifications(GRID, inputs))
     with pytest.raises(FileNotFoundError, match="run e2_predictor first"):
-        run(e2.specifications(GRID, inputs), inputs, tmp_path / "empty", tmp_path / "x1", **options)
+        complete(worker, specs, inputs, tmp_path / "x1", source=tmp_path / "empty")
 
 
 @pytest.fixture(scope="module")
 def plans(inputs, source, tmp_path_factory):
     options = {"tokens": 48, "probes": 2, "draws": 3, "blocks": (1, 2), "sites": (1, 2)}
-    folder = tmp_path_factory.mktemp("plans")
-    return x1_protection.run_protections(e2.specifications(GRID, inputs), inputs, source[0], folder, **options)
+    specs = x1_plans.PlanSpec.of(e2.specifications(GRID, inputs), **options)
+    return complete(x1_plans.Plans, specs, inputs, tmp_path_factory.mktemp("plans"), source=source[0])
 
 
 def test_every_choice_has_a_prediction_and_a_measurement(plans):
@@ -224,7 +225,7 @@ def test_plans_without_anything_kept_measure_e2s_mismatch(plans, source):
 
 
 def test_baselines_are_compared_at_equal_budget(plans):
-    against = x1_protection.against_baselines(plans)
+    against = x1_plans.against_baselines(plans)
     bf16 = plans[(plans.precision == "bf16") & (plans.unit == "blocks") & (plans.budget == 2)]
     measured = bf16.groupby("chosen_by").measured.mean()
     row = against.loc["bf16", 16, 0, "blocks", 2]
@@ -236,7 +237,7 @@ def test_baselines_are_compared_at_equal_budget(plans):
 
 
 def test_table_says_how_far_predictions_are_off(plans):
-    table = x1_protection.plan_table(plans).set_index(["unit", "budget", "chosen_by"])
+    table = x1_plans.plan_table(plans).set_index(["unit", "budget", "chosen_by"])
     error = (plans.predicted / plans.measured - 1).abs()
     assert table.largest_error.max() == pytest.approx(error.max())
     assert table.loc["blocks", 0, "none"].measured_of_none == 1

@@ -10,7 +10,7 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.surrogates import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.experiments import rankings
-from fragility_lab.experiments.runs import IDENTITY, window_rows
+from fragility_lab.experiments.e2 import IDENTITY, window_rows
 
 RETRIEVED = 0.125  # share of the windows counted as the worst ones
 

@@ -1,26 +1,28 @@
 """E2: does the score of one low-precision pass predict the mismatch? (protocol section 5)"""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby, product
-from pathlib import Path
+from itertools import product
+from typing import Self
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_core.arithmetic.emulation import lower
 from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
-from fragility_core.surrogates import SIGNALS, score
+from fragility_core.surrogates import LAYERNORM_TERMS, Estimator, score
 from fragility_core.surrogates.monitor import Monitor
-from fragility_lab.experiments.pool import Advance, complete
-from fragility_lab.experiments.runs import RunSpec, RunStore, spec_columns
+from fragility_core.surrogates.transport import TRANSPORTS
+from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs, load, require_values
 from fragility_lab.inputs.text import select_windows
 
-LEAST = 3  # windows
+LEAST = 3  # windows of a correlation
+IDENTITY = ("precision", "length", "seed")  # columns that tell the runs of one grid apart
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,79 @@ class Grid:
     transport: str = "release"
 
 
+@dataclass(frozen=True)
+class RunSpec(Specification):
+    """One run of E2; raises ValueError for values outside the choices."""
+
+    experiment, unit = "E2", "token"
+
+    model: str
+    data: str
+    precision: str
+    length: int  # tokens per window
+    seed: int
+    windows: int
+    batch: int  # windows computed at once; changes results by rounding noise only
+    device: str
+    execution: str  # "native" or "emulated"
+    layernorm: str = "release"
+    transport: str = "release"
+    inputs: str = ""  # digest of the weights and the token stream
+
+    def __post_init__(self):
+        get_format(self.precision)
+        for name in ("length", "windows", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        choices = {"layernorm": LAYERNORM_TERMS, "transport": TRANSPORTS, "execution": ("native", "emulated")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    @property
+    def label(self) -> str:
+        return f"{self.precision}-T{self.length}-seed{self.seed}"
+
+    @property
+    def size(self) -> int:
+        return self.windows * self.length
+
+    @property
+    def group(self) -> Hashable:
+        return self.length, self.seed
+
+    @property
+    def identity(self) -> dict:
+        """The run's values of the columns ``IDENTITY``."""
+        return {name: getattr(self, name) for name in IDENTITY}
+
+
+@dataclass(frozen=True)
+class DerivedSpec(Specification):
+    """A run on windows of one run of E2, its ``source``."""
+
+    source: RunSpec
+
+    @classmethod
+    def of(cls, sources: Sequence[RunSpec], **options) -> list[Self]:
+        """One specification per run of E2, with the ``options`` of the class."""
+        return [cls(source, **options) for source in sources]
+
+    @property
+    def device(self) -> str:
+        return self.source.device
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    @property
+    def group(self) -> Hashable:
+        return self.source.group
+
+
 def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
-    """Load and check everything a grid needs, before any work (see ``inputs.load``).
+    """Load and check everything a grid needs, before any work (see ``inputs.loading.load``).
 
     Raises TypeError for a model whose blocks are not known, ValueError for numbers out of range.
     """
@@ -55,58 +128,49 @@ def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
 
 def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
     """One specification per run; runs that share the fp32 reference follow one another."""
+    given = {name: getattr(grid, name) for name in ("model", "data", "windows", "layernorm", "transport")}
     return [
         RunSpec(
-            model=grid.model,
-            data=grid.data,
             precision=precision,
             length=length,
             seed=seed,
-            windows=grid.windows,
             batch=max(1, grid.batch_tokens // length),
             device=inputs.device.type,
             execution=inputs.execution(precision),
-            layernorm=grid.layernorm,
-            transport=grid.transport,
             inputs=inputs.digest,
+            **given,
         )
         for length, seed, precision in product(grid.lengths, grid.seeds, grid.precisions)
     ]
 
 
-class Passes:
-    """Computes the runs of a grid, sharing what they have in common (a ``pool.Worker``).
+class Passes(Worker):
+    """Computes the runs of a grid. All formats share the fp32 states of a window, all runs of a format its model."""
 
-    bf16 and fp16 share the fp32 hidden states of a window, all runs of a precision its model.
-    """
-
-    def __init__(self, inputs: Inputs):
-        self.inputs = inputs
-        self.model = inputs.model
-        self.record = {"attention": inputs.attention}
+    def __init__(self, inputs: Inputs, store: RunStore):
+        super().__init__(inputs, store)
         self._monitors: dict[tuple, Monitor] = {}
         self._hidden: dict[int, Tensor] = {}
-        self._selection: tuple | None = None
+        self._selection: Hashable = None
 
     def monitor(self, spec: RunSpec) -> Monitor:
         """The monitor of the model in the precision of ``spec``."""
         key = (spec.precision, spec.execution, spec.transport)
         if key not in self._monitors:
-            low = lower(self.model, spec.precision, spec.execution)
+            low = lower(self.inputs.model, spec.precision, spec.execution)
             self._monitors[key] = Monitor(low, power_iteration=spec.transport == "power_iteration")
         return self._monitors[key]
 
     @torch.no_grad()
     def reference(self, spec: RunSpec, first: int, tokens: Tensor) -> Tensor:
-        """fp32 hidden states (B, T, d_model) of the windows of ``spec`` from ``first`` on.
+        """fp32 hidden states (B, T, d_model) of the windows of ``spec`` from number ``first`` on.
 
-        Those of one selection of windows are kept until another selection is asked for.
+        They are kept until another selection of windows is asked for.
         """
-        selection = (spec.length, spec.seed)
-        if selection != self._selection:
-            self._selection, self._hidden = selection, {}
+        if spec.group != self._selection:
+            self._selection, self._hidden = spec.group, {}
         if first not in self._hidden:
-            self._hidden[first] = final_hidden(self.model, tokens)
+            self._hidden[first] = final_hidden(self.inputs.model, tokens)
         return self._hidden[first]
 
     def run(self, spec: RunSpec, advance: Advance) -> pd.DataFrame:
@@ -120,9 +184,9 @@ class Passes:
         frames = []
         for first in range(0, spec.windows, spec.batch):
             batch = tokens[first : first + spec.batch].to(self.inputs.device)
-            reference = self.reference(spec, first, batch)
-            observed = monitor(batch, reference)
-            layers, windows = score(observed.layers, observed.windows, unit_roundoff, spec.estimator)
+            observed = monitor(batch, self.reference(spec, first, batch))
+            estimator = Estimator(spec.layernorm, spec.transport)
+            layers, windows = score(observed.layers, observed.windows, unit_roundoff, estimator)
             frame = layers.merge(windows, on="window")
             frames.append(frame.assign(window=frame.window + first))
             advance(batch.numel())
@@ -130,27 +194,9 @@ class Passes:
         finite = torch.tensor(rows.drop(columns="window").to_numpy(dtype="float64")).isfinite().all(-1)
         rows["overflow"] = (~pd.Series(finite.numpy())).groupby(rows.window).transform("any")
         rows.insert(0, "start", rows.window.map(dict(enumerate(starts))))
-        return rows.assign(**spec_columns(spec))
+        return rows.assign(**spec.identity)
 
 
-def run_grid(grid: Grid, inputs: Inputs, folder: Path, workers: int = 1) -> pd.DataFrame:
-    """All runs of ``grid``, those already finished in ``folder`` not computed again.
-
-    ``workers`` processes share them out, 0 being one a CPU core (see ``pool.complete``). Raises ValueError
-    where finished runs were computed before a signal was added.
-    """
-    specs = specifications(grid, inputs)
-    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.length, spec.seed))]
-    rows = complete(groups, RunStore(folder), partial(Passes, inputs), inputs.device, workers, "E2")
-    lacking = [signal for signal in SIGNALS if signal not in rows or rows[signal][~rows.overflow].isna().any()]
-    if lacking:
-        raise ValueError(
-            f"every run must have all signals, but finished ones lack {', '.join(lacking)}: "
-            f"remove {folder} to compute them again"
-        )
-    return rows
-
-
-def records(grid: Grid, inputs: Inputs, folder: Path) -> pd.DataFrame:
-    """What was recorded with each finished run of ``grid``: execution, device, versions, wall time."""
-    return RunStore(folder).records(specifications(grid, inputs))
+def window_rows(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row per window from rows per window and block: the columns that do not vary over blocks."""
+    return runs[runs.layer == 0].drop(columns="layer")

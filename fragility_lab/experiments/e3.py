@@ -1,25 +1,23 @@
 """E3: does the score name the blocks whose rounding matters? (protocol section 5)
 
-It reads E2's runs: of each the windows of highest mismatch, and the risk of their blocks. What a block
-really costs is measured by patching it (``fragility_lab.experiments.patching``).
+E3 reads the runs of E2: the windows of highest mismatch of each, and the risk of their blocks. Patching a block
+measures what the block really costs (``fragility_lab.experiments.patching``).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_lab.experiments import rankings
+from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, RunSpec, window_rows
 from fragility_lab.experiments.patching import Patching, patch_effects
-from fragility_lab.experiments.pool import Advance, complete
-from fragility_lab.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
+from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
@@ -30,11 +28,11 @@ WINDOW = [*IDENTITY, "window"]
 class PatchSpec(DerivedSpec):
     """One run of E3; raises ValueError for counts out of range."""
 
-    windows: int = 8
-    noisy_windows: int = 1  # of these, how many are patched under stochastic rounding too
-    realisations: int = 2
+    experiment, unit = "E3", "token"
 
-    unit = "token"
+    windows: int = 8
+    noisy_windows: int = 1  # how many of the windows are also patched under stochastic rounding
+    realisations: int = 2
 
     def __post_init__(self):
         if not 1 <= self.windows <= self.source.windows:
@@ -50,18 +48,18 @@ class PatchSpec(DerivedSpec):
 
 
 def worst_windows(rows: pd.DataFrame, count: int) -> pd.DataFrame:
-    """The ``count`` window rows of highest mismatch of one run, highest first, ties by window; overflows left out."""
+    """The ``count`` windows of highest mismatch of one run, highest first, ties by window, without overflows."""
     windows = window_rows(rows)
     return windows[~windows.overflow].sort_values(["mismatch", "window"], ascending=[False, True]).head(count)
 
 
-class Patches:
-    """Computes the runs of E3 (a ``pool.Worker``); runs of one precision share its model."""
+class Patches(Worker):
+    """Computes the runs of E3; runs of one precision share its model."""
 
-    def __init__(self, inputs: Inputs, source: Path):
+    def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         """``source`` is the folder of E2's runs."""
-        self.inputs, self.source = inputs, RunStore(source)
-        self.record = {"attention": inputs.attention}
+        super().__init__(inputs, store)
+        self.source = RunStore(source)
         self._patchings: dict[tuple[str, str], Patching] = {}
 
     def patching(self, spec: RunSpec) -> Patching:
@@ -74,7 +72,7 @@ class Patches:
     def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
 
-        Raises FileNotFoundError where E2's run is not there.
+        Raises FileNotFoundError where E2's run is missing.
         """
         rows = self.source.require(spec.source)
         worst = worst_windows(rows, spec.windows)
@@ -89,17 +87,17 @@ class Patches:
         effects = pd.concat(frames, ignore_index=True)
         effects["recompute_gap"] = (effects.base_mismatch - effects.source_mismatch).abs()
         scores = rows[["window", "layer", "risk", "dominance", "combined"]]
-        return ranked(effects.merge(scores, on=["window", "layer"])).assign(**spec_columns(spec.source))
+        return ranked(effects.merge(scores, on=["window", "layer"])).assign(**spec.source.identity)
 
     @torch.no_grad()
     def _effects(self, source: RunSpec, start: int, realisations: int) -> pd.DataFrame:
-        """Effects of patching every block of one window, and those of ``realisations`` of stochastic rounding."""
+        """Effects of patching every block of one window, to nearest and in ``realisations`` of stochastic rounding."""
         tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
         reference = final_hidden(self.inputs.model, tokens)
         patching = self.patching(source)
         effects = patch_effects(patching(tokens), reference).drop(columns="window")
         for number in range(realisations):
-            # Of two windows rounded with the same random bits, the errors would be correlated.
+            # Two windows rounded with the same random bits would have correlated errors.
             patched = patching.stochastic(start * realisations + number)(tokens)
             effects[f"{REALISATION}{number}"] = patch_effects(patched, reference).exact_reduction
         return effects
@@ -112,29 +110,15 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**{name: by_window[of].rank(ascending=False) for name, of in columns.items()})
 
 
-def specifications(sources: Sequence[RunSpec], **options) -> list[PatchSpec]:
-    """One specification per run of E2, with the ``options`` of ``PatchSpec``."""
-    return [PatchSpec(source, **options) for source in sources]
-
-
-def run_patches(
-    sources: Sequence[RunSpec], inputs: Inputs, source: Path, folder: Path, workers: int = 1, **options
-) -> pd.DataFrame:
-    """All runs of E3 on E2's ``sources``, kept in ``source``; those finished in ``folder`` are not computed again."""
-    specs = specifications(sources, **options)
-    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.source.length, spec.source.seed))]
-    return complete(groups, RunStore(folder), partial(Patches, inputs, source), inputs.device, workers, "E3")
-
-
 # --- Views of the rows ------------------------------------------------------------------------
 
 
 def window_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per window: how alike score and exact effect rank its blocks, and the noise floor where measured.
 
-    ``noise_floor`` is how well the effects of another rounding, stochastic, agree with the exact ones,
-    ``between_realisations`` how well those of two such roundings do (``rankings.noise_floor``). Raises
-    ValueError where there are no rows, every window having overflowed.
+    ``noise_floor`` is the agreement of the effects under stochastic rounding with the exact ones,
+    ``between_realisations`` that of two stochastic roundings with each other (``rankings.noise_floor``). Raises
+    ValueError where there are no rows because every window overflowed.
     """
     if rows.empty:
         raise ValueError("E3 needs windows with a finite mismatch, got none: every window of E2's runs overflowed")
@@ -157,7 +141,7 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured_twice(windows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of ``window_table`` with a noise floor, each window once: runs of several seeds may share it."""
+    """The rows of ``window_table`` with a noise floor, each window once, since runs of several seeds may share it."""
     return windows.dropna(subset="noise_floor").drop_duplicates(["precision", "length", "base_mismatch"])
 
 

@@ -1,15 +1,14 @@
-"""E5: does raising LayerNorm's epsilon where the score says so tame the mismatch? (protocol section 6)
+"""E5: does raising LayerNorm's epsilon where the score says so lower the mismatch? (protocol section 6)
 
-A run trains one model under one policy. Its result has one row per step and block: what was seen, the
-epsilon in force, and the action decided there; steps, actions and summaries are views of these rows.
+A run trains one model under one policy. Its result has one row per step and block: what was observed, the epsilon in
+force, and the action decided there. The tables of ``outcomes`` are views of these rows.
 """
 
 import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import partial
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,12 +25,12 @@ from fragility_core.bgss import Policy, State, advance, get_policy, replay
 from fragility_core.bgss.registry import policy_class
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
-from fragility_lab.experiments.pool import Advance, complete
+from fragility_lab.experiments.pool import Advance, Worker
 from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 from fragility_lab.inputs.loading import Inputs, load, require_values
 from fragility_lab.inputs.text import select_windows
-from fragility_lab.running.environment import code_digest
+from fragility_lab.running.environment import keeps_stale
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,15 @@ class Setting:
 class TrainingSpec(Specification):
     """One run of E5: the setting, the policy with its parameters, and the seed."""
 
+    experiment, unit, paired = "E5", "step", True
+
     setting: Setting
     policy: str
     parameters: tuple[tuple[str, float], ...]
     seed: int
     device: str
     execution: str  # of the shadow: "native" or "emulated"
-    inputs: str = field(default="")  # digest of the weights and the token stream
-
-    unit = "step"
+    inputs: str = ""  # digest of the weights and the token stream
 
     @property
     def label(self) -> str:
@@ -92,14 +91,12 @@ def parameters_of(policy: Policy) -> tuple[tuple[str, float], ...]:
 
 
 def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
-    """Load and check the language model and text of ``setting``, before any work (see ``inputs.load``).
+    """Load and check the language model and text of ``setting``, before any work (see ``inputs.loading.load``).
 
     Raises TypeError for a model whose blocks are not known.
     """
-    lengths = (setting.length,)
-    inputs = load(
-        setting.model, setting.data, (setting.precision,), lengths, setting.windows, device, AutoModelForCausalLM
-    )
+    sizes = (setting.precision,), (setting.length,), setting.windows
+    inputs = load(setting.model, setting.data, *sizes, device, AutoModelForCausalLM)
     blocks(inputs.model)
     return inputs
 
@@ -124,10 +121,10 @@ def specifications(
 
 
 def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
-    """The policies ``names`` on the epsilon of the model's own norms and the shadow's unit roundoff.
+    """The policies ``names`` with the epsilon of the model's own norms and the unit roundoff of the shadow.
 
-    ``parameters`` are given to those that have them. Raises ValueError for unknown names, for a parameter that no
-    policy has, and where a policy needs one that is not given.
+    Each policy gets those of ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that no
+    policy has, and for a missing parameter that a policy needs.
     """
     known = {f.name for name in names for f in fields(policy_class(name))}
     if unknown := sorted(parameters.keys() - known):
@@ -143,7 +140,6 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
 
 
 def _policy(name: str, parameters: Mapping[str, Any]) -> Policy:
-    """Policy ``name`` with those of ``parameters`` that it has."""
     known = fields(policy_class(name))
     missing = [f.name for f in known if f.default is MISSING and f.name not in parameters]
     if missing:
@@ -162,15 +158,15 @@ def training_windows(stream: Tensor, setting: Setting, seed: int) -> Tensor:
     return windows[order]
 
 
-class Mitigation:
-    """Computes the runs of E5 (a ``pool.Worker``), each from its last checkpoint where there is one."""
+class Mitigation(Worker):
+    """Computes the runs of E5, each from its last checkpoint where there is one."""
 
-    def __init__(self, inputs: Inputs, folder: Path, checkpoint_interval: int = 64):
-        """``folder`` is that of the finished runs; raises ValueError for an interval below 1."""
+    def __init__(self, inputs: Inputs, store: RunStore, checkpoint_interval: int = 64):
+        """Raises ValueError for an interval below 1 step."""
+        super().__init__(inputs, store)
         if checkpoint_interval < 1:
             raise ValueError(f"checkpoint_interval must be at least 1 step, got {checkpoint_interval}")
-        self.inputs, self.store, self.interval = inputs, RunStore(folder), checkpoint_interval
-        self.record = {"attention": inputs.attention}
+        self.interval = checkpoint_interval
 
     def run(self, spec: TrainingSpec, advance_by: Advance) -> pd.DataFrame:
         """Rows per step and block. A nonfinite loss, gradient or mismatch is named in ``event`` and ends the run."""
@@ -182,9 +178,9 @@ class Mitigation:
         return rows.assign(policy=spec.policy, seed=spec.seed)
 
     def _without_actions(self, spec: TrainingSpec) -> pd.DataFrame | None:
-        """The rows of policy ``none``, if they are there and the policy of ``spec`` would not act on them.
+        """The rows of policy ``none``, if they are finished and the policy of ``spec`` would not act on them.
 
-        Until its first action a policy trains as ``none`` does, so a policy without one has its run.
+        Until its first action a policy trains as ``none`` does, so a policy that never acts has the run of ``none``.
         """
         policy = spec.build_policy()
         uncontrolled = get_policy("none", base_epsilon=policy.base_epsilon)
@@ -208,7 +204,7 @@ class Mitigation:
         )
         torch.manual_seed(spec.seed)
         path = self.store.path(spec).with_suffix(".checkpoint")
-        state, rows = restore(path, training) or (policy.start(len(training.monitor.blocks), spec.seed), [])
+        state, rows = restore(path, spec, training) or (policy.start(len(training.monitor.blocks), spec.seed), [])
         advance_by(state.step)
         for step in range(state.step, setting.steps):
             tokens = windows[step % len(windows)][None].to(self.inputs.device)
@@ -218,7 +214,7 @@ class Mitigation:
             if frame.event.iloc[0]:
                 break
             if (step + 1) % self.interval == 0 and step + 1 < setting.steps:
-                save(path, training, state, rows)
+                save(path, spec, training, state, rows)
         path.unlink(missing_ok=True)
         return pd.concat(rows, ignore_index=True)
 
@@ -226,7 +222,7 @@ class Mitigation:
 def one_step(
     training: ShadowTraining, policy: Policy, state: State, tokens: Tensor, setting: Setting
 ) -> tuple[pd.DataFrame, State]:
-    """Train, observe and decide; the rows of the step, one per block, and the controller's next state."""
+    """Train, observe and decide; returns the rows of the step, one per block, and the controller's next state."""
     training.set_epsilons(state.epsilon)
     rate = warmed_up(setting.learning_rate, state.step, setting.warmup_steps)
     loss, gradient_norm = training.train_step(tokens, rate)
@@ -252,7 +248,7 @@ def one_step(
 
 
 def nonfinite(seen: dict[str, float]) -> str:
-    """The first of the step's quantities that is not finite, or nothing."""
+    """The name of the first quantity of the step that is not finite, or nothing."""
     watched = ("loss", "gradient_norm", "mismatch", "shadow_loss")
     return next((f"nonfinite {name}" for name in watched if not np.isfinite(seen.get(name, 0.0))), "")
 
@@ -260,13 +256,13 @@ def nonfinite(seen: dict[str, float]) -> str:
 # --- Checkpoints inside a run -----------------------------------------------------------------
 
 
-def save(path: Path, training: ShadowTraining, state: State, rows: list[pd.DataFrame]) -> None:
+def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State, rows: list[pd.DataFrame]) -> None:
     """Write everything that the rest of the run depends on; the file appears complete or not at all."""
     random_states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state_all()
     record = {
-        "code": code_digest(), "training": training.state(), "controller": state.to_dict(), "rows": rows,
+        "provenance": spec.provenance(), "training": training.state(), "controller": state.to_dict(), "rows": rows,
         "random": random_states,
     }  # fmt: skip
     partial_path = path.with_suffix(f".{os.getpid()}.partial")
@@ -277,42 +273,23 @@ def save(path: Path, training: ShadowTraining, state: State, rows: list[pd.DataF
         partial_path.unlink(missing_ok=True)
 
 
-def restore(path: Path, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:
-    """Take up the run at ``path``, if there is one; a file that cannot be read, or of other code, counts as none."""
+def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:
+    """Take up the run at ``path``. An absent, unreadable or stale checkpoint gives None: the run starts again."""
     if not path.exists():
         return None
     try:
-        # Written by ``save``, next to the results: as trustworthy as the code beside it.
+        # ``save`` wrote the file next to the results, so it is as trustworthy as the code.
         record = torch.load(path, weights_only=False)
     except (OSError, RuntimeError, EOFError, UnpicklingError, ImportError, AttributeError) as cause:
         warnings.warn(f"{path.name} cannot be read, its run starts again ({cause})", stacklevel=2)
         return None
-    if record.get("code") != code_digest():
-        warnings.warn(f"{path.name} was left by another version of this code, its run starts again", stacklevel=2)
+    if not spec.is_current(record.get("provenance", {})) and not keeps_stale():
+        warnings.warn(
+            f"{path.name} was left by other code or other versions of packages, its run starts again", stacklevel=2
+        )
         return None
     training.load_state(record["training"])
     torch.set_rng_state(record["random"]["cpu"])
     if "cuda" in record["random"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(record["random"]["cuda"])
     return State.from_dict(record["controller"]), record["rows"]
-
-
-# --- All runs, and views of their rows --------------------------------------------------------
-
-
-def run(
-    specs: Sequence[TrainingSpec], inputs: Inputs, folder: Path, workers: int = 1, checkpoint_interval: int = 64
-) -> pd.DataFrame:
-    """The rows of every run, those finished in ``folder`` not computed again (see ``pool.complete``).
-
-    Raises ValueError where those had other threads: policies are compared from equal starts.
-    """
-    prepare = partial(Mitigation, inputs, folder, checkpoint_interval)
-    return complete([[spec] for spec in specs], RunStore(folder), prepare, inputs.device, workers, "E5", paired=True)
-
-
-def run_policies(
-    setting: Setting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs, folder: Path, **options
-) -> pd.DataFrame:
-    """Every policy with every seed in one setting, with the ``options`` of ``run``."""
-    return run(specifications(setting, policies, seeds, inputs), inputs, folder, **options)

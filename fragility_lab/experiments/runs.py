@@ -1,7 +1,7 @@
-"""Runs: what determines one, and where its result is kept.
+"""Runs: what determines a run, and where its result is kept.
 
-A run is a pure function of its specification. Results are one Parquet file per run, written
-atomically, so that a rerun skips what is finished and an interrupted one goes on from there.
+A run is a pure function of its specification. Each result is one Parquet file, written atomically. A second call
+skips the finished runs, so an interrupted experiment continues where it stopped.
 """
 
 import hashlib
@@ -9,8 +9,8 @@ import json
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,97 +18,54 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.surrogates import LAYERNORM_TERMS, Estimator
-from fragility_core.surrogates.transport import TRANSPORTS
+from fragility_lab.running.environment import NUMERICAL, code_digest, keeps_stale, versions
 
 METADATA_KEY = b"fragility"
 
 
 class Specification(ABC):
-    """Everything that the numbers of a run depend on; its kinds are frozen dataclasses.
+    """Everything that the numbers of a run depend on; subclasses are frozen dataclasses.
 
-    ``size`` is the run's work in multiples of ``unit``, for progress and for sharing runs out.
+    ``experiment`` is the name shown with the progress, ``unit`` what progress counts. Runs that are ``paired`` are
+    compared step by step, so they must be computed with equal numbers of threads.
     """
 
     device: str
+    experiment: ClassVar[str]
     unit: ClassVar[str]
+    paired: ClassVar[bool] = False
 
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that identify the specification."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(self._json().encode()).hexdigest()[:12]
+
+    def _json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """Short name for people, unique within one experiment."""
+        """A short name for people, unique within one experiment."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """See the class."""
-
-
-@dataclass(frozen=True)
-class RunSpec(Specification):
-    """One run of E2; raises ValueError for values outside the choices."""
-
-    unit = "token"
-
-    model: str
-    data: str
-    precision: str
-    length: int  # tokens a window
-    seed: int
-    windows: int
-    batch: int  # windows computed at once; changes results by rounding noise only
-    device: str
-    execution: str  # "native" or "emulated"
-    layernorm: str = "release"
-    transport: str = "release"
-    inputs: str = ""  # digest of the weights and the token stream
-
-    def __post_init__(self):
-        get_format(self.precision)
-        for name in ("length", "windows", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        choices = {"layernorm": LAYERNORM_TERMS, "transport": TRANSPORTS, "execution": ("native", "emulated")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        """The work of the run in multiples of ``unit``."""
 
     @property
-    def estimator(self) -> Estimator:
-        """The reading of the score that this run uses."""
-        return Estimator(self.layernorm, self.transport)
+    def group(self) -> Hashable:
+        """Consecutive runs of equal groups share work and are computed by one process; by default each is alone."""
+        return self.digest
 
-    @property
-    def label(self) -> str:
-        return f"{self.precision}-T{self.length}-seed{self.seed}"
+    def provenance(self) -> dict:
+        """The versions and the code that compute this run here."""
+        return {"versions": versions(), "code": code_digest(type(self))}
 
-    @property
-    def size(self) -> int:
-        return self.windows * self.length
-
-
-@dataclass(frozen=True)
-class DerivedSpec(Specification):
-    """A run on windows of one run of E2, its ``source``."""
-
-    source: RunSpec
-
-    @property
-    def device(self) -> str:
-        return self.source.device
-
-    @property
-    def label(self) -> str:
-        return self.source.label
-
-
-IDENTITY = ("precision", "length", "seed")  # columns that tell the runs of one grid apart
+    def is_current(self, record: dict) -> bool:
+        """Whether the ``provenance`` in ``record`` is this one, so that its numbers hold here."""
+        then, now = record.get("versions", {}), versions()
+        return record.get("code") == code_digest(type(self)) and all(then.get(name) == now[name] for name in NUMERICAL)
 
 
 class RunStore:
@@ -119,25 +76,45 @@ class RunStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, spec: Specification) -> Path:
+        """The file of the run, whether it exists or not."""
         return self.folder / f"{spec.label}-{spec.digest}.parquet"
 
     def load(self, spec: Specification) -> pd.DataFrame | None:
-        """The finished run of ``spec``, or None. An unreadable file counts as unfinished."""
+        """The rows of the finished run of ``spec``, or None where the run has to be computed.
+
+        That is so where there is no file, and, with a warning, where the file cannot be read or holds another
+        specification. A stale run (``is_stale``) also has to be computed again, unless stale runs are kept.
+        """
         path = self.path(spec)
         if not path.exists():
             return None
         try:
-            return pd.read_parquet(path)
+            table = pq.read_table(path)
         except (OSError, pa.ArrowInvalid) as cause:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
+        if _record(table.schema).get("specification") != json.loads(spec._json()):
+            warnings.warn(
+                f"{path.name} must hold the run that its name says, but holds another one and is computed again",
+                stacklevel=2,
+            )
+            return None
+        return None if self.is_stale(spec) and not keeps_stale() else table.to_pandas()
+
+    def is_stale(self, spec: Specification) -> bool:
+        """Whether the run of ``spec`` is finished, but was computed by other code or other versions of packages."""
+        try:
+            record = self.metadata(spec)
+        except (OSError, pa.ArrowInvalid):
+            return False
+        return record.get("specification") == json.loads(spec._json()) and not spec.is_current(record)
 
     def require(self, spec: Specification) -> pd.DataFrame:
-        """The finished run of ``spec``, one of E2's; raises FileNotFoundError where there is none."""
+        """The rows of the finished run of ``spec``, one of E2's; raises FileNotFoundError where there is none."""
         rows = self.load(spec)
         if rows is None:
             raise FileNotFoundError(
-                f"E2's run {spec.label} must be there, but is not in {self.folder}: run e2_predictor first"
+                f"E2's run {spec.label} must be in {self.folder}, but is missing or stale: run e2_predictor first"
             )
         return rows
 
@@ -146,8 +123,8 @@ class RunStore:
         return pd.concat([self.load(spec) for spec in specs], ignore_index=True)
 
     def metadata(self, spec: Specification) -> dict:
-        """What was recorded with the run: specification, versions, device, wall time."""
-        return json.loads(pq.read_schema(self.path(spec)).metadata[METADATA_KEY])
+        """What was recorded with the run: specification, versions, code, device, threads, seconds, attention."""
+        return _record(pq.read_schema(self.path(spec)))
 
     def records(self, specs: Iterable[Specification]) -> pd.DataFrame:
         """One row per finished run: its label as ``run``, and every entry of its metadata under its innermost name."""
@@ -156,10 +133,10 @@ class RunStore:
         return table.loc[:, ~table.columns.duplicated()]
 
     def save(self, spec: Specification, frame: pd.DataFrame, metadata: dict) -> None:
-        """Write ``frame`` with its specification; the file appears complete or not at all."""
+        """Write ``frame`` with its specification and provenance; the file appears complete or not at all."""
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        record = json.dumps({"specification": asdict(spec), **metadata}).encode()
-        table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: record})
+        record = {"specification": asdict(spec)} | spec.provenance() | metadata
+        table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: json.dumps(record).encode()})
         path = self.path(spec)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -169,11 +146,5 @@ class RunStore:
             partial.unlink(missing_ok=True)
 
 
-def window_rows(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per window from rows per window and block: the columns that do not vary over blocks."""
-    return runs[runs.layer == 0].drop(columns="layer")
-
-
-def spec_columns(spec: Specification) -> dict:
-    """The identity of a run as constant columns."""
-    return {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in IDENTITY}
+def _record(schema: pa.Schema) -> dict:
+    return json.loads((schema.metadata or {}).get(METADATA_KEY, b"{}"))

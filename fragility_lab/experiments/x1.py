@@ -1,13 +1,10 @@
 """X1: the calibrated predictor (``fragility_core.adjoint``) on the windows of E2 and E3; not in the paper.
 
-Like the score it sees the low-precision pass alone: no full-precision weights, no second pass.
+Like the score, the predictor needs the low-precision pass alone: no full-precision weights, no second pass.
 """
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.adjoint import Adjoint, Prediction, predict
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import LowPrecision, lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.models.tree import final_hidden
+from fragility_core.surrogates import SIGNALS
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import rankings
-from fragility_lab.experiments.agreement import SIGNALS, signal_agreement
+from fragility_lab.experiments.agreement import signal_agreement
+from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, window_rows
 from fragility_lab.experiments.e3 import REALISATION, WINDOW
-from fragility_lab.experiments.pool import Advance, complete
-from fragility_lab.experiments.runs import IDENTITY, DerivedSpec, RunSpec, RunStore, spec_columns, window_rows
+from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs
 
 SITE_COLUMNS = ["site", "layer", "block_output"]
@@ -38,10 +37,10 @@ COMPARED = ("adjoint", "one_probe", "combined", "no_transport")
 class EstimateSpec(DerivedSpec):
     """Estimates for the windows of one run of E2; raises ValueError for counts out of range."""
 
-    probes: int = 1
-    redraws: int = 0  # how often every window is measured again, with other roundings
+    experiment, unit = "X1", "token"
 
-    unit = "token"
+    probes: int = 1
+    redraws: int = 0  # how often every window is measured again with other roundings
 
     def __post_init__(self):
         if self.probes < 1:
@@ -54,13 +53,13 @@ class EstimateSpec(DerivedSpec):
         return self.source.length * self.source.windows * (1 + self.redraws)
 
 
-class Estimates:
-    """Computes the runs of X1 (a ``pool.Worker``); runs of one precision share the estimator."""
+class Estimates(Worker):
+    """Computes the runs of X1; runs of one precision share the estimator."""
 
-    def __init__(self, inputs: Inputs, source: Path):
+    def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         """``source`` is the folder of E2's runs."""
-        self.inputs, self.source = inputs, RunStore(source)
-        self.record = {"attention": inputs.attention}
+        super().__init__(inputs, store)
+        self.source = RunStore(source)
         self._estimators: dict[tuple, Adjoint] = {}
         self._redrawn: dict[tuple, tuple[nn.Module, LowPrecision]] = {}
 
@@ -103,7 +102,7 @@ class Estimates:
             frames.append(frame.assign(**self._measured_again(spec, tokens)))
             advance(spec.source.length * (1 + spec.redraws))
         places = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-        return places.assign(**spec_columns(spec.source))
+        return places.assign(**spec.source.identity)
 
     @torch.no_grad()
     def _measured_again(self, spec: EstimateSpec, tokens: Tensor) -> dict[str, float]:
@@ -120,7 +119,7 @@ class Estimates:
 def _lowered(model: nn.Module, precision: str, execution: str) -> LowPrecision:
     """``model`` lowered, with the attention of E2's low-precision pass."""
     low = lower(model, precision, execution)
-    low.model.set_attn_implementation(OBSERVED_EAGER)
+    set_attention(low.model, OBSERVED_EAGER)
     return low
 
 
@@ -136,20 +135,6 @@ def _places(prediction: Prediction) -> pd.DataFrame:
         predicted=window.predicted, standard_error=window.standard_error, one_probe=one_probe.predicted.item(),
         final_norm=window.final_norm,
     )  # fmt: skip
-
-
-def specifications(sources: Sequence[RunSpec], **options) -> list[EstimateSpec]:
-    """One specification per run of E2, with the ``options`` of ``EstimateSpec``."""
-    return [EstimateSpec(source, **options) for source in sources]
-
-
-def run_estimates(
-    sources: Sequence[RunSpec], inputs: Inputs, source: Path, folder: Path, workers: int = 1, **options
-) -> pd.DataFrame:
-    """Estimates for E2's ``sources``, kept in ``source``; those finished in ``folder`` are not computed again."""
-    specs = specifications(sources, **options)
-    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.source.length, spec.source.seed))]
-    return complete(groups, RunStore(folder), partial(Estimates, inputs, source), inputs.device, workers, "X1")
 
 
 # --- Views of the rows ------------------------------------------------------------------------

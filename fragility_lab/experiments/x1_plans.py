@@ -1,42 +1,43 @@
 """X1, second half: plans for a budget of blocks or kinds of site, each predicted beforehand and measured.
 
-Every plan runs on the same windows of E2. The score's risks come from E2's rows, the oracle's effects are
-those of patching (E3) on these windows, and greedy choice measures every candidate.
+Every plan runs on the same windows of E2. The risks of the score come from E2's rows, the effects of patching are
+measured on these windows as in E3, and the greedy choice measures every candidate.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.emulation import lower
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, Plan, apply, baselines
 from fragility_core.theory import mismatch
+from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec
 from fragility_lab.experiments.patching import Patching, patch_effects
-from fragility_lab.experiments.pool import Advance, complete
-from fragility_lab.experiments.runs import DerivedSpec, RunSpec, RunStore, spec_columns
+from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs
 
 
 @dataclass(frozen=True)
-class ProtectionSpec(DerivedSpec):
-    """All plans on windows of one run of E2; raises ValueError for counts out of range."""
+class PlanSpec(DerivedSpec):
+    """All plans on the first windows of one run of E2; raises ValueError for counts out of range."""
 
-    tokens: int = 8192  # the first windows of E2's that hold so many
+    experiment, unit = "X1 plans", "plan"
+
+    tokens: int = 8192  # the windows hold so many together
     probes: int = 4
-    draws: int = 20  # of random blocks
-    blocks: tuple[int, ...] = (2, 4)
-    sites: tuple[int, ...] = (1, 2)
-
-    unit = "plan"
+    draws: int = 20  # random choices of blocks
+    blocks: tuple[int, ...] = (2, 4)  # budgets
+    sites: tuple[int, ...] = (1, 2)  # budgets
 
     def __post_init__(self):
         if self.tokens < self.source.length:
@@ -53,20 +54,26 @@ class ProtectionSpec(DerivedSpec):
     def size(self) -> int:
         return len(self.blocks) * (self.draws + 6)
 
+    @property
+    def group(self) -> Hashable:
+        return self.digest  # nothing is shared
 
-class Protections:
-    """Computes the plans of X1 (a ``pool.Worker``)."""
 
-    def __init__(self, inputs: Inputs, source: Path):
+class Plans(Worker):
+    """Computes the plans of X1."""
+
+    def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         """``source`` is the folder of E2's runs."""
-        self.inputs, self.source = inputs, RunStore(source)
+        super().__init__(inputs, store)
+        self.source = RunStore(source)
         self.model = copy.deepcopy(inputs.model)
-        self.model.set_attn_implementation(OBSERVED_EAGER)  # the attention of E2's low-precision pass
-        self.record = {"attention": inputs.attention}
+        set_attention(self.model, OBSERVED_EAGER)  # the attention of E2's low-precision pass
 
-    def run(self, spec: ProtectionSpec, advance: Advance) -> pd.DataFrame:
-        """Tidy rows, one per plan: ``chosen_by`` what, its ``budget`` of which ``unit``, ``predicted`` and ``measured``
-        mismatch (means over windows), and the plan's price. Raises FileNotFoundError where E2's run is not there.
+    def run(self, spec: PlanSpec, advance: Advance) -> pd.DataFrame:
+        """Tidy rows, one per plan: who chose it, for which budget, its mismatch and its price.
+
+        ``predicted`` and ``measured`` are means over windows. ``budget`` counts blocks or kinds of site, as ``unit``
+        says. Raises FileNotFoundError where E2's run is missing.
         """
         rows = self.source.require(spec.source)
         trial = Trial(self, spec, rows[rows.window < spec.windows])
@@ -78,20 +85,20 @@ class Protections:
                  "activation_bytes": plan.activation_bytes, "flops": plan.flops}
             )  # fmt: skip
             advance(1)
-        return pd.DataFrame(table).assign(**spec_columns(spec.source))
+        return pd.DataFrame(table).assign(**spec.source.identity)
 
 
 class Trial:
-    """Windows of one run, what is known of their blocks, and what plans do to them."""
+    """The windows of one run, what is known of their blocks, and the mismatch under every plan tried."""
 
     @torch.no_grad()
-    def __init__(self, worker: Protections, spec: ProtectionSpec, rows: pd.DataFrame):
+    def __init__(self, worker: Plans, spec: PlanSpec, rows: pd.DataFrame):
         """``rows`` are those of E2 for the windows."""
         self.model, self.spec = worker.model, spec
         starts = rows[rows.layer == 0].start
         length = spec.source.length
         self.tokens = torch.stack([worker.inputs.stream[s : s + length] for s in starts]).to(worker.inputs.device)
-        self.reference = torch.cat([self._hidden(worker.inputs.model, window) for window in self.tokens])
+        self.reference = self._hidden(worker.inputs.model)
         low = lower(self.model, spec.source.precision, spec.source.execution)
         prediction = Adjoint(low, probes=spec.probes)(self.tokens)
         self.contributions = Contributions(self.model, prediction)
@@ -105,23 +112,20 @@ class Trial:
         self.depth = len(self.risks)
         self._measured: dict[tuple, float] = {}
 
-    @staticmethod
-    def _hidden(model, window):
-        return final_hidden(model, window[None])
+    def _hidden(self, model) -> Tensor:
+        """Final hidden states (W, T, d_model) of the windows, one by one."""
+        return torch.cat([final_hidden(model, window[None]) for window in self.tokens])
 
     @torch.no_grad()
     def measure(self, plan: Plan) -> float:
-        """Mean mismatch over the windows under ``plan``; the same choice by another chooser is not run again."""
+        """Mean mismatch over the windows under ``plan``; a choice that was measured before is not run again."""
         kept = (plan.modules, plan.residual, plan.scores)
         if kept not in self._measured:
-            self._measured[kept] = self._mismatch(plan)
+            low = apply(self.model, plan, self.spec.source.execution)
+            with low.running():
+                hidden = self._hidden(low.model)
+            self._measured[kept] = float(mismatch(hidden, self.reference).double().mean())
         return self._measured[kept]
-
-    def _mismatch(self, plan: Plan) -> float:
-        low = apply(self.model, plan, self.spec.source.execution)
-        with low.running():
-            hidden = torch.cat([self._hidden(low.model, window) for window in self.tokens])
-        return float(mismatch(hidden, self.reference).double().mean())
 
     def plans(self) -> Iterator[tuple[str, int, str, Plan]]:
         """(unit, budget, chosen by, plan) of all plans."""
@@ -152,30 +156,17 @@ class Trial:
         return self.measure(self.contributions.of_blocks(numbers))
 
 
-def specifications(sources: Sequence[RunSpec], **options) -> list[ProtectionSpec]:
-    """One specification per run of E2, with the ``options`` of ``ProtectionSpec``."""
-    return [ProtectionSpec(source, **options) for source in sources]
-
-
-def run_protections(
-    sources: Sequence[RunSpec], inputs: Inputs, source: Path, folder: Path, workers: int = 1, **options
-) -> pd.DataFrame:
-    """Plans for E2's ``sources``, kept in ``source``; those finished in ``folder`` are not computed again."""
-    groups = [[spec] for spec in specifications(sources, **options)]
-    worker = partial(Protections, inputs, source)
-    return complete(groups, RunStore(folder), worker, inputs.device, workers, "X1 plans")
-
-
 # --- Views of the rows ------------------------------------------------------------------------
 
 
 def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean mismatch by who chose the plan, relative to none, and how far the prediction is off at most.
+    """Mean mismatch by who chose the plan, relative to no protection, and the largest error of a prediction.
 
     One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws.
     """
-    none = rows[rows.chosen_by == "none"].set_index(["precision", "length", "seed"]).measured
-    at = pd.MultiIndex.from_frame(rows[["precision", "length", "seed"]])
+    run = list(IDENTITY)
+    none = rows[rows.chosen_by == "none"].set_index(run).measured
+    at = pd.MultiIndex.from_frame(rows[run])
     rows = rows.assign(
         of_none=rows.measured / none.reindex(at).to_numpy(), error=(rows.predicted / rows.measured - 1).abs()
     )
@@ -189,11 +180,10 @@ def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
 def against_baselines(rows: pd.DataFrame) -> pd.DataFrame:
     """Measured mismatch of every other choice over that of the ``adjoint`` plan at equal budget, by run.
 
-    ``random`` is the mean of its draws, and of "each" kind of site the best is compared.
+    ``random`` is the mean of its draws; of "each" kind of site the best one counts.
     """
-    run = ["precision", "length", "seed"]
     measured = rows[rows.chosen_by.ne("none") & rows.chosen_by.ne("head and norms")]
-    by = measured.groupby([*run, "unit", "budget", "chosen_by"], sort=False).measured
+    by = measured.groupby([*IDENTITY, "unit", "budget", "chosen_by"], sort=False).measured
     value = by.mean().where(by.min().index.get_level_values("chosen_by") != "each", by.min())
     table = value.unstack("chosen_by")
     return table.div(table.adjoint, axis=0).drop(columns="adjoint")

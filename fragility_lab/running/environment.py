@@ -1,37 +1,86 @@
-"""What runs here: package versions, device, and whether the declared dependencies are met.
+"""What runs here: package versions, the code, the device, and whether the declared dependencies are met.
 
-``python -m fragility_lab.running.environment`` exits 0 where this interpreter satisfies pyproject.toml
-and otherwise names what is missing; the Makefile asks it before it makes an environment.
+``python -m fragility_lab.running.environment`` exits 0 where this interpreter satisfies pyproject.toml. Otherwise it
+names what is missing. The Makefile asks before it makes an environment.
 """
 
+import ast
 import hashlib
 import importlib.metadata
+import inspect
+import os
 import platform
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
-from fragility_lab.paths import PACKAGE, PROJECT
+from fragility_lab.paths import PROJECT
 
 RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
-
-
-def versions() -> dict[str, str]:
-    """Versions that can change a number: Python, the packages behind it, the operating system."""
-    import torch
-
-    packages = {name: importlib.metadata.version(name) for name in RECORDED}
-    packages["torch"] = torch.__version__  # names the build, too ("+cpu", "+cu130")
-    return {"python": platform.python_version(), **packages, "platform": platform.platform()}
+NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
+FOLLOWED = ("fragility_lab.experiments.", "fragility_lab.inputs.")  # imports that the numbers of a run depend on
+STALE = "FRAGILITY_STALE"  # in the environment: "keep" takes stale runs as they are; `make` sets it from STALE=
 
 
 @cache
-def code_digest() -> str:
-    """Twelve hexadecimal digits that identify the source of this package."""
+def versions() -> dict[str, str]:
+    """The versions of Python, of the packages behind a result, and of the operating system."""
+    import torch
+
+    packages = {name: importlib.metadata.version(name) for name in RECORDED}
+    packages["torch"] = torch.__version__  # also names the build ("+cpu", "+cu130")
+    return {"python": platform.python_version(), **packages, "platform": platform.platform()}
+
+
+def keeps_stale() -> bool:
+    """Whether stale runs are taken as they are; raises ValueError for a setting that is not known."""
+    if (asked := os.environ.get(STALE, "")) not in ("", "keep"):
+        raise ValueError(f"STALE must be keep or unset, got {asked!r}: leave it out to compute stale runs again")
+    return asked == "keep"
+
+
+@cache
+def code_digest(kind: type) -> str:
+    """Twelve hexadecimal digits of the code that the numbers of a run depend on.
+
+    ``kind`` is the class of the run's specification. Its module counts, with the modules of experiments and inputs
+    that it imports directly or through others, and all of fragility_core. Comments, docstrings and layout do not.
+    """
+    found = {"": Path(inspect.getfile(kind))}
+    waiting = [""]
+    while waiting:
+        for name in _imported(found[waiting.pop()]):
+            path = PROJECT.joinpath(*name.split(".")).with_suffix(".py")
+            if name.startswith(FOLLOWED) and name not in found and path.is_file():
+                found[name] = path
+                waiting.append(name)
+    core = {path.relative_to(PROJECT).as_posix(): path for path in (PROJECT / "fragility_core").rglob("*.py")}
     sha = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        sha.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    for name, path in sorted((found | core).items()):
+        sha.update(f"{name}\n{_code(path)}\n".encode())
     return sha.hexdigest()[:12]
+
+
+@cache
+def _code(path: Path) -> str:
+    """The code of the file without comments, docstrings and layout."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The dotted names that the file imports: modules and what is in them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
 def device_name(device: str) -> str:
