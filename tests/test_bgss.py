@@ -185,11 +185,15 @@ printed = st.fixed_dictionaries(
         "cooldown": st.integers(0, 4),
     }
 )
-parameters = dict.fromkeys(NAMES, st.just({})) | dict.fromkeys(RELEASED, released) | {
-    "static_global": st.fixed_dictionaries({"static_epsilon": st.floats(2e-5, 1)}),
-    "bgss_printed": printed,
-    "eps_bump": st.fixed_dictionaries(bounds),
-}
+parameters = (
+    dict.fromkeys(NAMES, st.just({}))
+    | dict.fromkeys(RELEASED, released)
+    | {
+        "static_global": st.fixed_dictionaries({"static_epsilon": st.floats(2e-5, 1)}),
+        "bgss_printed": printed,
+        "eps_bump": st.fixed_dictionaries(bounds),
+    }
+)
 each_policy = pytest.mark.parametrize("name", NAMES)
 shape = {"seed": seeds, "steps": st.integers(1, 20), "layers": st.integers(1, 7)}
 
