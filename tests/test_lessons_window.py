@@ -21,7 +21,7 @@ FORMATS = pytest.mark.parametrize("format", window.FORMATS)
 @torch.no_grad()
 def plain_states(monitor) -> torch.Tensor:
     """Hidden states of one pass as transformers gives them: behind all blocks but the last, then after ln_f."""
-    with monitor.low.running():
+    with monitor.running():
         output = monitor.model.base_model(embedded.prepared()[1], use_cache=False, output_hidden_states=True)
     return torch.stack(output.hidden_states[1:]).float()[:, 0]
 
@@ -100,7 +100,7 @@ def final_state(monitor, block: int, epsilon: float) -> torch.Tensor:
     """The final hidden state of one plain pass with ``epsilon`` in ``block``."""
     chosen = [blocks(monitor.model)[block]]
     set_epsilons(chosen, (epsilon,))
-    with monitor.low.running():
+    with monitor.running():
         hidden = monitor.model.base_model(embedded.prepared()[1], use_cache=False).last_hidden_state
     set_epsilons(chosen, (1e-5,))
     return hidden[0].float()

@@ -2,6 +2,9 @@
 
 import copy
 import itertools
+import subprocess
+import sys
+import textwrap
 
 import pandas as pd
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
 
 from fragility_core import theory
 from fragility_core.arithmetic.attention import FP32_SCORES, OBSERVED_EAGER, observers, set_attention
@@ -17,9 +20,9 @@ from fragility_core.arithmetic.formats import FORMATS
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
-from fragility_core.surrogates.monitor import Monitor, Observation
+from fragility_core.surrogates.monitor import NEUTRAL, Monitor, Observation
 from fragility_core.surrogates.reductions import sampled_rows
-from fragility_core.surrogates.transport import TRANSPORTS
+from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lab.experiments.patching import Patching
 
 # Where each of the release's fields is found in ours, per block and per window.
@@ -425,9 +428,51 @@ def test_two_runs_are_identical(format, execution, reference_model, reference_wi
 @pytest.mark.parametrize("execution", ["native", "emulated"])
 def test_observing_changes_nothing(execution, tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16", execution)
-    monitored = Monitor(low, power_iteration=True)(tiny_tokens).hidden
-    with torch.no_grad(), low.running():
+    monitor = Monitor(low, power_iteration=True)
+    monitored = monitor(tiny_tokens).hidden
+    with torch.no_grad(), monitor.running():
         assert torch.equal(low.model.base_model(tiny_tokens).last_hidden_state, monitored)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_model_keeps_its_attention(implementation, tiny_gpt2, tiny_tokens):
+    """After construction, passes and a pass that fails. A plain pass is the library's own before and after."""
+    low = lower(tiny_gpt2, "bf16")
+    low.model.set_attn_implementation(implementation)
+    plain = low.model.base_model(tiny_tokens).last_hidden_state
+    monitor = Monitor(low, power_iteration=True)
+    configs = [low.model.config, low.model.base_model.config]
+    assert [config._attn_implementation for config in configs] == [implementation] * 2
+    with monitor.running():
+        assert low.model.config._attn_implementation == OBSERVED_EAGER
+    monitored = monitor(tiny_tokens).hidden
+    assert implementation == "eager" or not torch.equal(monitored, plain)
+    with pytest.raises(IndexError):
+        monitor(tiny_tokens + 101)  # beyond the vocabulary
+    assert [config._attn_implementation for config in configs] == [implementation] * 2
+    assert torch.equal(low.model.base_model(tiny_tokens).last_hidden_state, plain)
+
+
+def test_monitors_on_one_model_do_not_disturb_each_other(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "fp16", "emulated")
+    want = Monitor(low)(tiny_tokens).layers
+    one, other = Monitor(low), Monitor(low, power_iteration=True)
+    seen = other(tiny_tokens).layers
+    pd.testing.assert_frame_equal(seen.drop(columns="branch_jacobian_norm"), want, check_exact=True)
+    with other.running():  # even within the other's context
+        pd.testing.assert_frame_equal(one(tiny_tokens).layers, want, check_exact=True)
+        assert low.model.config._attn_implementation == OBSERVED_EAGER
+    pd.testing.assert_frame_equal(other(tiny_tokens).layers, seen, check_exact=True)
+
+
+def test_importing_registers_no_attention():
+    code = """
+        from transformers import AttentionInterface, AttentionMaskInterface
+        before = [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
+        import fragility_core.surrogates.monitor, fragility_lab.experiments.shadow, fragility_lab.experiments.patching
+        assert before == [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 def test_nothing_is_left_on_the_model(tiny_gpt2, tiny_tokens):
@@ -501,7 +546,7 @@ def test_scores_kept_in_fp32_stay_so(tiny_gpt2, tiny_tokens):
     with low.running():
         expected = low.model.base_model(tiny_tokens).last_hidden_state
     assert Monitor(low)(tiny_tokens).hidden.equal(expected)
-    Patching(tiny_gpt2, low)
+    Patching(tiny_gpt2, low)(tiny_tokens)
     assert low.model.config._attn_implementation == FP32_SCORES
 
 
@@ -551,6 +596,47 @@ def test_a_pass_in_inference_mode_does_not_spoil_later_ones(tiny_gpt2):
         model.base_model(tokens)
     model.base_model(tokens).last_hidden_state.sum().backward()
     assert all(p.grad.isfinite().all() for p in model.base_model.parameters())
+
+
+# --- Blocks that differ -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed() -> Qwen3ForCausalLM:
+    """Block 0 has neither norms of queries and keys nor a gate, block 1 the norms alone, block 2 both."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    for parameter in model.model.layers.parameters():
+        parameter.normal_(0.2, 0.2)
+    for layer in (0, 1):
+        model.model.layers[layer].mlp = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
+    model.model.layers[0].self_attn.q_norm = model.model.layers[0].self_attn.k_norm = nn.Identity()
+    return model
+
+
+MIXED = {"query_gain": [0], "key_gain": [0], "up_max": [0, 1], "activated_max": [0, 1]}  # the blocks that have none
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16"])
+def test_blocks_without_gates_or_head_norms(format, mixed, tiny_tokens):
+    """Their columns are neutral: without these columns each block's transport is the same."""
+    seen = Monitor(lower(mixed, format, "emulated"), power_iteration=True)(tiny_tokens)
+    bound = residual_transport(seen.layers, "operator_norm")
+    assert (seen.layers.branch_jacobian_norm < bound).all()
+    for column, without in MIXED.items():
+        lacks = seen.layers.layer.isin(without)
+        assert (seen.layers[column][lacks] == NEUTRAL[column]).all()
+        assert (seen.layers[column][~lacks] != NEUTRAL[column]).all()
+    for layer, rows in seen.layers.groupby("layer"):
+        rows = rows.drop(columns=[column for column, without in MIXED.items() if layer in without])
+        assert residual_transport(rows, "operator_norm").tolist() == bound[rows.index].tolist()
+    for estimator in TRANSPORTS:
+        layers, windows = score(seen.layers, seen.windows, 2.0**-8, Estimator("release", estimator))
+        assert (layers.risk > 0).all() and (windows.combined < torch.inf).all()
 
 
 # --- Settings, refusals and overflow -------------------------------------------------------------

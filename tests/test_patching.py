@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, observing_attention, set_attention
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
@@ -28,14 +28,14 @@ def reference(model, tiny_tokens) -> torch.Tensor:
 def patched_alone(model, low: LowPrecision, tokens: torch.Tensor, layer: int | None) -> torch.Tensor:
     """The definition (protocol section 5): one low-precision pass, block ``layer`` in fp32 outside of it."""
     base = low.model
-    with low.running():
+    with observing_attention(base), low.running():
         hidden = base.wte(tokens) + base.wpe(torch.arange(tokens.shape[1]))
         for block in base.h[:layer]:
             hidden = block(hidden)
     if layer is not None:
         exact = model.h[layer](hidden.float())
         hidden = exact if low.format.name == "tf32" else low.format.round(exact)  # TF32 stores fp32
-        with low.running():
+        with observing_attention(base), low.running():
             for block in base.h[layer + 1 :]:
                 hidden = block(hidden)
     with low.running():
@@ -220,11 +220,17 @@ def test_fp32_attention_with_other_masks_is_refused(model):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", OBSERVED_EAGER])
-def test_fp32_blocks_run_with_their_own_attention(implementation, model):
+def test_attention_of_both_models_during_a_pass_and_after(implementation, model, tiny_tokens):
     set_attention(model, implementation)
-    patching = Patching(model, lower(model, "bf16"))
-    assert patching.model.config._attn_implementation == implementation
-    assert patching.low.model.config._attn_implementation == OBSERVED_EAGER
+    low = lower(model, "bf16")
+    patching, seen = Patching(model, low), []
+    for name, blocks in (("low", low.model.h), ("fp32", model.h)):
+        blocks[1].register_forward_pre_hook(
+            lambda block, _, name=name: seen.append((name, block.attn.config._attn_implementation))
+        )
+    patching(tiny_tokens)
+    assert seen == [("low", OBSERVED_EAGER), ("fp32", implementation)]
+    assert model.config._attn_implementation == low.model.config._attn_implementation == implementation
 
 
 @pytest.mark.parametrize("which", ["model", "low"])

@@ -23,7 +23,7 @@ from fragility_core.surrogates.reductions import (
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 U32 = 2.0**-24
-PIECES_ROUNDED = 2.0**-8 + 1e-5  # what rounding the norms of pieces to bf16 may change
+SEGMENTS_ROUNDED = 2.0**-8 + 1e-5  # what rounding the norms of segments to bf16 may change
 
 
 def window_norm(x: torch.Tensor) -> torch.Tensor:
@@ -50,14 +50,16 @@ def test_window_norm(dtype, arrange):
     oracle = torch.stack([torch.linalg.vector_norm(window.double()) for window in x])
     assert norms.dtype == torch.float32
     # Sums of n squares in fp32 err by at most about n u; these are far shorter than 1e-5 / u.
-    torch.testing.assert_close(norms.double(), oracle, rtol=PIECES_ROUNDED if dtype == torch.bfloat16 else 1e-5, atol=0)
+    torch.testing.assert_close(
+        norms.double(), oracle, rtol=SEGMENTS_ROUNDED if dtype == torch.bfloat16 else 1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize(("shape", "spread", "off"), [
     ((64, 768), 0.0, 3e-4), ((12, 128, 64), 0.1, 1e-5), ((12, 64, 200), 0.0, 1e-5), ((64, 128), 0.0, 1e-5),
 ])  # fmt: skip
-def test_errors_of_rounded_pieces_cancel(shape, spread, off):
-    """Where rows have one norm, as behind a LayerNorm, their pieces have not; short rows are not rounded at all."""
+def test_errors_of_rounded_segments_average_out(shape, spread, off):
+    """Rows behind a LayerNorm have one norm, their segments do not. The norms of short rows are not rounded at all."""
     x, spread = normal(*shape, seed=1), spread * normal(*shape[:-1], 1, seed=2)
     x = (27.7 * spread.exp() * x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).bfloat16()
     assert window_norm(x[None]).item() == pytest.approx(torch.linalg.vector_norm(x.double()).item(), rel=off)
@@ -66,7 +68,7 @@ def test_errors_of_rounded_pieces_cancel(shape, spread, off):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_window_norm_accumulates_in_fp32(dtype):
     # 10^6 equal entries: a 16-bit sum of squares would stop growing at 256 or 2048 of them.
-    assert window_norm(torch.ones(1, 1000, 1000, dtype=dtype)).item() == pytest.approx(1000, rel=PIECES_ROUNDED)
+    assert window_norm(torch.ones(1, 1000, 1000, dtype=dtype)).item() == pytest.approx(1000, rel=SEGMENTS_ROUNDED)
 
 
 def test_window_norm_beyond_the_largest_fp16():

@@ -12,8 +12,8 @@ from fragility_core.models.architectures import blocks
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import (
     TRANSPORTS,
+    block_gain,
     branch_jacobian_norm,
-    in_sequence,
     operator_norm_transport,
     release_transport,
     residual_transport,
@@ -79,6 +79,19 @@ def test_power_iteration_converges_to_the_exact_norm(tiny_gpt2, tokens):
     torch.testing.assert_close(by_steps[-1].T.flatten().double(), exact_norms(tiny_gpt2, tokens), rtol=0.02, atol=0)
 
 
+def test_ratios_of_norms_see_no_direction(tiny_gpt2, tokens):
+    """Behind a LayerNorm J_a h is about 0, whatever ||a|| / ||h|| says."""
+    block, tokens = blocks(tiny_gpt2)[1], tokens[:1]
+    attention = block.module.attn
+    layers = Monitor(lower(tiny_gpt2, "fp32"))(tokens).layers
+    tiny_gpt2.set_attn_implementation("eager")  # the fused kernel has no forward derivative
+    h = tiny_gpt2.base_model(tokens, output_hidden_states=True).hidden_states[1]
+    _, image = torch.func.jvp(lambda x: attention(block.norm_1.module(x))[0], (h,), (h,))
+    alpha = layers.attention_norm[1] / layers.input_1_norm[1]
+    assert alpha > 0.1
+    assert torch.linalg.vector_norm(image) / torch.linalg.vector_norm(h) < 1e-3 * alpha
+
+
 def test_a_branch_that_does_nothing_transports_nothing(tiny_gpt2, tokens):
     """Both output projections zero, as some initialisations have them."""
     for block in blocks(tiny_gpt2):
@@ -101,8 +114,11 @@ def row(**columns: float) -> pd.DataFrame:
     return pd.DataFrame({name: [value] for name, value in columns.items()})
 
 
-def test_in_sequence_by_hand():
-    assert in_sequence(0.5, 2.0) == 3.5  # 0.5 + 2 * 1.5
+def test_block_gain_by_hand():
+    alpha, beta = pd.Series([0.5, 0.5]), pd.Series([2.0, 2.0])
+    assert block_gain(row(window=0), alpha, beta).tolist() == [3.5, 3.5]  # 0.5 + 2 * 1.5
+    layers = pd.DataFrame({"parallel": [False, True]})
+    assert block_gain(layers, alpha, beta).tolist() == [3.5, 2.5]
 
 
 def test_release_transport_by_hand():

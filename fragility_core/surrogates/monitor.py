@@ -23,17 +23,8 @@ from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.models.architectures import Block, blocks
 from fragility_core.models.norms import Norm
 from fragility_core.models.tree import final_hidden, hidden_and_logits
-from fragility_core.surrogates.reductions import (
-    blocks_at_once,
-    layernorm_with_moments,
-    rmsnorm_with_moments,
-    sampled_rows,
-    segment_norms,
-    softmax_sensitivity_estimate,
-    spectral_norm_from_gram,
-    whole_norm,
-    window_max,
-)
+from fragility_core.surrogates import reductions
+from fragility_core.surrogates.reductions import segment_norms, whole_norm, window_max
 from fragility_core.surrogates.transport import branch_jacobian_norm
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
@@ -50,12 +41,13 @@ def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class PassRecord:
-    """What a pass has measured so far: named tensors of every block."""
+    """What a pass has measured so far: named tensors of every block, and the arguments of the blocks' calls."""
 
     def __init__(self, depth: int):
         self.depth = depth
         self.small: dict[str, dict[int, Tensor]] = {}
         self.large: dict[str, Tensor] = {}
+        self.calls: list[tuple[tuple, dict]] = []
 
     def write(self, layer: int, **values: Tensor) -> None:
         """Keep ``values`` of block ``layer``. Values named ``*_norm`` are norms of segments, (B, segments)."""
@@ -80,24 +72,23 @@ class PassRecord:
 
     def _of_all_blocks(self, name: str) -> list[Tensor]:
         measured = self.small[name]
-        if len(measured) == self.depth:
-            return [measured[layer] for layer in range(self.depth)]
-        neutral = torch.full_like(next(iter(measured.values())), NEUTRAL[name])
+        complete = len(measured) == self.depth
+        neutral = None if complete else torch.full_like(next(iter(measured.values())), NEUTRAL[name])
         return [measured.get(layer, neutral) for layer in range(self.depth)]
 
     def statistics(self, epsilons: Tensor, width: int) -> dict[str, Tensor]:
-        """All statistics, (L, B) each. Kernels over small tensors run once for all blocks.
+        """All statistics, (L, B) each, from the ``epsilons`` (L, 2) of the two norms and ``width`` = d_model.
 
-        ``epsilons`` (L, 2) are those of the two norms, ``width`` is d_model.
+        Kernels over small tensors run once for all blocks.
         """
         stacked = self.stacked()
         grams = stacked.pop("value_gram")  # (L, B, H, d, d)
         stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).float().sum((-2, -1)).sqrt()
-        stacked["value_spectral_norm"] = spectral_norm_from_gram(grams).amax(-1)
+        stacked["value_spectral_norm"] = reductions.spectral_norm_from_gram(grams).amax(-1)
         samples = stacked.pop("probability_sample")  # (L, B, H, 16, T)
-        stacked["softmax_sensitivity"] = torch.cat(
-            [softmax_sensitivity_estimate(part).amax((-2, -1)) for part in samples.split(blocks_at_once(samples))]
-        )
+        parts = samples.split(reductions.blocks_at_once(samples))
+        sensitivities = [reductions.softmax_sensitivity_estimate(part).amax((-2, -1)) for part in parts]
+        stacked["softmax_sensitivity"] = torch.cat(sensitivities)
         for site in ("1", "2"):
             mean, scale = stacked.pop(f"mean_{site}"), stacked.pop(f"scale_{site}")  # (L, B, T)
             # The kernel's scale is 1 / sqrt(sigma^2 + epsilon).
@@ -124,7 +115,7 @@ class AttentionStatistics:
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         batch, heads, rows, _ = query.shape
-        self.rows = sampled_rows(rows)
+        self.rows = reductions.sampled_rows(rows)
         self.scored, self.weighted = [], []  # norms of the segments of scores and probabilities
         with self.paused():
             self.query_norm, self.key_norm = segment_norms(query), segment_norms(key)
@@ -210,10 +201,9 @@ class Monitor:
         self.weights = self.weight_statistics.measure()
 
     def follow(self) -> None:
-        """Update the statistics of the weights after a small change (``WeightStatistics.follow``).
+        """Update the statistics of the weights after a small change, with norms slightly below the exact ones.
 
-        The spectral norms are then Ritz values, slightly below the exact norms. So the transport estimator
-        ``operator_norm`` is no strict upper bound.
+        The transport estimator ``operator_norm`` is then no upper bound (``WeightStatistics.follow``).
         """
         self.weights = self.weight_statistics.follow()
 
@@ -234,19 +224,15 @@ class Monitor:
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         record = PassRecord(len(self.blocks))
-        inputs: list[tuple[tuple, dict]] = []
-        with observing_attention(self.model):
-            with self._observing(record, inputs, len(tokens)), self.low.running():
-                if loss:
-                    hidden, logits = hidden_and_logits(self.model, tokens)
-                else:
-                    hidden, logits = final_hidden(self.model, tokens), None
-            epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
-            epsilons = epsilons.to(hidden.device, non_blocking=True)
-            statistics = record.statistics(epsilons, self.blocks[0].norm_1.gamma.numel())
-            if self.power_iteration:
-                norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, inputs)]
-                statistics["branch_jacobian_norm"] = torch.stack(norms)
+        with self._observing(record, len(tokens)), self.running():
+            hidden, logits = hidden_and_logits(self.model, tokens) if loss else (final_hidden(self.model, tokens), None)
+        epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
+        epsilons = epsilons.to(hidden.device, non_blocking=True)
+        statistics = record.statistics(epsilons, self.blocks[0].norm_1.gamma.numel())
+        if self.power_iteration:
+            with observing_attention(self.model):
+                norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, record.calls)]
+            statistics["branch_jacobian_norm"] = torch.stack(norms)
         window = {"final_norm": torch.linalg.vector_norm(hidden.float().flatten(1), dim=-1)}
         if reference is not None:
             window["mismatch"] = mismatch(hidden, reference)
@@ -260,32 +246,23 @@ class Monitor:
         per_block = torch.stack(list(statistics.values())).flatten()
         values = torch.cat([per_block, *window.values()]).cpu().double().numpy()
         columns = values[: per_block.numel()].reshape(-1, depth, batch).transpose(0, 2, 1).reshape(-1, batch * depth)
-        constants = self.weights | {
-            "epsilon_1": [block.norm_1.eps for block in self.blocks],
-            "epsilon_2": [block.norm_2.eps for block in self.blocks],
-        }
+        epsilons = {f"epsilon_{site}": [getattr(b, f"norm_{site}").eps for b in self.blocks] for site in (1, 2)}
         layers = pd.DataFrame(
             {"window": np.repeat(np.arange(batch), depth), "layer": np.tile(np.arange(depth), batch)}
             | dict(zip(statistics, columns))
-            | {name: np.tile(column, batch) for name, column in constants.items()}
+            | {name: np.tile(column, batch) for name, column in (self.weights | epsilons).items()}
         )
         windows = dict(zip(window, values[per_block.numel() :].reshape(len(window), batch)))
         return layers, pd.DataFrame({"window": np.arange(batch)} | windows)
 
     @contextmanager
-    def _observing(self, record: PassRecord, inputs: list, windows: int) -> Iterator[None]:
+    def _observing(self, record: PassRecord, windows: int) -> Iterator[None]:
         """Hooks on every site of every block, for one pass over ``windows`` windows."""
         with ExitStack() as stack:
             for layer, block in enumerate(self.blocks):
                 for handle in self._attach(block, layer, record, windows):
                     stack.callback(handle.remove)
                 stack.callback(observers.pop, block.attention, None)
-                if self.power_iteration:
-
-                    def keep(module, args, kwargs):
-                        inputs.append((args, kwargs))
-
-                    stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
             yield
 
     def _attach(self, block: Block, layer: int, record: PassRecord, windows: int) -> Iterator[RemovableHandle]:
@@ -303,13 +280,18 @@ class Monitor:
 
             return module.register_forward_hook(hook)
 
-        def attention_site(context: Tensor, output: Tensor) -> dict[str, Tensor]:
-            norms = {"context_norm": segment_norms(context), "attention_norm": segment_norms(output)}
+        def attention_site(x: Tensor, output: Tensor) -> dict[str, Tensor]:
+            norms = {"context_norm": segment_norms(x), "attention_norm": segment_norms(output)}
             return attention.result() | norms
 
-        def mlp_site(activated: Tensor, output: Tensor) -> dict[str, Tensor]:
-            return {"activation_norm": segment_norms(activated), "mlp_norm": segment_norms(output)}
+        def mlp_site(x: Tensor, output: Tensor) -> dict[str, Tensor]:
+            return {"activation_norm": segment_norms(x), "mlp_norm": segment_norms(output)}
 
+        def keep_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            record.calls.append((args, kwargs))
+
+        if self.power_iteration:
+            yield block.module.register_forward_pre_hook(keep_call, with_kwargs=True)
         yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
         yield observe(block.attention_out, attention_site)
         yield observe(block.norm_2.module, partial(norm_site, block.norm_2, "2"))
@@ -338,7 +320,8 @@ def head_norm_site(norm: Norm, heads: str, x: Tensor, output: Tensor) -> dict[st
 
 def normalization_path(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Z, mean and 1 / sqrt(sigma^2 + epsilon) of ``x`` (B, T, d_model) (``reductions.layernorm_with_moments``)."""
-    return (layernorm_with_moments if norm.centred else rmsnorm_with_moments)(x, norm.gamma, norm.eps)
+    compute = reductions.layernorm_with_moments if norm.centred else reductions.rmsnorm_with_moments
+    return compute(x, norm.gamma, norm.eps)
 
 
 def window_losses(logits: Tensor, tokens: Tensor) -> Tensor:

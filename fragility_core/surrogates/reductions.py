@@ -1,21 +1,22 @@
-"""Norms, moments and operator norms of observed tensors, without leaving the device."""
+"""Norms, moments and operator norms of observed tensors. All results stay on the device."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
-SEGMENT = 128  # numbers
-SAMPLED_ROWS = 16  # probability rows per head on which the softmax differential is estimated
+SEGMENT = 128  # entries of a row that are reduced at once
+SAMPLED_ROWS = 16  # probability rows per head for which the softmax differential is estimated
 POWER_STEPS = 2
 
 
 def segment_norms(x: Tensor) -> Tensor:
-    """Frobenius norms of the pieces that each window falls into, (B, ..., columns) -> (B, pieces).
+    """Norms of the segments of each window, (B, ..., columns) -> (B, segments). ``whole_norm`` combines them.
 
-    Pieces are rows. A CPU's fast kernel for bf16 rounds to bf16 what it accumulated in fp32: long rows fall into
-    pieces of SEGMENT numbers there, unlike whole (normalised) rows not all of one norm and of one error. A
-    ``whole_norm`` is at most 2^-8 off for it, as a rule 1e-4, and is had in down to a quarter of the time.
+    A segment is a row. In bf16 on a CPU it is SEGMENT entries of a row: the fast kernel there sums in fp32, but rounds
+    the norm of each segment to bf16. Whole rows behind a norm would all have one norm and so one rounding error. The
+    errors of their segments differ and average out. The norm of a window is then off by 1e-4 as a rule and by
+    2^-8 at most, and takes as little as a quarter of the time of a norm in fp32.
     """
     dtype = torch.float32
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous():
@@ -25,9 +26,9 @@ def segment_norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).flatten(1)
 
 
-def whole_norm(pieces: Tensor) -> Tensor:
-    """Frobenius norm of each window from those of its pieces, (..., pieces) -> (...), accumulated in fp32."""
-    return torch.linalg.vector_norm(pieces, dim=-1, dtype=torch.float32)
+def whole_norm(segments: Tensor) -> Tensor:
+    """Frobenius norms from the norms of their segments, (..., segments) -> (...), accumulated in fp32."""
+    return torch.linalg.vector_norm(segments, dim=-1, dtype=torch.float32)
 
 
 def window_max(x: Tensor) -> Tensor:
@@ -38,8 +39,8 @@ def window_max(x: Tensor) -> Tensor:
 def layernorm_with_moments(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """Z_eps(x) in the format of ``x`` (B, T, d), mean and 1 / sqrt(sigma^2 + epsilon) (B, T) in fp32.
 
-    The library's own kernel in one pass. A GPU's returns its statistics in fp32 and wants weights of the format
-    of ``x``; a CPU's returns them in the format of the weights.
+    torch's own kernel computes all three in one pass. On a GPU it returns fp32 statistics and needs weights in the
+    format of ``x``. On a CPU it returns statistics in the format of the weights.
     """
     weight = gamma.float() if x.device.type == "cpu" else gamma.to(x.dtype)
     path, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight, None, epsilon)
@@ -49,7 +50,7 @@ def layernorm_with_moments(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Te
 def rmsnorm_with_moments(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """gamma x / sqrt(s^2 + epsilon) of ``x`` (B, T, d) in fp32, 0 and 1 / sqrt(s^2 + epsilon) (B, T), s^2 = mean x^2.
 
-    ``layernorm_with_moments`` of a norm that subtracts no mean.
+    This is ``layernorm_with_moments`` for a norm that subtracts no mean.
     """
     mean_square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square() / x.shape[-1]
     scale = (mean_square + epsilon).rsqrt()
@@ -58,13 +59,13 @@ def rmsnorm_with_moments(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tens
 
 
 def blocks_at_once(samples: Tensor) -> int:
-    """How many blocks of ``samples`` (L, ...) to reduce together so that they stay in cache."""
+    """How many blocks of ``samples`` (L, ...) fit the cache and are reduced together."""
     return max(1, 2**19 // samples[0].numel())
 
 
 @cache
 def sampled_rows(rows: int) -> tuple[int, ...]:
-    """SAMPLED_ROWS row indices, evenly spaced from first to last (all of them where there are fewer)."""
+    """SAMPLED_ROWS row indices, evenly spaced from the first to the last; all indices if there are fewer."""
     if rows <= SAMPLED_ROWS:
         return tuple(range(rows))
     return tuple(torch.linspace(0, rows - 1, SAMPLED_ROWS).round().long().tolist())
@@ -73,8 +74,9 @@ def sampled_rows(rows: int) -> tuple[int, ...]:
 def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
     """Estimate of ||J(p)||_2 for rows ``p`` (..., n) -> (...), by power iteration (Appendix A.7 (`app:estimation`)).
 
-    POWER_STEPS steps from the centred linspace(-1, 1), with J(p) v = p v - p (p . v). Never above
-    the exact value, but for fp32 rounding: about 1e-7, which is all that is left of saturated rows.
+    POWER_STEPS steps start from the centred linspace(-1, 1), with J(p) v = p v - p (p . v). The estimate is never
+    above the exact value by more than fp32 rounding, about 1e-7. A saturated row has J = 0, so its estimate is that
+    rounding alone.
     """
     p = p.float()
     v = torch.linspace(-1, 1, p.shape[-1], device=p.device)
@@ -88,10 +90,10 @@ def softmax_sensitivity_estimate(p: Tensor) -> Tensor:
 
 
 def spectral_norm(weight: Tensor) -> Tensor:
-    """||W||_2 of a matrix, exactly, from the smaller of its two Gram matrices; NaN if not finite."""
+    """||W||_2 of a matrix in fp32, from the eigenvalues of its smaller Gram matrix. Nonfinite entries give NaN."""
     weight = weight.detach().float()
     gram = weight @ weight.T if weight.shape[0] < weight.shape[1] else weight.T @ weight
-    if not gram.isfinite().all():  # LAPACK refuses it
+    if not gram.isfinite().all():  # LAPACK would raise
         return gram.new_tensor(torch.nan)
     return torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt()
 
@@ -99,9 +101,9 @@ def spectral_norm(weight: Tensor) -> Tensor:
 def spectral_norm_from_gram(gram: Tensor) -> Tensor:
     """||V||_2 from G = V^T V (..., d, d) -> (...), in fp32: the Rayleigh quotient of G over the columns of G^256.
 
-    Powers are formed in the format of ``gram``. Beyond the rounding of the quotient in fp32 never above the exact
-    value, and below it by at most 0.4 % for d <= 128 (mostly by rounding alone): batches of small exact
-    eigenproblems would cost a tenth of a forward pass on a CPU. Nonfinite entries give NaN.
+    Powers are formed in the format of ``gram``, the quotient in fp32. But for the rounding of the quotient, the result
+    is never above the exact norm. It is at most 0.4 % below for d <= 128, and mostly by rounding alone. Exact
+    eigenvalues of these small matrices would cost a tenth of a forward pass on a CPU. Nonfinite entries give NaN.
     """
     power = gram
     for _ in range(2):
@@ -111,6 +113,6 @@ def spectral_norm_from_gram(gram: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Matrices ``x`` (..., d, d) over their Frobenius norms; 0 for 0."""
+    """Matrices ``x`` (..., d, d) divided by their Frobenius norms; a zero matrix stays 0."""
     norm = torch.linalg.vector_norm(x.flatten(-2), dim=-1)[..., None, None]
     return x / norm.clamp_min(torch.finfo(x.dtype).tiny)

@@ -1,8 +1,7 @@
-"""Statistics that belong to a model's weights alone: measured once, or followed while it trains.
+"""Statistics of a model's weights, measured exactly or followed while the model trains.
 
-Exact spectral norms cost more than a training step of a small model. From one step to the next the
-weights move by a learning rate, so the singular vectors of the last step nearly fit: one subspace
-iteration from them keeps the norms current.
+Exact spectral norms cost more than a training step of a small model. A training step moves the weights by little, so
+the singular vectors of the step before nearly fit: one subspace iteration from them gives the new norms.
 """
 
 import math
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from fragility_core.models.architectures import Block
 from fragility_core.surrogates.reductions import spectral_norm
 
-FOLLOWED = 4  # singular vectors carried along: the largest may change places with one of the next
+FOLLOWED = 4  # singular vectors kept from step to step: the largest ones may change their order
 
 
 def activation_lipschitz(activation: nn.Module, reach: float = 20.0) -> float:
-    """Largest |slope| of a pointwise activation on [-reach, reach], on a grid of 1e-3."""
+    """Largest |slope| of a pointwise activation at the points of a grid of step 1e-3 on [-reach, reach]."""
     x = torch.arange(-reach, reach, 1e-3, dtype=torch.float64, requires_grad=True)
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(activation(x).sum(), x)
@@ -25,10 +24,9 @@ def activation_lipschitz(activation: nn.Module, reach: float = 20.0) -> float:
 
 
 def matrices(block: Block) -> dict[str, Tensor]:
-    """The weight matrices of a block that the score and transport need, by the name of their norm.
+    """The weight matrices of a block that score and transport need, by the name of their norm.
 
-    Gate and up of a gated MLP are one matrix [W_gate; W_up], one product with norm_2's output: its error
-    does not depend on whether a family fuses the two.
+    Gate and up of a gated MLP count as one matrix [W_gate; W_up], whether or not a family stores them as one.
     """
     return {
         "query_weight_norm": block.query.weight,
@@ -41,16 +39,15 @@ def matrices(block: Block) -> dict[str, Tensor]:
 
 
 def score_width(block: Block) -> float:
-    """The d of scores Q K^T / sqrt(d): the width of a head, unless the model scales otherwise."""
+    """The d of scores Q K^T / sqrt(d): the width of a head, or scaling^-2 if the model scales otherwise."""
     usual = math.isclose(block.score_scaling, block.head_width**-0.5)
     return block.head_width if usual else block.score_scaling**-2
 
 
 class WeightStatistics:
-    """The statistics of the weights of ``blocks``, one list entry a block under each name.
+    """Statistics of the weights of ``blocks``: under each name a list with one entry per block.
 
-    ``subspaces`` holds what ``follow`` goes on from; a training run that is to be resumed bit for bit
-    keeps it with its other state.
+    ``follow`` starts from ``subspaces``. To resume a training run bit for bit, store them with its other state.
     """
 
     def __init__(self, blocks: list[Block]):
@@ -70,7 +67,7 @@ class WeightStatistics:
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float]]:
-        """Exact spectral norms (see ``reductions.spectral_norm``), largest |gamma|, and constants."""
+        """Exact spectral norms (``reductions.spectral_norm``), largest |gamma|, and constants."""
         self.subspaces = {}
         per_block = [matrices(block) for block in self.blocks]
         return self._collected(
@@ -79,12 +76,13 @@ class WeightStatistics:
 
     @torch.no_grad()
     def follow(self) -> dict[str, list[float]]:
-        """As ``measure``, for weights that moved a little since the last call.
+        """The same statistics for weights that moved a little since the last call.
 
-        The norms are Ritz values of ``FOLLOWED`` vectors after one subspace iteration: never above the
-        exact ones, and below them in second order of the movement. The first call measures exactly.
+        The norms are Ritz values of ``FOLLOWED`` vectors after one subspace iteration. They are never above the exact
+        norms, and below them to second order in the movement. So ``transport.operator_norm_transport`` is no
+        strict upper bound with them. The first call measures exactly.
         """
-        stacks: dict[tuple, dict[str, Tensor]] = {}  # matrices of one shape are one batch
+        stacks: dict[tuple, dict[str, Tensor]] = {}  # matrices of one shape form one batch
         for layer, block in enumerate(self.blocks):
             for name, weight in matrices(block).items():
                 stacks.setdefault(tuple(weight.shape), {})[f"{name} {layer}"] = weight
@@ -97,7 +95,7 @@ class WeightStatistics:
         return self._collected({name: torch.stack(values) for name, values in norms.items()})
 
     def _collected(self, norms: dict[str, Tensor]) -> dict[str, list[float]]:
-        """``norms`` (L,) each and the largest |gamma|, through one transfer from the device."""
+        """``norms``, each (L,), the largest |gamma| and the constants, with one transfer from the device."""
         gammas = {
             f"gamma_{site}_max": torch.stack([getattr(b, f"norm_{site}").gamma for b in self.blocks]).abs().amax(-1)
             for site in (1, 2)
@@ -108,12 +106,12 @@ class WeightStatistics:
 
 
 def followed_norms(weights: Tensor, subspace: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Largest singular values (N,) of ``weights`` (N, m, n) and their leading right vectors (N, n, k).
+    """Largest singular values (N,) of ``weights`` (N, m, n), and their leading right vectors (N, n, k).
 
     One subspace iteration with Rayleigh-Ritz from ``subspace`` (Golub & Van Loan, sec. 8.2), or a full
-    decomposition where it is None. Nonfinite weights give NaN, then and afterwards.
+    decomposition if it is None. Nonfinite weights give NaN in this call and in later ones.
     """
-    if subspace is None:  # LAPACK refuses nonfinite entries
+    if subspace is None:  # LAPACK would raise for nonfinite entries
         subspace = torch.linalg.svd(weights.nan_to_num(), full_matrices=False)[2].mT[..., :FOLLOWED]
     basis, _ = torch.linalg.qr(weights.mT @ (weights @ subspace))
     image = weights @ basis
