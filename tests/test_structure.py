@@ -141,6 +141,13 @@ def test_wheel_holds_both_packages_and_the_assets(tmp_path):
     assert len(wanted) > 100 and {path.relative_to(source).as_posix() for path in wanted} <= held
 
 
+def test_make_learns_what_is_missing_without_waiting_for_torch():
+    loaded = (
+        "import sys, fragility_lab.running.environment; print('torch' in sys.modules, 'fragility_core' in sys.modules)"
+    )
+    assert run(loaded) == "False False\n"
+
+
 MODULES = [name for name, path in SOURCES.items() if path.name != "__init__.py"]
 
 
