@@ -18,7 +18,7 @@ def compared():
 def test_paper_stands_beside_the_run(compared):
     shown = tables.shown(compared).set_index("quantity")
     row = shown.loc["Pearson of combined and mismatch"]
-    assert (row.paper, row.here) == ("0.370 ± 0.119", "0.300 ± 0.265")  # Table gpt2_summary
+    assert (row.paper, row.here) == ("0.370 ± 0.119", "0.300 ± 0.265")  # Table 1 (`tab:gpt2_summary`)
     low, high = compared.set_index("quantity").loc[row.name, ["low", "high"]]
     assert (row.difference, row.interval, row.runs) == ("−0.070", f"{low:.3f} to {high:.3f}", "3")
     assert row.verdict == "holds" and "correlates positively" in row.claim

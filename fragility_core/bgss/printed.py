@@ -42,7 +42,7 @@ class Printed(Policy):
     def target(self, state: State, ratio: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
         """max(eps, clip(sigma^2 d_model u / rho_*, eps_min, eps_max)) of every block, (layers,).
 
-        Eqs. (23) (`eq:alg-eps-cand`) and (24) (`eq:alg-eps-update`). ``ratio`` is the rho_LN that was measured under
+        Eq. (23) (`eq:alg-eps-cand`) and Eq. (24) (`eq:alg-eps-update`). ``ratio`` is the rho_LN that was measured under
         ``epsilon``, each (layers,).
         """
         candidate = theory.epsilon_candidate(

@@ -62,7 +62,10 @@ def remainder_term(layers: pd.DataFrame) -> pd.Series:
 
 
 def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator) -> pd.DataFrame:
-    """The quantities of protocol section 3 that a block's own statistics determine, one row per row of ``layers``."""
+    """kappa_softmax, chi_score, A, M_LN, M_eff, rho_LN and rho of every row (Section 5.1 (`subsec:bgss_estimation`)).
+
+    They depend on the block's own statistics alone. rho_LN is the larger one of the block's two norms.
+    """
     s = layers
     kappa = theory.kappa_softmax(s.score_norm, s.probability_norm, s.softmax_sensitivity)
     chi = theory.chi_score(s.query_norm, s.key_norm, s.probability_norm, s.head_width, s.softmax_sensitivity)
