@@ -67,7 +67,7 @@ def test_unmet_dependencies_are_named(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(SystemExit) as error:
         environment.main()
-    assert str(error.value) == "packages missing here: papermill>=2.6 (not installed), torch>=2.6 (found 2.5.1+cpu)"
+    assert str(error.value) == "packages missing here: torch>=2.6 (found 2.5.1+cpu), papermill>=2.6 (not installed)"
 
 
 def test_bare_environment_is_reported_without_a_traceback(monkeypatch):
@@ -93,6 +93,11 @@ def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
 def test_values_come_from_the_command_line_only(name):
     assert found_by_recipes(name, **{name: "7"}) == ""
     assert found_by_recipes(name, f"{name}=7") == "7"
+
+
+def test_stale_runs_are_kept_on_demand_only():
+    assert found_by_recipes("FRAGILITY_STALE", STALE="keep") == ""
+    assert found_by_recipes("FRAGILITY_STALE", "STALE=keep") == "keep"
 
 
 def test_allocation_is_set_unless_the_caller_has(monkeypatch):
