@@ -1,9 +1,10 @@
-"""Statements of the paper that do not hold as printed, or need a reading: one counterexample each.
+"""Statements of the paper that do not hold as printed, or need a reading: a counterexample for each.
 
-The docstring of the function under test says what the paper states and what holds instead.
+The docstring of each test starts with the function whose docstring says what holds instead.
 """
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -31,10 +32,16 @@ def in_bf16(*values: list) -> list[torch.Tensor]:
 
 
 def composed_layernorm(x: torch.Tensor, epsilon: float, format: str) -> torch.Tensor:
-    """LayerNorm from elementary kernels, the mean and the variance rounded to the format too; in fp64."""
+    """LayerNorm from elementary kernels, which round the mean and the variance to the format too."""
     with arithmetic(format, execution="emulated" if format != "fp32" else "auto").running():
         centred = x - x.mean(-1, keepdim=True)
         return (centred * ((centred * centred).mean(-1, keepdim=True) + epsilon).rsqrt()).double()
+
+
+def test_the_theory_lists_these_functions():
+    listed = re.findall(r"``(\w+)``", theory.__doc__.partition("has a counterexample for each")[2])
+    tests = [thing for name, thing in globals().items() if name.startswith("test_") and thing.__doc__]
+    assert listed and {test.__doc__.split(":")[0] for test in tests} == set(listed)
 
 
 # --- Attention -----------------------------------------------------------------------------------
@@ -48,7 +55,7 @@ def large_scores():
 
 @pytest.mark.parametrize("execution", ["auto", "emulated"])
 def test_first_order_of_theorem_attn_fails_for_large_scores(large_scores, execution):
-    """attention_error_bound: u ||S|| = 5.7, the row is saturated, and the error is 40 times the bound."""
+    """attention_error_bound: u ||S|| is 5.7, the row is saturated, and the error is 40 times the bound."""
     low = arithmetic("bf16", execution=execution)
     norms, exact = theory.attention_norms(*large_scores), theory.exact_attention(*large_scores)
     scores, probabilities, context = run_attention(*large_scores, low)
@@ -67,7 +74,7 @@ def test_first_order_of_theorem_attn_fails_for_large_scores(large_scores, execut
 
 
 def test_masked_scores_as_printed_are_infinite():
-    """kappa_softmax: -inf in S makes ||S|| infinite; a masked entry counts as 0."""
+    """kappa_softmax: with -inf in S, ||S|| is infinite. A masked entry counts as 0 instead."""
     query, key, value = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(4, 4, dtype=torch.bool).tril()
     printed = (query @ key.T / 2**0.5).masked_fill(~mask, -math.inf)
@@ -76,6 +83,7 @@ def test_masked_scores_as_printed_are_infinite():
 
 
 def test_kappa_softmax_depends_on_a_shift_that_the_softmax_ignores():
+    """kappa_softmax: 100 is added to every score of a row."""
     scores = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     kappas = []
     for shifted in (scores, scores + 100):
@@ -85,7 +93,7 @@ def test_kappa_softmax_depends_on_a_shift_that_the_softmax_ignores():
 
 
 def test_no_single_row_perturbation_explains_a_product():
-    """gemm_error_bound: the printed proof wants (m + dm) V = fl(m V); m (1 x 1) and V (1 x 2) refute it."""
+    """gemm_error_bound: the printed proof needs a dm with (m + dm) V = fl(m V). This m (1 x 1) has none."""
     row, value = in_bf16([[1.0078125]], [[1.0078125, 1.015625]])
     computed = (row @ value).double()
     needed = computed / value.double() - row.double()  # the dm that would explain each entry
@@ -97,7 +105,7 @@ def test_no_single_row_perturbation_explains_a_product():
 
 @pytest.mark.parametrize("keys", [4, 64])
 def test_the_gemm_constant_grows_with_the_dimensions(keys):
-    """gemm_error_bound: |E| = gamma |M| |V| is allowed entry by entry, and is sqrt(m) times gamma ||M|| ||V||_2."""
+    """gemm_error_bound: an E with |E| = gamma |M| |V| entry by entry is sqrt(m) times gamma ||M|| ||V||_2."""
     left, right = torch.ones(1, keys, dtype=torch.float64), torch.from_numpy(hadamard(keys)).double()
     allowed = (left.abs() @ right.abs()).norm()
     without_root = theory.gemm_error_bound(left.norm(), torch.linalg.matrix_norm(right, 2), 1.0, c_gemm_out=1.0)
@@ -105,7 +113,7 @@ def test_the_gemm_constant_grows_with_the_dimensions(keys):
 
 
 def test_an_even_row_underflows_in_fp8_e4m3():
-    """softmax_error_bound: 1024 keys, p = 2^-10 each, all rounded to 0, for any constant below 1 / u = 16."""
+    """softmax_error_bound: 1024 keys with p = 2^-10 each all round to 0. No constant below 1 / u = 16 covers that."""
     low = arithmetic("fp8_e4m3")
     scores = low.format.round(torch.zeros(1, 1024))
     with low.running():
@@ -119,7 +127,7 @@ def test_an_even_row_underflows_in_fp8_e4m3():
 
 
 def test_transport_is_no_condition_number():
-    """downstream_transport: for J = diag(rho, -rho) kappa exceeds prod (1 + rho_k), which stands in for it."""
+    """downstream_transport: for J = diag(rho, -rho) the condition number exceeds prod (1 + rho_k)."""
     rho = torch.full((4,), 0.5, dtype=torch.float64)
     blocks = torch.diag(torch.tensor([1.5, 0.5], dtype=torch.float64))
     condition = torch.linalg.cond(torch.linalg.matrix_power(blocks, 3), 2)
@@ -129,7 +137,7 @@ def test_transport_is_no_condition_number():
 
 
 def test_transport_shows_no_attenuation():
-    """downstream_transport: for J = -I / 2 errors shrink 8 times over three blocks, the factor says they grow."""
+    """downstream_transport: for J = -I / 2 three blocks divide an error by 8, and the factor says that it grows."""
     blocks = 0.5 * torch.eye(2, dtype=torch.float64)
     growth = torch.linalg.matrix_norm(torch.linalg.matrix_power(blocks, 3), 2)
     assert growth == 1 / 8
@@ -172,7 +180,7 @@ def test_first_order_of_the_layernorm_bound_fails_in_fp32(sixteenths, epsilon, e
 
 
 def test_constant_rows_have_no_relative_bound():
-    """layernorm_relative_error_bound: Z = 0, and rounding of the mean leaves Z~ away from it."""
+    """layernorm_relative_error_bound: Z is 0, and the rounding of the mean makes Z~ another."""
     x = torch.full((1, 12), 1000.7)
     norms = theory.layernorm_norms(x, torch.ones(12), 1e-5)
     computed = composed_layernorm(x, 1e-5, "fp32")
@@ -186,16 +194,18 @@ def test_constant_rows_have_no_relative_bound():
     [("fp16", 768, 2.5), ("fp16", 64, 30.0), ("fp32", 768, 20000.0)],
 )
 def test_layernorm_ratio_below_one_does_not_mean_that_epsilon_dominates(format, d_model, variance_over_epsilon):
+    """layernorm_ratio: rho_LN < 1 although the variance is larger than epsilon."""
     u = get_format(format).unit_roundoff
     assert theory.layernorm_ratio(variance_over_epsilon, 1.0, d_model, u) < 1 < variance_over_epsilon
 
 
 def test_layernorm_ratio_above_one_does_not_mean_that_the_variance_dominates():
+    """layernorm_ratio: rho_LN > 1 although epsilon is twice the variance."""
     assert theory.layernorm_ratio(0.5, 1.0, 768, get_format("bf16").unit_roundoff) == 1.5
 
 
 def test_layernorm_surrogate_is_not_the_magnitude_up_to_a_constant():
-    """Scaled by 100, with epsilon by 100^2, LayerNorm and M_LN stay; the surrogate falls 100 times."""
+    """layernorm_surrogate: 100 x and 100^2 epsilon leave LayerNorm and M_LN as they are and divide the surrogate by 100."""
     x, gamma = torch.randn(2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     surrogates, magnitudes, paths = [], [], []
     for scale in (1.0, 100.0):
@@ -212,7 +222,7 @@ def test_layernorm_surrogate_is_not_the_magnitude_up_to_a_constant():
 
 
 def test_unified_bound_as_printed_forgets_the_rest_of_the_branch():
-    """mismatch_bound: x + 1024 attention(q, k, v), the factor exact. Two scores round to one; V = (1, -1)."""
+    """mismatch_bound: x + 1024 attention(q, k, v). Two scores round to the same number, and V is (1, -1)."""
     low, gain = arithmetic("bf16"), 1024.0
     query, key, value = in_bf16([[[32, 1, 0, 0]]], [[[4, 0.375, 0, 0], [4, 0, 0, 0]]], [[[1], [-1]]])
     x = torch.ones(1, 1, 1, dtype=torch.bfloat16)
@@ -233,7 +243,7 @@ def test_unified_bound_as_printed_forgets_the_rest_of_the_branch():
 
 
 def test_final_layernorm_is_not_covered():
-    """mismatch_bound: a LayerNorm behind the last block can raise the relative error beyond the stack's bound."""
+    """mismatch_bound: a LayerNorm after the last block can raise the relative error above the bound of the stack."""
     x = in_bf16([[[100, 100.5, 99.5, 100]]])[0]
     low, weights = arithmetic("bf16"), torch.zeros(1, 1, 4, 4, dtype=torch.bfloat16)
     weights[..., 0, 0] = 2.0**-8  # X_1 = X_0 + (0.39, 0, 0, 0): the addition rounds
@@ -260,6 +270,7 @@ def test_the_ratio_is_guaranteed_for_the_variance_of_the_candidate_only():
 
 
 def test_an_epsilon_above_the_cap_stays_there():
+    """epsilon_update: from epsilon = 1 with epsilon_max = 0.01."""
     candidate = theory.epsilon_candidate(1.0, 64, 2.0**-8, target=0.5, epsilon_min=1e-6, epsilon_max=1e-2)
     assert theory.epsilon_update(1.0, candidate) == 1.0 > 1e-2
 
@@ -268,7 +279,7 @@ def test_an_epsilon_above_the_cap_stays_there():
 
 
 def test_dropout_can_raise_the_condition_factor_by_more_than_one_over_p():
-    """dropout_gain_bound: rho = 1/2, p = 0.6 turns 3 into 11, not 5; at rho = p nothing is left of the bound."""
+    """dropout_gain_bound: for rho = 1/2 and p = 0.6 the factor 3 becomes 11, not 5. For rho = p there is no bound."""
     rho, keep = 0.5, 0.6
     before = theory.residual_condition_bound(rho)
     after = theory.residual_condition_bound(theory.dropout_gain_bound(rho, keep))
@@ -278,7 +289,7 @@ def test_dropout_can_raise_the_condition_factor_by_more_than_one_over_p():
 
 
 def test_dropout_worsens_kappa_softmax_without_limit():
-    """dropout_kappa_softmax: (1 - t, t) with the first entry dropped."""
+    """dropout_kappa_softmax: a row (1 - t, t) whose first entry is dropped."""
     score_norm, mask = 1.0, torch.tensor([[False, True]])
     for t in (1e-2, 1e-4, 1e-6):
         p = torch.tensor([[1 - t, t]], dtype=torch.float64)
@@ -288,8 +299,11 @@ def test_dropout_worsens_kappa_softmax_without_limit():
 
 
 def test_share_of_random_masks_that_worsen_kappa_softmax():
-    """dropout_kappa_softmax, on 20,000 rows: 5,000 each of 2, 3, 4 and 5 entries, standard normal scores,
-    every entry kept with probability 0.8; seed 0. The 240 masks that keep nothing are left out."""
+    """dropout_kappa_softmax: how often the claim fails among random rows.
+
+    20,000 rows: 5,000 each of 2, 3, 4 and 5 entries, from standard normal scores. Every entry is kept with
+    probability 0.8. The 240 masks that keep nothing are left out.
+    """
     generator = torch.Generator().manual_seed(0)
     worse, kept = 0, 0
     for entries in (2, 3, 4, 5):
