@@ -1,21 +1,33 @@
 """Numerical fragility in Transformers: what low precision does to a forward pass, layer by layer.
 
-The names that most people need can be imported from here:
+The names that most people need, for a Hugging Face ``model`` in fp32 and ``tokens`` (B, T) of token ids:
 
-    from fragility_core import lower, Monitor, score            # the paper's score of a low-precision pass
-    from fragility_core import Adjoint, Contributions, apply    # a calibrated prediction, and plans made from it
+    from fragility_core import FORMATS, get_format, lower
+    format = get_format("bf16")  # FORMATS has the basic formats by name
+    low = lower(model, format.name)  # native where the device can, emulated elsewhere
 
-| names | what they are | shown in |
-|---|---|---|
-| ``FORMATS``, ``get_format`` | number formats by name | README |
-| ``lower`` | a model in low precision | README |
-| ``Monitor``, ``score``, ``Estimator`` | statistics of one pass, and the score made of them | README |
-| ``POLICIES``, ``get_policy``, ``advance`` | controllers of LayerNorm's epsilon | ``fragility_core.bgss`` |
-| ``Adjoint``, ``Contributions``, ``Plan``, ``apply`` | predicted mismatch, and what to keep in fp32 | README |
-| ``final_hidden``, ``mismatch`` | the final hidden state, and its relative error | README |
+    from fragility_core import final_hidden, mismatch
+    with low.running():
+        rounded = final_hidden(low.model, tokens)
+    measured = mismatch(rounded, final_hidden(model, tokens))  # (B,) relative errors of the final hidden state
+
+    from fragility_core import Estimator, Monitor, score
+    observed = Monitor(low)(tokens)  # one pass, all statistics of the paper's score
+    layers, windows = score(observed.layers, observed.windows, format.unit_roundoff, Estimator(layernorm="paper"))
+
+    from fragility_core import POLICIES, advance, get_policy
+    policy = get_policy("bgss")  # POLICIES has the classes by name
+    state = policy.start(layers=layers.layer.nunique())
+    rows, signal = layers[layers.window == 0], windows.combined[0]
+    state = advance(state, signal, policy.decide(state, rows, signal))  # state.epsilon is for the next step
+
+    from fragility_core import Adjoint, Contributions, Plan, apply
+    plan = Contributions(model, Adjoint(low)(tokens)).plan(1, "blocks")  # which block to keep in fp32
+    protected = apply(model, plan)
+    wide = apply(model, Plan("bf16", residual=True))  # a plan of one's own: an fp32 residual stream
 
 The formulas of the paper are in ``fragility_core.theory``. "Protocol section N" in a docstring is a section of
-docs/protocol.md. Importing this package imports nothing heavy: a name is looked up when it is first used.
+docs/protocol.md. Importing this package imports nothing heavy: each name is looked up when it is first used.
 """
 
 from importlib import import_module

@@ -2,8 +2,10 @@
 
 import re
 
+import torch
 from test_docs import TABLES, generated
 
+import fragility_core
 from fragility_lab.paths import NOTEBOOKS, PROJECT
 from fragility_lab.reporting import results
 
@@ -42,6 +44,17 @@ def test_examples_run(monkeypatch, capsys):
     predicted, measured = map(float, re.findall(r"([\d.]+)%", said))
     assert said.startswith("blocks ") and abs(predicted / measured - 1) < 0.15
     assert len(names["layers"]) == 12 * len(names["signals"]) == 48 and names["signals"].combined.gt(0).all()
+
+
+def test_examples_of_the_core_run(tiny_gpt2, tiny_tokens):
+    """Those of the package's docstring, in which every name that it offers is used."""
+    names = {"model": tiny_gpt2, "tokens": tiny_tokens}
+    code = "\n".join(line[4:] for line in fragility_core.__doc__.splitlines() if line.startswith("    "))
+    with torch.no_grad():
+        exec(code, names)
+    assert set(fragility_core.__all__) < names.keys()
+    assert names["state"].step == 1 and names["measured"].shape == (len(tiny_tokens),)
+    assert names["protected"].execution == names["wide"].execution == names["low"].execution
 
 
 def test_findings_are_those_of_the_committed_tables():

@@ -116,7 +116,6 @@ def test_names_of_the_package_are_found_and_nothing_heavy_is_imported():
         import fragility_core
         assert fragility_core.__version__ and not {"torch", "numpy", "pandas"} & sys.modules.keys()
         for name in fragility_core.__all__:
-            assert name in fragility_core.__doc__, name
             assert getattr(fragility_core, name) is not None and name in dir(fragility_core)
         try:
             fragility_core.nothing
