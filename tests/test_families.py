@@ -349,7 +349,7 @@ def test_weight_norms_are_followed(name):
 
 @pytest.mark.parametrize("execution", ["native", "emulated"])
 def test_layers_of_different_reach(monkeypatch, execution):
-    """Sliding layers, which have masks, show all keys, full ones those seen: their scores fall into other pieces."""
+    """Sliding layers, which have masks, show all keys, full ones those seen: their scores fall into other segments."""
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 2**18)
     reach = {"max_position_embeddings": 256, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     config = Qwen2Config(**GROUPED | reach)
@@ -365,7 +365,7 @@ def test_layers_of_different_reach(monkeypatch, execution):
 def test_a_model_in_autocast():
     """Rotary embeddings then make fp32 queries, whose products are bf16."""
     model, window = random_model(LlamaConfig(**GROUPED)), torch.arange(1, 13)[None]
-    attention.observe_attention(model)
+    attention.set_attention(model, attention.OBSERVED_EAGER)
     expected = model(window).last_hidden_state
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16):
@@ -440,7 +440,7 @@ def patched_alone(model: PreTrainedModel, low: LowPrecision, tokens: torch.Tenso
             return low.format.round(exact[layer].module(x, *args[1:], **kwargs))
 
     hook = None if layer is None else ours[layer].module.register_forward_hook(replace, with_kwargs=True)
-    with torch.no_grad(), low.running():
+    with torch.no_grad(), attention.observing_attention(low.model), low.running():
         hidden = low.model(tokens, use_cache=False).last_hidden_state
     if hook is not None:
         hook.remove()
