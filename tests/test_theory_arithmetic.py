@@ -1,59 +1,43 @@
-"""The paper's bounds against rounding errors that really happened.
+"""The paper's bounds of single kernels and of attention, against the rounding errors of kernels that ran.
 
-The low-precision kernels run (bf16 natively where the CPU can, the other formats emulated), fp64 is the
-reference, and the kernel constants are those of the error model in ``kernel_samples``: inputs given
-exactly, fp32 accumulation, one rounding per result. Those constants include O(u^2), underflow is added
-explicitly, and what the softmax's linearisation leaves out has a closed form, so no tolerance is
-needed but fp64's own.
+The low-precision kernels run natively in bf16 where the CPU can, and emulated otherwise. fp64 is the reference. The
+constants are a priori, for the error model of ``kernel_samples``: inputs given exactly, fp32 accumulation, one
+rounding for each result. They include O(u^2), underflow is added explicitly, and what the softmax's linearisation
+leaves out has a closed form. So the only tolerance is fp64's own.
 """
 
 import pandas as pd
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from drawn import assert_within, every_format, many, seeded, seeds
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from torch.func import jacrev
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import FORMATS, get_format
+from fragility_core.arithmetic.formats import get_format
 from fragility_lab.experiments.calibration import a_priori_constants, attention_terms, gamma_n
 from fragility_lab.experiments.kernel_samples import (
     HEADS,
     arithmetic,
     draw_heads,
     draw_rows,
-    draw_stacks,
     observe_attention,
     observe_layernorm,
     run_attention,
     run_layernorm,
-    run_stack,
     sample_attention,
     underflow,
 )
 
-FP64 = 1e-12  # relative error of the reference, and far below any unit roundoff tested
-every_format = pytest.mark.parametrize("format", FORMATS)
 executions = pytest.mark.parametrize("execution", ["auto", "emulated"])
-seeds = st.integers(0, 2**32 - 1)
-many = settings(deadline=None, max_examples=40)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def constants_for(format: str, shape: tuple[int, int, int]) -> dict[str, float]:
     """The a-priori constants of the attention kernels for (n, m, d)."""
     constants = a_priori_constants(format, keys=shape[1], head_width=shape[2], features=1)
     return {name: constants[name] for name in ("c_softmax", "c_gemm", "c_gemm_out")}
-
-
-def assert_within(observed, bound):
-    """Not one draw beyond its bound."""
-    assert (observed <= bound * (1 + FP64)).all(), f"observed is {(observed / bound).max()} times the bound"
 
 
 shapes = st.tuples(st.integers(1, 24), st.integers(1, 48), st.integers(1, 96))
@@ -137,7 +121,7 @@ def test_softmax_kernel_bound_holds(format, n, m, scale, seed):
 @given(shape=shapes, family=st.sampled_from(sorted(HEADS)), seed=seeds)
 @many
 def test_theorem_attn_holds(format, shape, family, seed):
-    """With its O(u^2) written out, absolute form; the relative form is the same inequality over ||A||."""
+    """The absolute bound with its O(u^2) written out. The relative bound is the same inequality divided by ||A||."""
     low, u = arithmetic(format), get_format(format).unit_roundoff
     query, key, value = draw_heads(family, shape, 4, low.format, seeded(seed))
     observed = observe_attention(query, key, value, low)
@@ -159,7 +143,7 @@ def test_theorem_attn_holds(format, shape, family, seed):
 
 
 def test_no_term_of_theorem_attn_can_be_left_out():
-    """With constants 1 it holds for every draw of the sample in fp16; without any one of its four terms it does not."""
+    """With constants 1 the bound holds for every draw in fp16. Without any one of its four terms it fails for some."""
     low = arithmetic("fp16")
     sample = sample_attention(low, seed=0)
     norms = theory.AttentionNorms(*(torch.tensor(sample[name]) for name in theory.AttentionNorms._fields))
@@ -183,7 +167,7 @@ def test_no_term_of_theorem_attn_can_be_left_out():
 @given(shape=shapes, seed=seeds, scale=st.floats(0.1, 1.5))
 @many
 def test_theorem_attn_as_printed_holds_in_bf16_while_scores_are_small(execution, shape, seed, scale):
-    """First order only, absolute and relative: u ||S|| stays small for normal heads, and no remainder is needed."""
+    """To first order only, absolute and relative: u ||S|| stays small for normal heads, so no remainder is needed."""
     low, u = arithmetic("bf16", execution=execution), 2.0**-8
     n, m, d = shape
     draws = [torch.randn(2, rows, d, generator=seeded(seed + rows)) for rows in (n, m, m)]
@@ -223,7 +207,7 @@ def test_gemm_error_bound_holds_for_plain_matrices(format, n, m, d, seed):
 @given(features=st.integers(2, 300), exponent=st.floats(-12, 1), even=st.booleans(), seed=seeds)
 @many
 def test_proposition_ln_holds(format, features, exponent, even, seed):
-    """Row by row, absolute and, where Z is not 0, relative; rows shifted, heavy-tailed, constant."""
+    """For each row, absolute and, where Z is not 0, relative. Rows are centred, shifted, heavy-tailed or constant."""
     low, epsilon, generator = arithmetic(format), 10**exponent, seeded(seed)
     gamma = low.format.round(torch.ones(features) if even else torch.randn(features, generator=generator))
     rows = draw_rows(features, 4, low.format, generator).values()
@@ -267,7 +251,7 @@ NORMS = {"llama": (LlamaRMSNorm, 0.0, 2), "gemma": (GemmaRMSNorm, 1.0, 1)}  # cl
 @given(features=st.integers(1, 300), exponent=st.floats(-12, 1), seed=seeds)
 @many
 def test_proposition_ln_holds_for_an_rmsnorm_with_the_mean_square(format, name, features, exponent, seed):
-    """As the score takes it (``theory.layernorm``). No order of u is left out: nothing cancels in an RMSNorm."""
+    """As in the score (see ``theory.layernorm``), with no order of u left out: nothing cancels in an RMSNorm."""
     low, epsilon, generator = arithmetic(format), 10**exponent, seeded(seed)
     kind, offset, roundings = NORMS[name]
     norm, u = kind(features, eps=epsilon), low.format.unit_roundoff
@@ -290,7 +274,7 @@ def test_proposition_ln_holds_for_an_rmsnorm_with_the_mean_square(format, name, 
 @given(features=st.integers(2, 64), exponent=st.floats(-4, 0), shift=st.floats(0, 30), seed=seeds)
 @many
 def test_proposition_ln_holds_for_a_layernorm_of_elementary_kernels(format, features, exponent, shift, seed):
-    """Mean, variance and scale rounded to the format too, as models that spell LayerNorm out run it.
+    """Mean, variance and scale are rounded to the format too, as in models that spell LayerNorm out.
 
     Centring errs by at most 2u ||x||; squares, mean, sum with epsilon and root by 5/2 u; two products by 2u. So
     a_ln = 6.5 to first order. The bound holds with 8 where the centring error is at most an eighth of
@@ -311,115 +295,3 @@ def test_proposition_ln_holds_for_a_layernorm_of_elementary_kernels(format, feat
     error = (computed - theory.layernorm_path(x, gamma, epsilon)).norm(dim=-1)
     bound = theory.layernorm_error_bound(norms.gamma_max, norms.variance, epsilon, norms.input_norm, u, a_ln=8.0)
     assert_within(error[small], bound[small] + (1 + norms.gamma_max) * underflow(low.format, features))
-
-
-@every_format
-@given(
-    shape=st.tuples(st.integers(1, 8), st.integers(1, 24)), gain=st.sampled_from([0.01, 0.1, 0.5, 1.0, 2.0]), seed=seeds
-)
-@many
-def test_theorem_unified_holds_for_linear_residual_stacks(format, shape, gain, seed):
-    """No O(u^2) is left: the recursion is exact for linear blocks, and magnitudes are those of the computed states."""
-    low = arithmetic(format)
-    u, width = low.format.unit_roundoff, shape[1]
-    x, weights = draw_stacks(shape, gain, 4, low.format, seeded(seed))
-    states = run_stack(x, weights, low).double()  # (L + 1, draws, n, d)
-    assume(states.abs().max() < low.format.largest)
-    exact = x.double()
-    for weight in weights.double():
-        exact = exact + exact @ weight
-    assume(torch.linalg.matrix_norm(exact).min() > 0)
-    norms, rho = torch.linalg.matrix_norm(states).T, torch.linalg.matrix_norm(weights.double(), 2).T  # (draws, L)
-    constant = a_priori_constants(format, keys=width, head_width=width, features=1)["c_gemm_out"]
-    magnitude = theory.remainder_magnitude(
-        theory.gemm_error_bound(norms[:, :-1], rho, 1.0, constant),
-        norms[:, 1:] / (1 - u),  # the addition, u times its exact result
-        2 * underflow(low.format, x[0].numel()) / u,
-    )
-    bound = theory.mismatch_bound(magnitude, rho, torch.linalg.matrix_norm(exact), u)
-    assert_within(theory.mismatch(states[-1], exact), bound)
-
-
-@pytest.mark.parametrize("format", ["bf16", "fp16"])
-def test_no_transport_factor_can_be_left_out(format):
-    """A state that shrinks by 1 - rho in every block while its rounding errors grow by up to 1 + rho."""
-    low, rho, blocks = arithmetic(format), 0.75, 6
-    u = low.format.unit_roundoff
-    basis = torch.linalg.qr(torch.randn(8, 8, generator=seeded(0), dtype=torch.float64)).Q
-    gains = rho * torch.tensor([-1.0] + [1.0] * 7, dtype=torch.float64)
-    weight = low.format.round((basis @ gains.diag() @ basis.T).float())
-    states = run_stack(low.format.round(basis[:, :1].T.float())[None], weight.expand(blocks, 1, 8, 8), low).double()
-    exact = states[0] @ torch.linalg.matrix_power(torch.eye(8, dtype=torch.float64) + weight.double(), blocks)
-    norms, gain = torch.linalg.matrix_norm(states).T, torch.linalg.matrix_norm(weight.double(), 2).expand(1, blocks)
-    constant = a_priori_constants(format, keys=8, head_width=8, features=1)["c_gemm_out"]
-    magnitude = theory.gemm_error_bound(norms[:, :-1], gain, 1.0, constant) + norms[:, 1:] / (1 - u)
-    mismatch, final = theory.mismatch(states[-1], exact), torch.linalg.matrix_norm(exact)
-    assert_within(mismatch, theory.mismatch_bound(magnitude, gain, final, u))
-    assert mismatch > 2 * theory.mismatch_bound(magnitude, torch.zeros_like(gain), final, u)
-
-
-def pre_norm_block(x, gamma, query, key, value, out):
-    """x + attention(LayerNorm(x)) W_O of one head, each line one kernel."""
-    path = torch.nn.functional.layer_norm(x, gamma.shape, gamma, None, 1e-5)
-    q, k, v = path @ query, path @ key, path @ value
-    probabilities = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1)
-    return x + (probabilities @ v) @ out
-
-
-def block_magnitude(x, gamma, query, key, value, out, u, constants) -> tuple[float, float]:
-    """M_l of ``pre_norm_block`` at ``x``, every error brought to the block's output, and rho_l.
-
-    Gains are exact spectral norms of Jacobians of what follows a site inside the branch.
-    """
-
-    def attend(heads):
-        return theory.exact_attention(*heads)[2] @ out
-
-    def gain(function, at) -> float:
-        return torch.linalg.matrix_norm(jacrev(function)(at).reshape(x.numel(), -1), 2).item()
-
-    path = theory.layernorm_path(x, gamma, 1e-5)
-    heads = torch.stack([path @ query, path @ key, path @ value])
-    norms, ln = theory.attention_norms(*heads), theory.layernorm_norms(x, gamma, 1e-5)
-    attention = theory.attention_magnitude(
-        norms.kappa_softmax, norms.chi_score, norms.probability_norm, norms.value_spectral_norm,
-        *(constants[name] for name in ("c_softmax", "c_gemm", "c_gemm_out")),
-    )  # fmt: skip
-    layernorm = theory.layernorm_magnitude(ln.gamma_max, ln.variance, 1e-5, ln.input_norm, constants["a_ln"]).norm()
-    spectral = [torch.linalg.matrix_norm(weight, 2).item() for weight in (query, key, value, out)]
-    projections = torch.tensor([constants["c_gemm_out"] * path.norm().item() * one for one in spectral[:3]]).norm()
-    context, result = theory.exact_attention(*heads)[2], x + attend(heads)
-    remainder = theory.remainder_magnitude(
-        gain(attend, heads) * projections,
-        theory.gemm_error_bound(context.norm(), spectral[3], 1.0, constants["c_gemm_out"]),
-        result.norm(),
-    )
-    stacked = torch.stack([query, key, value])
-    magnitude = theory.local_magnitude(
-        remainder, spectral[3] * attention, gain(lambda z: attend(z @ stacked), path) * layernorm
-    )
-    rho = gain(lambda x: attend(theory.layernorm_path(x, gamma, 1e-5) @ stacked), x)
-    return magnitude.item(), rho
-
-
-@pytest.mark.parametrize("format", ["fp16", "bf16", "tf32"])
-@given(seed=seeds, blocks=st.integers(1, 4), scale=st.floats(0.1, 1.0))
-@settings(deadline=None, max_examples=15)
-def test_theorem_unified_holds_for_pre_norm_attention_blocks(format, seed, blocks, scale):
-    """Attention, LayerNorm, remainder and transport together, errors brought through their branch."""
-    low, generator, (n, d) = arithmetic(format), seeded(seed), (4, 6)
-    u, constants = low.format.unit_roundoff, a_priori_constants(format, keys=d, head_width=d, features=d)
-    stored = [[1 + 0.2 * torch.randn(d, generator=generator)] for _ in range(blocks)]
-    for weights in stored:
-        weights.extend(scale * torch.randn(4, d, d, generator=generator))
-    stored = [[low.format.round(weight) for weight in weights] for weights in stored]
-    computed = low.format.round(torch.randn(n, d, generator=generator))
-    exact, terms = computed.double(), []
-    for weights in stored:
-        wide = [weight.double() for weight in weights]
-        terms.append(block_magnitude(exact, *wide, u, constants))
-        with low.running():
-            computed = pre_norm_block(computed, *weights)
-        exact = pre_norm_block(exact, *wide)
-    magnitude, rho = torch.tensor(terms, dtype=torch.float64).T
-    assert_within(theory.mismatch(computed, exact), theory.mismatch_bound(magnitude, rho, exact.norm(), u))

@@ -205,7 +205,7 @@ def test_layernorm_ratio_above_one_does_not_mean_that_the_variance_dominates():
 
 
 def test_layernorm_surrogate_is_not_the_magnitude_up_to_a_constant():
-    """layernorm_surrogate: 100 x and 100^2 epsilon leave LayerNorm and M_LN as they are and divide the surrogate by 100."""
+    """layernorm_surrogate: 100 x and 100^2 epsilon keep LayerNorm and M_LN, and divide the surrogate by 100."""
     x, gamma = torch.randn(2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     surrogates, magnitudes, paths = [], [], []
     for scale in (1.0, 100.0):
