@@ -13,6 +13,8 @@ from torch.nn import functional
 from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T5Config, XGLMConfig, XGLMModel
 from transformers.activations import ACT2CLS, ACT2FN
 
+from fragility_core.adjoint.arithmetic import LowArithmetic
+from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import FORMATS, get_format
 from fragility_core.arithmetic.lookup import every_number, look_up
@@ -334,6 +336,82 @@ def test_what_is_written_into_an_fp8_tensor_lands_on_the_grid(format, write):
     target = low(format, 4, 4)
     emulated(format, write, target, normal(4, 4, seed=1))
     assert torch.equal(get_format(format).round(target), target)
+
+
+# --- Constants -----------------------------------------------------------------------------------
+
+# 1.01 is no number of any 16-bit or 8-bit format. Of 1.0626 bf16 makes 1.0625, a tie of both fp8 formats, which goes to
+# 1; rounded once, it is 1.125 in fp8_e4m3.
+CONSTANTS = {
+    "masked_fill": lambda x, seen, c: x.masked_fill(seen, c),
+    "masked_fill_": lambda x, seen, c: x.clone().masked_fill_(seen, c),
+    "masked_fill by a tensor": lambda x, seen, c: x.masked_fill(seen, torch.tensor(c)),
+    "where": lambda x, seen, c: torch.where(seen, c, x),
+    "constant_pad_nd": lambda x, seen, c: torch.constant_pad_nd(x, (1, 2), c),
+    "pad": lambda x, seen, c: functional.pad(x, (1, 2), value=c),
+    "full_like": lambda x, seen, c: torch.full_like(x, c),
+    "new_full": lambda x, seen, c: x.new_full((3,), c),
+    "fill": lambda x, seen, c: torch.fill(x, c),
+    "fill_": lambda x, seen, c: x.clone().fill_(c),
+    "index_fill_": lambda x, seen, c: x.clone().index_fill_(0, torch.tensor([0]), c),
+    "scatter": lambda x, seen, c: x.scatter(0, torch.zeros(1, 4, dtype=torch.long), c),
+}
+MADE = {
+    "full": lambda c, dtype: torch.full((3,), c, dtype=dtype),
+    "scalar_tensor": lambda c, dtype: torch.scalar_tensor(c, dtype=dtype),
+    "arange": lambda c, dtype: torch.arange(c, 4, dtype=dtype),
+    "linspace": lambda c, dtype: torch.linspace(0, c, 7, dtype=dtype),
+}
+constants = pytest.mark.parametrize("constant", [1.01, 1.0626, 0.3, 17, 0, 1e-3])
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8, "fp8_e4m3_scaled", "fp8_e4m3_linear"])
+@pytest.mark.parametrize("write", CONSTANTS.values(), ids=CONSTANTS.keys())
+@constants
+def test_a_constant_is_rounded_once(format, write, constant):
+    """By emulation, stochastic emulation and in a differentiated pass; the other numbers stay as they are."""
+    chosen = get_format(format)
+    x = chosen.round(normal(4, 4) * 3)
+    seen = x > 0.5
+    expected = chosen.round(write(x.float(), seen, constant))
+    got = emulated(format, write, x, seen, constant)
+    assert got.dtype == chosen.compute_dtype and torch.equal(got, expected)
+    drawn = stochastic(format, write, x, seen, constant)
+    assert torch.equal(chosen.round(drawn.float()), drawn)
+    arithmetic = LowArithmetic(chosen, Tape(), {}, {}, set())
+    arithmetic.tape.begin(0)
+    with arithmetic:
+        differentiated = write(x, seen, constant)
+        assert differentiated.dtype == chosen.compute_dtype
+    assert differentiated.dtype == torch.float32 and torch.equal(differentiated, expected.float())
+
+
+@pytest.mark.parametrize("format", [*HALF, *FP8])
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+@constants
+def test_a_tensor_of_constants_is_rounded_once(format, make, constant):
+    chosen = get_format(format)
+    got = emulated(format, make, constant, chosen.compute_dtype)
+    assert got.dtype == chosen.compute_dtype
+    assert torch.equal(got, chosen.round(make(constant, torch.float32)))
+    assert torch.equal(emulated(format, make, constant, torch.float32), make(constant, torch.float32))
+
+
+@pytest.mark.parametrize("format", FP8)
+def test_a_tensor_made_of_numbers_lies_on_the_grid(format):
+    got = emulated(format, lambda: torch.tensor([1.01, 17.0], dtype=torch.bfloat16))
+    assert got.tolist() == [1.0, 16.0]
+    assert emulated(format, lambda: torch.tensor([1.01])).item() == torch.tensor(1.01).item()
+
+
+def test_masks_are_the_lowest_number_where_the_format_holds_it():
+    """In fp8_e4m3, which saturates, and in fp8_e5m2, which has an infinity, bf16's lowest number is out of range."""
+    wanted = {"bf16": torch.finfo(torch.bfloat16).min, "fp16": -65504.0, "fp8_e4m3": -448.0, "fp8_e5m2": -math.inf}
+    for format, lowest in wanted.items():
+        x = low(format, 3)
+        everything = torch.ones(3, dtype=torch.bool)
+        masked = emulated(format, lambda x, m: x.masked_fill(m, torch.finfo(x.dtype).min), x, everything)
+        assert masked.tolist() == [lowest] * 3
 
 
 def test_tf32_rounds_the_factors_of_matrix_products_and_nothing_else():

@@ -7,11 +7,11 @@ not see, and no T x T tensor exists. A GPU, which waits for the launch of small 
 The core has three implementations of attention. Each does what the others cannot do as fast:
 
 * ``observed_attention`` here shows its scores to an observer and runs in any arithmetic: natively, emulated, in fp32.
-* ``adjoint.rows.Rows``, behind the adjoint's eager attention, knows the local error of every rounding, and forms scores
-  again in the backward pass. Derived from ``observed_attention`` by autograd, it would keep all T x T tensors.
-* ``adjoint.products.FusedAttention`` is the library's fused kernel, with the gradients of the same ``Rows``.
+* ``adjoint.blockwise.BlockwiseAttention`` knows the local error of every rounding, and forms scores again in the
+  backward pass. With autograd, ``observed_attention`` would keep all T x T tensors.
+* ``adjoint.products.FusedAttention`` is the library's fused kernel, with gradients by ``BlockwiseAttention``.
 
-transformers knows the implementations by name once ``set_attention``, or a context that calls it, has registered them.
+transformers knows the attention by name once ``set_attention``, or a context that calls it, has registered it.
 """
 
 import math
@@ -48,7 +48,7 @@ class AttentionObserver(Protocol):
     def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         """``query`` (B, H, T, d), ``key`` and ``value`` (B, H, T_kv, d), heads repeated for groups.
 
-        The scores to come are ``scaling`` times query and key's products: some models scale queries before.
+        Scores will be ``scaling`` times the products of query and key; some models scale the query before.
         """
 
     def scores(self, scores: Tensor) -> None:
@@ -62,7 +62,7 @@ observers: "weakref.WeakKeyDictionary[nn.Module, AttentionObserver]" = weakref.W
 
 
 def row_blocks(rows: int, elements_per_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges of rows, a power of two long, of at most about as many elements as the device's blocks."""
+    """Consecutive ranges of rows, a power of two long, that hold at most as many elements as the device's blocks."""
     fitting = max(1, (BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS) // elements_per_row)
     length = 1 << (fitting.bit_length() - 1)
     for start in range(0, rows, length):
@@ -77,41 +77,39 @@ def future(rows: int, device: torch.device) -> Tensor:
 
 
 class Hiding:
-    """Fills hidden scores in place. On a CPU it changes their bits, many times as fast as ``masked_fill_``.
+    """Fills the ``hidden`` (boolean) scores in place, by their bits: on a CPU many times as fast as ``masked_fill_``.
 
-    Autograd cannot follow that: where derivatives are asked for, ``masked_fill_`` is called.
+    Autograd cannot follow that. Where derivatives are asked for, ``masked_fill_`` is called.
     """
 
     def __init__(self, hidden: Tensor, dtype: torch.dtype):
-        """``hidden`` is boolean, ``dtype`` that of the scores."""
+        """``dtype`` is that of the scores."""
         self.hidden, self.dtype = hidden, dtype
 
     @cached_property
     def _bits(self) -> tuple[Tensor, Tensor]:
         """Integers: "and" with the first makes hidden scores 0, "or" with the second then the lowest number."""
         integer = INTEGERS[self.dtype.itemsize]
-        lowest = -1 - int(1 / torch.finfo(self.dtype).eps)  # all bits but the last of the exponent
+        lowest = -1 - int(1 / torch.finfo(self.dtype).eps)  # all bits are 1, except the last one of the exponent
         with torch.inference_mode(False):
             everything = -self.hidden.to(integer)
             return ~everything, everything & lowest
 
     def zero(self, scores: Tensor) -> None:
         """Make hidden scores 0."""
-        if differentiated(scores):
-            scores.masked_fill_(self.hidden, 0)
-            return
-        with without_function_modes():
-            kept, _ = self._bits
-            scores.view(kept.dtype).bitwise_and_(kept)
+        self._fill(scores, 0, Tensor.bitwise_and_)
 
     def lower(self, scores: Tensor) -> None:
         """Make hidden scores, which are 0 by now, the lowest number."""
+        self._fill(scores, torch.finfo(self.dtype).min, Tensor.bitwise_or_)
+
+    def _fill(self, scores: Tensor, number: float, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         if differentiated(scores):
-            scores.masked_fill_(self.hidden, torch.finfo(self.dtype).min)
+            scores.masked_fill_(self.hidden, number)
             return
         with without_function_modes():
-            _, lowest = self._bits
-            scores.view(lowest.dtype).bitwise_or_(lowest)
+            bits = self._bits[number != 0]
+            change(scores.view(bits.dtype), bits)
 
 
 @lru_cache(maxsize=32)
@@ -154,11 +152,6 @@ def observing_attention(model: PreTrainedModel) -> AbstractContextManager:
     return attention_set_to(model, FP32_SCORES if upcast or implementation == FP32_SCORES else OBSERVED_EAGER)
 
 
-def observe_attention(model: PreTrainedModel) -> None:
-    """As ``observing_attention``, for good."""
-    observing_attention(model).__enter__()
-
-
 def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) -> None:
     """Raises ValueError where a model asks for more than a softmax of scaled products, some of them masked."""
     if dropout:
@@ -177,16 +170,16 @@ def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) ->
 
 
 def is_causal(module: nn.Module, options: dict) -> bool:
-    """What transformers' own sdpa attention takes for it: the option, else the module's attribute, else True."""
+    """Whether attention is causal, as transformers' sdpa decides: by the option, the module's attribute, or yes."""
     asked = options.get("is_causal")
     return getattr(module, "is_causal", True) if asked is None else asked
 
 
 def scaling_commutes(query: Tensor, scaling: float) -> bool:
-    """Whether scaling the query is, bit for bit, scaling its products, of which there are many more.
+    """Whether the query may be scaled in place of its products, of which there are many more, bit for bit.
 
-    So it is by a power of two in native bf16, whose range is that of fp32 (but for products beyond that range); in
-    other formats products overflow first, or the query falls among the subnormals.
+    It may in native bf16, by a power of two, since bf16 has the range of fp32. In other formats products may overflow
+    before they are scaled, or the scaled query may be subnormal.
     """
     if current_dispatch_mode() is not None or current_function_mode() is not None:
         return False
@@ -194,22 +187,15 @@ def scaling_commutes(query: Tensor, scaling: float) -> bool:
 
 
 def observed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    score_dtype: torch.dtype | None = None,
-    **options,
-) -> tuple[Tensor, None]:
-    """Attention of ``query`` (B, H, T, d) over ``key``, ``value`` (B, H_kv, T_kv, d) -> (B, T, H, d).
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, score_dtype: torch.dtype | None = None, **options,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of ``query`` (B, H, T, d) over ``key`` and ``value`` (B, H_kv, T_kv, d): (B, T, H, d).
 
-    ``attention_mask`` is boolean, True where a key may be seen, or None, which means causal for modules that
-    are, or say so by the option ``is_causal``. Scores and softmax are computed in ``score_dtype`` (that of the
-    query unless given), probabilities are cast to the dtype of the values. Raises ValueError for dropout, capped
-    or biased scores, attention sinks and additive masks: what is observed must be the model itself.
+    ``attention_mask`` is boolean, True where a key may be seen. None means causal, unless the module's attribute or the
+    option ``is_causal`` says otherwise. Scores and softmax are computed in ``score_dtype``, that of the query unless
+    given. Probabilities are cast to the dtype of the values. Raises ValueError for dropout, for capped or biased
+    scores, for attention sinks and for additive masks: the model itself is to be observed.
     """
     require_plain_softmax(dropout, attention_mask, options)
     groups = query.shape[1] // key.shape[1]
@@ -218,7 +204,7 @@ def observed_attention(
     batch, heads, rows, width = query.shape
     scaling = width**-0.5 if scaling is None else scaling
     observer = observers.get(module)
-    # Heads one after another in memory: 16-bit products of the projections' layout are several times slower.
+    # With heads one after another in memory, 16-bit products are several times as fast as in the projections' layout.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if observer is not None:
         observer.begin(query, key, value, scaling)

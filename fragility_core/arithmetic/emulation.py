@@ -4,24 +4,20 @@ Tensors are stored in the format (protocol section 1). Native kernels do the sam
 their output. TF32 differs by definition: only the factors of matrix products are rounded, the rest is fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from itertools import chain, repeat
 
 import torch
 from torch import Tensor
 
-from fragility_core.arithmetic import internals
 from fragility_core.arithmetic.formats import CHUNK_ELEMENTS, Format
-from fragility_core.arithmetic.internals import OpOverload, schema_of
+from fragility_core.arithmetic.internals import TorchDispatchMode, current_dispatch_mode, is_composite, schema_of
 from fragility_core.arithmetic.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES, deciding
 from fragility_core.arithmetic.nested import map_tensors, tensors
 
-is_composite = cache(internals.is_composite)
 
-
-def fits_in_chunks(kernel: OpOverload, args: tuple, kwargs: dict) -> bool:
+def fits_in_chunks(kernel: Callable, args: tuple, kwargs: dict) -> bool:
     """Whether ``kernel`` is elementwise, over large contiguous tensors of one shape on the CPU."""
     schema = schema_of(kernel)
     elementwise = torch.Tag.pointwise in kernel.tags and len(schema.returns) == 1 and not schema.is_mutable
@@ -33,7 +29,7 @@ def fits_in_chunks(kernel: OpOverload, args: tuple, kwargs: dict) -> bool:
     )
 
 
-def written(kernel: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
+def written(kernel: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     """The arguments that an in-place or out= ``kernel`` writes to."""
     arguments = [
         kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
@@ -43,7 +39,7 @@ def written(kernel: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
     return list(tensors(arguments))
 
 
-class Emulation(internals.TorchDispatchMode):
+class Emulation(TorchDispatchMode):
     """A context in which the result of every kernel is rounded to ``format``; see the module docstring.
 
     PyTorch's type promotion holds: the result of a kernel with an fp32 operand is fp32 and is not rounded. Models
@@ -72,7 +68,7 @@ class Emulation(internals.TorchDispatchMode):
         is above it, or where it was entered twice, it cannot be left: it is then not ``active``.
         """
         self.active, before = False, self.active
-        innermost = before and internals.current_dispatch_mode() is self
+        innermost = before and current_dispatch_mode() is self
         try:
             if innermost:
                 self.__exit__(None, None, None)

@@ -1,7 +1,7 @@
 """The number formats, in one table, and rounding to them.
 
-Two constants are easily confused: the *unit roundoff* u, the largest relative error of rounding to
-nearest (the paper's epsilon_mach), and the *spacing* 2u above one, which `torch.finfo(...).eps` names.
+Two constants are easily confused. The *unit roundoff* u is the largest relative error of rounding to nearest (the
+paper's epsilon_mach). The *spacing* of the numbers above one is 2u; ``torch.finfo(...).eps`` is the spacing.
 """
 
 from collections.abc import Iterable
@@ -11,19 +11,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**17  # elements computed at once on a CPU: 512 KiB in fp32, in reach of a second-level cache
+from fragility_core.arithmetic.internals import cpu_multiplies
+
+CHUNK_ELEMENTS = 2**17  # elements computed at once on a CPU: 512 KiB in fp32 fit a second-level cache
 
 
 @dataclass(frozen=True)
 class Format:
     """A binary floating-point format.
 
-    ``significand`` counts the bits of the significand, the implicit one included. ``storage`` is the
-    torch dtype that holds its values; a format that torch only stores (fp8) is computed with in
-    ``compute_dtype``, a wider dtype that represents each of its values exactly. ``scaled`` formats store
-    every tensor times a power of two of its own (``scale``; Micikevicius et al. 2022, arXiv:2209.05433).
-    ``operands`` is the format in which the linear layers of blocks read weights and activations, where it is
-    another one (``operands.RoundedOperands``): as fp8 is used in practice.
+    ``significand`` counts the bits of the significand, the implicit one included. ``storage`` is the torch dtype of the
+    format's width. Kernels compute in ``compute_dtype``, which holds every number of the format. The two differ for
+    fp8, in which torch stores but does not compute. A ``scaled`` format stores every tensor times a power of two of
+    the tensor's own (``scale``; Micikevicius et al. 2022, arXiv:2209.05433). ``operands`` is the format in which linear
+    layers of blocks read weights and activations, if it is another one (``operands.RoundedOperands``).
     """
 
     name: str
@@ -48,24 +49,23 @@ class Format:
 
     @cached_property
     def is_storage_only(self) -> bool:
-        """Whether storing in the compute_dtype does not yet round to this format (fp8)."""
+        """Whether the compute dtype holds more numbers than the format, so that results must be rounded (fp8)."""
         return self.storage != self.compute_dtype
 
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
-        """``x`` rounded to nearest even in this format, as a tensor of the compute_dtype dtype.
+        """``x`` rounded to nearest even, in the compute dtype.
 
-        With a ``generator``, on the device of ``x``, rounded stochastically, ``copies`` along the first
-        dimension with the same random bits (``round_stochastically``).
-        Out of range: formats with infinities give ±inf (fp16, bf16, tf32, fp8_e5m2); fp8_e4m3 has
-        none and saturates at ±448, as the saturating conversion of accelerators does. NaN stays NaN.
-        Where the format is scaled, ±inf and numbers by which models mask pass as they are.
+        With a ``generator``, on the device of ``x``, rounding is stochastic; ``copies`` along the first dimension get
+        the same random bits (``round_stochastically``). Numbers out of range become ±inf; in fp8_e4m3, which has no
+        infinities, they saturate at ±448, as in the saturating conversion of accelerators. NaN stays NaN. A scaled
+        format leaves ±inf and the lowest numbers, by which models mask, as they are.
         """
         if self.scaled:
             factor = self.scale(x)
             fitted = replace(self, scaled=False).round(x * factor, generator, copies) / factor
             return torch.where(is_measured(x), fitted, x.to(self.compute_dtype))
         if generator is not None:
-            x = round_stochastically(x.float(), self, generator, copies)  # on the grid, where what follows is exact
+            x = round_stochastically(x.float(), self, generator, copies)  # the rest is then exact
         if self.name == "tf32":
             return round_to_tf32(x.float())
         if self.saturates:
@@ -73,27 +73,27 @@ class Format:
         return x.to(self.storage).to(self.compute_dtype)
 
     def scale(self, x: Tensor) -> Tensor | float:
-        """The power of two that brings the largest entry of ``x`` just into range; 1 unless scaled."""
+        """The power of two by which the largest entry of ``x`` just fits into the range; 1 unless scaled."""
         if not self.scaled or not x.numel():
             return 1.0
         largest = torch.where(is_measured(x), x, 0.0).abs().amax().float()
-        _, exponent = torch.frexp(self.largest / largest.clamp_min(2.0**-100))  # a scale for tensors of zeros, too
+        _, exponent = torch.frexp(self.largest / largest.clamp_min(2.0**-100))  # tensors of zeros have a scale, too
         return torch.exp2(exponent - 1.0)
 
 
 def chunks(*tensors: Tensor, length: int = CHUNK_ELEMENTS) -> Iterable[tuple[Tensor, ...]]:
-    """Flat parts of ``tensors`` of one shape, which a CPU computes one after another; views, of contiguous ones."""
+    """``tensors`` of one shape, flat: on a CPU in chunks of ``length``, else whole. Contiguous ones give views."""
     flat = [x.reshape(-1) for x in tensors]
     return zip(*(x.split(length) for x in flat)) if flat[0].device.type == "cpu" else [tuple(flat)]
 
 
 def is_measured(x: Tensor) -> Tensor:
-    """False for ±inf, NaN, and the lowest numbers of bf16 and fp32, by which models mask scores."""
+    """False for ±inf, for NaN, and for the lowest numbers of bf16 and fp32, by which models mask scores."""
     return x.abs() < torch.finfo(torch.bfloat16).max
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
-    """fp32 rounded to nearest even on 10 fraction bits; inf and NaN pass."""
+    """fp32 ``x`` rounded to nearest even on 10 fraction bits; inf and NaN stay."""
     bits = x.view(torch.int32)
     dropped = 13  # fraction bits of fp32 beyond those of tf32
     tie_to_even = (bits >> dropped) & 1
@@ -102,14 +102,14 @@ def round_to_tf32(x: Tensor) -> Tensor:
 
 
 def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, copies: int = 1) -> Tensor:
-    """fp32 ``x`` rounded up or down to a neighbour in ``format``, without bias; inf and NaN pass.
+    """fp32 ``x`` rounded at random to one of its two neighbours in ``format``, without bias; inf and NaN stay.
 
-    The probability of a neighbour is 1 minus its relative distance (Croci et al. 2022,
-    doi:10.1098/rsos.211631): as many random bits as the format drops are added to those it drops,
-    and may carry. Scaling lines the format's subnormals up with those of fp32, where fraction bits
-    that fp32 has no room for are rounded to nearest: half a unit of the random bits' resolution.
-    The exponent is not bounded above. The first dimension may hold ``copies`` of one batch, one after
-    another: they get the same random bits.
+    The probability of a neighbour is 1 minus its relative distance (Croci et al. 2022, doi:10.1098/rsos.211631). The
+    format drops some of the fraction bits of fp32. As many random bits are added to those, may carry, and the sum is
+    cut. Before, ``x`` is scaled so that subnormals of the format are subnormals of fp32. That rounds bits below fp32's
+    smallest number to nearest: an error of half a unit of the last random bit. The exponent has no upper bound.
+
+    The first dimension may hold ``copies`` of one batch, one after another. They get the same random bits.
     """
     rounded = torch.empty_like(x)
     source, target = (t.unflatten(0, (copies, -1)) if copies > 1 else t[None] for t in (x, rounded))
@@ -129,13 +129,13 @@ def _round_stochastically(x: Tensor, format: Format, generator: torch.Generator,
     bits = (x * scale).view(torch.int32)
     bits += random_bits(dropped, x[0], generator)
     torch.div(bits.bitwise_and_(-1 << dropped).view(torch.float32), scale, out=out)
-    # The mask costs a CPU as much as all that is above; a GPU would be waited for if it were asked.
+    # The mask takes a CPU as long as all of the above. A GPU is not asked: the host would have to wait for its answer.
     if x.device.type != "cpu" or x.sum().isnan():
         out.copy_(torch.where(x.isnan(), x, out))
 
 
 def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """An int32 tensor of the shape of ``like``, each entry ``count`` random bits; two or four to a draw of 64."""
+    """``count`` random bits an entry, int32 of the shape of ``like``; a draw of 64 bits gives two or four entries."""
     lane = torch.int16 if count <= 16 else torch.int32
     draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=like.device)
     lanes = draws.random_(-(2**63), None, generator=generator).view(lane)[: like.numel()]
@@ -178,20 +178,11 @@ def get_format(name: str) -> Format:
     return KNOWN[name]
 
 
-def _cpu_has_kernels(format: Format) -> bool:
-    """Whether this CPU multiplies matrices of the format at full speed (oneDNN's own test)."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if format.storage == _BF16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return format.storage == _F16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
-
-
 def has_native_kernels(format: Format, device: torch.device | str) -> bool:
-    """Whether ``device`` computes in ``format`` itself, fp32 accumulation included.
+    """Whether ``device`` computes in ``format`` itself, with sums in fp32.
 
-    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats. Where it is
-    that of ``operands`` alone, the other format decides: their products in that are the same.
+    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats. If fp8 is the
+    format of ``operands`` alone, the other format decides, since a product of fp8 numbers is the same in it.
     """
     device = torch.device(device)
     if format.name == "fp32":
@@ -199,4 +190,4 @@ def has_native_kernels(format: Format, device: torch.device | str) -> bool:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return {_F16: capability >= (5, 3), _BF16: capability >= (8, 0)}.get(format.storage, False)
-    return device.type == "cpu" and _cpu_has_kernels(format)
+    return device.type == "cpu" and cpu_multiplies(format.storage)

@@ -8,8 +8,10 @@ whose import takes seconds, are checked by the test.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,36 +19,23 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 PRIVATE = {
-    # Modes: what runs instead of a function or a kernel of torch.
-    "torch.utils._python_dispatch.TorchDispatchMode": "emulation changes every kernel (ATen op), whoever calls it",
+    "torch.utils._python_dispatch.TorchDispatchMode": "emulation sees every kernel (ATen op), whoever calls it",
     "torch.utils._python_dispatch._get_current_dispatch_mode": "an activation's table holds in one mode only",
     "torch.overrides._get_current_function_mode": "attention inside a differentiated pass must find the pass",
-    "torch._C.DisableTorchFunction": "reads values as they are, while a mode pretends another dtype",
     "torch.overrides.has_torch_function": "a function that does not ask for modes runs in view of the mode",
-    # Kernels: what emulation must know of one.
-    "torch._ops.OpOverload": "the type of a kernel",
-    "torch.ops.aten.add.Tensor._schema": "which arguments a kernel writes to, and how many results it has",
+    "torch._C.DisableTorchFunction": "values are read as they are, while a mode pretends another dtype",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "a composite kernel must be unfolded before it is rounded",
-    "torch.ops.aten._to_copy": "the kernel of every cast",
-    "torch.ops.aten._softmax": "on a GPU it may give fp32",
-    "torch.ops.aten._log_softmax": "on a GPU it may give fp32",
-    "torch.ops.aten._local_scalar_dense": "exact: reads a number",
-    "torch.ops.aten._unsafe_view": "exact: another shape",
-    "torch.ops.aten._trilinear": "its factors are rounded in tf32",
-    "torch.ops.aten._scaled_dot_product_flash_attention": "its factors are rounded in tf32",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "its factors are rounded in tf32",
-    "torch.ops.aten._scaled_dot_product_efficient_attention": "its factors are rounded in tf32",
+    "torch.ops.aten.add.Tensor._schema": "which arguments a kernel writes to, and how many results it has",
+    "torch.ops.aten._to_copy": "the kernel of every cast; more kernels by name are in kernels.py",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether this CPU multiplies in bf16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether this CPU multiplies in fp16",
     "torch._softmax_backward_data": "the gradient of a softmax from its result, in place",
-    # Tensors: how they came about.
     "torch.Tensor._is_view": "a view shares the memory that a kernel writes to",
     "torch.Tensor._base": "the tensor whose memory a view shares",
     "torch.Tensor._version": "whether weights have changed since they were read",
     "torch._C._functorch.is_functorch_wrapped_tensor": "derivatives by torch.func need kernels that it can follow",
-    "torch.utils._pytree.tree_leaves": "tensors in nested arguments, named tuples and outputs of models",
+    "torch.utils._pytree.tree_leaves": "tensors in named tuples and in outputs of models",
     "torch.utils._pytree.tree_map_only": "the same, changed",
-    # Models of transformers.
     "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
     "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
     "transformers.PreTrainedModel._from_config": "which buffers a model made in 16 bits has in them",
@@ -57,20 +46,14 @@ PRIVATE = {
 
 def private(name: str) -> Any:
     """The object with the dotted ``name``, one of PRIVATE; raises ImportError where the library has it no more."""
-    first, *path = name.split(".")
     try:
-        found = import_module(first)
-        for depth, part in enumerate(path, start=2):
-            if not hasattr(found, part):
-                import_module(".".join(name.split(".")[:depth]))
-            found = getattr(found, part)
+        return resolve_name(name)
     except (ImportError, AttributeError):
-        version = import_module(first).__version__
+        library = import_module(name.partition(".")[0])
         raise ImportError(
-            f"fragility_core needs {name} ({PRIVATE[name]}), which {first} {version} lacks: install the version in "
-            "constraints.txt, or mend fragility_core/arithmetic/internals.py"
+            f"fragility_core needs {name} ({PRIVATE[name]}), which {library.__name__} {library.__version__} lacks: "
+            "install the version in constraints.txt, or mend fragility_core/arithmetic/internals.py"
         ) from None
-    return found
 
 
 for _name in PRIVATE:
@@ -82,20 +65,17 @@ current_dispatch_mode = private("torch.utils._python_dispatch._get_current_dispa
 current_function_mode = private("torch.overrides._get_current_function_mode")
 without_function_modes = private("torch._C.DisableTorchFunction")  # a context
 ASKING_FOR_MODES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-
-OpOverload = private("torch._ops.OpOverload")
-schema_of = attrgetter("_schema")  # of an OpOverload
+schema_of = attrgetter("_schema")  # of a kernel
 softmax_backward = private("torch._softmax_backward_data")
-
 is_view = private("torch.Tensor._is_view")
 base_of = attrgetter("_base")  # of a view
 version_of = attrgetter("_version")  # of a tensor: grows with every change in place
-
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 tree_map_only = private("torch.utils._pytree.tree_map_only")
 
 
-def is_composite(kernel: OpOverload) -> bool:
+@cache
+def is_composite(kernel: Callable) -> bool:
     """Whether ``kernel`` is made of other kernels: autograd unfolds it, inference mode does not."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name(), "CompositeImplicitAutograd")
 
@@ -109,11 +89,11 @@ def differentiated(x: Tensor) -> bool:
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of ``dtype``, bf16 or fp16, at full speed (oneDNN's own test)."""
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return torch.backends.mkldnn.is_available() and dtype in supported and supported[dtype]()
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def attention_of(model: nn.Module) -> str | None:
@@ -151,8 +131,8 @@ def names_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return names
 
 
-# What is hidden on tensors: an fp32 tensor of a differentiated pass stands for one of the low dtype. Views and results
-# are new objects, and a table beside them would have to outlive none of them; attributes do so of themselves.
+# What is hidden on tensors: an fp32 tensor of a differentiated pass stands for one of the low dtype. A
+# torch.utils.weak.WeakTensorKeyDictionary could hold it, but a prediction would take a fifth longer.
 
 
 def stored_as(x: Tensor) -> str | None:
@@ -160,8 +140,8 @@ def stored_as(x: Tensor) -> str | None:
     return getattr(x, "_stored_as", None)
 
 
-def store(x: Tensor, kind: str | None = "value") -> Tensor:
-    """Let fp32 ``x`` stand for a tensor of the low dtype."""
+def mark_stored(x: Tensor, kind: str | None = "value") -> Tensor:
+    """Let fp32 ``x`` stand for a tensor of the low dtype, a "weight" or a "value"."""
     x._stored_as = kind
     return x
 

@@ -1,7 +1,7 @@
-"""What kernels and functions of torch do to numbers: one table, for emulation and for differentiated passes.
+"""What kernels and functions of torch do to numbers: one table for emulation and for differentiated passes.
 
-``emulation.Emulation`` sees kernels (ATen ops), ``adjoint.arithmetic.LowArithmetic`` functions that call them. Both
-go by the name without its namespace: ``aten.mm`` and ``torch.mm`` are "mm".
+``emulation.Emulation`` sees kernels (ATen ops). ``adjoint.arithmetic.LowArithmetic`` sees the functions that call them.
+Both go by the name without its namespace: ``aten.mm`` and ``torch.mm`` are "mm".
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# These only move or select values: no rounding error. They run as they are, which also keeps the aliasing of views.
-# To leave one out costs time, never accuracy: rounding twice changes nothing.
+# These only move or select values, without rounding error. They run as they are, which also keeps views views. To leave
+# one out costs time, never accuracy: rounding twice changes nothing.
 EXACT = {
     "clone", "cat", "stack", "index", "index_select", "gather", "embedding", "where", "masked_fill", "neg", "abs",
     "relu", "copy_", "fill_", "zero_", "masked_fill_", "empty_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
@@ -22,8 +22,8 @@ EXACT_FUNCTIONS = EXACT | {
     "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum",
 }  # fmt: skip
 
-# Of these, some write a constant, which may lie off the grid of the format: the result is rounded. A format that torch
-# computes in needs no more than the kernel itself, which stores the constant in the dtype.
+# Some of these may write a constant that is no number of the format: then the result is rounded. In a format that torch
+# computes in, the kernel itself rounds the constant.
 FILLING = {
     "where", "masked_fill", "masked_fill_", "fill_", "constant_pad_nd", "__setitem__", "scatter", "scatter_",
 }  # fmt: skip
@@ -43,11 +43,10 @@ FACTORS = {
 SOFTMAXES = {"_softmax", "_log_softmax"}
 
 CAST = "_to_copy"  # the kernel of every cast
-CASTS = {
+CASTS = {  # the functions that cast, with the dtype, None where an argument names it
     Tensor.float: torch.float32, Tensor.double: torch.float64, Tensor.half: torch.float16,
     Tensor.bfloat16: torch.bfloat16, Tensor.to: None, Tensor.type: None, Tensor.type_as: None,
 }  # fmt: skip
-"""The functions that cast, and the dtype to which they do, None where an argument names it."""
 
 
 def deciding(operands: Iterable[Tensor]) -> list[Tensor]:

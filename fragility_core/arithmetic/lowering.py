@@ -18,6 +18,8 @@ from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, rep
 from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
 from fragility_core.arithmetic.operands import RoundedOperands, linear_weights
 
+TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU's fused attention takes 16 bits alone
+
 
 def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.Module:
     """A copy of ``model`` whose floating parameters, and with ``buffers`` its ``stored_buffers``, are in ``format``.
@@ -64,31 +66,20 @@ def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 def fp32_sums() -> Iterator[None]:
     """A GPU sums the products of 16-bit matrices in fp32 to the end; by default it may round parts of the sum."""
     settings = torch.backends.cuda.matmul
-    names = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
-    before = {name: getattr(settings, name) for name in names}
-    try:
-        for name in names:
+    with ExitStack() as stack:
+        for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+            stack.callback(setattr, settings, name, getattr(settings, name))
             setattr(settings, name, False)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(settings, name, value)
 
 
 @contextmanager
 def single_kernels() -> Iterator[None]:
     """torch's Transformer encoder layers run kernel by kernel; as one kernel, a whole layer would be rounded once."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def fp32_attention() -> AbstractContextManager:
-    """A GPU computes fused attention by kernels that take fp32, as emulation calls them; most take 16 bits alone."""
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 @dataclass(frozen=True)
@@ -130,7 +121,7 @@ class LowPrecision:
         with ExitStack() as stack:
             first = next(self.model.parameters(), None)
             if first is not None and first.is_cuda:
-                stack.enter_context(fp32_sums() if self.emulation is None else fp32_attention())
+                stack.enter_context(fp32_sums() if self.emulation is None else sdpa_kernel(TAKING_FP32))
             if self.emulation is not None:
                 stack.enter_context(single_kernels())
                 stack.enter_context(self.emulation)
@@ -160,8 +151,7 @@ def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecisio
     if execution not in ("auto", "native", "emulated", "weights"):
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":
-        rounded = rounded_copy(model, chosen, buffers=False).float()
-        return LowPrecision(rounded, chosen, None, weights_only=True)
+        return LowPrecision(rounded_copy(model, chosen, buffers=False).float(), chosen, None, weights_only=True)
     if execution == "native" and (chosen.is_storage_only or chosen.name == "tf32"):
         raise ValueError(f'no device computes a whole model in {format}: use execution="emulated" or "auto"')
     first = next(model.parameters(), None)

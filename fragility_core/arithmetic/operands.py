@@ -48,12 +48,9 @@ class RoundedOperands(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        format: Format,
-        paused: Callable[[], AbstractContextManager],
+        self, model: nn.Module, format: Format, paused: Callable[[], AbstractContextManager],
         generator: torch.Generator | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.format, self.paused, self.generator = format, paused, generator
         self.weights = storages(w for w in linear_weights(model).values() if w.dtype == format.compute_dtype)
@@ -67,9 +64,6 @@ class RoundedOperands(TorchFunctionMode):
 
     def _rounded(self, x: Tensor) -> Tensor:
         """``x`` rounded if it is an activation; weights are rounded already, and biases are no operands."""
-        operand = (
-            x.dtype == self.format.compute_dtype
-            and not isinstance(x, nn.Parameter)
-            and not self.weights & storages([x])
-        )
-        return self.format.round(x, self.generator) if operand else x
+        if x.dtype != self.format.compute_dtype or isinstance(x, nn.Parameter) or self.weights & storages([x]):
+            return x
+        return self.format.round(x, self.generator)

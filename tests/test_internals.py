@@ -1,0 +1,115 @@
+"""What the core needs of the insides of torch and transformers: all of it is in one file, and still there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import fragility_core
+from fragility_core.arithmetic import internals, kernels
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, attention_set_to
+from fragility_core.arithmetic.internals import PRIVATE, attention_of, private
+
+CORE = Path(fragility_core.__file__).parent
+INTERNALS = Path(internals.__file__)
+OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_private_name_is_still_there(name):
+    """If this fails, the message says what the core needs the name for."""
+    private(name)
+
+
+def test_a_name_that_is_gone_is_reported_with_its_use(monkeypatch):
+    for name in ("torch._C._no_such_thing", "torch.utils._no_such_module.thing", "transformers.PreTrainedModel._none"):
+        monkeypatch.setitem(PRIVATE, name, "tests ask for it")
+        with pytest.raises(
+            ImportError, match=rf"needs {name} \(tests ask for it\), which \w+ [\d.+a-z]+ lacks: install"
+        ):
+            private(name)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Names that a file gives to functions, classes, constants and the attributes of ``self``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def private_uses(tree: ast.AST) -> set[str]:
+    """Private names that a file reads or sets on something else, imports, or names in a string for ``getattr``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {*node.module.split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            found |= {x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+    return {name for name in found if is_private(name)}
+
+
+TREES = {path: ast.parse(path.read_text()) for path in sorted(CORE.rglob("*.py"))}
+OWN = set.union(*(own_names(tree) for path, tree in TREES.items() if path != INTERNALS))
+
+
+@pytest.mark.parametrize("path", [p for p in TREES if p != INTERNALS], ids=lambda p: str(p.relative_to(CORE)))
+def test_no_other_file_uses_private_names(path):
+    foreign = private_uses(TREES[path]) - OWN
+    assert not foreign, f"{path.name} uses {sorted(foreign)}: add it to fragility_core/arithmetic/internals.py"
+
+
+def test_the_table_holds_what_its_file_uses():
+    hidden = {"_stored_as", "_is_stream"}  # attributes that this project sets itself
+    in_table = {part for name in PRIVATE for part in name.split(".")}
+    assert private_uses(TREES[INTERNALS]) - own_names(TREES[INTERNALS]) <= in_table | hidden
+
+
+def test_private_uses_are_found():
+    code = "import torch._C\nfrom torch._x import y\nx._version\ngetattr(x, '_base')\nself._mine = 1\nself._mine"
+    assert private_uses(ast.parse(code)) == {"_C", "_x", "_version", "_base", "_mine"}
+    assert own_names(ast.parse(code)) == {"_mine"}
+
+
+@pytest.mark.parametrize("table", ["EXACT_FUNCTIONS", "FILLING", "PRODUCTS", "FACTORS", "SOFTMAXES"])
+def test_kernels_and_functions_of_the_table_exist(table):
+    newer = {"_grouped_mm"}  # since torch 2.7
+    places = (torch, Tensor, functional, torch.ops.aten)
+    missing = {name for name in getattr(kernels, table) if not any(hasattr(place, name) for place in places)}
+    assert missing <= newer
+
+
+def test_attention_is_restored(tiny_gpt2):
+    """Also after an error, and for configurations that differ inside one model."""
+    other = type(tiny_gpt2.config)()
+    tiny_gpt2.inside = type(tiny_gpt2.base_model)(other)
+    other._attn_implementation = "eager"
+    with pytest.raises(KeyError):
+        use_observed_attention(tiny_gpt2)
+    assert attention_of(tiny_gpt2) == "sdpa" and attention_of(tiny_gpt2.inside) == "eager"
+    assert attention_of(torch.nn.Linear(1, 1)) is None
+
+
+def use_observed_attention(model):
+    with attention_set_to(model, OBSERVED_EAGER):
+        assert attention_of(model) == attention_of(model.inside) == OBSERVED_EAGER
+        with attention_set_to(model, "eager"):
+            assert attention_of(model) == "eager"
+        assert attention_of(model) == OBSERVED_EAGER
+        raise KeyError
