@@ -15,6 +15,7 @@ from fragility_lab.experiments import e1
 from fragility_lab.experiments.outcomes import policy_summary
 from fragility_lab.reporting import report
 from fragility_lab.reporting.claims import E2, QUANTITIES, Quantity
+from fragility_lab.reporting.html import inline
 from fragility_lab.reporting.verdicts import (
     FAILS,
     HOLDS,
@@ -254,6 +255,7 @@ def test_every_claim_has_a_verdict_and_a_number_has_none(compared):
 
 
 def test_quantities_are_well_formed():
+    assert {quantity.experiment for quantity in QUANTITIES} == {"E1", "E2", "E3", "E5", "E5, second setting"}
     assert len({(quantity.experiment, quantity.name) for quantity in QUANTITIES}) == len(QUANTITIES)
     for quantity in QUANTITIES:
         assert (quantity.test in TESTS) == bool(quantity.claim), quantity.name
@@ -355,7 +357,7 @@ def test_calibrated_predictor_is_shown_where_it_was_run(html, complete, figures)
         ),
     }  # fmt: skip
     text = " ".join(" ".join(read(report.page("smoke", tables, figures)).text).split())
-    for stated in ("0.991 to 1.017", "correlate at 0.75", "would have 0.85", "has 0.80"):
+    for stated in ("0.991 to 1.017", "correlate at 0.75", "a correlation of 0.85", "has 0.80"):
         assert stated in text
     assert "E2: Pearson with the mismatch 0.901 ± 0.030 0.407 ± 0.166 18 18" in text
     assert "make calibrate" not in text
@@ -370,7 +372,7 @@ def test_page_says_what_was_run(html):
     assert "torch 2.13.0" in text
     assert "second setting, none, seed 1: nonfinite loss at step 255" in text
     assert "In E2 2 of 578 windows overflowed" in text
-    assert "regime gate ρLN < 1 lets 0.00 % through" in text
+    assert "regime gate ρLN < 1 lets 0.00 % of them through" in text
     assert "mean Pearson 0.390 instead of 0.410" in text
     assert "The chosen ratio is 1.05" in text
     assert "make reproduce PROFILE=smoke" in text
@@ -433,6 +435,13 @@ def test_command_names_a_folder_of_another_name(tables, figures, monkeypatch):
     assert report.command("paper", other, "embedded") == "make reproduce MODEL=gpt2 RESULTS=paper"
     monkeypatch.setenv(USED, "smoke")
     assert "make reproduce PROFILE=smoke RESULTS=mine" in report.page("mine", tables, figures)
+
+
+def test_notebooks_show_a_page_below_a_link_to_it():
+    shown = read(inline(paths.OUTPUTS / "my & own" / "report.html", "The report").data)
+    address = "../outputs/my & own/report.html"
+    assert shown.references == [address, address] and "outputs/my & own/report.html" in "".join(shown.text)
+    assert dict(shown.tags)["iframe"]["title"] == "The report"
 
 
 def test_results_of_a_model_of_ones_own_have_a_report(tables, figures):

@@ -1,4 +1,4 @@
-"""Intervals of means by resampling."""
+"""Confidence intervals of means by resampling."""
 
 import numpy as np
 import pandas as pd
@@ -8,7 +8,10 @@ RESAMPLES = 9999
 
 
 def spread(values: pd.Series) -> dict[str, float]:
-    """Mean, standard deviation, number of runs, and a 95 % bootstrap interval of the mean (BCa)."""
+    """Mean, standard deviation and number of the ``values``, and a 95 % bootstrap interval of the mean (BCa).
+
+    NaNs are left out. The interval is NaN for fewer than three values or if all are equal.
+    """
     values = values.dropna().to_numpy()
     low = high = np.nan
     if len(values) > 2 and np.ptp(values) > 0:

@@ -1,29 +1,37 @@
-"""Pages that stand alone: style and figures inside, no script."""
+"""Pages that stand alone: style and figures are inside, and there is no script."""
 
 import base64
+import html
+import os
 from pathlib import Path
 
+from IPython.display import HTML
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from fragility_lab.paths import ASSETS
-
-STYLE = ASSETS / "report" / "style.css"
+from fragility_lab import paths
 
 
-def template(folder: Path, **filters) -> Template:
-    """The template of a page in ``folder``, given its ``style`` and, by name, what formats its values."""
+def template(name: str, **filters) -> Template:
+    """The template ``fragility_lab/assets/<name>``; ``filters`` format values in it."""
     environment = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
+        loader=FileSystemLoader(paths.ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
-    )
+    )  # fmt: skip
     environment.filters |= filters
-    environment.globals["style"] = STYLE.read_text(encoding="utf-8")
-    return environment.get_template("page.html.jinja")
+    style = (paths.ASSETS / "report" / "style.css").read_text(encoding="utf-8")
+    return environment.get_template(name, globals={"style": style, "zip": zip})
 
 
 def data_uri(png: bytes) -> str:
     """An address that holds the image itself."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def inline(page: Path, title: str) -> HTML:
+    """Show the file ``page`` of this project in a notebook, below a link to it."""
+    address = html.escape(Path(os.path.relpath(page, paths.NOTEBOOKS)).as_posix())
+    name = html.escape(page.relative_to(paths.PROJECT).as_posix())
+    return HTML(
+        f'<p><a href="{address}" target="_blank">{name}</a></p>\n'
+        f'<iframe src="{address}" title="{html.escape(title)}" width="100%" height="800"></iframe>'
+    )

@@ -1,7 +1,6 @@
-"""The report: one HTML page that sets the paper beside a run, made from the run's tables and figures alone.
+"""The report: one HTML page that sets the paper beside a run. It is made from the run's tables and figures alone.
 
-The page needs nothing but itself: style and figures are inside, and there is no script. The same tables
-and figures give the same bytes.
+The same tables and figures give the same bytes.
 """
 
 import os
@@ -19,7 +18,6 @@ from fragility_lab.reporting.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, c
 from fragility_lab.reporting.words import duration
 from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
 
-TEMPLATES = paths.ASSETS / "report"
 CUSTOM = "-custom"
 
 # Experiment: the notebook that runs it, and a table that it always leaves.
@@ -38,15 +36,9 @@ def read_tables(profile: str) -> dict[str, pd.DataFrame]:
     return {path.stem: pd.read_csv(path) for path in sorted(folder.glob("*.csv"))}
 
 
-# --- Words and numbers --------------------------------------------------------------------------
-
-
 def listed(values: pd.Series) -> str:
     """The distinct values in order of appearance."""
     return ", ".join(number(value) for value in values.dropna().unique())
-
-
-# --- The paper beside the run -------------------------------------------------------------------
 
 
 def sentences(comparison: pd.DataFrame) -> list[str]:
@@ -75,36 +67,31 @@ def _in_words(claims: pd.Series) -> str:
     return f" ({'; '.join(claims)})" if len(claims) else ""
 
 
-# --- What was run -------------------------------------------------------------------------------
-
-
-def provenance(records: pd.DataFrame) -> dict[str, str]:
-    """What the ``records`` of one experiment (``RunStore.records``) say, in a few words."""
+def provenance(experiment: str, records: pd.DataFrame) -> dict[str, str]:
+    """What the ``records`` of one ``experiment`` (``RunStore.records``) say, in a few words."""
     executions = records.groupby("precision", sort=False).execution.agg(listed)
-    record = records.reindex(columns=["model", "data", "device_name", "threads", "monitored", "reference"])
+    record = records.reindex(columns=["model", "data", "device_name", "threads", "monitored", "reference"]).apply(
+        listed
+    )
     return {
-        "runs": str(len(records)),
-        "model": listed(record.model),
-        "data": listed(record.data),
+        "experiment": experiment,
+        "model": record.model,
+        "data": record.data,
+        "inputs": f"{record.model} on {record.data}",
         "formats": ", ".join(f"{precision} {how}" for precision, how in executions.items()),
-        "device": listed(record.device_name),
-        "threads": listed(record.threads) or "–",
-        "attention": f"{listed(record.monitored)} monitored, {listed(record.reference)} for the reference",
+        "device": record.device_name,
+        "attention": f"{record.monitored} monitored, {record.reference} for the reference",
+        "runs": str(len(records)),
         "seconds": duration(records.seconds.sum()),
+        "threads": record.threads or "–",
     }
 
 
-def versions(records: list[pd.DataFrame]) -> dict[str, str]:
-    """Versions under which the runs of ``records`` were computed, several where they differ."""
-    together = pd.concat(records) if records else pd.DataFrame()
-    return {name: listed(together[name]) for name in VERSIONS if name in together}
-
-
 def command(results: str, records: pd.DataFrame | None, profile: str | None = None) -> str:
-    """The shell command that makes this run; a model and text other than the profile's are named.
+    """The shell command that makes this run; it names a model or text other than the profile's.
 
-    ``results`` is the folder of the results: the Makefile adds ``CUSTOM`` for a model or text of one's own. Unless
-    ``profile`` is given it is that of the folder's name, or the Makefile's own.
+    ``results`` is the folder of the results. The Makefile appends ``CUSTOM`` to its name for one's own model or text.
+    Without ``profile``, the folder's name tells the profile; a folder of another name has the Makefile's own profile.
     """
     named = results.removesuffix(CUSTOM)
     profile = profile or (named if named in profile_names() else EMBEDDED)
@@ -120,7 +107,7 @@ def command(results: str, records: pd.DataFrame | None, profile: str | None = No
 
 
 def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
-    """Runs of E5 that ended early, and what ended them."""
+    """Runs of E5 that ended early, and why."""
     found = []
     for name, setting in (("e5_runs", ""), ("e5_spiking_runs", "second setting, ")):
         runs = tables.get(name, pd.DataFrame(columns=["ended"]))
@@ -131,20 +118,29 @@ def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
     return found
 
 
-# --- The page -----------------------------------------------------------------------------------
+def cells(rows: pd.DataFrame, columns: list[tuple[str, str, str]]) -> list[list[str]]:
+    """The texts of a table whose ``columns`` are (name, label, digits); standard deviations are in ``<name>_sd``."""
+    return [
+        [spread_text(row[name], row.get(f"{name}_sd"), digits) for name, _, digits in columns]
+        for row in rows.to_dict("records")
+    ]
 
 
 def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
     """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML."""
     comparison = compare(tables)
     records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
-    return template(TEMPLATES, number=number, spread=spread_text).render(
+    provenances = pd.DataFrame([provenance(name, found) for name, found in records.items()])
+    recorded = pd.concat(records) if records else pd.DataFrame()
+    return template("report/page.html.jinja", number=number, cells=cells).render(
         profile=profile,
         command=command(profile, records.get("E2"), os.environ.get(USED)),
         missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
         hardware=HARDWARE_PAPER,
-        provenance={name: provenance(found) for name, found in records.items()},
-        versions=versions(list(records.values())),
+        provenance=provenances,
+        recorded=list(records),
+        models=[*provenances.model.unique()] if records else [],
+        versions={name: listed(recorded[name]) for name in VERSIONS if name in recorded},
         sentences=sentences(comparison),
         comparison=shown(comparison).groupby("experiment", sort=False),
         stopped=stopped(tables),

@@ -1,4 +1,4 @@
-"""Two sets of results side by side: which verdicts survive another CPU, seed, model or state of the code."""
+"""Two sets of results side by side: which verdicts change on another CPU, seed, model or state of the code."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ CLAIM = ["experiment", "claim"]
 
 
 def read_claims(results: str) -> pd.DataFrame:
-    """The claims (``verdicts.compare``) of ``outputs/<results>``; raises ValueError where there is no report."""
+    """The table of claims in ``outputs/<results>`` (``verdicts.compare``); raises ValueError if there is none."""
     path = paths.OUTPUTS / results / "tables" / "claims.csv"
     if not results or not path.is_file():
         known = sorted(found.parts[-3] for found in paths.OUTPUTS.glob("*/tables/claims.csv"))
@@ -26,7 +26,7 @@ def read_claims(results: str) -> pd.DataFrame:
 
 
 def judged(comparison: pd.DataFrame) -> pd.DataFrame:
-    """What was measured ("here") and the "verdict" of every claim that was judged, by experiment and claim."""
+    """The measurement ("here") and the "verdict" of every claim that was judged, by experiment and claim."""
     claims = comparison[comparison.claim.notna() & (comparison.verdict != NOT_RUN)]
     return tables.shown(claims).set_index(CLAIM)[["here", "verdict"]] if len(claims) else pd.DataFrame()
 
@@ -34,7 +34,7 @@ def judged(comparison: pd.DataFrame) -> pd.DataFrame:
 def side_by_side(comparisons: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """The claims that all ``comparisons`` judged; columns are pairs of a comparison's name and "here" or "verdict".
 
-    Raises ValueError where there is no such claim.
+    Raises ValueError if there is no such claim.
     """
     both = pd.concat({name: judged(comparison) for name, comparison in comparisons.items()}, axis=1, join="inner")
     if both.empty:

@@ -1,4 +1,4 @@
-"""Tables as they are kept, and as they are read: the paper's numbers beside a run's."""
+"""Tables as files, and as readers see them: the paper's numbers beside a run's."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,13 @@ BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict",
 
 
 def save_table(table: pd.DataFrame, folder: Path, name: str) -> pd.DataFrame:
-    """Write ``table`` as CSV with six significant digits and return it."""
+    """Write ``table`` as ``<name>.csv`` with six significant digits and return it."""
     table.to_csv(folder / f"{name}.csv", float_format="%.6g", index=any(table.index.names))
     return table
 
 
 def number(value, digits: str = "") -> str:
-    """``value`` in the format ``digits`` with a true minus sign, exponents unpadded; "–" for what is not there."""
+    """``value`` in the format ``digits``, with a true minus sign and short exponents; "–" for None and NaN."""
     if isinstance(value, str):
         return value
     if value is None or pd.isna(value):
@@ -27,14 +27,14 @@ def number(value, digits: str = "") -> str:
 
 
 def spread_text(mean: float, sd: float | None, digits: str) -> str:
-    """Mean ± standard deviation, or the mean alone where there is none."""
+    """Mean ± standard deviation, or the mean alone if there is no deviation."""
     if sd is None or pd.isna(sd):
         return number(mean, digits)
     return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"
 
 
 def shown(comparison: pd.DataFrame) -> pd.DataFrame:
-    """``verdicts.compare`` as a reader sees it: text throughout, counts as "17 of 18"."""
+    """The table of ``verdicts.compare`` as readers see it: all text, with counts such as "17 of 18"."""
     return pd.DataFrame([_shown(row) for row in comparison.itertuples()])
 
 
@@ -67,5 +67,5 @@ def _shown(row) -> dict[str, str]:
 
 
 def brief(comparison: pd.DataFrame) -> pd.DataFrame:
-    """``shown``, by quantity, with what was tested in place of the claim in words."""
+    """``shown`` by quantity, with the test of the claim in place of its wording."""
     return shown(comparison).set_index("quantity")[BRIEF]

@@ -1,9 +1,8 @@
-"""What a run says about the paper's claims: one table, by the same few tests for every experiment.
+"""Verdicts on the paper's claims: one table, with the same few tests for every experiment.
 
-A claim about a mean is decided by the 95 % bootstrap interval of the mean over runs: one that includes the
-bound decides nothing. Runs of several formats on the same windows are drawn together. That most runs show
-something holds where Wilson's interval of their share lies above 1/2, and does not hold where not even half
-of these runs show it.
+A claim about a mean is decided by the 95 % bootstrap interval of the mean over runs; an interval that includes the
+bound decides nothing. Runs of several formats on the same windows are resampled together. A claim about most runs
+holds if Wilson's interval of their share lies above 1/2. It does not hold if at most half of these runs agree with it.
 """
 
 import re
@@ -17,12 +16,12 @@ from fragility_lab.reporting.bootstrap import spread
 from fragility_lab.reporting.claims import QUANTITIES, Quantity
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
-LEAST = 3  # independent runs below which nothing is shown to hold
-FEW = 6  # runs below which an interval of 95 % is that by name only: all of 5 agree by chance 1 time in 16
-REFUTED = ("every", "equal")  # by one counterexample
+LEAST = 3  # with fewer independent runs nothing is shown to hold
+FEW = 6  # with fewer runs a verdict is weak: 5 runs agree by chance 1 time in 16
+REFUTED = ("every", "equal")  # tests that one counterexample refutes
 WINDOWS = ["length", "seed"]  # what determines the windows of a run
 
-# What each test asks, in words: of the mean, or of the runs.
+# The tests in words: of the mean, or of the runs.
 TESTS = {
     "above": "mean above {}", "below": "mean below {}", "at most": "mean not above {}",
     "equal": "{} in every run", "every": "true every time", "most": "true in more than half of the runs",
@@ -32,8 +31,8 @@ TESTS = {
 def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) -> str:
     """The verdict of ``test`` on ``values`` (runs,), whose mean has the interval from ``low`` to ``high``.
 
-    Without an interval (NaN) nothing holds; one counterexample refutes a claim about every run. Where all
-    values are the bound itself, only "equal" holds: a contest in which no run differs has no winner.
+    Without an interval (NaN) no claim holds, but one counterexample refutes a claim about every run. If all values
+    equal the bound, only "equal" holds: where no run differs, nothing is better.
     """
     holds, fails = {
         "above": (low > bound, high < bound),
@@ -47,9 +46,10 @@ def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) 
 
 
 def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None = None) -> tuple[float, float]:
-    """95 % interval of the mean of ``values`` (runs,): bootstrap, for counts Wilson's; NaN for too few runs.
+    """95 % interval of the mean of ``values`` (runs,): bootstrap, or Wilson's for counts; NaN for too few runs.
 
-    Runs with equal ``windows`` (runs,) are drawn together, and of counts are one trial; all differ unless given.
+    Runs with equal ``windows`` (runs,) are resampled together, and are one trial of a count. Without ``windows``, all
+    runs differ.
     """
     if not quantity.sampled:
         return values.mean(), values.mean()
@@ -66,12 +66,12 @@ def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None 
 
 
 def wilson(successes: float, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share; ``successes`` may be fractional, where a trial is a mean."""
+    """Wilson's 95 % interval of a share (Wilson 1927); ``successes`` may be fractional if a trial is a mean."""
     z = stats.norm.ppf(0.975)
     share = successes / trials
     centre, half = share + z**2 / (2 * trials), z * np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     low, high = ((centre + sign * half) / (1 + z**2 / trials) for sign in (-1, 1))
-    return (low if share > 0 else 0.0), (high if share < 1 else 1.0)  # exact, whatever the rounding
+    return (low if share > 0 else 0.0), (high if share < 1 else 1.0)  # exact in spite of rounding
 
 
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -84,9 +84,8 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray, int, float]:
-    """Values (runs,) of ``quantity``, which windows they are from, how many runs are not finite, the claim's bound.
-
-    There are no values where ``tables`` lack what they are computed from.
+    """The values (runs,) of ``quantity``, the numbers (runs,) of their sets of windows, the count of runs that are not
+    finite, and the claim's bound. There are no values if ``tables`` lack a table or column that they need.
     """
     nothing = np.empty(0)
     table = tables.get(quantity.table)
@@ -109,14 +108,14 @@ def measured(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> tuple[np
 def compare(tables: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity] = QUANTITIES) -> pd.DataFrame:
     """The paper beside the run, one row per quantity: values, difference, interval, runs, and the claim's verdict.
 
-    ``tables`` are a run's by name (``e2_runs`` ...); what they lack is "not run". A count is given as its
-    share of the runs, the paper's with their number in ``paper_runs``.
+    ``tables`` are those of a run by name (``e2_runs`` ...); a quantity without its table is "not run". A count is given
+    as its share of the runs; ``paper_runs`` is the number of runs of the paper.
     """
     return pd.DataFrame([_row(quantity, *measured(quantity, tables)) for quantity in quantities])
 
 
 def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: int, bound: float) -> dict:
-    """What is to be said of ``quantity``, given what ``measured`` found."""
+    """The row of ``quantity`` from the results of ``measured``."""
     runs = len(values)
     paper, second = quantity.paper or (np.nan, None)
     spread_or_runs = {"paper_runs": second} if quantity.counted else {"paper_sd": second}
@@ -146,7 +145,7 @@ def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: 
 
 
 def remark(quantity: Quantity, values: np.ndarray, independent: int, left_out: int, decided: str, bound: float) -> str:
-    """Why a claim is undecided, and what weakens a verdict; ``independent`` is the number of different windows."""
+    """Why a claim is undecided or its verdict weak; ``independent`` is the number of different sets of windows."""
     runs, reasons = len(values), []
     count = f"{runs} run{'s' * (runs != 1)}" + (f" of {independent} sets of windows" if independent != runs else "")
     if left_out:
