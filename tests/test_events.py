@@ -67,7 +67,7 @@ def test_ratio_of_rate_hits_the_rate():
 
 
 def test_ratio_of_rate_refuses_runs_without_spikes():
-    with pytest.raises(ValueError, match="no value stands above the median"):
+    with pytest.raises(ValueError, match="must be above the median of those before it, got none"):
         ratio_of_rate([np.ones(100)], target=12)
 
 

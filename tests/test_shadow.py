@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fragility_core.arithmetic.attention import OBSERVED_EAGER
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates.monitor import window_losses
@@ -53,6 +54,18 @@ def test_the_mismatch_is_that_of_rounding_alone(training, tiny_tokens):
         assert torch.equal(ours, masters.half())
     assert [block.norm_1.eps for block in blocks(training.master)] == [1.0, 1e-5, 0.1]
     assert training.master.transformer.ln_f.eps == 1e-5
+
+
+def test_the_master_keeps_the_librarys_attention(training, tiny_gpt2, tiny_tokens):
+    """The reference pass is that of the model as loaded. Only the shadow is observed, and only during its pass."""
+    during = []
+    training.blocks[1][0].module.register_forward_pre_hook(
+        lambda block, _: during.append([m.config._attn_implementation for m in (block.attn, training.master)])
+    )
+    training.observe(tiny_tokens[:1])
+    assert during == [[OBSERVED_EAGER, "sdpa"]]
+    for model in (training.master, training.low.model, tiny_gpt2):
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_given_model_is_left_alone(tiny_gpt2, tiny_tokens):

@@ -7,12 +7,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SpikeRule:
-    """When a value stands out from those before it; raises ValueError for values out of range."""
+    """When a value of a series is a spike. Raises ValueError for parameters out of range."""
 
-    ratio: float = 1.22  # of the value to the median of the last ``recent`` finite ones
+    ratio: float = 1.22  # a spike is above this times the median of the last ``recent`` finite values
     recent: int = 12
-    warmup: int = 24  # finite values that must be there first
-    separation: int = 16  # steps within which a later spike is the same event
+    warmup: int = 24  # number of finite values before the first spike
+    separation: int = 16  # a later spike within this many steps belongs to the same event
 
     def __post_init__(self):
         if not self.ratio > 0:
@@ -23,7 +23,7 @@ class SpikeRule:
 
 
 def relative_to_recent(values: np.ndarray, rule: SpikeRule) -> np.ndarray:
-    """Each of ``values`` (steps,) over the median of the last finite ones before it; NaN in the warm-up."""
+    """Each of ``values`` (steps,) divided by the median of the last finite values before it. NaN in the warm-up."""
     ratios = np.full(len(values), np.nan)
     finite: list[float] = []
     for step, value in enumerate(values):
@@ -35,7 +35,7 @@ def relative_to_recent(values: np.ndarray, rule: SpikeRule) -> np.ndarray:
 
 
 def onsets(values: np.ndarray, rule: SpikeRule = SpikeRule()) -> list[int]:
-    """Steps at which an event begins: a spike at least ``separation`` steps after the last onset."""
+    """Steps at which an event begins: spikes at least ``separation`` steps after the onset before."""
     return _separated(np.flatnonzero(relative_to_recent(values, rule) > rule.ratio), rule.separation)
 
 
@@ -48,14 +48,15 @@ def _separated(spikes: np.ndarray, separation: int) -> list[int]:
 
 
 def ratio_of_rate(runs: list[np.ndarray], target: float, rule: SpikeRule = SpikeRule()) -> float:
-    """The ratio, in steps of 0.005 from 1 on, at which ``runs`` have nearest to ``target`` onsets each on average.
+    """The ratio at which the mean number of onsets over ``runs`` is nearest to ``target``.
 
-    Of several such ratios the largest. Raises ValueError where no ratio gives an onset.
+    Ratios are tried from 1 in steps of 0.005. Of several equally near ratios the largest is returned. Raises
+    ValueError if no ratio gives an onset.
     """
     relative = [relative_to_recent(values, rule) for values in runs]
     peak = max(np.nanmax(ratios, initial=1.0) for ratios in relative)
     if peak <= 1:
-        raise ValueError("no value stands above the median of those before it: the runs are too short or constant")
+        raise ValueError("a value must be above the median of those before it, got none: use longer runs")
     grid = np.arange(1, peak + 0.005, 0.005)
     counts = [[len(_separated(np.flatnonzero(r > ratio), rule.separation)) for r in relative] for ratio in grid]
     distance = np.abs(np.mean(counts, axis=1) - target)

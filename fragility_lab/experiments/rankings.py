@@ -1,7 +1,7 @@
 """How alike two scores rank the blocks of a window (protocol section 5, E3).
 
-Scores are arrays (..., L), one row per window, larger meaning more important; every function compares
-along the last axis, with NumPy broadcasting over the others.
+Scores are arrays (..., L), one row per window. A larger score means a more important block. Every function compares
+along the last axis and broadcasts over the other axes.
 """
 
 import numpy as np
@@ -12,19 +12,19 @@ TOPS = (3, 5)
 
 
 def ranks(scores: ArrayLike) -> np.ndarray:
-    """Ranks from 1, the largest score, to L; ties share their average rank, a NaN makes its row NaN."""
+    """Ranks from 1 (the largest score) to L. Ties share their average rank. A NaN makes its row NaN."""
     return stats.rankdata(-np.asarray(scores), axis=-1)
 
 
 def spearman(first: ArrayLike, second: ArrayLike) -> np.ndarray:
-    """Spearman's correlation (...), Pearson's of the ranks; NaN where a row is constant."""
+    """Spearman's correlation (...): Pearson's correlation of the ranks. NaN if a row is constant."""
     a, b = (r - r.mean(-1, keepdims=True) for r in (ranks(first), ranks(second)))
     with np.errstate(invalid="ignore"):
         return (a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
 
 
 def pairwise_accuracy(first: ArrayLike, second: ArrayLike) -> np.ndarray:
-    """Share (...) of the pairs of blocks, of those without a tie on either side, that both put in the same order."""
+    """Share (...) of the pairs of blocks that both scores put in the same order. Pairs with a tie do not count."""
     pairs = np.triu_indices(np.shape(first)[-1], 1)
     a, b = (np.sign(r[..., pairs[0]] - r[..., pairs[1]]) for r in (ranks(first), ranks(second)))
     with np.errstate(invalid="ignore"):
@@ -32,19 +32,19 @@ def pairwise_accuracy(first: ArrayLike, second: ArrayLike) -> np.ndarray:
 
 
 def top_overlap(first: ArrayLike, second: ArrayLike, count: int) -> np.ndarray:
-    """Share (...) of the ``count`` largest values (..., L) that both have, ties by place."""
+    """Share (...) of the ``count`` largest values (..., L) that both scores have in common. The first of a tie wins."""
     count = min(count, np.shape(first)[-1])
     a, b = (np.argsort(np.argsort(ranks(x), axis=-1, kind="stable"), axis=-1) < count for x in (first, second))
     return (a & b).sum(-1) / count
 
 
 def rank_gap(first: ArrayLike, second: ArrayLike) -> np.ndarray:
-    """Mean distance (...) of a block's two ranks."""
+    """Mean distance (...) between a block's two ranks."""
     return abs(ranks(first) - ranks(second)).mean(-1)
 
 
 def agreement(first: ArrayLike, second: ArrayLike) -> dict[str, np.ndarray]:
-    """Every measure of protocol section 5 by name, each (...); NaN where a row is not finite."""
+    """The measures of protocol section 5 by name, each (...). NaN if a row is not finite."""
     first, second = np.broadcast_arrays(first, second)
     finite = np.isfinite(first).all(-1) & np.isfinite(second).all(-1)
     measures = {
@@ -58,13 +58,13 @@ def agreement(first: ArrayLike, second: ArrayLike) -> dict[str, np.ndarray]:
 
 
 def noise_floor(realisations: ArrayLike, nearest: ArrayLike) -> dict[str, np.ndarray]:
-    """Spearman (...) between effects measured in equally good roundings.
+    """Spearman's correlation (...) between effects that were measured in equally good roundings.
 
-    ``realisations`` (R, ..., L) are effects under stochastic rounding, ``nearest`` (..., L) under
-    rounding to nearest. ``with_nearest`` is the mean over each realisation with ``nearest``: a score that
-    agrees with ``nearest`` as well is worth another measurement. ``between_realisations`` is the mean over
-    pairs of realisations (NaN for one). A score that knew the effects free of noise would agree with
-    ``nearest`` by about with_nearest / sqrt(between_realisations) (Spearman 1904, attenuation).
+    ``realisations`` (R, ..., L) are effects under stochastic rounding, ``nearest`` (..., L) effects under rounding to
+    nearest. ``with_nearest`` is the mean correlation of a realisation with ``nearest``. A score with that correlation
+    predicts the effects as well as another measurement does. ``between_realisations`` is the mean over pairs of
+    realisations, NaN for a single one. A score that knew the effects without noise would have a correlation with
+    ``nearest`` of about with_nearest / sqrt(between_realisations) (Spearman 1904, attenuation).
     """
     realisations = np.asarray(realisations)
     first, second = np.triu_indices(len(realisations), 1)

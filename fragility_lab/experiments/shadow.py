@@ -1,7 +1,7 @@
 """Training with an fp32 master and a monitored low-precision shadow (protocol section 6).
 
-The master trains as ever. After each step its weights are copied to the shadow, whose monitored pass
-over the same batch is compared with the master's own pass: the mismatch is what rounding alone does.
+The master trains as usual. After each step the shadow gets the master's weights. The shadow's monitored pass over the
+same batch is compared with a pass of the master, so the mismatch is due to rounding alone.
 """
 
 import copy
@@ -24,13 +24,13 @@ from fragility_core.surrogates.monitor import Monitor, window_losses
 
 
 def set_epsilons(model_blocks: list[Block], epsilons: tuple[float, ...]) -> None:
-    """One epsilon per block, shared by its two norms."""
+    """Set one epsilon per block, for both of its norms."""
     for block, epsilon in zip(model_blocks, epsilons, strict=True):
         block.norm_1.eps = block.norm_2.eps = epsilon
 
 
 def fuse_activations(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace GPT-2's gelu_new, eight kernels, by the same function in one (a fifth of a training step)."""
+    """``model`` with one kernel for GPT-2's gelu_new in place of eight, which take a fifth of a training step."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -39,20 +39,20 @@ def fuse_activations(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def warmed_up(rate: float, step: int, warmup_steps: int) -> float:
-    """Learning rate at ``step`` (from 0) after a linear warm-up over ``warmup_steps``."""
+    """Learning rate at ``step``, counted from 0, with a linear warm-up over ``warmup_steps``."""
     return rate * min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def repeatable_attention(device: torch.device) -> AbstractContextManager:
-    """Attention whose gradients are the same in every run: a GPU's fused kernels add them up in no fixed order."""
+    """Context of an attention with the same gradients in every run. A GPU's fused kernels sum in no fixed order."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
 
 
 class ShadowTraining:
     """A language model in training, and its shadow in ``precision``.
 
-    The master starts as a copy of ``model``, in fp32, with the checkpoint's dropout active while it trains;
-    the shadow and the reference pass are in eval mode.
+    The master is an fp32 copy of ``model``. The checkpoint's dropout is active while it trains. The shadow, and the
+    master's pass that it is compared with, are in eval mode.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ShadowTraining:
         weight_decay: float = 0.0,
         clip: float = 1.0,
     ):
-        # The shadow keeps the activation that the library ships: there, every kernel rounds.
+        # The shadow keeps the library's activation: each of its kernels rounds.
         self.master = fuse_activations(copy.deepcopy(model)).eval().requires_grad_(True)
         self.low = lower(model.eval(), precision, execution)
         self.monitor = Monitor(self.low, power_iteration=estimator.transport == "power_iteration")
@@ -73,14 +73,14 @@ class ShadowTraining:
         self.blocks = [blocks(self.master), self.monitor.blocks]
 
     def set_epsilons(self, epsilons: tuple[float, ...]) -> None:
-        """LayerNorm's epsilon of every block, in the master and the shadow alike."""
+        """Set LayerNorm's epsilon of every block, in the master and in the shadow."""
         for model_blocks in self.blocks:
             set_epsilons(model_blocks, epsilons)
 
     def train_step(self, tokens: Tensor, learning_rate: float) -> tuple[float, float]:
-        """One optimizer step on ``tokens`` (B, T); the loss in nats per token and the gradient's norm.
+        """Take one optimizer step on ``tokens`` (B, T). Returns the loss in nats per token and the gradient's norm.
 
-        Where one of them is not finite, the weights stay as they are.
+        The weights stay as they are if one of the two is not finite.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -100,8 +100,8 @@ class ShadowTraining:
     def observe(self, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Scored block rows and window rows (``surrogates.score``) of the shadow's pass over ``tokens`` (B, T).
 
-        The window rows hold the ``mismatch`` with the master in eval mode under the same epsilons, and
-        the shadow's ``loss``.
+        The window rows have the shadow's ``loss``, and its ``mismatch`` with the master in eval mode, which has the
+        same epsilons.
         """
         for ours, masters in zip(self.low.model.parameters(), self.master.parameters()):
             ours.copy_(self.low.format.round(masters))
@@ -111,7 +111,7 @@ class ShadowTraining:
         return score(seen.layers, seen.windows, self.low.format.unit_roundoff, self.estimator)
 
     def state(self) -> dict:
-        """What the next steps depend on, beside the epsilons and torch's random generators."""
+        """All that the next steps depend on, except the epsilons and torch's random generators."""
         return {
             "master": self.master.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -119,7 +119,7 @@ class ShadowTraining:
         }
 
     def load_state(self, state: dict) -> None:
-        """Go on from ``state``."""
+        """Continue from ``state``."""
         self.master.load_state_dict(state["master"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.monitor.weight_statistics.subspaces = state["subspaces"]
