@@ -12,6 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from fragility_lab.experiments import e2, e3
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import environment
 
@@ -75,6 +76,49 @@ def test_bare_environment_is_reported_without_a_traceback(monkeypatch):
     assert environment.unmet() == ["packaging (not installed)"]
 
 
+CODE = {
+    "fragility_core/theory.py": "U = 2\n",
+    "fragility_lab/experiments/patching.py": "from fragility_lab.inputs import text\nimport fragility_lab.reporting\n",
+    "fragility_lab/experiments/e9.py": "from fragility_lab.experiments import patching\n\nclass Spec:\n    size = 1\n",
+    "fragility_lab/experiments/e10.py": "X = 1\n",
+    "fragility_lab/inputs/text.py": "def read():\n    return 1\n",
+    "fragility_lab/reporting/__init__.py": "X = 1\n",
+}
+
+
+def digest(project, monkeypatch, **changes: str) -> str:
+    """The digest of the runs of experiment e9 in a project of ``CODE`` with some files changed."""
+    for name, code in CODE.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(changes.get(name.split("/")[-1].removesuffix(".py"), code))
+    monkeypatch.setattr(environment, "PROJECT", project)
+    monkeypatch.setattr(environment.inspect, "getfile", lambda kind: project / "fragility_lab/experiments/e9.py")
+    environment._code.cache_clear()
+    return environment.code_digest.__wrapped__(object)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"theory": "U = 3\n"}, False),
+        ({"e9": CODE["fragility_lab/experiments/e9.py"].replace("1", "2")}, False),
+        ({"text": "def read():\n    return 2\n"}, False),
+        ({"text": '"""Module."""\n# comment\ndef read():\n    """Doc."""\n\n    return (1)\n'}, True),
+        ({"__init__": "X = 2\n"}, True),
+        ({"e10": "X = 2\n"}, True),
+    ],
+)
+def test_the_digest_counts_the_code_that_a_run_depends_on(tmp_path, monkeypatch, changes, same):
+    """The core, the experiment and its imports of experiments and inputs count; prose and reports do not."""
+    assert (digest(tmp_path, monkeypatch, **changes) == digest(tmp_path, monkeypatch)) == same
+
+
+def test_runs_of_derived_experiments_depend_on_e2():
+    imported = set(environment._imported(PROJECT / "fragility_lab/experiments/e3.py"))
+    assert "fragility_lab.experiments.e2" in imported
+    assert environment.code_digest(e3.PatchSpec) != environment.code_digest(e2.RunSpec)
+
+
 def found_by_recipes(name: str, *given: str, **environ: str) -> str:
     """What the commands of a target find in $name, with ``given`` on make's command line."""
     recipe = ["make", "--silent", "--no-print-directory", "--eval", f'show:; @echo "$${name}"', "show", *given]
@@ -88,7 +132,7 @@ def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "WEIGHTS_ONLY", "WITH"]
+    "name", ["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "WEIGHTS_ONLY", "WITH", "STALE"]
 )
 def test_values_come_from_the_command_line_only(name):
     assert found_by_recipes(name, **{name: "7"}) == ""

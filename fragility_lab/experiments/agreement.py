@@ -1,4 +1,4 @@
-"""How well signals predict mismatch: correlations, retrieval, and their spread over runs."""
+"""How well signals predict the mismatch: correlations and retrieval, by run and by signal."""
 
 from itertools import product
 
@@ -12,11 +12,11 @@ from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.e2 import IDENTITY, window_rows
 
-RETRIEVED = 0.125  # share of the windows counted as the worst ones
+RETRIEVED = 0.125  # share of the windows that count as the worst
 
 
 def retrieval(signal: pd.Series, mismatch: pd.Series) -> float:
-    """Share of the windows of highest mismatch that are also those of highest signal, ties by position."""
+    """Share of the windows of highest mismatch that also have the highest signal; ties go by position."""
     return float(rankings.top_overlap(signal, mismatch, max(1, round(RETRIEVED * len(mismatch)))))
 
 
@@ -33,7 +33,7 @@ def signal_agreement(kept: pd.DataFrame, signal: str) -> dict[str, float]:
 def run_agreement(windows: pd.DataFrame) -> pd.Series:
     """Pearson, Spearman and retrieval of every signal against the mismatch of one run's windows.
 
-    Windows that overflowed have no finite mismatch to compare with; they are left out and counted.
+    Windows that overflowed have no finite mismatch. They are left out and counted.
     """
     kept = windows[~windows.overflow]
     row = {"windows": len(kept), "overflowed": len(windows) - len(kept)}
@@ -47,7 +47,7 @@ def run_agreement(windows: pd.DataFrame) -> pd.Series:
 
 
 def agreement_by_run(windows: pd.DataFrame) -> pd.DataFrame:
-    """``run_agreement`` of every run in ``windows``, one row per run."""
+    """One row per run in ``windows``: ``run_agreement``."""
     rows = [
         dict(zip(IDENTITY, identity)) | run_agreement(group).to_dict()
         for identity, group in windows.groupby(list(IDENTITY), sort=True)
@@ -57,7 +57,7 @@ def agreement_by_run(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per signal of ``agreement_by_run``: mean measures over runs, and in how many it beats ``combined``."""
+    """One row per signal: means over the rows of ``agreement_by_run``, and in how many runs it beats ``combined``."""
     measures = ("pearson", "spearman", "retrieval")
     table = pd.DataFrame(
         [{"signal": signal} | {m: runs[f"{signal}_{m}"].mean() for m in measures} for signal in SIGNALS]
@@ -67,7 +67,7 @@ def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:
-    """Mean signal and mismatch, and the formats, in bins of equal count of all windows sorted by ``combined``."""
+    """Means of ``combined`` and mismatch over bins of equal count, all windows sorted by ``combined``."""
     kept = windows[~windows.overflow].sort_values("combined", kind="stable").reset_index(drop=True)
     groups = kept.groupby(kept.index * bins // len(kept))
     return groups.agg(
@@ -79,9 +79,9 @@ def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:
 
 
 def compare_estimators(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean agreement over runs of the ``combined`` signal under every reading of the score.
+    """Mean agreement over runs of the ``combined`` signal under every estimator of the score.
 
-    ``rows`` are those of ``e2.run_grid``; statistics are used as measured, no model is run.
+    ``rows`` are those of E2. Their statistics are used as measured; no model is run.
     """
     transports = [name for name in TRANSPORTS if name != "power_iteration" or "branch_jacobian_norm" in rows]
     table = []
@@ -97,7 +97,6 @@ def compare_estimators(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _rescored(rows: pd.DataFrame, estimator: Estimator) -> pd.DataFrame:
-    """The window rows of ``rows`` with signals computed by ``estimator``."""
     scored = []
     for (precision, *_), run in rows.groupby(list(IDENTITY), sort=True):
         windows = window_rows(run)[["window", "final_norm", "mismatch", "overflow", *IDENTITY]]

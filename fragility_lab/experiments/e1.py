@@ -22,7 +22,7 @@ def _double(values) -> Tensor:
 
 
 def attention_case(margin: float, value_scale: float) -> dict[str, float]:
-    """Perturb the scores of a 2 x 2 attention map; proxy = kappa_softmax ||P|| ||V||_2."""
+    """Perturb the scores of a 2 x 2 attention map; proxy = kappa_softmax ||P|| ||V||_2 (Theorem 1 (`thm:attn`))."""
     scores = _double([[0, -margin], [-margin, 0]])
     values = value_scale * _double([[1, -1], [-1, 1]])
     probabilities = scores.softmax(-1)
@@ -43,7 +43,7 @@ def attention_case(margin: float, value_scale: float) -> dict[str, float]:
 
 
 def layernorm_case(epsilon: float) -> dict[str, float]:
-    """Perturb a nearly constant row; theory = M_LN with a_ln = 1."""
+    """Perturb a nearly constant row; theory = M_LN with a_ln = 1 (Proposition 1 (`prop:ln`))."""
     x, gamma = _double([1, 1.001, 0.999, 1.002]), _double([1, 0.9, 1.1, 1])
     dx = 1e-4 * _double([1, -1, 1, -1])
     change = theory.layernorm_path(x + dx, gamma, epsilon) - theory.layernorm_path(x, gamma, epsilon)
@@ -52,12 +52,12 @@ def layernorm_case(epsilon: float) -> dict[str, float]:
 
 
 def residual_case(gain: float) -> dict[str, float]:
-    """Compose a block of gain ``gain`` DEPTH times; bound (1 + rho)^DEPTH."""
+    """Compose a block of gain ``gain`` DEPTH times; bound (1 + rho)^DEPTH (Corollary 1 (`cor:depth`))."""
     block = torch.diag(_double([1 + gain, 1 - gain / 4]))
     x = _double([1, 1])
     moved = torch.linalg.matrix_power(block, DEPTH) @ x
     measured = torch.linalg.vector_norm(moved) / torch.linalg.vector_norm(x)
-    # One layer more than DEPTH: the transport factor of the first layer is over the later ones.
+    # The transport of a layer counts the later layers only, so one layer more than DEPTH is given.
     bound = theory.downstream_transport(torch.full((DEPTH + 1,), gain, dtype=torch.float64))[0]
     return {"rho": gain, "measured": measured.item(), "bound": bound.item(), "gap": (bound - measured).item()}
 

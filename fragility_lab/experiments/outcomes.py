@@ -19,10 +19,10 @@ LOSS_SPIKE_RATIO = 1.2
 
 
 def step_rows(rows: pd.DataFrame, base_epsilon: float) -> pd.DataFrame:
-    """One row per run and step, with the number of ``protected`` blocks, those whose epsilon is above
-    ``base_epsilon``, and of ``actions`` decided there.
+    """One row per run and step, with the numbers of ``protected`` blocks and of ``actions`` decided there.
 
-    What a run that ended early did not come to see is NaN.
+    A block is protected where its epsilon is above ``base_epsilon``. Quantities that a run did not observe because it
+    ended are NaN.
     """
     counts = rows.assign(protected=rows.epsilon > base_epsilon, actions=rows.new_epsilon.notna())
     counts = counts.groupby([*RUN, "step"], sort=False)[["protected", "actions"]].sum().reset_index()
@@ -30,16 +30,16 @@ def step_rows(rows: pd.DataFrame, base_epsilon: float) -> pd.DataFrame:
 
 
 def action_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per action, in the order of runs and steps, with what it was decided on."""
+    """One row per action, in the order of runs and steps, with the quantities that decided it."""
     return rows[rows.new_epsilon.notna()][ACTION_COLUMNS].reset_index(drop=True)
 
 
 def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFrame:
-    """One row per run: events, mismatch, budget spent, and how it ended.
+    """One row per run: events, mismatch, budget spent, and how the run ended.
 
-    ``onsets`` counts mismatch onsets under ``rule`` and a nonfinite end, ``onsets_release_ratio`` under the
-    release's; ``peak_ratio`` is the largest ratio of a mismatch to the median of those just before; ``loss_spikes``
-    is diagnostic.
+    ``onsets`` counts the mismatch onsets under ``rule`` and a nonfinite end. ``onsets_release_ratio`` does so under the
+    release's rule. ``peak_ratio`` is the largest ratio of a mismatch to the median of those just before.
+    ``loss_spikes`` is diagnostic.
     """
     table = []
     for (policy, seed), run in steps.groupby(RUN, sort=False):
@@ -47,7 +47,7 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
         finite = mismatch[np.isfinite(mismatch)]
         starts = onsets(mismatch, rule)
         ended = run.event.iloc[-1]
-        end = {len(run) - 1} if ended else set()  # an event, counted once where it is an onset too
+        end = {len(run) - 1} if ended else set()  # one event, also where the end is an onset
         table.append(
             {
                 "policy": policy,
@@ -80,9 +80,9 @@ def policy_summary(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def chosen_ratio(steps: pd.DataFrame, target: float = 12.0) -> float:
-    """The spike ratio at which policy ``none`` alone has about ``target`` onsets a run (``events.ratio_of_rate``).
+    """The spike ratio at which policy ``none`` has about ``target`` onsets per run (``events.ratio_of_rate``).
 
-    The release's where its mismatch never rises above the median of the values before.
+    It is the release's ratio where the mismatch of ``none`` never rises above the median of the values before.
     """
     runs = [run.mismatch.to_numpy() for _, run in steps[steps.policy == "none"].groupby("seed")]
     return ratio_of_rate(runs, target) if peak_ratio(steps) > 1 else SpikeRule().ratio
@@ -95,9 +95,9 @@ def peak_ratio(steps: pd.DataFrame) -> float:
 
 
 def gate_rates(policy: PrintedBGSS, rows: pd.DataFrame) -> pd.DataFrame:
-    """Share of the layer-steps of each run of ``rows`` that each gate of the printed algorithm lets through.
+    """Share of the layer-steps of each run that each gate of the printed algorithm lets through.
 
-    ``rows`` are those of the policy's own runs, so that the epsilons are the ones it set.
+    ``rows`` must be those of the policy's own runs, so that the epsilons are the ones that the policy set.
     """
     table = []
     for (name, seed), run in rows[rows.event == ""].groupby(RUN, sort=False):

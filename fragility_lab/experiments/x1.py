@@ -71,9 +71,9 @@ class Estimates(Worker):
         return self._estimators[key]
 
     def redrawn(self, precision: str, execution: str, number: int) -> tuple[nn.Module, LowPrecision]:
-        """The fp32 model with all weights moved by about half a unit roundoff of themselves, and lowered.
+        """The fp32 model with all weights moved by about half a unit roundoff of themselves, and the same lowered.
 
-        What it computes hardly differs, but everything in it is rounded anew: to nearest, as in E2.
+        The model computes nearly the same function, but everything in it is rounded differently: to nearest, as in E2.
         """
         key = precision, execution, number
         if key not in self._redrawn:
@@ -86,11 +86,11 @@ class Estimates(Worker):
         return self._redrawn[key]
 
     def run(self, spec: EstimateSpec, advance: Advance) -> pd.DataFrame:
-        """Tidy rows, one per window and place: its c^2 (mean over probes), and the window's prediction and mismatch.
+        """Tidy rows, one per window and place: c^2 (mean over probes), and the window's prediction and mismatch.
 
-        Places are told apart by ``site``, ``layer`` (-1 outside of blocks) and whether they are a block's output.
-        ``one_probe`` is the prediction from the first probe alone, ``redrawn_mismatch_0`` ... the mismatch with other
-        roundings (``redrawn``). Raises FileNotFoundError where E2's run is not there.
+        A place is a ``site``, a ``layer`` (-1 outside of blocks), and whether it is a block's output. ``one_probe`` is
+        the prediction from the first probe alone; ``redrawn_mismatch_0`` and so on are mismatches with other roundings
+        (``redrawn``). Raises FileNotFoundError where E2's run is missing.
         """
         rows = self.source.require(spec.source)
         windows = window_rows(rows)
@@ -124,12 +124,12 @@ def _lowered(model: nn.Module, precision: str, execution: str) -> LowPrecision:
 
 
 def _places(prediction: Prediction) -> pd.DataFrame:
-    """c^2 of one window summed over the kernels and weights of each place, mean over probes."""
-    kernels = prediction.kernels
-    probes = kernels.probe.max() + 1
-    filled = kernels.assign(layer=kernels.layer.fillna(OUTSIDE), c2=kernels.c2.fillna(np.inf))  # pandas skips a NaN
+    """c^2 of one window summed over the kernels and weights of each site, mean over probes."""
+    rows = prediction.contributions
+    probes = rows.probe.max() + 1
+    filled = rows.assign(layer=rows.layer.fillna(OUTSIDE), c2=rows.c2.fillna(np.inf))  # pandas skips a NaN
     c2 = filled.groupby(SITE_COLUMNS, sort=False).c2.sum() / probes
-    one_probe = predict(kernels[kernels.probe == 0], prediction.windows)
+    one_probe = predict(rows[rows.probe == 0], prediction.windows)
     (window,) = prediction.windows.itertuples()
     return c2.reset_index().assign(
         predicted=window.predicted, standard_error=window.standard_error, one_probe=one_probe.predicted.item(),
@@ -141,9 +141,9 @@ def _places(prediction: Prediction) -> pd.DataFrame:
 
 
 def window_table(estimates: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per window: E2's signals from its rows ``runs``, and the prediction as signal ``adjoint``.
+    """One row per window: the signals of E2's rows ``runs``, and the prediction as the signal ``adjoint``.
 
-    ``ratio`` is the prediction over the mismatch; windows that overflowed have neither.
+    ``ratio`` is the prediction over the mismatch. Windows that overflowed have neither.
     """
     redrawn = [name for name in estimates if name.startswith(REDRAWN)]
     columns = ["predicted", "standard_error", "one_probe", *redrawn]
@@ -154,7 +154,7 @@ def window_table(estimates: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_table(windows: pd.DataFrame) -> pd.DataFrame:
-    """Agreement of the prediction and the score with the mismatch, one row per run; overflows left out and counted."""
+    """One row per run: agreement of prediction and score with the mismatch, overflows left out and counted."""
     rows = []
     for identity, group in windows.groupby(list(IDENTITY), sort=True):
         kept = group[~group.overflow]
@@ -166,11 +166,11 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _noise(windows: pd.DataFrame) -> dict[str, float]:
-    """How much of the mismatch is the chance of its roundings, from draws of it: itself and the redrawn ones.
+    """How much of the mismatch is the chance of its roundings, from several draws: itself and the redrawn ones.
 
-    ``between_draws`` is the mean Pearson between two of them. The exact expectation would have its root, the
-    ``ceiling``, with any one (Spearman 1904). ``adjoint_with_each`` is what the prediction has with one, mean over
-    draws, ``adjoint_with_mean`` with their mean, which has less of the noise.
+    ``between_draws`` is the mean Pearson correlation of two draws. Its root, the ``ceiling``, is the correlation of the
+    exact expectation with one draw (Spearman 1904). ``adjoint_with_each`` is the correlation of the prediction with
+    one draw, averaged over draws. ``adjoint_with_mean`` is that with their mean, which is less noisy.
     """
     names = ["mismatch", *(name for name in windows if name.startswith(REDRAWN))]
     draws = windows[names].replace(np.inf, np.nan).dropna()
@@ -198,13 +198,13 @@ def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:
 
 
 def layer_contributions(estimates: pd.DataFrame) -> pd.DataFrame:
-    """c^2 of every block of every window, that of the block's output left out: a patched block keeps its rounding."""
+    """c^2 of every block of every window without the block's output, which a patched block rounds too."""
     inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]
     return inside.groupby([*WINDOW, "layer"]).c2.sum().reset_index()
 
 
 def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
-    """The windows of ``patches``, and by name what ranks their blocks, (W, L), or (R, W, L) for ``realisations``."""
+    """The windows of ``patches``, and by name what ranks their blocks: (W, L), and (R, W, L) for ``realisations``."""
     rows = patches.merge(layer_contributions(estimates), on=[*WINDOW, "layer"]).sort_values([*WINDOW, "layer"])
     columns = {"adjoint": "c2", "score": "risk", "single": "exact_reduction"}
     scores = {name: rows[column].to_numpy().reshape(-1, rows.layer.nunique()) for name, column in columns.items()}
@@ -214,17 +214,16 @@ def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.D
 
 
 def _alike(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman along the last axis; NaN where an overflow left effects that are not finite."""
+    """Spearman along the last axis; NaN where effects are not finite."""
     return rankings.agreement(first, second)["spearman"]
 
 
 def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
-    """How alike score and prediction rank the blocks of each window as patching them does, one row per window.
+    """One row per window: how well score and prediction rank its blocks as patching does.
 
-    ``e3.run_table`` averages over the windows of each run.
-
-    ``patches`` are rows of E3 in which every window was patched under stochastic rounding too:
-    ``average`` compares with the mean effect of its realisations, ``single`` with rounding to nearest.
+    ``patches`` are rows of E3 in which every window was also patched under stochastic rounding. ``average`` compares
+    with the mean effect of the realisations, ``single`` with the effect under rounding to nearest. ``e3.run_table``
+    averages over the windows of each run.
     """
     table, scores = _ranked_blocks(estimates, patches)
     oracles = {"average": scores["realisations"].mean(0), "single": scores["single"]}
@@ -235,11 +234,11 @@ def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFram
 
 
 def realisation_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
-    """Spearman with the effect averaged over 1, 2, 4 ... realisations, tidy, one row per window, count and proxy.
+    """Spearman with effects averaged over 1, 2, 4 ... realisations; tidy, one row per window, count and ranking.
 
-    The mean over all averages of so many realisations, no two of which share one. ``ranked_by`` is
-    "adjoint", "score", or "measurement": another such average. What ranks better than that is worth
-    more than measuring once more at the same cost.
+    Realisations are split into disjoint groups of the count, and the Spearman values of all groups are averaged.
+    ``ranked_by`` is "adjoint", "score" or "measurement", the average of another group. A ranking that beats
+    "measurement" is worth more than measuring as often once more.
     """
     windows, scores = _ranked_blocks(estimates, patches)
     realisations = scores["realisations"]
@@ -258,10 +257,10 @@ def realisation_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.Data
 
 
 def summary(runs: pd.DataFrame, rankings: pd.DataFrame) -> pd.DataFrame:
-    """What the prediction does to the tables of E2 and E3: means over runs beside the score's.
+    """The tables of E2 and E3 with the prediction beside the score: means over runs.
 
-    ``runs`` are those of ``run_table``, ``rankings`` the means of ``ranking_table`` over the windows of each run;
-    ``above`` counts the runs in which the prediction agrees better than the score.
+    ``runs`` is ``run_table``, ``rankings`` holds the means of ``ranking_table`` over the windows of each run. ``above``
+    counts the runs in which the prediction agrees better than the score.
     """
     pairs = [
         *((f"E2: {measure.capitalize()} with the mismatch", runs[f"adjoint_{measure}"], runs[f"combined_{measure}"])

@@ -1,4 +1,4 @@
-"""Load models and tokenizers by hub name or local path, or the embedded default."""
+"""Load models and tokenizers by hub name or local path, or the embedded checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def resolve(name: str) -> str:
 
 
 def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
-    """One message for whatever the hub libraries raise when they cannot find or reach something."""
+    """One message for all errors that the hub libraries raise when they cannot find or reach something."""
     where = "the folder" if Path(name).exists() else "the model hub and this machine's cache"
     reason = (str(cause).splitlines() or ["no message"])[0]
     return OSError(
@@ -38,28 +38,28 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bars while loading or saving, which takes seconds: they would stay in the notebook."""
-    bars = [
-        (logging.is_progress_bar_enabled(), logging.disable_progress_bar, logging.enable_progress_bar),
-        (datasets.are_progress_bars_disabled() is False, datasets.disable_progress_bars, datasets.enable_progress_bars),
-    ]
-    for _, disable, _ in bars:
-        disable()
+    """No progress bars while loading or saving takes its seconds: they would stay in the notebook."""
+    bars = []  # to show again
+    if logging.is_progress_bar_enabled():
+        logging.disable_progress_bar()
+        bars.append(logging.enable_progress_bar)
+    if not datasets.are_progress_bars_disabled():
+        datasets.disable_progress_bars()
+        bars.append(datasets.enable_progress_bars)
     try:
         yield
     finally:
-        for shown, _, enable in bars:
-            if shown:
-                enable()
+        for enable in bars:
+            enable()
 
 
 def default_device() -> str:
-    """The device that is used unless one is named: "cuda" where there is one, else "cpu"."""
+    """The name "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_config(name: str):
-    """The model's configuration; raises OSError with the way out where there is none."""
+    """The model's configuration; raises OSError, which says how to go on, where there is none."""
     try:
         return AutoConfig.from_pretrained(resolve(name), trust_remote_code=False)
     except (OSError, ValueError) as cause:
@@ -69,8 +69,8 @@ def load_config(name: str):
 def load_model(name: str, device: str | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
-    Raises OSError where it is not found, naming what was wanted and how to go on without it, or lacks
-    weights, and ValueError for weights that are not finite, or where torch multiplies fp32 in less than fp32.
+    Raises OSError, which says how to go on, where the model is not found or lacks weights. Raises ValueError for
+    weights that are not finite, and where torch multiplies fp32 matrices in less than fp32.
     """
     require_fp32_products()
     try:
@@ -92,7 +92,7 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
 
 
 def require_fp32_products() -> None:
-    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference would drift itself."""
+    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference itself would drift."""
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
         raise ValueError(

@@ -16,7 +16,7 @@ from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 @dataclass(frozen=True)
 class Inputs:
-    """A loaded model and its token stream, and the digest that identifies them."""
+    """A loaded model, its token stream, and the digest that identifies both."""
 
     model: PreTrainedModel
     stream: Tensor
@@ -28,7 +28,7 @@ class Inputs:
 
     @property
     def attention(self) -> dict[str, str]:
-        """Which attention low-precision and reference passes run with, to be recorded."""
+        """The attention implementations of the low-precision and the reference passes, to be recorded."""
         return {"monitored": "eager", "reference": self.model.config._attn_implementation}
 
     def execution(self, precision: str) -> str:
@@ -47,8 +47,8 @@ def load(
 ) -> Inputs:
     """Load what an experiment needs, and check that it can run.
 
-    Raises OSError where the model or text is not found, and ValueError for windows longer than the
-    model's context, fewer windows than asked, a tokenizer of another vocabulary, or an unknown precision.
+    Raises OSError where the model or text is not found. Raises ValueError for windows longer than the model's context,
+    a text with fewer windows than asked for, a tokenizer of another vocabulary, or an unknown precision.
     """
     config = checkpoints.load_config(model).get_text_config()
     if windows < 1:
@@ -73,7 +73,7 @@ def load(
 
 
 def digest(model: PreTrainedModel, stream: Tensor) -> str:
-    """Identifies weights and token stream, wherever they were loaded from."""
+    """Sixteen hexadecimal digits that identify weights and token stream, wherever they were loaded from."""
     sha = hashlib.sha256(stream.numpy().tobytes())
     for name, parameter in model.named_parameters():
         sha.update(name.encode())

@@ -21,8 +21,8 @@ EMBEDDED_TEXTS = {EMBEDDED: EVALUATION_TEXT, "embedded:training": TRAINING_TEXT}
 def load_rows(data: str) -> list[str]:
     """The text rows of ``data``: "embedded", a local file, or a hub dataset name[:config[:split]].
 
-    Local files are .txt (a row per line) or .jsonl, .json, .csv, .parquet with a column ``text``.
-    Raises OSError where the data cannot be found, ValueError where it holds no text or is no such file.
+    Local files are .txt (a row per line), or .jsonl, .json, .csv and .parquet with a column ``text``. Raises OSError
+    where the data is not found, ValueError for another kind of file or one without text.
     """
     with quiet_loading():
         if data in EMBEDDED_TEXTS:
@@ -63,7 +63,7 @@ def _load_from_hub(name: str, config: str | None = None, split: str = "validatio
 
 
 def tokenize(rows: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Rows that are not empty, joined by blank lines, as one stream of token ids without special tokens."""
+    """One stream of token ids: the rows that are not empty, joined by blank lines, without special tokens."""
     text = "\n\n".join(row for row in rows if row.strip())
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
@@ -71,7 +71,7 @@ def tokenize(rows: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
 def select_windows(stream: Tensor, length: int, count: int, seed: int) -> tuple[list[int], Tensor]:
     """Starts and tokens (count, length) of ``count`` non-overlapping windows, in text order.
 
-    A seeded sample where the stream holds more. Raises ValueError where it holds fewer.
+    Where the stream holds more windows, ``seed`` samples them. Raises ValueError where it holds fewer.
     """
     available = len(stream) // length
     if available < count:

@@ -1,8 +1,7 @@
 """Documentation found in a Python environment, as text to train on and to evaluate on.
 
-A *document* is the documentation of one source file: its docstrings and long string
-constants (module, class and function help, also the help that C extensions keep in
-string tables), in source order. No file is imported or executed.
+A *document* is the documentation of one source file, in source order. It consists of docstrings, long comments and long
+string constants, which also hold the help of C extensions. No file is imported or executed.
 """
 
 import ast
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STANDARD_LIBRARY = "stdlib"
-SHORTEST_DOCSTRING = 40  # characters; below it, a docstring repeats the name it documents
-SHORTEST_COMMENT = 200  # characters; above it, a comment block is prose
-SHINGLE = 20  # words; two texts that share so long a sequence share a passage
+SHORTEST_DOCSTRING = 40  # characters; a shorter docstring repeats the name it documents
+SHORTEST_COMMENT = 200  # characters; a longer comment block is prose
+SHINGLE = 20  # words; two texts that share a sequence of so many words share a passage
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def comments(source: str) -> Iterator[str]:
 
 
 def read_document(path: Path, source: str) -> Document | None:
-    """Documentation of the file at ``path``; None where it has none or is not Python 3."""
+    """The documentation of the file at ``path``; None where there is none or the file is not Python 3."""
     try:
         code = path.read_text(encoding="utf-8")
         parts = [*strings(ast.parse(code)), *comments(code)]
@@ -66,7 +65,7 @@ def read_document(path: Path, source: str) -> Document | None:
 
 
 def source_files(package: str) -> Iterator[tuple[Path, str]]:
-    """Every Python file of an installed package, with its name relative to the package root.
+    """Every Python file of an installed package, with its name relative to the package's root.
 
     Raises ModuleNotFoundError for a package that is not installed.
     """
@@ -111,7 +110,7 @@ def shingles(text: str) -> set[int]:
 
 
 class Deduplicator:
-    """Drops paragraphs that were seen before or that share a passage with a protected text."""
+    """Drops paragraphs that came before or that share a passage with a protected text."""
 
     def __init__(self, protected: Iterable[str] = ()):
         self.seen: set[str] = set()
@@ -124,7 +123,7 @@ class Deduplicator:
         kept = []
         for paragraph in document.text.split("\n\n"):
             key = " ".join(paragraph.split())
-            # Short paragraphs ("Parameters", "Returns") are what documentation is made of.
+            # Short paragraphs ("Parameters", "Returns") repeat in all documentation and stay.
             if len(key) >= 2 * SHORTEST_DOCSTRING:
                 if key in self.seen or not self.protected.isdisjoint(shingles(paragraph)):
                     continue
@@ -141,8 +140,8 @@ def order(document: Document) -> str:
 def training_documents(packages: Iterable[str], protected: Iterable[str]) -> list[Document]:
     """Shuffled, deduplicated documents of ``packages`` and of the package metadata.
 
-    ``protected`` are texts (evaluation, held-out) that must not be learned: paragraphs that
-    share a passage of SHINGLE words with one of them are left out.
+    ``protected`` are texts that must not be learned (evaluation, validation). Paragraphs that share a passage of
+    SHINGLE words with one of them are left out.
     """
     keep = Deduplicator(protected)
     found = [keep(document) for document in (*documents(packages), *descriptions())]

@@ -1,7 +1,7 @@
 """Freeze the two embedded texts: ``python -m fragility_lab.pretraining.freeze``.
 
-The committed assets were made once, with the CPython named in assets/README.md; another
-CPython gives other texts, so rerun this only to make a new embedded default.
+The committed assets were made once, with the CPython named in assets/README.md. Another CPython gives other texts, so
+rerun this only to make a new embedded default.
 """
 
 from pydoc_data.topics import topics
@@ -15,7 +15,7 @@ TRAINING_CHARACTERS = 900_000  # more than 150,000 tokens of the embedded tokeni
 def evaluation_text() -> str:
     """The Python language reference as CPython ships it, topic after topic.
 
-    Topics overlap ("compound" holds all of "if"), so some passages come back at other offsets.
+    Topics overlap ("compound" holds all of "if"), so some passages occur several times.
     """
     return "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
 

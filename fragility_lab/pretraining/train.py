@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Everything that, with the corpus, determines a training run."""
+    """The configuration and the corpus together determine a training run."""
 
     steps: int = 20
     batch_windows: int = 8  # windows per optimizer step
@@ -43,7 +43,7 @@ class TrainingConfig:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with ``vocabulary`` tokens, END_OF_TEXT being token 0."""
+    """Byte-level BPE with ``vocabulary`` tokens; token 0 is END_OF_TEXT."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=[END_OF_TEXT], show_progress=False)
     return PreTrainedTokenizerFast(
@@ -59,7 +59,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
 
 
 def new_model(vocabulary: int, context: int, seed: int) -> GPT2LMHeadModel:
-    """A GPT-2 of 12 blocks, width 128 and 4 heads with the library's random initial weights."""
+    """A GPT-2 of 12 blocks, width 128 and 4 heads, with the library's random initial weights."""
     torch.manual_seed(seed)
     # The fused tanh GELU is the function that GPT-2's configuration calls gelu_new.
     config = GPT2Config(
@@ -125,11 +125,11 @@ def train(
     config: TrainingConfig,
     folder: Path | None = None,
 ) -> pd.DataFrame:
-    """Train ``model`` and leave it with the weights of the best ``validation`` loss.
+    """Train ``model`` and leave it with the weights of the best validation loss; returns the log.
 
-    ``monitored`` maps names to token streams whose loss is logged every
-    ``evaluation_interval`` steps; it must contain "validation". The log has one row per
-    evaluation and, where ``folder`` is given, is kept there as ``log.csv`` while training.
+    ``monitored`` maps names to token streams and must contain "validation". Their losses are logged every
+    ``evaluation_interval`` steps, one row per evaluation. Where ``folder`` is given, the log is kept there as
+    ``log.csv`` while training.
     """
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]

@@ -1,10 +1,10 @@
 """What observation and emulation cost: ``make bench``.
 
-GPT-2's real size with random weights, in bf16 (monitored pass) and fp16 (emulation). Times are
-medians of interleaved repetitions, so that a drift of the machine's speed hits both sides. Memory is
-the peak of a fresh process during the pass alone, every tensor mapped by itself: what is in use, as on
-a GPU, without the holes of a heap, which differ from run to run. The estimator is timed on the embedded
-checkpoint, in processor time of one thread, which other work on the machine disturbs least.
+The monitored pass (bf16) and the emulation (fp16) are timed on a model of GPT-2's real size with random weights. Times
+are medians of interleaved repetitions, so that a drift of the machine's speed affects both sides alike. Memory is the
+peak of a fresh process during the pass alone. Every tensor is mapped by itself there, so the peak counts what is in
+use, as on a GPU, without the holes of a heap. The estimator is timed on the embedded checkpoint in processor time of
+one thread, which other work on the machine disturbs least.
 """
 
 import argparse
@@ -18,16 +18,17 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.experiments.patching import Patching
 from fragility_lab.experiments.shadow import ShadowTraining
@@ -50,6 +51,11 @@ def random_gpt2() -> GPT2Model:
     return GPT2Model(GPT2Config()).eval().requires_grad_(False).to(default_device())
 
 
+def random_tokens(length: int, vocabulary: int = 50000) -> Tensor:
+    """One window (1, length) of random tokens."""
+    return torch.randint(vocabulary, (1, length), device=default_device())
+
+
 def medians(
     calls: dict[str, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
@@ -66,30 +72,37 @@ def medians(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def compared(name: str, length: int, value: float, base: float, limit: float, unit: str = "seconds") -> dict:
+    """A row of the table: ``value`` and ``base`` in ``unit``, their ratio, and the most that it should be."""
+    return {"pass": name, "T": length, unit: value, f"base {unit}": base, "ratio": value / base, "limit": limit}
+
+
+@torch.no_grad()
+def plain_pass(low: LowPrecision, tokens: Tensor) -> None:
+    """One low-precision pass that nobody observes."""
+    with low.running():
+        low.model(tokens)
+
+
 @torch.no_grad()
 def time_passes(repetitions: int) -> pd.DataFrame:
     """Monitored over plain in bf16, and emulated fp16 over plain fp32, by window length.
 
-    Plain is the model as transformers ships it; unobserved the same low-precision pass as monitored, which
-    ``lower`` makes faster (``lookup.LookUp``).
+    "plain" is the model as transformers ships it. "unobserved" is the low-precision pass that the monitor observes,
+    which ``lower`` makes faster than the plain one.
     """
     model = random_gpt2()
     plain, unobserved = copy.deepcopy(model).bfloat16(), lower(model, "bf16")
     emulated, monitor = lower(model, "fp16", "emulated"), Monitor(lower(model, "bf16"))
     rows = []
     for length in LENGTHS:
-        tokens = torch.randint(50000, (1, length), device=default_device())
-
-        def lowered_pass(low, tokens=tokens):
-            with low.running():
-                low.model(tokens)
-
+        tokens = random_tokens(length)
         calls = {
-            "plain bf16": lambda tokens=tokens: plain(tokens),
-            "unobserved bf16": partial(lowered_pass, unobserved),
-            "monitored bf16": lambda tokens=tokens: monitor(tokens),
-            "plain fp32": lambda tokens=tokens: model(tokens),
-            "emulated fp16": partial(lowered_pass, emulated),
+            "plain bf16": partial(plain, tokens),
+            "unobserved bf16": partial(plain_pass, unobserved, tokens),
+            "monitored bf16": partial(monitor, tokens),
+            "plain fp32": partial(model, tokens),
+            "emulated fp16": partial(plain_pass, emulated, tokens),
         }
         seconds = medians(calls, repetitions * max(LENGTHS) // length)  # short passes scatter more
         for slow, fast, limit in (
@@ -97,34 +110,22 @@ def time_passes(repetitions: int) -> pd.DataFrame:
             ("monitored bf16", "unobserved bf16", float("nan")),
             ("emulated fp16", "plain fp32", EMULATION_LIMIT),
         ):
-            rows.append(
-                {"pass": f"{slow} / {fast}", "T": length, "seconds": seconds[slow], "base_seconds": seconds[fast],
-                 "ratio": seconds[slow] / seconds[fast], "limit": limit}
-            )  # fmt: skip
+            rows.append(compared(f"{slow} / {fast}", length, seconds[slow], seconds[fast], limit))
     return pd.DataFrame(rows)
 
 
 def time_patching(repetitions: int) -> pd.DataFrame:
     """Base and all L patched passes of one window over L plain passes with the library's default attention."""
     model = load_model("embedded")
-    tokens = torch.randint(model.config.vocab_size, (1, PATCHING_LENGTH), device=default_device())
+    tokens = random_tokens(PATCHING_LENGTH, model.config.vocab_size)
     rows = []
     for format in ("bf16", "fp16"):
         plain, patching = lower(model, format), Patching(model, lower(model, format))
-        layers = len(patching.pairs)
-
-        @torch.no_grad()
-        def plain_pass(plain=plain):
-            with plain.running():
-                plain.model(tokens)
-
-        seconds = medians({"patched": lambda p=patching: p(tokens), "plain": plain_pass}, repetitions)
-        base = layers * seconds["plain"]
-        rows.append(
-            {"pass": f"E3: all patched forwards / (L x plain), {format} {plain.execution}", "T": PATCHING_LENGTH,
-             "seconds": seconds["patched"], "base_seconds": base, "ratio": seconds["patched"] / base,
-             "limit": PATCHING_LIMIT}
-        )  # fmt: skip
+        calls = {"patched": partial(patching, tokens), "plain": partial(plain_pass, plain, tokens)}
+        seconds = medians(calls, repetitions)
+        name = f"E3: all patched forwards / (L x plain), {format} {plain.execution}"
+        base = len(patching.pairs) * seconds["plain"]
+        rows.append(compared(name, PATCHING_LENGTH, seconds["patched"], base, PATCHING_LIMIT))
     return pd.DataFrame(rows)
 
 
@@ -134,17 +135,14 @@ def time_training_step(repetitions: int) -> pd.DataFrame:
     shadowed, bare = ShadowTraining(model, "fp16"), ShadowTraining(model, "fp16")
     bare.master = copy.deepcopy(model).requires_grad_(True)  # as the library ships it
     bare.optimizer = torch.optim.AdamW(bare.master.parameters(), weight_decay=0.0, fused=True)
-    tokens = torch.randint(model.config.vocab_size, (1, TRAINING_LENGTH), device=default_device())
+    tokens = random_tokens(TRAINING_LENGTH, model.config.vocab_size)
 
     def step() -> None:
         shadowed.train_step(tokens, 1e-5)
         shadowed.observe(tokens)
 
-    calls = {"E5 step": step, "training step": lambda: bare.train_step(tokens, 1e-5)}
-    seconds = medians(calls, 2 * repetitions)
-    row = {"pass": "E5 step / training step", "T": TRAINING_LENGTH, "seconds": seconds["E5 step"],
-           "base_seconds": seconds["training step"], "ratio": seconds["E5 step"] / seconds["training step"],
-           "limit": TRAINING_LIMIT}  # fmt: skip
+    seconds = medians({"E5": step, "bare": lambda: bare.train_step(tokens, 1e-5)}, 2 * repetitions)
+    row = compared("E5 step / training step", TRAINING_LENGTH, seconds["E5"], seconds["bare"], TRAINING_LIMIT)
     return pd.DataFrame([row])
 
 
@@ -156,23 +154,14 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
     torch.set_num_threads(1)
     rows = []
     for length, limit in ESTIMATE_LIMITS.items():
-        tokens = torch.randint(model.config.vocab_size, (1, length), device=default_device())
-
-        @torch.no_grad()
-        def plain_pass(tokens=tokens):
-            model(tokens, use_cache=False)
-
-        calls = {"plain": plain_pass}
-        for format in ("bf16", "fp16"):
-            for implementation in ("sdpa", OBSERVED_EAGER):
-                calls[f"{format}, {implementation}"] = partial(estimator(model, format, implementation), tokens)
+        tokens = random_tokens(length, model.config.vocab_size)
+        calls = {"plain": torch.no_grad()(partial(model, tokens, use_cache=False))}
+        for format, implementation in product(("bf16", "fp16"), ("sdpa", OBSERVED_EAGER)):
+            calls[f"{format}, {implementation}"] = partial(estimator(model, format, implementation), tokens)
         seconds = medians(calls, repetitions, clock)
         base = seconds.pop("plain")
-        rows += [
-            {"pass": f"estimate / plain fp32, {name}", "T": length, "seconds": taken, "base_seconds": base,
-             "ratio": taken / base, "limit": limit}
-            for name, taken in seconds.items()
-        ]  # fmt: skip
+        for name, taken in seconds.items():
+            rows.append(compared(f"estimate / plain fp32, {name}", length, taken, base, limit))
     torch.set_num_threads(threads)
     return pd.DataFrame(rows)
 
@@ -185,11 +174,11 @@ def estimator(model: nn.Module, format: str, implementation: str) -> Adjoint:
 
 
 def growth_of_estimate(kind: str, length: int = 1024) -> float:
-    """Memory that one "estimate" or "training forward" takes on top of the loaded models (fp32, and bf16)."""
+    """MiB that one "estimate" or "training forward" takes on top of the loaded models (fp32, and bf16)."""
     model = load_model("embedded")
     low = lower(model, "bf16")
     set_attention(low.model, OBSERVED_EAGER)
-    tokens = torch.randint(model.config.vocab_size, (1, length), device=default_device())
+    tokens = random_tokens(length, model.config.vocab_size)
     _reset_peak()
     before = _peak()
     if kind == "estimate":
@@ -199,16 +188,16 @@ def growth_of_estimate(kind: str, length: int = 1024) -> float:
     return _peak() - before
 
 
-def peak_megabytes(kind: str, length: int = 1024) -> float:
-    """Peak memory during one bf16 pass ("plain" eager or "monitored"), the loaded model included."""
+def peak_of_pass(kind: str, length: int = 1024) -> float:
+    """Peak MiB during one bf16 pass ("plain" eager or "monitored"), the loaded model included."""
     low = lower(random_gpt2(), "bf16")
     if kind == "plain":
         low.model.set_attn_implementation("eager")
-    monitor = Monitor(low) if kind == "monitored" else None
-    tokens = torch.randint(50000, (1, length), device=default_device())
+    call = Monitor(low) if kind == "monitored" else low.model
+    tokens = random_tokens(length)
     _reset_peak()
     with torch.no_grad(), low.running():
-        monitor(tokens) if monitor else low.model(tokens)
+        call(tokens)
     return _peak()
 
 
@@ -217,7 +206,7 @@ def _reset_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what loading the model freed is not the pass's
+        ctypes.CDLL(None).malloc_trim(0)  # memory that loading the model freed is not the pass's
         Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
 
 
@@ -228,9 +217,10 @@ def _peak() -> float:
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
-MEASURED_ALONE = {kind: partial(peak_megabytes, kind) for kind in ("plain", "monitored")} | {
-    kind: partial(growth_of_estimate, kind) for kind in ("training forward", "estimate")
-}
+MEASURED_ALONE = {
+    "plain": peak_of_pass, "monitored": peak_of_pass,
+    "training forward": growth_of_estimate, "estimate": growth_of_estimate,
+}  # fmt: skip
 
 
 def memory_passes() -> pd.DataFrame:
@@ -240,14 +230,11 @@ def memory_passes() -> pd.DataFrame:
     peaks = {
         kind: float(subprocess.check_output([*command, kind], env=environment, text=True)) for kind in MEASURED_ALONE
     }
+    pairs = ("monitored", "plain", MEMORY_LIMIT), ("estimate", "training forward", ESTIMATE_MEMORY_LIMIT)
     rows = [
-        {"pass": f"{large} / {small}, peak MiB", "T": 1024, "MiB": peaks[large], "base MiB": peaks[small],
-         "ratio": peaks[large] / peaks[small], "limit": limit}
-        for large, small, limit in (
-            ("monitored", "plain", MEMORY_LIMIT),
-            ("estimate", "training forward", ESTIMATE_MEMORY_LIMIT),
-        )
-    ]  # fmt: skip
+        compared(f"{large} / {small}, peak", 1024, peaks[large], peaks[small], limit, "MiB")
+        for large, small, limit in pairs
+    ]
     return pd.DataFrame(rows)
 
 
@@ -257,14 +244,13 @@ def main() -> None:
     parser.add_argument("--peak", choices=MEASURED_ALONE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak:
-        print(MEASURED_ALONE[arguments.peak]())
+        print(MEASURED_ALONE[arguments.peak](arguments.peak))
         return
     print(f"GPT-2's size, random weights, {device_name(default_device())}, torch {torch.__version__}")
     print(time_passes(arguments.repetitions).round(3).to_string(index=False))
     print("\nthe embedded checkpoint")
-    print(time_training_step(arguments.repetitions).round(3).to_string(index=False))
-    print(time_patching(arguments.repetitions).round(3).to_string(index=False))
-    print(time_estimate(arguments.repetitions).round(3).to_string(index=False))
+    for measure in (time_training_step, time_patching, time_estimate):
+        print(measure(arguments.repetitions).round(3).to_string(index=False))
     if torch.cuda.is_available() or sys.platform == "linux":
         print(memory_passes().round(2).to_string(index=False))
 

@@ -1,9 +1,9 @@
 """Run one notebook with the parameters of a profile.
 
 ``python -m fragility_lab.running.execute e2_predictor --profile embedded -p windows=24`` executes
-``notebooks/e2_predictor.ipynb`` with ``notebooks/profiles/embedded/e2_predictor.yaml`` and the given
-values on top, and keeps the executed copy in ``outputs/embedded/notebooks/``. The profile "smoke" is
-the notebook as committed. Whatever can be wrong with the request is reported before any work starts.
+``notebooks/e2_predictor.ipynb`` with ``notebooks/profiles/embedded/e2_predictor.yaml``, the given values on top. The
+executed copy is kept in ``outputs/embedded/notebooks/``. The profile "smoke" is the notebook as committed. A wrong
+request is reported before any work starts.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import papermill
 import yaml
 from jupyter_client.kernelspec import KernelSpecManager
@@ -27,11 +26,11 @@ from fragility_lab.running.progress import TERMINAL
 
 SMOKE = "smoke"
 USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
-ASKED_FOR = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # of a request that cannot be met
+REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # errors that say what to do
 
 
 class OwnInterpreter(AsyncKernelManager):
-    """Starts kernels of this interpreter: a "python3" that the user registered elsewhere is not looked up."""
+    """Starts kernels of this interpreter, whatever kernel the user registered as "python3"."""
 
     def _kernel_spec_manager_default(self) -> KernelSpecManager:
         return KernelSpecManager(kernel_dirs=[])
@@ -39,7 +38,7 @@ class OwnInterpreter(AsyncKernelManager):
 
 def notebook_names() -> list[str]:
     """Every notebook by its path in the folder of notebooks, without suffix: "e2_predictor", "theory/..."."""
-    found = glob.glob("**/*.ipynb", root_dir=paths.NOTEBOOKS, recursive=True)  # passes over hidden folders
+    found = glob.glob("**/*.ipynb", root_dir=paths.NOTEBOOKS, recursive=True)  # leaves out hidden folders
     return sorted(Path(path).with_suffix("").as_posix() for path in found)
 
 
@@ -76,10 +75,7 @@ def profile_values(profile: str, name: str) -> dict[str, Any]:
 
 def defaults(notebook: Path) -> dict[str, Any]:
     """Names and values assigned in the cell tagged "parameters", which holds literals only."""
-    cells = nbformat.read(notebook, as_version=4).cells
-    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
-    statements = ast.parse(tagged[0].source).body if tagged else []
-    return {statement.targets[0].id: ast.literal_eval(statement.value) for statement in statements}
+    return {name: ast.literal_eval(found["default"]) for name, found in papermill.inspect_notebook(notebook).items()}
 
 
 def checked(notebook: str, known: dict[str, Any], name: str, value: Any) -> Any:
@@ -108,7 +104,7 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def parsed(text: str, default: Any) -> Any:
-    """The YAML scalar or list ``text``; as written where a str is wanted, so that model=1e3 is a name."""
+    """The YAML scalar or list ``text``; the text as written where the default is a str, so that model=1e3 is a name."""
     if isinstance(default, str):
         return text
     try:
@@ -118,7 +114,7 @@ def parsed(text: str, default: Any) -> Any:
 
 
 def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Sequence[str] = ()) -> dict[str, Any]:
-    """Values for the notebook ``name``: the profile's, then ``name=value`` strings on top.
+    """Values for the notebook ``name``: those of the profile, then the strings ``name=value`` on top.
 
     Those of ``if_present`` are dropped where the notebook has no such parameter.
     """
@@ -134,9 +130,9 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
 
 
 def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
-    """Run the notebook; exits with its error last where it fails. Returns the executed copy's path.
+    """Run the notebook ``name`` with ``values``; returns the path of the executed copy.
 
-    Results go to the folder ``profile`` of outputs.
+    Results go to the folder ``profile`` of outputs. Exits where the notebook fails, its error printed last.
     """
     if profile in ("", ".", "..") or Path(profile).name != profile:
         raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {profile!r}")
@@ -164,7 +160,7 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
             coalesce_streams=True,  # what one cell prints is one output, however it was timed
         )
     except papermill.PapermillExecutionError as error:
-        told = "" if error.ename in ASKED_FOR else f"{error}\n"  # what to do is in the message, not in the traceback
+        told = "" if error.ename in REFUSALS else f"{error}\n"  # the message says what to do; a traceback would hide it
         print(f"{told}{name} stopped; executed so far: {executed}", file=sys.stderr)
         raise SystemExit(f"{error.ename}: {error.evalue}") from error
     except DeadKernelError as error:
@@ -179,19 +175,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("notebook", help="name of a notebook, without .ipynb")
     parser.add_argument("--profile", default=SMOKE, help="folder of notebooks/profiles, or smoke (default)")
-    parser.add_argument("-p", dest="overrides", metavar="NAME=VALUE", action="append", default=[], help="set a value")
-    parser.add_argument(
-        "--if-present",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="set a value if the notebook has this parameter",
-    )
+    several = {"metavar": "NAME=VALUE", "action": "append", "default": []}
+    parser.add_argument("-p", dest="overrides", help="set a value", **several)
+    parser.add_argument("--if-present", help="set a value if the notebook has this parameter", **several)
     given = parser.parse_args(arguments)
     values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
     os.environ[USED] = given.profile
     try:
-        # A profile's values with another model or text are another set of results: -p profile=NAME.
+        # Another model or text makes another set of results: -p profile=NAME.
         print(f"executed notebook: {execute(given.notebook, values.get('profile', given.profile), values)}")
     except KeyboardInterrupt:
         goes_on = "starts again" if given.notebook == "diagnose_my_model" else "goes on from the last finished run"

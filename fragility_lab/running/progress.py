@@ -6,7 +6,7 @@ TERMINAL = "FRAGILITY_TERMINAL"  # set for kernels whose stderr is a terminal's
 
 
 def progress(*args, **kwargs):
-    """A tqdm bar in the form that its reader can see."""
+    """A tqdm bar with the arguments of ``tqdm.tqdm``, in the form that its reader can see."""
     if os.environ.get(TERMINAL):
         from tqdm import tqdm
     else:
