@@ -186,7 +186,7 @@ def test_calibrated_constants_hold_on_a_fresh_sample(slack):
 
 
 def test_a_constant_set_too_low_is_found_out(format, calibrated, slack):
-    """Halved, each of the four fails on the fresh sample."""
+    """Each of the four constants, halved, fails on the fresh sample."""
     halved = bound_slack(format, seed=1, constants=(calibrated.set_index("constant").value / 2).to_dict())
     assert (halved[halved.statement.isin(KERNELS)].groupby("statement").slack.min() < 0.95).all()
     assert (slack[slack.statement.isin(KERNELS)].groupby("statement").slack.min() > 1 / TRANSFER).all()

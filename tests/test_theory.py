@@ -29,7 +29,7 @@ def test_every_statement_cites_the_paper_or_says_that_it_is_not_in_it(name):
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_public_function_is_exported(module):
-    """``__all__`` of each module is the one list of its names, and the package has them all."""
+    """``__all__`` of a module lists exactly its public functions, and the package has all of them."""
     public = {
         name
         for name, thing in vars(module).items()
@@ -59,7 +59,7 @@ def test_residual_condition_bound_holds(seed, rho, width):
 @given(rho=st.floats(0, 0.99))
 @without_deadline
 def test_residual_condition_bound_is_attained(rho):
-    """By J = diag(rho, -rho)."""
+    """J = diag(rho, -rho) attains the bound."""
     condition = torch.linalg.cond(torch.diag(torch.tensor([1 + rho, 1 - rho], dtype=torch.float64)), 2).item()
     assert condition == pytest.approx(theory.residual_condition_bound(rho), rel=1e-9)
 
@@ -111,7 +111,7 @@ def test_depth_condition_bound_by_hand():
 @given(seed=seeds, rho=st.lists(st.floats(0, 3), min_size=2, max_size=6))
 @without_deadline
 def test_downstream_transport_bounds_the_growth_of_an_error(seed, rho):
-    """||prod_{k > l} (I + J_k)||_2 <= prod_{k > l} (1 + rho_k), with no small gain asked for."""
+    """||prod_{k > l} (I + J_k)||_2 <= prod_{k > l} (1 + rho_k), for gains above 1 too."""
     blocks, transport = stack_of_blocks(seed, rho), theory.downstream_transport(torch.tensor(rho, dtype=torch.float64))
     for layer in range(len(rho) - 1):
         growth = torch.linalg.matrix_norm(product_of(blocks[layer + 1 :]), 2)
@@ -127,7 +127,7 @@ def test_downstream_transport_by_hand():
 @given(rho=st.lists(st.floats(0, 10), min_size=1, max_size=12))
 @without_deadline
 def test_downstream_transport_recursion(rho):
-    """pi_L = 1 and pi_l = (1 + rho_{l+1}) pi_{l+1}; the first layer's own rho plays no part."""
+    """pi_L = 1 and pi_l = (1 + rho_{l+1}) pi_{l+1}; the first layer's own rho has no effect."""
     transport = theory.downstream_transport(torch.tensor(rho, dtype=torch.float64))
     assert transport[-1] == 1
     for layer in range(len(rho) - 1):
@@ -169,7 +169,7 @@ def test_remainder_magnitude_by_hand():
 @given(seed=seeds, count=st.integers(1, 6), u=st.floats(1e-6, 0.1))
 @without_deadline
 def test_remainder_magnitude_bounds_a_sum_of_errors(seed, count, u):
-    """Lemma 5 (`lem:eff-closure`)."""
+    """u M_eff bounds the sum of errors that u b_r bound one by one (Lemma 5 (`lem:eff-closure`))."""
     errors = normal(seed, count, 3, 4)
     bounds = torch.linalg.matrix_norm(errors) / u
     assert torch.linalg.matrix_norm(errors.sum(0)) <= u * theory.remainder_magnitude(*bounds) * (1 + 1e-12)
@@ -198,7 +198,7 @@ def test_mismatch_bound_holds_for_local_errors_within_their_magnitudes(seed, rho
 
 
 def test_mismatch_bound_is_attained():
-    """By blocks that stretch one direction and errors along it."""
+    """Blocks that stretch one direction, with errors along it, attain the bound."""
     rho, u = torch.tensor([0.5, 2.0, 0.25], dtype=torch.float64), 2.0**-8
     exact, low = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     for gain in rho:
@@ -256,7 +256,7 @@ def test_mismatch_of_an_overflow_is_nonfinite():
 
 
 def known(value: float):
-    """Equal to a recorded value to 1e-9, as issue 2 asks."""
+    """Equal to a recorded value up to 1e-9."""
     return pytest.approx(value, rel=1e-9)
 
 

@@ -79,7 +79,7 @@ heads = {"seed": seeds, "n": st.integers(1, 6), "m": st.integers(1, 6), "d": st.
 @given(**heads, scale=st.floats(0.01, 10))
 @without_deadline
 def test_chi_score_is_kappa_softmax_times_kappa_score(seed, n, m, d, scale):
-    """And kappa_score >= 1, so that chi_score is never the smaller term (Appendix A.7 (`app:estimation`))."""
+    """kappa_score >= 1, so chi_score is never below kappa_softmax (Appendix A.7 (`app:estimation`))."""
     norms = theory.attention_norms(scale * normal(seed, n, d), normal(seed + 1, m, d), normal(seed + 2, m, d))
     by_definition = theory.kappa_score(norms.query_norm, norms.key_norm, norms.score_norm, d)
     assert norms.chi_score.item() == pytest.approx((norms.kappa_softmax * by_definition).item(), rel=1e-12, abs=1e-300)
@@ -95,7 +95,7 @@ def test_exact_attention_is_the_librarys():
 
 
 def test_a_row_that_is_masked_throughout_is_not_a_number():
-    """Not 0: no softmax is defined over no keys. The other rows are as if it were not there."""
+    """A softmax over no keys is not defined. The row has no effect on the others."""
     query, key, value = normal(0, 2, 4), normal(1, 3, 4), normal(2, 3, 4)
     mask = torch.tensor([[True, True, False], [False, False, False]])
     scores, probabilities, context = theory.exact_attention(query, key, value, mask)
@@ -120,7 +120,7 @@ def test_attention_norms_by_hand():
 
 
 def test_masked_entries_count_as_zero():
-    """With -inf in S, as a mask is printed, kappa_softmax would be infinite; the softmax never moves there."""
+    """A masked entry of P is 0 whatever S is, so only changes of the other scores move the softmax."""
     query, key, value = normal(0, 5, 4), normal(1, 5, 4), normal(2, 5, 4)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     norms = theory.attention_norms(query, key, value, mask)
@@ -135,7 +135,7 @@ def test_masked_entries_count_as_zero():
 @given(seed=seeds, heads=st.integers(1, 4), scale=st.floats(0.1, 10))
 @without_deadline
 def test_heads_taken_together_bound_the_heads_one_by_one(seed, heads, scale):
-    """Norms over all heads, the largest d_smx and ||V||_2: at least the root of the squared bounds of each."""
+    """The bound from norms over all heads, the largest d_smx and ||V||_2 is at least the norm of the heads' bounds."""
     scales = scale ** normal(seed + 3, heads, 1, 1)
     query, key, value = normal(seed, heads, 3, 2), normal(seed + 1, heads, 4, 2), normal(seed + 2, heads, 4, 2)
     norms = theory.attention_norms(scales * query, key, scales * value)
@@ -187,7 +187,7 @@ def test_softmax_growth_closes_the_first_order(seed, entries, scale, size):
 @given(**heads, exponent=st.floats(4, 12))
 @without_deadline
 def test_attention_bound_with_remainder_is_theorem_attn_to_first_order(seed, n, m, d, exponent):
-    """Never below the printed bound, and beyond it by O(u): the printed O(u^2), relative to the bound."""
+    """The bound with remainder is at least that of Theorem 1 (`thm:attn`), and at most 1 + O(u) times that."""
     constants = {"c_softmax": 0.7, "c_gemm": 1.3, "c_gemm_out": 0.9}
     norms = theory.attention_norms(normal(seed, n, d), normal(seed + 1, m, d), normal(seed + 2, m, d))
     u = 10**-exponent

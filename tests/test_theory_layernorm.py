@@ -38,7 +38,7 @@ def test_layernorm_factor_by_hand():
 @given(variance=st.floats(0, 1e3), epsilon=st.floats(1e-10, 1e2), factor=st.floats(1.001, 1e3))
 @without_deadline
 def test_layernorm_factor_decreases_in_epsilon(variance, epsilon, factor):
-    """f'(epsilon) < 0 (Proposition 1 (`prop:ln`)): strictly, as far as fp64 can tell the two epsilons apart."""
+    """Strictly (Proposition 1 (`prop:ln`)), as far as fp64 can tell the two epsilons apart."""
     assume(epsilon * factor - epsilon > 1e-9 * variance)
     assert theory.layernorm_factor(variance, epsilon * factor) < theory.layernorm_factor(variance, epsilon)
 
@@ -58,7 +58,7 @@ def test_layernorm_factor_slope_by_hand():
 @given(epsilon=st.floats(1e-10, 1e2), factor=st.floats(1.01, 100))
 @without_deadline
 def test_layernorm_factor_peaks_at_half_epsilon(epsilon, factor):
-    """In the variance f is not monotone: a row of no variance is not the most fragile one."""
+    """f is not monotone in the variance: a row of variance 0 is not the most fragile one."""
     peak = theory.layernorm_factor(epsilon / 2, epsilon)
     assert peak == pytest.approx(2 / 1.5**1.5 / epsilon**0.5)
     assert theory.layernorm_factor(epsilon / 2 * factor, epsilon) < peak
@@ -93,7 +93,7 @@ def test_layernorm_error_bounds_by_hand():
 @given(seed=seeds, epsilon=st.floats(1e-8, 1e2), factor=st.floats(1.01, 1e6))
 @without_deadline
 def test_layernorm_coefficient_falls_by_less_than_two(seed, epsilon, factor):
-    """C_LN, the error relative to LayerNorm's own output, lies within 1 and 2 times a_ln ||x|| / ||x - mu||."""
+    """C_LN, the error relative to LayerNorm's own output, lies between once and twice a_ln ||x|| / ||x - mu||."""
     x, gamma = normal(seed, 8) + 3, torch.ones(8)
     coefficients = []
     for value in (epsilon, factor * epsilon):
@@ -112,7 +112,7 @@ def test_layernorm_magnitude_by_hand():
 @given(variance=st.floats(0, 1e3), epsilon=st.floats(1e-6, 1), scale=st.floats(1e-3, 1e3))
 @without_deadline
 def test_layernorm_magnitude_does_not_depend_on_the_scale(variance, epsilon, scale):
-    """x -> c x, epsilon -> c^2 epsilon leaves LayerNorm as it is, and M_LN too."""
+    """x -> c x with epsilon -> c^2 epsilon changes neither LayerNorm nor M_LN."""
     scaled = theory.layernorm_magnitude(2.0, scale**2 * variance, scale**2 * epsilon, scale * 3.0)
     assert scaled == pytest.approx(theory.layernorm_magnitude(2.0, variance, epsilon, 3.0), rel=1e-9)
 
@@ -158,7 +158,7 @@ sites = {"variance": st.floats(1e-6, 1e3), "epsilon": st.floats(1e-8, 1e-1), "no
 @given(**sites, gamma=st.floats(0.1, 10), a_ln=st.floats(0.1, 10))
 @without_deadline
 def test_frozen_magnitude_slope_is_the_derivative(variance, epsilon, norm, gamma, a_ln):
-    """Eq. (17) (`eq:bgss-derivative`), and its sign."""
+    """By autograd and as printed in Eq. (17) (`eq:bgss-derivative`); it is negative."""
     e = torch.tensor(epsilon, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(theory.frozen_magnitude(gamma, variance, e, norm, a_ln), e)
     by_formula = theory.frozen_magnitude_slope(gamma, variance, epsilon, norm, a_ln)
@@ -170,7 +170,7 @@ def test_frozen_magnitude_slope_is_the_derivative(variance, epsilon, norm, gamma
 @given(**sites, factor=st.floats(1, 1e3), other=st.floats(0, 1e3), transport=st.floats(1, 1e3))
 @without_deadline
 def test_frozen_risk_reduction_is_the_difference_of_risks(variance, epsilon, norm, factor, other, transport):
-    """Proposition 2 (`prop:bgss`): G^frz falls with epsilon, by Eq. (19) (`eq:bgss-reduction`) exactly."""
+    """Proposition 2 (`prop:bgss`): G^frz falls with epsilon by exactly Eq. (19) (`eq:bgss-reduction`)."""
     magnitudes = [theory.frozen_magnitude(2.0, variance, value, norm) for value in (epsilon, factor * epsilon)]
     risks = [theory.frozen_risk(other, magnitude, transport, 4.0) for magnitude in magnitudes]
     reduction = theory.frozen_risk_reduction(*magnitudes, transport, 4.0)
@@ -231,7 +231,7 @@ def test_epsilon_update_by_hand():
 )  # fmt: skip
 @without_deadline
 def test_post_update_ratio_is_guaranteed(variance, epsilon, target, bounds):
-    """rho_LN <= rho_* after the update wherever the cap does not bind, and the candidate is the least that does so."""
+    """rho_LN <= rho_* after the update wherever epsilon_max does not bind, and no smaller candidate has that effect."""
     epsilon_min, epsilon_max = bounds[0], bounds[0] * bounds[1]
     candidate = theory.epsilon_candidate(
         variance, 768, 2.0**-11, target=target, epsilon_min=epsilon_min, epsilon_max=epsilon_max
