@@ -6,7 +6,9 @@ import subprocess
 
 import pandas as pd
 import pytest
+import yaml
 
+import fragility_core
 from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.reporting import results
 
@@ -114,3 +116,8 @@ def test_every_symbol_of_the_protocol_is_in_its_table_once():
     table = PROTOCOL.partition("## Symbols")[2].partition("\n## ")[0]
     symbols = re.findall(r"^\| ([^|]+?) \|", table, re.M)[2:]
     assert len(symbols) > 20 and len(set(symbols)) == len(symbols)
+
+
+def test_citation_and_package_have_the_same_version():
+    citation = yaml.safe_load((PROJECT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == fragility_core.__version__
