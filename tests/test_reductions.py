@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fragility_core import theory
 from fragility_core.surrogates.reductions import (
-    blocks_at_once,
     layernorm_with_moments,
     rmsnorm_with_moments,
     sampled_rows,
@@ -177,14 +176,6 @@ def test_softmax_sensitivity_estimate_of_rows_without_differential():
 
 def test_softmax_sensitivity_estimate_of_an_overflow_is_nonfinite():
     assert softmax_sensitivity_estimate(torch.full((4,), math.nan)).isnan()
-
-
-@pytest.mark.parametrize(
-    ("shape", "blocks"), [((12, 1, 12, 16, 1024), 2), ((12, 8, 12, 16, 1024), 1), ((4, 1, 4, 16, 64), 128)]
-)
-def test_blocks_at_once(shape, blocks):
-    # 2^19 fp32 elements (2 MiB) hold 2.67, a third and 128 blocks of these samples; never fewer than one.
-    assert blocks_at_once(torch.empty(shape, device="meta")) == blocks
 
 
 # --- Operator norms ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Nothing here touches a model. A ``State`` never changes: ``advance`` returns the
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pandas as pd
@@ -40,8 +40,8 @@ class Action:
 class State:
     """A controller at ``step``, the number of monitored steps before it.
 
-    Epsilons, counts and cooldowns follow from ``actions``, so they cannot contradict it. A state holds plain
-    numbers: ``to_dict`` returns what JSON can store, and ``from_dict`` returns an equal state.
+    Epsilons, counts and cooldowns follow from ``actions``, so they cannot contradict it. A state holds plain numbers
+    only. It can be pickled with the rest of a training run.
     """
 
     layers: int
@@ -81,17 +81,6 @@ class State:
     def allowance(self) -> float:
         """How many actions this step may take."""
         return min(self.limits.per_step, self.limits.actions - len(self.actions))
-
-    def to_dict(self) -> dict:
-        """The state as nested dictionaries, tuples and numbers."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, record: dict) -> "State":
-        """The state of a ``to_dict``, which may have been stored as JSON."""
-        actions = tuple(Action(**action) for action in record["actions"])
-        rest = {"limits": Limits(**record["limits"]), "actions": actions, "signals": tuple(record["signals"])}
-        return cls(**record | rest)
 
 
 def advance(state: State, signal: float, actions: Sequence[Action] = ()) -> State:

@@ -29,7 +29,7 @@ from fragility_core.surrogates.transport import branch_jacobian_norm
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 
-# For a block without norms of query and key heads, or without a gated MLP. These values leave its transport as it is.
+# Values for blocks without norms of queries and keys, or without a gated MLP. Their transport is the same with them.
 NEUTRAL = {"query_gain": 1.0, "key_gain": 1.0, "up_max": 1.0, "activated_max": 0.0}
 
 
@@ -86,7 +86,7 @@ class PassRecord:
         stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).float().sum((-2, -1)).sqrt()
         stacked["value_spectral_norm"] = reductions.spectral_norm_from_gram(grams).amax(-1)
         samples = stacked.pop("probability_sample")  # (L, B, H, 16, T)
-        parts = samples.split(reductions.blocks_at_once(samples))
+        parts = samples.split(max(1, 2**19 // samples[0].numel()))  # several blocks, as many as fit a CPU's cache
         sensitivities = [reductions.softmax_sensitivity_estimate(part).amax((-2, -1)) for part in parts]
         stacked["softmax_sensitivity"] = torch.cat(sensitivities)
         for site in ("1", "2"):
@@ -172,7 +172,7 @@ class Monitor:
     ||W_out|| ||g||; the rounding of the product * is left out, as the activation's is. Keys and values of a group
     count once for each of its query heads. Queries and keys are those that the scores multiply: after rotary
     embeddings, which change no norm, and after their own norms. If only some blocks have a gated MLP or norms of
-    queries and keys, the columns of these have the values NEUTRAL in the other blocks.
+    queries and keys, the other blocks have the values of NEUTRAL in their columns.
 
     The weights may change between passes if ``refresh()`` or ``follow()`` is called. LayerNorm's epsilon may change at
     any time. The model itself stays as it is: hooks and the observed attention are there during a pass only.
@@ -280,22 +280,18 @@ class Monitor:
 
             return module.register_forward_hook(hook)
 
-        def attention_site(x: Tensor, output: Tensor) -> dict[str, Tensor]:
-            norms = {"context_norm": segment_norms(x), "attention_norm": segment_norms(output)}
-            return attention.result() | norms
+        def linear_site(before: str, after: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
+            return {before: segment_norms(x), after: segment_norms(output)}
 
-        def mlp_site(x: Tensor, output: Tensor) -> dict[str, Tensor]:
-            return {"activation_norm": segment_norms(x), "mlp_norm": segment_norms(output)}
-
-        def keep_call(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            record.calls.append((args, kwargs))
+        def attention_site(*call: Tensor) -> dict[str, Tensor]:
+            return attention.result() | linear_site("context_norm", "attention_norm", *call)
 
         if self.power_iteration:
-            yield block.module.register_forward_pre_hook(keep_call, with_kwargs=True)
+            yield block.module.register_forward_pre_hook(lambda _, *call: record.calls.append(call), with_kwargs=True)
         yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
         yield observe(block.attention_out, attention_site)
         yield observe(block.norm_2.module, partial(norm_site, block.norm_2, "2"))
-        yield observe(block.mlp_out, mlp_site)
+        yield observe(block.mlp_out, partial(linear_site, "activation_norm", "mlp_norm"))
         for heads, norm in block.head_norms.items():
             yield observe(norm.module, partial(head_norm_site, norm, heads))
         if block.up is not None:

@@ -58,11 +58,6 @@ def rmsnorm_with_moments(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tens
     return path, torch.zeros_like(scale), scale
 
 
-def blocks_at_once(samples: Tensor) -> int:
-    """How many blocks of ``samples`` (L, ...) fit the cache and are reduced together."""
-    return max(1, 2**19 // samples[0].numel())
-
-
 @cache
 def sampled_rows(rows: int) -> tuple[int, ...]:
     """SAMPLED_ROWS row indices, evenly spaced from the first to the last; all indices if there are fewer."""

@@ -262,7 +262,7 @@ def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State,
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state_all()
     record = {
-        "provenance": spec.provenance(), "training": training.state(), "controller": state.to_dict(), "rows": rows,
+        "provenance": spec.provenance(), "training": training.state(), "controller": state, "rows": rows,
         "random": random_states,
     }  # fmt: skip
     partial_path = path.with_suffix(f".{os.getpid()}.partial")
@@ -292,4 +292,4 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
     torch.set_rng_state(record["random"]["cpu"])
     if "cuda" in record["random"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(record["random"]["cuda"])
-    return State.from_dict(record["controller"]), record["rows"]
+    return record["controller"], record["rows"]
