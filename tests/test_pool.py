@@ -159,7 +159,7 @@ def test_processes_end_with_a_killed_parent(tmp_path):
     children = workers_of(parent.pid)
     assert children
     os.kill(parent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 
