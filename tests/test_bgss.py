@@ -63,7 +63,7 @@ def recorded() -> dict:
 
 @pytest.mark.parametrize("name", ["none", "static_global", "random_same_budget", "bgss"])
 def test_replay_gives_the_recorded_actions(recorded, name):
-    """Every action to the last bit: which, when, in what order, from and to which epsilon, and by what priority."""
+    """Every action agrees to the last bit: step, layer, order, old and new epsilon, and priority."""
     run = recorded["runs"][name]
     table = replay(policy_from_config(name, recorded["config"]), *recorded_rows(run), seed=run["summary"]["seed"])
     assert len(table) == run["summary"]["action_count"]
@@ -77,7 +77,7 @@ def test_replay_passes_through_the_recorded_states(recorded, name):
     layers, windows = recorded_rows(run)
     *states, last = trajectory(policy_from_config(name, recorded["config"]), layers, windows)
     assert [list(state.epsilon) for state in states] == layers.groupby("window").epsilon_1.apply(list).tolist()
-    # Recorded with this step's protected layers, before its actions.
+    # The record counts the protected layers of a step before its actions.
     counts = [state.protected_layer_steps for state in (*states[1:], last)]
     assert counts == [int(step["protected_layer_steps_cum"]) for step in run["steps"]]
     assert last.step == len(run["steps"])
@@ -102,7 +102,7 @@ def test_unknown_variants_of_the_release_are_refused(recorded, key, value):
 
 @dataclass(frozen=True)
 class Course:
-    """The statistics of a run, each (steps, layers); rho_LN answers to epsilon, the rest does not."""
+    """The statistics of a run, each (steps, layers). Only rho_LN depends on epsilon."""
 
     risk: np.ndarray
     dominance: np.ndarray
@@ -141,7 +141,7 @@ def course(seed: int, steps: int, layers: int, coarse: bool = False) -> Course:
 
 
 def states(policy: Policy, run: Course, seed: int = 0):
-    """The controller in closed loop: each step's state, rows, signal and actions."""
+    """The state, rows, signal and actions of each step of a controller in closed loop."""
     steps, layers = run.risk.shape
     state = policy.start(layers, seed)
     for step in range(steps):
@@ -352,7 +352,7 @@ def test_an_action_is_in_force_from_the_next_step_on(name, data, seed, steps, la
 @given(data=st.data(), **shape)
 @closed_loop
 def test_decisions_do_not_depend_on_later_steps(name, data, seed, steps, layers):
-    """Causality: two runs that are the same up to a step have the same actions up to there."""
+    """Causality: two runs that are equal up to a step have equal actions up to that step."""
     cut = data.draw(st.integers(1, steps))
     policy, run = get_policy(name, **data.draw(parameters[name])), course(seed, steps, layers)
     other = Course(**{f.name: getattr(run, f.name).copy() for f in fields(run)})
@@ -471,7 +471,7 @@ def test_gates_by_hand():
 
 
 def test_the_budget_goes_to_selected_layers_that_do_not_change():
-    """B counts selected layers, as the algorithm has it, not actions."""
+    """B counts selected layers, as in the algorithm, not actions."""
     policy = get_policy("bgss_printed", **REQUIRED["bgss_printed"], budget=1)
     rows = rows_of(risk=[3.0, 2.0], layernorm_ratio=[0.4, 0.8])
     assert policy.decide(policy.start(2), rows, 1.0) == ()
@@ -556,7 +556,7 @@ def test_the_updated_ratio_meets_its_target_where_that_is_feasible(ratio, target
 def test_an_action_lowers_the_frozen_score_by_the_reduction_formula(
     variance, remainder, attention, input_norm, transport, final_norm
 ):
-    """Eq. (19) (`eq:bgss-reduction`): with everything else held fixed, G falls by M_LN's fall, transported."""
+    """Eq. (19) (`eq:bgss-reduction`): with everything else fixed, G falls by the transported fall of M_LN."""
 
     def layernorm(epsilon: float) -> float:
         return theory.frozen_magnitude(1.5, variance, epsilon, input_norm)

@@ -127,16 +127,15 @@ def implied_weight_norms(recorded, monitored):
 
 
 def unit_roundoff(format: str) -> float:
-    """The release's: its fp32 records are scaled by that of fp16 (protocol section 9)."""
+    """The release's unit roundoff. It scales its fp32 records by that of fp16 (protocol section 9)."""
     return 2.0**-11 if format == "fp32" else FORMATS[format].unit_roundoff
 
 
 def tolerance(format: str, execution: str, length: int, reference_model_path, recorded, reference_windows) -> float:
-    """1e-3 where this machine's kernels give the hidden states that were recorded, else 2 %.
+    """1e-3 if this machine's kernels give the recorded hidden states, else 2 %.
 
-    In fp32 they always do. In 16 bits a sum in another order (another CPU, another number of threads)
-    may round to another value, and the statistics of such a pass differ by up to 1 %. Which it is, the
-    library's own forward pass says.
+    In fp32 they do. In 16 bits another CPU or number of threads sums in another order and may round to another value.
+    The statistics then differ by up to 1 %. The library's own forward pass tells which case this machine is.
     """
     if format == "fp32":
         return TIGHT
@@ -202,17 +201,17 @@ def test_mismatch_is_the_releases(format, execution, length, monitored, recorded
     measured = monitored(format, execution, length).windows.mismatch
     known = pd.Series([row["final_mismatch"] for row in recorded(format, length)])
     if tolerances(format, execution, length) == TIGHT:
-        # fp32's is the distance between two orders of summation, no more than rounding noise itself.
+        # The fp32 mismatch is the distance between two orders of summation, so it is rounding noise itself.
         assert measured.tolist() == [close(0.5 if format == "fp32" else TIGHT, value) for value in known]
     else:
-        # One window's mismatch scatters by 2 to 3 % between equally good roundings (measured), the mean of
-        # four or six by half of that: three times that.
+        # Between equally good roundings one window's mismatch scatters by 2 to 3 % (measured), the mean of four or
+        # six windows by half of that. The tolerance is about three times the latter.
         assert measured.mean() == close(0.05, known.mean())
 
 
 @pytest.mark.parametrize("field", ["attention_term", "score_norm", "input_1_norm"])
 def test_parity_would_notice(field, monitored, recorded):
-    """The comparison is not between numbers that are all alike: another window's values differ by more."""
+    """The values of another window differ by more than the tolerance, so the comparison can fail."""
     layers, _ = score(*[getattr(monitored("fp32", "native", 64), part) for part in ("layers", "windows")], 2.0**-11)
     one, other = (layers[layers.window == window][field].to_numpy() for window in (0, 1))
     assert (abs(one / other - 1) > TIGHT).all()
@@ -222,7 +221,7 @@ def test_parity_would_notice(field, monitored, recorded):
 def test_weight_norms_are_exact_and_the_releases_are_below(
     length, reference_model, monitored, recorded, implied_weight_norms
 ):
-    """The release ends its power iterations early: up to 2.7 % below the norm here."""
+    """The release stops its power iterations early. Its norms are up to 2.7 % below the exact ones here."""
     layers, theirs = monitored("fp32", "native", length).layers, implied_weight_norms("fp32")
     for index, block in enumerate(blocks(reference_model)):
         weights = {
@@ -255,7 +254,7 @@ def two_power_steps(p: torch.Tensor) -> torch.Tensor:
 
 
 def oracle(model: nn.Module, tokens: torch.Tensor) -> list[dict[str, float]]:
-    """Protocol section 3 for one window (T,), as written there, from the library's eager attention in fp64."""
+    """The statistics of protocol section 3 for one window (T,), from the library's eager attention in fp64."""
     base = model.base_model.double()
     base.set_attn_implementation("eager")
     seen: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -325,7 +324,7 @@ def test_statistics_agree_with_their_definitions(length, epsilon, tiny_gpt2):
 
 
 def test_statistics_cover_every_column(tiny_gpt2, tiny_tokens):
-    """Nothing is measured that the oracle or the constants below do not know."""
+    """Every measured column is one of the oracle's or one of the constants below."""
     constants = {"window", "layer", "head_width", "d_model", "score_scaling", "activation_lipschitz"}
     weights = {name + "_weight_norm" for name in ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")}
     layers = Monitor(lower(tiny_gpt2, "fp32"))(tiny_tokens).layers
@@ -335,7 +334,7 @@ def test_statistics_cover_every_column(tiny_gpt2, tiny_tokens):
 
 @pytest.mark.parametrize("reading", ["release", "paper"])
 def test_score_by_definition(reading, tiny_gpt2, tiny_tokens):
-    """The signals from the raw statistics, window by window, as protocol section 3 writes them."""
+    """The signals computed from the raw statistics with the formulas of protocol section 3, window by window."""
     observation, u = Monitor(lower(tiny_gpt2, "bf16"))(tiny_tokens), 2.0**-8
     layers, windows = score(observation.layers, observation.windows, u, Estimator(reading))
     for (_, window), (_, rows) in zip(windows.iterrows(), layers.groupby("window")):
@@ -388,7 +387,7 @@ def test_window_rows(tiny_gpt2, tiny_tokens):
     with low.running():
         hidden = low.model.base_model(tiny_tokens).last_hidden_state.float()
     for row, window, want, got in zip(seen.windows.itertuples(), tiny_tokens, reference, hidden):
-        # Attention in blocks sums in another order than the library's, and now and then rounds otherwise.
+        # Attention in blocks sums in another order than the library's, so some roundings differ.
         assert row.mismatch == close(0.05, ((got - want).norm() / want.norm()).item())
         assert row.final_norm == close(1e-2, got.norm().item())
         assert row.loss == close(1e-2, tiny_gpt2(window[None], labels=window[None]).loss.item())
@@ -487,7 +486,7 @@ def test_nothing_is_left_on_the_model(tiny_gpt2, tiny_tokens):
 
 
 class NoSynchronisation(TorchDispatchMode):
-    """Once armed, fails on kernels whose result the host must wait for, and counts the others."""
+    """Once armed, fails on kernels that make the host wait for their result. Counts the other kernels."""
 
     FORBIDDEN = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
 
@@ -505,8 +504,10 @@ class NoSynchronisation(TorchDispatchMode):
 
 @pytest.mark.parametrize(("format", "execution"), RUNS)
 def test_the_pass_does_not_wait_for_the_device(format, execution, tiny_gpt2, tiny_tokens, monkeypatch):
-    """From the first block (before it, the library itself asks about packed sequences) to the last
-    statistic; the one transfer follows, in ``_collect``."""
+    """Between the first block and the last statistic nothing waits. The one transfer follows in ``_collect``.
+
+    Before the first block the library itself asks about packed sequences.
+    """
     monitor = Monitor(lower(tiny_gpt2, format, execution))
     reference = tiny_gpt2.base_model(tiny_tokens).last_hidden_state
     watch, collect, collected = NoSynchronisation(), monitor._collect, []
@@ -522,7 +523,7 @@ def test_the_pass_does_not_wait_for_the_device(format, execution, tiny_gpt2, tin
 
 
 class ListIndices(TorchFunctionMode):
-    """Counts indexing by Python lists, each of which is copied to the device and waited for there."""
+    """Counts indexing by Python lists. Each list is copied to the device, and the host waits for the copy."""
 
     count = 0
 
@@ -588,7 +589,7 @@ def test_grad_mode_changes_nothing(context, power_iteration, tiny_gpt2, tiny_tok
 
 
 def test_a_pass_in_inference_mode_does_not_spoil_later_ones(tiny_gpt2):
-    """Masks that are kept from pass to pass must not be inference tensors, which gradients refuse."""
+    """Masks are kept from pass to pass. They must not be inference tensors, which autograd refuses."""
     model = copy.deepcopy(tiny_gpt2).requires_grad_(True)
     set_attention(model, OBSERVED_EAGER)
     tokens = torch.randint(101, (1, 37))  # a length that no other test uses
@@ -603,7 +604,7 @@ def test_a_pass_in_inference_mode_does_not_spoil_later_ones(tiny_gpt2):
 
 @pytest.fixture
 def mixed() -> Qwen3ForCausalLM:
-    """Block 0 has neither norms of queries and keys nor a gate, block 1 the norms alone, block 2 both."""
+    """Block 0 has neither norms of queries and keys nor a gate. Block 1 has the norms only. Block 2 has both."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -686,7 +687,7 @@ def test_other_architectures_are_refused():
 @pytest.mark.parametrize("execution", ["native", "emulated"])
 @pytest.mark.parametrize("site", ["attn.c_attn", "mlp.c_fc", "mlp.c_proj"])
 def test_an_overflow_is_flagged_never_zeroed(execution, site, tiny_gpt2, tiny_tokens):
-    """One window whose last token overflows fp16 in block 1: scaled until |W x| passes 65504."""
+    """A weight of block 1 is scaled until |W x| is above 65504, the largest fp16 number."""
     reference = tiny_gpt2.base_model(tiny_tokens).last_hidden_state
     weight = tiny_gpt2.get_submodule(f"transformer.h.1.{site}").weight
     while weight.abs().max() < 30000:
@@ -699,7 +700,7 @@ def test_an_overflow_is_flagged_never_zeroed(execution, site, tiny_gpt2, tiny_to
 
 
 def test_an_overflow_of_the_final_state_alone_is_no_safe_window(tiny_gpt2, tiny_tokens):
-    """Divided by an infinite norm, every risk would be 0."""
+    """An infinite norm of the final state would make every risk 0."""
     observation = Monitor(lower(tiny_gpt2, "fp16", "emulated"))(tiny_tokens)
     windows = observation.windows.assign(final_norm=[torch.inf, *observation.windows.final_norm[1:]])
     layers, scored = score(observation.layers, windows, 2.0**-11)
@@ -719,7 +720,7 @@ def test_no_nonfinite_statistic_makes_a_finite_score(estimator, tiny_gpt2, tiny_
 
 
 def test_an_overflow_in_one_window_leaves_the_others_alone(tiny_gpt2, tiny_tokens):
-    rare = 100  # a token made enormous, present in the first window only
+    rare = 100  # a token with an enormous embedding, in the first window only
     tokens = torch.where(tiny_tokens == rare, 0, tiny_tokens)
     want = Monitor(lower(tiny_gpt2, "fp16", "emulated"))(tokens, loss=True)
     tiny_gpt2.lm_head.weight = nn.Parameter(tiny_gpt2.lm_head.weight.clone())  # untied: the logits stay
@@ -745,7 +746,7 @@ def test_score_refuses_rows_that_do_not_belong_together(tiny_gpt2, tiny_tokens):
 
 
 def test_score_of_several_observations(tiny_gpt2, tiny_tokens):
-    """Observations put together with pandas.concat, whose index repeats, are scored as each by itself."""
+    """Observations joined by pandas.concat, which repeats the index, get the scores that each has alone."""
     monitor = Monitor(lower(tiny_gpt2, "fp32"))
     parts = [monitor(tiny_tokens[:2]), monitor(tiny_tokens[2:])]
     each = [score(part.layers, part.windows, 2.0**-8) for part in parts]

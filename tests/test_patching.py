@@ -26,7 +26,7 @@ def reference(model, tiny_tokens) -> torch.Tensor:
 
 
 def patched_alone(model, low: LowPrecision, tokens: torch.Tensor, layer: int | None) -> torch.Tensor:
-    """The definition (protocol section 5): one low-precision pass, block ``layer`` in fp32 outside of it."""
+    """The definition (protocol section 5): one low-precision pass with block ``layer`` in fp32."""
     base = low.model
     with observing_attention(base), low.running():
         hidden = base.wte(tokens) + base.wpe(torch.arange(tokens.shape[1]))
@@ -54,9 +54,9 @@ def effects_of(record, model, low, windows):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_effects_are_the_releases(precision, reference_model, reference_e3, reference_windows):
-    """Native kernels, on whatever CPU: within 3 % of the base mismatch (measured up to 0.4 % in bf16, 1.9 % in fp16).
+    """Native kernels agree within 3 % of the base mismatch on any CPU (measured: 0.4 % in bf16, 1.9 % in fp16).
 
-    The base mismatch is off by 0.01 % to 0.9 % where the CPU has other matrix instructions than the release's.
+    On a CPU with other matrix instructions than the release's, the base mismatch differs by 0.01 % to 0.9 %.
     """
     low = lower(reference_model, precision, "native")
     for record in (r for r in reference_e3 if r["precision"] == precision):
@@ -70,7 +70,7 @@ def test_effects_are_the_releases(precision, reference_model, reference_e3, refe
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_emulated_effects_are_the_releases(precision, reference_model, reference_e3, reference_windows):
-    """Other roundings, equally good: one effect is off by up to 5 % of the base mismatch, on average by 2 %."""
+    """Emulation rounds otherwise. A single effect differs by up to 5 % of the base mismatch, on average by 2 %."""
     low, off = lower(reference_model, precision, "emulated"), []
     for record in (r for r in reference_e3 if r["precision"] == precision):
         effects = effects_of(record, reference_model, low, reference_windows)
@@ -84,10 +84,10 @@ def test_emulated_effects_are_the_releases(precision, reference_model, reference
 @torch.no_grad()
 @pytest.mark.parametrize(("format", "execution"), RUNS)
 def test_stacked_passes_equal_single_ones(format, execution, model, tiny_tokens, reference):
-    """Bit for bit where measured, but kernels may sum differently for more rows, and each rounding is then another.
+    """They are equal bit for bit unless kernels sum in another order for more rows, which changes roundings.
 
-    On the embedded checkpoint (T = 256) emulated fp16 differs so in 5 % of the entries, the mismatch by
-    7e-4 of itself; bf16 does not differ.
+    On the embedded checkpoint (T = 256) 5 % of the entries differ in emulated fp16, and the mismatch by 7e-4 of
+    itself. In bf16 none differ.
     """
     low = lower(model, format, execution)
     stacked = Patching(model, low)(tiny_tokens)
@@ -144,7 +144,7 @@ def test_each_block_runs_once_over_what_has_entered(execution, model, tiny_token
 
 @torch.no_grad()
 def test_patched_hidden_states_lie_on_the_grid_before_the_next_block(model, tiny_tokens):
-    """fp8 is carried in bf16, so a plain cast would leave fp8's grid."""
+    """fp8 numbers are stored in bf16, so a plain cast to the stored dtype would leave fp8's grid."""
     low = lower(model, "fp8_e4m3")
     patching, inputs = Patching(model, low), []
     low.model.h[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
@@ -167,7 +167,7 @@ def test_realisations_are_reproducible_and_differ(model, tiny_tokens, reference)
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_e4m3"])
 def test_variants_that_differ_by_nothing_stay_equal_under_one_realisation(precision, model, tiny_tokens):
-    """They meet the same random bits in every kernel behind their block, of both windows."""
+    """All variants get the same random bits in every kernel after their block, for both windows."""
     realisation = lower(model, precision).stochastic(0)
     patching, outputs = Patching(model, realisation), {}
 

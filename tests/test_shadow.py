@@ -12,7 +12,7 @@ from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 
 
 def test_training_follows_the_release(reference_model, reference_training):
-    """32 steps of AdamW give the recorded gradients to 1e-5; the rounding of one pass differs by kernels."""
+    """32 steps of AdamW give the recorded gradients to 1e-5. The mismatch of one pass depends on the kernels."""
     config, windows = reference_training["config"], torch.tensor(reference_training["windows"])
     training = ShadowTraining(
         reference_model, "fp16", weight_decay=config["weight_decay"], clip=config["gradient_clip_norm"]
@@ -37,7 +37,7 @@ def training(tiny_gpt2) -> ShadowTraining:
 
 
 def test_the_mismatch_is_that_of_rounding_alone(training, tiny_tokens):
-    """Master and shadow have the same weights and epsilons; an epsilon of 1 changes both."""
+    """Master and shadow have the same weights and epsilons. An epsilon of 1 changes both."""
     tokens = tiny_tokens[:1]
     training.set_epsilons((1.0, 1e-5, 0.1))
     training.train_step(tokens, 1e-3)
@@ -47,7 +47,7 @@ def test_the_mismatch_is_that_of_rounding_alone(training, tiny_tokens):
         reference = training.master.base_model(tokens).last_hidden_state
         with fresh.running():
             hidden = fresh.model.base_model(tokens).last_hidden_state
-    # The shadow's attention works in blocks of rows, the library's own does not.
+    # The shadow's attention works in blocks of rows, the library's does not.
     assert windows.mismatch.item() == pytest.approx(mismatch(hidden, reference).item(), rel=0.2)
     assert layers.epsilon_1.tolist() == layers.epsilon_2.tolist() == [1.0, 1e-5, 0.1]
     for ours, masters in zip(training.low.model.parameters(), training.master.parameters()):
@@ -91,7 +91,7 @@ def test_a_step_is_the_librarys_own(training, tiny_gpt2, tiny_tokens):
     assert loss == pytest.approx(want.item(), rel=1e-6)
     assert norm == pytest.approx(clipped.item(), rel=1e-5)
     for ours, theirs in zip(training.master.parameters(), tiny_gpt2.parameters()):
-        if ours.ndim == 2:  # the keys' biases have no gradient but rounding, which Adam makes a step of
+        if ours.ndim == 2:  # the gradient of the keys' biases is rounding alone, and Adam makes a full step of it
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -93,7 +93,7 @@ def test_ratios_of_norms_see_no_direction(tiny_gpt2, tokens):
 
 
 def test_a_branch_that_does_nothing_transports_nothing(tiny_gpt2, tokens):
-    """Both output projections zero, as some initialisations have them."""
+    """Both output projections are zero, as in some initialisations."""
     for block in blocks(tiny_gpt2):
         for out in (block.attention_out, block.mlp_out):
             out.weight.zero_()
@@ -101,7 +101,7 @@ def test_a_branch_that_does_nothing_transports_nothing(tiny_gpt2, tokens):
 
 
 def test_power_iteration_under_emulation_is_of_the_exact_function(tiny_gpt2, tokens):
-    """Near the fp32 model's: weights and inputs are rounded, the products with the Jacobian are not."""
+    """The norm is near the fp32 model's: weights and inputs are rounded, products with the Jacobian are not."""
     exact, rounded = (
         Monitor(lower(tiny_gpt2, format, "emulated"), power_iteration=True)(tokens).layers.branch_jacobian_norm
         for format in ("fp32", "bf16")
@@ -141,7 +141,7 @@ def test_operator_norm_transport_by_hand():
 
 
 def test_operator_norm_transport_of_other_blocks_by_hand():
-    """The row above with norms of queries and keys, a gated MLP, and in parallel."""
+    """The row above with norms of queries and keys and a gated MLP, in sequence and in parallel."""
     # Scores 0.5 * 0.5 * 4 (3 * 1 * 2 + 2 * 2 * 0.5) = 8; attention 0.1 * (8 + 10) = 1.8; the gated product
     # changes by at most sqrt((1 * 3)^2 + 4^2) = 5: MLP 0.5 * 5 * 2 = 5.
     layers = row(
@@ -158,7 +158,7 @@ def test_operator_norm_transport_of_other_blocks_by_hand():
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.ReLU()])
 def test_gated_products_change_by_at_most_their_bound(activation):
-    """||J|| of act(a) b is at most sqrt(L^2 max|b|^2 + max|act(a)|^2), nearly attained."""
+    """||J|| of act(a) b is at most sqrt(L^2 max|b|^2 + max|act(a)|^2), and comes near that bound."""
     generator, lipschitz, shares = torch.Generator().manual_seed(0), activation_lipschitz(activation), []
     for _ in range(200):
         a, b = 4 * torch.randn(2, 4, generator=generator, dtype=torch.float64)

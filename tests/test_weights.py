@@ -24,7 +24,7 @@ def test_activation_lipschitz(activation, slope):
 
 
 def test_weight_statistics(tiny_gpt2):
-    """Against SVDs in fp64, with query, key and value cut out of c_attn by hand."""
+    """The norms agree with SVDs in fp64, with query, key and value cut out of c_attn by hand."""
     block = blocks(tiny_gpt2)[1]
     measured = {name: values[1] for name, values in WeightStatistics(blocks(tiny_gpt2)).measure().items()}
     joint = block.attention.c_attn.weight.double()  # (32, 96)
@@ -52,7 +52,7 @@ def drifting(model, rate: float, seed: int) -> None:
 
 @pytest.mark.parametrize(("rate", "tolerance"), [(0.0, 1e-6), (6e-4, 1e-5), (6e-3, 1e-3)])
 def test_followed_norms_stay_with_the_exact_ones(tiny_gpt2, rate, tolerance):
-    """Weights of about 0.16: the fastest movement is a step of 4 %."""
+    """The weights are about 0.16, so the largest rate moves them by 4 % a step."""
     followed = WeightStatistics(blocks(tiny_gpt2))
     for step in range(20):
         current, exact = followed.follow(), WeightStatistics(blocks(tiny_gpt2)).measure()

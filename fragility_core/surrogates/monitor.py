@@ -181,8 +181,8 @@ class Monitor:
     def __init__(self, low: LowPrecision, power_iteration: bool = False):
         """``power_iteration`` also measures ||J_f||_2 of every block (Appendix A.7 (`app:estimation`), option i).
 
-        Raises TypeError for an architecture whose blocks are not known, and ValueError for a format with another
-        format for the linear layers.
+        Raises TypeError for an architecture whose blocks are not known, and ValueError for a format that rounds linear
+        layers to another format.
         """
         if low.format.operands is not None:
             raise ValueError(

@@ -43,8 +43,8 @@ def operator_norm_transport(layers: pd.DataFrame) -> pd.Series:
     Rotations of queries and keys change no norm; norms of queries and keys multiply by their gain. Gated MLP: the
     product act(gate) up changes by at most sqrt(L^2 max|up|^2 + max|act(gate)|^2) times the change of (gate, up).
 
-    Weight norms of ``Monitor.follow`` lie slightly below the exact ones, and so may this value: then it is an
-    estimate and no upper bound.
+    Two inputs may lie below the exact norms: ||V||_2, an estimate (by at most 0.4 %), and the weight norms after
+    ``Monitor.follow``, which are Ritz values. With the latter this is an estimate and no upper bound.
     """
     norm_1 = layers.gamma_1_max / (layers.variance_1_min + layers.epsilon_1) ** 0.5
     norm_2 = layers.gamma_2_max / (layers.variance_2_min + layers.epsilon_2) ** 0.5
@@ -84,7 +84,8 @@ def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int
 
     ``args`` and ``kwargs`` are those of the observed call; the block input (B, T, d_model) comes first. The rounded
     weights compute in fp32 here: the Jacobian is that of the model, not of its rounding. But for fp32 rounding, the
-    estimate is never above the exact norm.
+    estimate is never above the exact norm. The block's attention needs forward derivatives. The observed one has them,
+    torch's fused CPU kernel has not.
     """
     args, kwargs = tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
     x = args[0].float()
