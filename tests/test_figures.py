@@ -48,9 +48,9 @@ def test_importing_and_drawing_leave_the_settings_of_matplotlib_alone(runs):
 
 def test_explorers_draw_in_the_style_of_the_figures():
     def draw(x):
-        return figures.detached()[0], str(matplotlib.rcParams["axes.edgecolor"])
+        return figures.panels(), str(matplotlib.rcParams["axes.edgecolor"])
 
-    assert Explorer(draw, x=slider("x", 0, 1, 1, 0)).current()[1] == figures.STYLE["axes.edgecolor"]
+    assert Explorer(draw, x=slider("x", 0, 1, 1, 0)).drawn()[1] == figures.STYLE["axes.edgecolor"]
 
 
 @pytest.mark.parametrize("sweep", ["attention", "layernorm", "residual"])

@@ -20,20 +20,29 @@ formats = st.sampled_from(floating_point.LOW)
 without_deadline = settings(deadline=None, max_examples=30)
 
 
-def all_numbers(name: str) -> np.ndarray:
-    """Every positive finite number of a format, ascending, from its bit patterns."""
-    storage = get_format(name).storage
-    bits = torch.arange(2 ** (8 * storage.itemsize - 1)).to({1: torch.int8, 2: torch.int16}[storage.itemsize])
-    values = bits.view(storage).double()
-    return values[values.isfinite() & (values > 0)].numpy()
+def positive_numbers(name: str) -> np.ndarray:
+    """Every positive finite number of a format, ascending."""
+    return floating_point.all_numbers(name)[floating_point.all_numbers(name) > 0]
 
 
 # --- 1: floating point and softmax --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", floating_point.LOW)
+def test_all_numbers_of_a_format(name):
+    """From its definition: significands of t bits times powers of two, and the subnormal numbers."""
+    format = get_format(name)
+    t, lowest = round(-math.log2(format.unit_roundoff)), round(math.log2(format.smallest_normal))
+    scales = 2.0 ** np.arange(lowest, math.floor(math.log2(format.largest)) + 1)
+    normal = np.multiply.outer(scales, 1 + np.arange(2 ** (t - 1)) / 2 ** (t - 1)).ravel()
+    subnormal = np.arange(2 ** (t - 1)) / 2 ** (t - 1) * format.smallest_normal
+    expected = np.concatenate([subnormal, normal[normal <= format.largest]])
+    np.testing.assert_array_equal(floating_point.all_numbers(name), np.unique([-expected, expected]))
+
+
+@pytest.mark.parametrize("name", floating_point.LOW)
 def test_spacing_is_that_of_all_numbers(name):
-    numbers = all_numbers(name)
+    numbers = positive_numbers(name)
     expected = np.diff(numbers)
     found = [floating_point.spacing(x, get_format(name)) for x in numbers[:-1]]
     np.testing.assert_array_equal(found, expected)
@@ -44,7 +53,7 @@ def test_spacing_is_that_of_all_numbers(name):
 @given(position=st.floats(0.01, 0.99))
 @without_deadline
 def test_nearest_number_is_taken(name, position):
-    numbers = all_numbers(name)
+    numbers = positive_numbers(name)
     x = float(np.float32(np.exp(position * np.log(numbers[-1]) + (1 - position) * np.log(numbers[0]))))
     nearest = np.abs(numbers - x).min()
     assert floating_point.relative_errors(np.array([x]), get_format(name)) == nearest / x
@@ -89,11 +98,25 @@ def test_first_order_bound_holds_in_fine_formats_and_fails_in_coarse_ones():
 
 @pytest.mark.parametrize(("x", "format", "nearest"), [(1.23, "fp8_e4m3", "1.25"), (3.9, "fp8_e5m2", "4")])
 def test_readout_of_neighbours(x, format, nearest):
-    line, readout = floating_point.neighbours(x, format)
+    (line, _), readout = floating_point.neighbours(x, format)
     assert readout.startswith(f"{format}: {x} is rounded to {nearest}, ")
     grid = line.lines[0].get_xdata()
-    assert set(grid) <= set(all_numbers(format))
     assert grid[0] < x < grid[-1]
+
+
+@given(x=st.floats(0.3, 3.9), format=formats)
+@without_deadline
+def test_the_grid_has_every_number_of_its_window(x, format):
+    (line, _), _ = floating_point.neighbours(x, format)
+    grid, numbers = line.lines[0].get_xdata(), floating_point.all_numbers(format)
+    np.testing.assert_array_equal(grid, numbers[(numbers >= grid[0]) & (numbers <= grid[-1])])
+    assert np.abs(grid - x).min() == np.abs(numbers - x).min() and len(grid) >= 7
+
+
+def test_the_grid_changes_its_spacing_at_one():
+    (line, _), _ = floating_point.neighbours(1.23, "fp8_e4m3")
+    expected = [0.75, 0.8125, 0.875, 0.9375, 1, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75]
+    assert line.lines[0].get_xdata().tolist() == expected
 
 
 def test_triangle_is_one_half_at_the_middle_of_a_side():

@@ -140,8 +140,7 @@ def test_the_old_epsilon_changes_nothing(observed):
 
 
 def test_frozen_shows_every_block_and_marks_the_chosen():
-    axes, readout = controller.frozen(block=3, exponent=-2.0)
-    bars = axes.get_figure().axes[1]
+    (_, bars), readout = controller.frozen(block=3, exponent=-2.0)
     rows = controller.first_step()
     expected = controller.raised(rows, 1e-2).reduction / rows.risk
     np.testing.assert_allclose([bar.get_height() for bar in bars.patches], expected)
@@ -165,8 +164,8 @@ updates = st.fixed_dictionaries(
 @given(values=updates)
 @settings(deadline=None, max_examples=10)
 def test_update_shows_the_guarantee_kept(values):
-    axes, readout = controller.update(**values)
-    before, guarantee, after = (line.get_ydata() for line in axes.get_figure().axes[1].lines[:3])
+    (axes, ratios), readout = controller.update(**values)
+    before, guarantee, after = (line.get_ydata() for line in ratios.lines[:3])
     assert (after <= guarantee * (1 + 1e-12)).all() and (after <= before).all()
     epsilon = axes.lines[0].get_ydata()
     assert (np.diff(epsilon) >= 0).all() and epsilon.min() >= 1e-5
@@ -201,7 +200,7 @@ def test_stop_is_the_first_gate_in_the_way():
 
 def test_playground_shows_every_stop_and_every_action():
     values = START | {"precision": 28, "risk": 2.0, "dominance": -3.0}
-    axes, readout = controller.playground(**values)
+    (axes, _), readout = controller.playground(**values)
     policy = PrintedBGSS(risk_threshold=100.0, dominance_threshold=1e-3, target_ratio=0.5)
     stop = np.stack([inspection.stop for inspection in controller.inspections(policy, "steady", 28)], 1)
     shades = np.array(list(controller.STOPS.values()))
@@ -211,9 +210,8 @@ def test_playground_shows_every_stop_and_every_action():
     assert f"raised: {(stop == 6).sum()}." in readout and (stop == 6).any()
 
 
-def test_the_table_shows_one_look():
-    axes, _ = controller.playground(**START | {"step": 8})
-    table = axes.get_figure().axes[1]
+def test_the_table_shows_one_inspection():
+    (_, table), _ = controller.playground(**START | {"step": 8})
     rows = controller.recorded("steady")
     rows = rows[rows.step == 7]
     shown = [text.get_text() for text in table.texts]

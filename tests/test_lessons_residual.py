@@ -146,6 +146,16 @@ def test_what_the_estimators_say_and_what_happens():
     assert factors.rounding.between(1, 3.5).all()
 
 
+def test_branches_change_while_their_jacobians_vanish_along_the_input():
+    """The released transport takes ||branch(x)|| / ||x|| for a gain; LayerNorm makes J x vanish up to epsilon."""
+    table, observed = embedded.along_input(), embedded.observed()
+    np.testing.assert_allclose(table.attention, observed.attention_norm / observed.input_1_norm, rtol=1e-4)
+    np.testing.assert_allclose(table.mlp, observed.mlp_norm / observed.input_2_norm, rtol=1e-4)
+    assert (table[["attention", "mlp"]] > 0.05).all(axis=None)
+    assert (table.loc[1:, ["J attention", "J mlp"]] < 1e-5).all(axis=None)
+    assert (table["J attention"] < 1e-3 * table.attention).all() and (table["J mlp"] < 1e-2 * table.mlp).all()
+
+
 def test_readout_of_the_checkpoint():
     table = residual_depth.factors()
     _, readout = residual_depth.checkpoint(3, "power_iteration")

@@ -135,7 +135,7 @@ def test_raised_epsilons_has_every_block_and_epsilon():
 
 
 def test_text_shows_every_token_and_names_the_worst():
-    axes, readout = window.text(block=11, format="bf16")
+    (axes,), readout = window.text(block=11, format="bf16")
     drift = window.passed("bf16").token_drift
     assert len(axes.texts) == embedded.LENGTH
     np.testing.assert_allclose(axes.collections[0].get_array().ravel(), np.log10(drift[11]))
@@ -144,16 +144,16 @@ def test_text_shows_every_token_and_names_the_worst():
 
 
 def test_profile_shows_terms_measurement_and_prediction():
-    axes, _ = window.profile(block=2, format="fp16")
+    (axes, drift), _ = window.profile(block=2, format="fp16")
     seen = window.passed("fp16")
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), seen.layers.attention_term)
-    predicted, measured = axes.get_figure().axes[1].lines[:2]
+    predicted, measured = drift.lines[:2]
     np.testing.assert_array_equal(predicted.get_ydata(), seen.predicted_drift)
     np.testing.assert_array_equal(measured.get_ydata(), seen.drift)
 
 
 def test_epsilon_shows_the_frozen_and_the_measured():
-    axes, readout = window.epsilon(block=0, exponent=-2, format="bf16")
+    (axes, _), readout = window.epsilon(block=0, exponent=-2, format="bf16")
     frozen, measured = (line.get_ydata() for line in axes.lines[:2])
     assert frozen[0] == measured[0] == 1 and (np.diff(frozen) < 0).all()
     change = window.raised_epsilons().loc[(0, 1e-2), "change"]

@@ -11,7 +11,6 @@ from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.paths import NOTEBOOKS, PROJECT
 from fragility_lab.running.execute import notebook_names, notebook_path
-from fragility_lab.running.lab import START, options
 
 ALL = notebook_names()
 
@@ -91,9 +90,9 @@ def links(name: str) -> set[str]:
 
 
 def test_start_page_lists_every_notebook():
-    assert f"--LabApp.default_url=/lab/tree/{START}" in options()
+    assert '"/lab/tree/notebooks/start.ipynb"' in (PROJECT / "jupyter_server_config.py").read_text()
     listed = {target for target in links("start") if target.endswith(".ipynb")}
-    assert listed == {f"{name}.ipynb" for name in ALL if f"{name}.ipynb" != START}
+    assert listed == {f"{name}.ipynb" for name in ALL if name != "start"}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,7 +1,10 @@
 """Explorers redraw and never hide an error; exercises judge; the notebooks use both within the time allowed."""
 
 import ast
+import base64
+import html
 import math
+import re
 import time
 from functools import cache
 
@@ -13,7 +16,7 @@ matplotlib.use("Agg")
 
 from ipywidgets import Dropdown, FloatSlider, IntSlider, ToggleButtons
 
-from fragility_lab.lessons.widgets import Exercise, Explorer, buttons, choice, slider
+from fragility_lab.lessons.widgets import Exercise, Explorer, buttons, choice, numbers, slider
 from fragility_lab.reporting import figures
 from fragility_lab.running.execute import notebook_names, notebook_path
 
@@ -24,9 +27,11 @@ def line(slope: float, colour: str):
     """A draw function that fails for a negative slope."""
     if slope < 0:
         raise ValueError("a slope <is> not negative")
-    (axes,) = figures.detached()
-    axes.plot([0, 1], [0, slope], color=colour)
-    return axes, f"slope {slope:g} & {colour}"
+    left, right = figures.panels()
+    left.plot([0, 1], [0, slope], color=colour)
+    left.set(xlabel="place", ylabel="height", title="a line")
+    right.text(0, 0, "a < b")
+    return [left, right], f"slope {slope:g} & {colour}"
 
 
 @pytest.fixture
@@ -60,9 +65,10 @@ def test_a_moved_control_redraws_picture_and_numbers(explorer):
     assert "slope 1 &amp; C1" in explorer.picture.value
 
 
-def test_the_picture_has_the_numbers_as_alternative_text(explorer):
-    assert 'alt="slope 1 &amp; C0"' in explorer.picture.value
-    assert '<p class="readout" aria-live="polite"' in explorer.picture.value
+def test_each_panel_says_in_words_what_it_shows(explorer):
+    for shown in (explorer.picture.value, explorer._repr_mimebundle_()["text/html"]):
+        assert re.findall(r'alt="([^"]*)"', shown) == ["a line: height over place", "a &lt; b"]
+        assert '<p class="readout" aria-live="polite">slope 1 &amp; C0</p>' in shown
 
 
 def test_an_error_takes_the_place_of_the_picture_and_is_raised(explorer):
@@ -84,10 +90,19 @@ def test_an_error_at_first_is_the_cells_own():
 
 def test_a_cell_shows_the_live_panel_and_commits_the_static_figure(explorer):
     bundle = explorer._repr_mimebundle_()
-    assert bundle.keys() == {LIVE, "image/png", "text/plain"}
+    assert bundle.keys() == {LIVE, "text/html", "text/plain"}
     assert bundle[LIVE]["model_id"] == explorer.panel.model_id
     assert bundle["text/plain"] == "slope 1 & C0"
-    assert bundle["image/png"].startswith("iVBORw0KGgo")  # PNG's signature
+    pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', bundle["text/html"])
+    assert len(pictures) == 2
+    assert all(b"</svg>" in base64.b64decode(picture) for picture in pictures)
+    assert bundle["text/html"] == explorer._repr_mimebundle_()["text/html"]  # the same bytes
+
+
+def test_a_panel_has_a_note_for_readers_whose_kernel_is_gone(explorer):
+    for panel in (explorer.panel, NUMBER.panel()):
+        assert "lost" in panel.children[-1]._dom_classes
+        assert "Run this cell again" in panel.children[-1].value
 
 
 def test_drawing_leaves_no_figure_open(explorer):
@@ -98,38 +113,61 @@ def test_drawing_leaves_no_figure_open(explorer):
 
 # --- Exercises ----------------------------------------------------------------------------------
 
-NUMBER = Exercise("What is 1/8?", 0.125, "One over eight.")
-CHOICE = Exercise("Which one?", "b", "It is b.", ("a", "b"))
+NUMBER = Exercise("What is 1/8?", 0.125, "Halve it <b>thrice</b>.", "One over eight.")
+CHOICE = Exercise("Which one?", "b", "Not the first.", "It is b.", ("a", "b"))
 
 
-@pytest.mark.parametrize("answer", ["0.125", " 1/8 ", "125e-3", "0,125", "0.1255"])
+@pytest.mark.parametrize("answer", ["0.125", " 1/8 ", "125e-3", "0,125", "0.1255", "12.5%", "12.5 %", "2⁻³", "2**-3"])
 def test_right_numbers(answer):
     assert NUMBER.is_right(answer)
     assert NUMBER.verdict(answer) == "Right."
 
 
+@pytest.mark.parametrize(
+    ("answer", "values"),
+    [
+        ("375,000", {375_000, 375}),  # a thousands separator or a decimal comma
+        ("1,234,567.5", {1_234_567.5}),
+        ("375 000", {375_000}),
+        ("375'000", {375_000}),
+        ("2/0.2", {10}),
+        ("1/2/2", {0.25}),
+        ("50%", {0.5}),
+        ("−0.5", {-0.5}),
+        ("1.6 × 10^-5", {1.6e-5}),
+        ("1.6·10⁻⁵", {1.6e-5}),
+        ("1.6E-5", {1.6e-5}),
+        ("10⁶", {1e6}),
+    ],
+)
+def test_ways_to_write_a_number(answer, values):
+    assert numbers(answer) == pytest.approx(values, rel=1e-15)
+
+
 @pytest.mark.parametrize("answer", ["0.13", "-0.125", "0", "8"])
 def test_wrong_numbers(answer):
     assert not NUMBER.is_right(answer)
-    assert NUMBER.verdict(answer) == "Not yet: try again, or show the answer."
+    assert NUMBER.verdict(answer) == "Not yet. Hint: Halve it <b>thrice</b>."
 
 
-@pytest.mark.parametrize("answer", ["an eighth", "1/0", "nan", "2**-3", "1e400"])
+@pytest.mark.parametrize("answer", ["an eighth", "1/0", "nan", "inf", "1e400", "10^400", "2^3^4", "1,00,0", "×", "<b>"])
 def test_what_is_no_number_is_named(answer):
-    assert NUMBER.verdict(answer) == f"An answer is a number such as 0.01, 1e-2 or 1/100, not {answer!r}."
+    told = f"An answer is a number such as 0.01, 1e-2, 1/100 or 1 %, not {answer!r}."
+    assert NUMBER.verdict(answer) == html.escape(told)
 
 
 def test_choices():
     assert CHOICE.is_right("b")
     assert not CHOICE.is_right("a")
     with pytest.raises(ValueError, match=r"one of the options \('a', 'b'\), got 'c'"):
-        Exercise("Which one?", "c", "None.", ("a", "b"))
+        Exercise("Which one?", "c", "Think.", "None.", ("a", "b"))
 
 
 @pytest.mark.parametrize(("exercise", "right"), [(NUMBER, "1/8"), (CHOICE, "b")])
 def test_check_button_tells_the_verdict(exercise, right):
     panel = exercise.panel()
-    field, button, verdict = panel.children[1].children
+    field, button = panel.children[1].children
+    verdict = panel.children[2]
     button.click()
     assert "Answer first." in verdict.value
     field.value = right
@@ -137,11 +175,30 @@ def test_check_button_tells_the_verdict(exercise, right):
     assert verdict.value == '<p role="status">Right.</p>'
 
 
+def test_a_verdict_goes_when_the_choice_changes():
+    panel = CHOICE.panel()
+    field, button = panel.children[1].children
+    field.value = "a"
+    button.click()
+    assert panel.children[2].value == '<p role="status">Not yet. Hint: Not the first.</p>'
+    field.value = "b"
+    assert panel.children[2].value == ""
+
+
+def test_another_number_is_judged_anew():
+    panel = NUMBER.panel()
+    field, _ = panel.children[1].children
+    for answer, told in (("1", "Not yet"), ("1/8", "Right")):
+        field.value = answer
+        assert told in panel.children[2].value
+
+
 def test_answer_is_folded_away_with_and_without_a_kernel():
     folded = "<details><summary>Show the answer</summary><p>It is b.</p></details>"
-    assert CHOICE.panel().children[2].value == folded
+    assert CHOICE.panel().children[3].value == folded
     static = CHOICE._repr_mimebundle_()
     assert static["text/html"] == f"<p>Which one?</p><ul><li>a</li><li>b</li></ul>{folded}"
+    assert "<ul>" not in NUMBER._repr_mimebundle_()["text/html"]
     assert static["text/plain"] == "Which one?"
     assert LIVE in static
 
@@ -211,3 +268,4 @@ def test_solutions_are_accepted_and_others_are_not(name):
         wrong = wrong or [repr(float(factor * exercise.solution)) for factor in (0.9, 1.1, -1.0)]
         assert exercise.is_right(str(exercise.solution))
         assert not any(map(exercise.is_right, wrong))
+        assert exercise.hint and str(exercise.solution) not in exercise.hint

@@ -1,5 +1,5 @@
-"""What the teaching notebooks compute and draw: one module for each notebook.
+"""What the teaching notebooks compute and draw, one module for each notebook and a few that they share.
 
-Functions that draw take the values of a notebook's controls and return the Axes and a line with the
-numbers to be read off (``widgets.Explorer``); the tables behind them are functions of their own.
+Drawing functions take the values of a notebook's controls. They return the Axes of the panels, and a line with the
+numbers to read off (``widgets.Explorer``). Functions of their own compute the tables behind the pictures.
 """

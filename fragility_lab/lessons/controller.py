@@ -1,6 +1,6 @@
-"""Notebook 5: what raising LayerNorm's epsilon does, and a recorded E5 run under controllers of it.
+"""Notebook 5: what raising LayerNorm's epsilon changes, and how controllers of epsilon act on a recorded E5 run.
 
-The statistics stay as recorded: neither LayerNorm's output nor anything after it answers to a raised epsilon.
+The statistics stay as recorded. Raising epsilon changes neither LayerNorm's output nor anything after it here.
 """
 
 import math
@@ -22,37 +22,40 @@ from fragility_lab.reporting.figures import Axes
 RUNS = {"steady": 6e-4, "spiking": 3e-2}  # names of the recorded runs, by their learning rate
 FP16 = get_format("fp16").unit_roundoff
 BASE, CAP = 1e-5, 1e-2  # epsilon before any action, and the largest that the controllers set
-INTERVAL = 8  # m: the printed algorithm inspects the model at every eighth step
+INTERVAL = 8  # m: the printed algorithm inspects the model every eighth step
 
 
 # --- Raising epsilon, everything else frozen ------------------------------------------------------
 
 
 def raised(rows: pd.DataFrame, epsilon) -> pd.DataFrame:
-    """Every row's M_LN before and with ``epsilon`` in its block, and the ``reduction`` of its G (Proposition 2 (`prop:bgss`))."""
+    """M_LN of every row ``before`` and ``after`` its epsilon becomes ``epsilon``, and the ``reduction`` of its G.
+
+    Proposition 2 (`prop:bgss`), with everything but epsilon frozen. ``epsilon`` is a number or one for each row.
+    """
     before, after = 0.0, 0.0
     for site in (1, 2):
         variance, term = rows[f"variance_{site}"], rows[f"layernorm_{site}_term"]
         scale = term / theory.layernorm_factor(variance, rows.epsilon_1)  # ||Diag(gamma)||_2 a ||x||
         before = before + term
         after = after + theory.frozen_magnitude(scale, variance, epsilon, 1.0)
-    transport = rows.risk / rows.magnitude  # with the norm of the output in it
+    transport = rows.risk / rows.magnitude  # divided by the norm of the output
     reduction = theory.frozen_risk_reduction(before, after, transport, 1.0)
     return pd.DataFrame({"before": before, "after": after, "reduction": reduction})
 
 
 def first_step() -> pd.DataFrame:
-    """The rows of the steady run's first step: the checkpoint before it has learned much else."""
+    """The rows of the first step of the steady run."""
     rows = recorded("steady")
     return rows[rows.step == 0]
 
 
-def frozen(block: int, exponent: float) -> tuple[Axes, str]:
-    """Left: M_LN of ``block`` over epsilon. Right: what epsilon = 10^``exponent`` in a block takes off its G."""
+def frozen(block: int, exponent: float) -> tuple[list[Axes], str]:
+    """Left: M_LN of ``block`` over epsilon. Right: by which share epsilon = 10^``exponent`` lowers G of each block."""
     rows, epsilon = first_step(), 10.0**exponent
     table = raised(rows, epsilon).assign(share=lambda t: t.reduction / rows.risk)
     own, here = rows.iloc[[block]], table.iloc[block]
-    curve, bars = figures.detached(2, height=3.6)
+    curve, bars = figures.panels(height=3.6)
 
     sweep = np.logspace(-5, 1, 61)
     repeated = own.loc[own.index.repeat(len(sweep))].reset_index(drop=True)
@@ -66,25 +69,27 @@ def frozen(block: int, exponent: float) -> tuple[Axes, str]:
     curve.set(ylim=(0, 1.12), xlabel="ε", ylabel="M_LN(ε) / M_LN(10⁻⁵)", title=f"LayerNorm magnitude of block {block}")
 
     bars.bar(rows.layer, table.share, color=["C3" if layer == block else "C0" for layer in rows.layer])
-    bars.plot(rows.layer, rows.dominance, "_", color="0.2", markersize=14, markeredgewidth=2, label="φ: all of M_LN")
+    bars.plot(
+        rows.layer, rows.dominance, "_", color="0.2", markersize=14, markeredgewidth=2, label="φ, the share of M_LN"
+    )
     figures.log_scale(bars, "y")
     bars.set(
         ylim=(1e-9, 50), xticks=range(0, 12, 2), xlabel="block", ylabel="share of its G",
-        title="what raising ε takes off",
+        title="by how much raising ε lowers G",
     )  # fmt: skip
     bars.legend(frameon=False, fontsize="small", loc="upper right")
-    return curve, (
+    return [curve, bars], (
         f"block {block}, ε from {BASE:g} to {epsilon:.2g}: M_LN falls by {1 - here.after / here.before:.2g}, "
         f"G by {here.share:.2g}, the predicted mismatch by {here.reduction / rows.risk.sum():.2g} (shares of 1); "
         f"σ² = {own.variance_1.item():.2g}, φ = {own.dominance.item():.2g}"
     )
 
 
-# --- How far to raise it ----------------------------------------------------------------------------
+# --- How far epsilon is raised ----------------------------------------------------------------------
 
 
-def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> tuple[Axes, str]:
-    """Left: epsilon after the printed update. Right: rho_LN before and after it. Over the variance sigma^2."""
+def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> tuple[list[Axes], str]:
+    """Over the variance: epsilon after the printed update (left), rho_LN before and after it (right)."""
     rows = first_step()
     width, unit, cap = int(rows.d_model.iloc[0]), 2.0**-precision, 10.0**cap_exponent
     variance = 10.0 ** np.append(np.linspace(-6, 3, 91), variance_exponent)  # the last is the chosen one
@@ -92,7 +97,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     epsilon = theory.epsilon_update(BASE, candidate)
     before, after = (theory.layernorm_ratio(variance, e, width, unit) for e in (BASE, epsilon))
     bound = theory.post_update_ratio_bound(variance, width, unit, target=target, epsilon_max=cap)
-    left, right = figures.detached(2, height=3.8)
+    left, right = figures.panels(height=3.8)
     left.plot(variance[:-1], epsilon[:-1], color="C0")
     left.plot(variance[-1], epsilon[-1], "o", color="C3", markersize=9)
     left.plot(rows.variance_1, np.full(len(rows), 2.2e-6), "|", color="0.2", markersize=12)
@@ -110,7 +115,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
         axes.set(xlim=(1e-6, 1e3), xlabel="σ²")
         axes.axvline(variance[-1], color="0.2", linestyle=":")
     gate, gives = ("open", "gives") if before[-1] < 1 else ("closed", "would give")
-    return left, (
+    return [left, right], (
         f"σ² = {variance[-1]:.2g}, u = 2^-{precision}: ρ_LN = {before[-1]:.3g} before, the gate ρ_LN < 1 is {gate}; "
         f"the update {gives} ε = {epsilon[-1]:.2g} and ρ_LN = {after[-1]:.3g}, guaranteed {bound[-1]:.3g}"
     )
@@ -119,7 +124,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
 # --- A recorded run under the controllers -----------------------------------------------------------
 
 GATES = ["risk", "dominance", "regime", "cooldown", "budget", "raised"]
-# What stops a block at each of the gates, and at none; the shade it has in pictures.
+# What stops a block at each gate, and "raised" if nothing does, with the colour that pictures give it.
 STOPS = {
     "G < τ_G": (0.93, 0.93, 0.93),
     "φ < τ_φ": (0.78, 0.78, 0.78),
@@ -133,9 +138,9 @@ PASSED, FAILED, UNDECIDED = (0.75, 0.87, 0.97), (0.98, 0.82, 0.7), (1.0, 1.0, 1.
 
 
 class Inspection(NamedTuple):
-    """One inspection by the printed algorithm: the state before it, what it sees, and the gates of every block.
+    """One inspection by the printed algorithm: the state before it, the rows of its step, the gates of every block.
 
-    ``stop`` is what stops each block first, in the algorithm's order, as its number in STOPS (layers,).
+    ``stop`` (layers,) is the first gate that each block fails, in the algorithm's order, as an index into STOPS.
     """
 
     state: State
@@ -145,19 +150,19 @@ class Inspection(NamedTuple):
 
 
 def with_ratio(rows: pd.DataFrame, precision: int) -> pd.DataFrame:
-    """``rows`` with rho_LN as its formula gives it for u = 2^-``precision``."""
-    variance = np.maximum(rows.variance_1, rows.variance_2)  # of the two sites' ratios the larger counts
+    """``rows`` with rho_LN for u = 2^-``precision``, the larger one of the two LayerNorms of a block."""
+    variance = np.maximum(rows.variance_1, rows.variance_2)
     return rows.assign(layernorm_ratio=theory.layernorm_ratio(variance, rows.epsilon_1, rows.d_model, 2.0**-precision))
 
 
 def recorded(run: str, precision: int = 11) -> pd.DataFrame:
-    """The rows of one of RUNS, as if its pass had had the unit roundoff 2^-``precision`` (11: fp16, as it had)."""
+    """The rows of one of RUNS as if it had run with the unit roundoff 2^-``precision`` (it ran in fp16: 11)."""
     return with_ratio(record.load(RUNS[run]), precision)
 
 
 @lru_cache(maxsize=8)
 def inspections(policy: PrintedBGSS, run: str, precision: int) -> list[Inspection]:
-    """The recorded run under ``policy``, which sees every step that is a multiple of INTERVAL."""
+    """The recorded run under ``policy``, which inspects the steps that are multiples of INTERVAL."""
     rows = recorded(run, precision)
     seen, state = [], policy.start(rows.layer.nunique())
     for _, step in rows[(rows.step + 1) % INTERVAL == 0].groupby("step"):
@@ -171,17 +176,17 @@ def inspections(policy: PrintedBGSS, run: str, precision: int) -> list[Inspectio
 
 @cache
 def released(run: str) -> pd.DataFrame:
-    """The actions of the released controller, which sees every step of the run, with the protocol's parameters."""
+    """The actions of the released controller, which inspects every step, with the parameters of the protocol."""
     rows = recorded(run)
     return replay(get_policy("bgss", base_epsilon=BASE, unit_roundoff=FP16), rows, rows[rows.layer == 0])
 
 
 def playground(
     step: int, precision: int, risk: float, dominance: float, target: float, budget: int, cooldown: int, run: str
-) -> tuple[Axes, str]:
+) -> tuple[list[Axes], str]:
     """Left: what stops each block at every inspection, and where the released controller acts. Right: one inspection.
 
-    ``risk`` and ``dominance`` are the powers of ten of the thresholds, ``cooldown`` counts inspections.
+    ``risk`` and ``dominance`` are the logarithms to base 10 of the thresholds. ``cooldown`` counts inspections.
     """
     policy = PrintedBGSS(
         risk_threshold=10**risk, dominance_threshold=10**dominance, target_ratio=target, budget=budget,
@@ -189,25 +194,25 @@ def playground(
     )  # fmt: skip
     seen, acted = inspections(policy, run, precision), released(run)
     stop = np.stack([inspection.stop for inspection in seen], axis=1)  # (layers, inspections)
-    course, now = figures.detached(2, width=10.4, height=4.2)
-    course.get_figure().subplots_adjust(left=0.06, right=0.99, bottom=0.15, wspace=0.06)
+    course, now = figures.panels(5.2, 5.2, height=4.2)
+    now.get_figure().subplots_adjust(left=0.02)
     _cells(course, np.array(list(STOPS.values()))[stop], INTERVAL)
     course.plot(acted.step + 1, acted.layer, "o", color="black", markersize=5)
     course.axvline(step - INTERVAL / 2, color="black", linestyle=":")
-    course.set(xlabel="step t", ylabel="block", title="first gate in the way (dots: released controller)")
+    course.set(xlabel="step t", ylabel="block", title="first failed gate (dots: released controller acts)")
     course.set_yticks(range(0, len(stop), 2))
     _table(now, seen[step // INTERVAL - 1], policy)
-    now.set_title(f"step {step}: pale blue passes, pale orange does not")
+    now.set_title(f"step {step}: pale blue passes, pale orange fails")
     counts = np.bincount(stop.ravel(), minlength=len(STOPS))
-    return course, (
-        f"{run} run, u = 2^-{precision}, of {stop.size} times that a block is looked at: "
+    return [course, now], (
+        f"{run} run, u = 2^-{precision}, {stop.size} inspections of a block: "
         + ", ".join(f"{name}: {count}" for name, count in zip(STOPS, counts))
         + f". The released controller acts {len(acted)} times."
     )
 
 
 def _cells(axes: Axes, shades: np.ndarray, width: float = 1) -> None:
-    """Coloured cells (rows, columns, 3), the first row on top, each ``width`` wide from 0 on."""
+    """Cells of the colours ``shades`` (rows, columns, 3), the first row on top, each ``width`` wide, from 0 on."""
     rows, columns, _ = shades.shape
     axes.grid(False)
     axes.pcolormesh(width * np.arange(columns + 1), np.arange(rows + 1) - 0.5, shades)
@@ -215,18 +220,18 @@ def _cells(axes: Axes, shades: np.ndarray, width: float = 1) -> None:
 
 
 def _table(axes: Axes, inspection: Inspection, policy: PrintedBGSS) -> None:
-    """The gates of one inspection, a row per block, named below in the colour of what they stop; then the epsilons."""
+    """The gates of one inspection, one row for each block, and the epsilons; below, names in the colours of STOPS."""
     gates, rows = inspection.gates, inspection.rows
     shades = [np.where(gates[name].to_numpy()[:, None], PASSED, FAILED) for name in GATES]
-    shades[4][~gates.eligible] = shades[5][~gates.selected] = UNDECIDED  # asked only of those that came so far
+    shades[4][~gates.eligible] = shades[5][~gates.selected] = UNDECIDED  # for blocks that failed an earlier gate
     shades.append(np.where(gates["raised"].to_numpy()[:, None], STOPS["raised"], UNDECIDED))
     _cells(axes, np.stack(shades, 1))
     until = {action.layer: action.cooldown_until for action in inspection.state.actions}
     for block, measured in enumerate(zip(rows.risk, rows.dominance, rows.layernorm_ratio)):
-        raised, rests = gates["raised"][block], until.get(block, 0) - inspection.state.step
+        raised, wait = gates["raised"][block], until.get(block, 0) - inspection.state.step
         epsilon = gates.target[block] if raised else inspection.state.epsilon[block]
         texts = dict(enumerate(f"{value:.2g}" for value in measured))
-        texts |= {3: f"{rests}"} if rests > 0 else {}
+        texts |= {3: f"{wait}"} if wait > 0 else {}
         texts |= {6: f"{epsilon:.2g}"} if epsilon > BASE else {}
         for column, text in texts.items():
             colour = "white" if raised and column == 6 else "0.15"
@@ -249,13 +254,15 @@ EXERCISES = (
     Exercise(
         "A block has σ² = 0.01, ε = 10⁻⁵ and d_model = 128, and runs in fp16 (u = 2⁻¹¹). What is its ρ_LN?",
         theory.layernorm_ratio(0.01, 1e-5, 128, FP16),
+        "ρ_LN = (σ² / ε) · d_model · u, and 128 · 2⁻¹¹ = 1/16.",
         "ρ_LN = (0.01 / 10⁻⁵) · 128 · 2⁻¹¹ = 1000 / 16 = 62.5. The gate ρ_LN &lt; 1 is closed.",
     ),
     Exercise(
         "When does raising ε lower M_LN noticeably?",
         "when ε comes near σ²",
-        "f(ε) = (ε + 2σ²) / (σ² + ε)^{3/2} is flat as long as ε is far below σ². What ε is compared with is σ², not "
-        "its old value: a factor of 1000 from 10⁻⁵ to the cap does nothing where σ² = 10.",
+        "In the first figure, compare block 0 with another block.",
+        "f(ε) = (ε + 2σ²) / (σ² + ε)^{3/2} is flat as long as ε is far below σ². So compare ε with σ², and not with "
+        "its old value: a factor of 1000 from 10⁻⁵ to the cap changes nothing if σ² = 10.",
         ("whenever ε doubles", "when ε comes near σ²", "when G is large", "when u is large"),
     ),
     Exercise(
@@ -265,21 +272,24 @@ EXERCISES = (
                 1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, target=0.5, epsilon_min=BASE, epsilon_max=CAP)
             )
         ),
-        "The candidate is σ² d_model u / ρ* = ρ_LN ε / ρ* = 0.8 · 10⁻⁵ / 0.5 = 1.6 · 10⁻⁵. As the gate wants "
+        "The candidate is σ² d_model u / ρ*. Express σ² d_model u by ρ_LN and ε.",
+        "The candidate is σ² d_model u / ρ* = ρ_LN ε / ρ* = 0.8 · 10⁻⁵ / 0.5 = 1.6 · 10⁻⁵. As the gate needs "
         "ρ_LN &lt; 1, one action raises ε by a factor below 1/ρ*.",
     ),
     Exercise(
         "In the playground, steady run, fp16: lower both thresholds as far as they go. What stops the blocks now?",
         "ρ_LN ≥ 1",
-        "Every G and every φ passes, and the regime gate stops them all: σ² would have to be below "
-        "ε / (d_model u) = 1.6 · 10⁻⁴, and the smallest of the run (of each block the larger of its two) is 0.005. "
+        "Which colour fills the left picture, and which gate below the right one has this colour?",
+        "Every G and every φ passes, and the regime gate stops all blocks. To pass, σ² would have to be below "
+        "ε / (d_model u) = 1.6 · 10⁻⁴. The smallest σ² of the run, taking the larger one of each block, is 0.005. "
         "(In the spiking run φ falls further, and its gate stops some blocks first.)",
         ("G < τ_G", "φ < τ_φ", "ρ_LN ≥ 1", "the budget"),
     ),
     Exercise(
-        "A block has ρ_LN = 96 000 in fp16. From which k on does it pass the regime gate, if u = 2⁻ᵏ?",
+        "A block has ρ_LN = 96,000 in fp16. Let u = 2⁻ᵏ. From which k on does the block pass the regime gate?",
         11 + math.ceil(math.log2(96_000)),
-        "ρ_LN is proportional to u, and 96 000 lies between 2¹⁶ and 2¹⁷: 17 bits more than fp16's 11, so k = 28. fp32 "
-        "has 24: the gate asks for a format in which there is nothing to repair.",
+        "ρ_LN is proportional to u, and fp16 has k = 11. How many times must 96,000 be halved?",
+        "96,000 lies between 2¹⁶ and 2¹⁷, so it takes 17 bits more than the 11 of fp16: k = 28. fp32 has only 24. The "
+        "gate asks for a format in which there is nothing left to repair.",
     ),
 )

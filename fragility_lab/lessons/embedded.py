@@ -1,4 +1,4 @@
-"""One window of the embedded checkpoint in fp32, observed once for every notebook that shows it."""
+"""One window of the embedded checkpoint in fp32, observed once for all notebooks that show it."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ BlockCall = tuple[nn.Module, tuple, dict]
 
 @cache
 def prepared() -> tuple[Monitor, Tensor]:
-    """The model under observation, in fp32, and the window (1, LENGTH)."""
+    """The monitored model in fp32, and the window's tokens (1, LENGTH)."""
     stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
     _, window = select_windows(stream, LENGTH, 1, seed=0)
     return Monitor(lower(load_model(EMBEDDED, "cpu"), "fp32"), power_iteration=True), window
@@ -39,7 +39,7 @@ def observed() -> pd.DataFrame:
 
 @cache
 def calls() -> list[BlockCall]:
-    """Every block with the arguments it is called with."""
+    """Every block and the arguments that the model calls it with."""
     monitor, window = prepared()
     seen: list[BlockCall] = []
 
@@ -55,14 +55,14 @@ def calls() -> list[BlockCall]:
 
 
 def sites() -> pd.DataFrame:
-    """The LayerNorm sites: layer, site (1 or 2) and the mean over the tokens of their variance."""
+    """Every LayerNorm: its layer, its site (1 or 2), and its variance, the mean over the tokens."""
     layers = observed()
     each = [layers[["layer"]].assign(site=site, variance=layers[f"variance_{site}"]) for site in (1, 2)]
     return pd.concat(each, ignore_index=True)
 
 
 def downstream(layer: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The map from what block ``layer`` puts out to what the last block does, and its argument (1, T, d_model)."""
+    """The map from the output of block ``layer`` to the output of the last block, and its argument (1, T, d_model)."""
     (monitor, _), later = prepared(), calls()[layer + 1 :]
 
     def through(x: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ def downstream(layer: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
 
 
 def worst_growth(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """||J||_2 of ``function`` at ``x``: the most by which any small error of ``x`` can grow.
+    """||J||_2 of ``function`` at ``x``: the largest factor by which a small error of ``x`` can grow.
 
-    By Lanczos iteration with JVPs and VJPs, to three digits; never above the exact value.
+    Lanczos iteration with JVPs and VJPs finds it to three digits, never above the exact value.
     """
     _, pull_back = vjp(function, x)
 
@@ -94,17 +94,44 @@ def worst_growth(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 @torch.no_grad()
 def rounding_growth(function: Callable[[Tensor], Tensor], x: Tensor, format: str) -> float:
-    """How many times larger than ``x``'s own error in ``format`` is the error of ``function`` that it leads to."""
+    """The factor by which ``function`` makes the error of rounding ``x`` to ``format`` larger."""
     error = get_format(format).round(x).float() - x
     return ((function(x + error) - function(x)).norm() / error.norm()).item()
 
 
 @cache
 def growth() -> pd.DataFrame:
-    """How an error made in a block grows to the end, the last block left out: in the worst case, and by rounding.
+    """The growth of an error from the output of each block but the last to the end.
 
-    Columns ``worst`` = ||prod_{k > layer} (I + J_k)||_2 and ``rounding``, of storing the block's output in bf16.
+    ``worst`` is ||prod_{k > layer} (I + J_k)||_2. ``rounding`` is the growth of the error of storing the block's
+    output in bf16.
     """
     maps = [downstream(layer) for layer in range(len(calls()) - 1)]
     worst, rounding = [worst_growth(*each) for each in maps], [rounding_growth(*each, "bf16") for each in maps]
     return pd.DataFrame({"worst": worst, "rounding": rounding}).rename_axis("layer")
+
+
+def _branches(block: nn.Module, *args, **kwargs) -> dict[str, Callable[[Tensor], Tensor]]:
+    return {
+        "attention": lambda x: block.attn(block.ln_1(x), *args, **kwargs)[0],
+        "mlp": lambda x: block.mlp(block.ln_2(x)),
+    }
+
+
+@cache
+def along_input() -> pd.DataFrame:
+    """What both branches of every block do to their input x, and what their Jacobians J do to the same direction.
+
+    ``attention`` and ``mlp`` are ||branch(x)|| / ||x||, which the released estimator of rho takes for gains.
+    ``J attention`` and ``J mlp`` are ||J x|| / ||x||. They are near 0, since LayerNorm takes the scale of x away.
+    """
+    rows = []
+    for block, (x, *args), kwargs in calls():
+        row = {}
+        for name, branch in _branches(block, *args, **kwargs).items():
+            with prepared()[0].running():
+                added, change = jvp(branch, (x,), (x,))
+            row |= {name: (added.norm() / x.norm()).item(), f"J {name}": (change.norm() / x.norm()).item()}
+            x = (x + added).detach()  # the MLP reads the attention's output
+        rows.append(row)
+    return pd.DataFrame(rows).rename_axis("layer")

@@ -1,4 +1,4 @@
-"""Notebook 1: the grid of a number format, rounding to it, and how softmax passes errors on."""
+"""Notebook 1: the numbers of a format, the error of rounding to them, and how softmax passes errors on."""
 
 import math
 from functools import cache
@@ -21,10 +21,19 @@ ROWS, KEYS = 400, 16
 # --- The grid ---------------------------------------------------------------------------------
 
 
-def spacing(x: float, format: Format) -> float:
-    """Distance between neighbours of ``format`` around ``x``: 2u 2^e for 2^e <= |x| < 2^{e+1}.
+@cache
+def all_numbers(format: str) -> np.ndarray:
+    """Every finite number of a format of at most 16 bits, ascending: all bit patterns are tried."""
+    storage = get_format(format).storage
+    integer = {1: torch.int8, 2: torch.int16}[storage.itemsize]
+    values = torch.arange(2 ** (8 * storage.itemsize)).to(integer).view(storage).double()
+    return np.unique(values[values.isfinite()].numpy())
 
-    Below the smallest normal number the grid is even.
+
+def spacing(x: float, format: Format) -> float:
+    """Distance between neighbours in ``format`` around ``x``: 2u 2^e for 2^e <= |x| < 2^{e+1}.
+
+    Below the smallest normal number the spacing stays the same.
     """
     _, exponent = math.frexp(max(abs(x), format.smallest_normal))
     return format.spacing * 2.0 ** (exponent - 1)
@@ -41,13 +50,14 @@ def relative_errors(x: np.ndarray, format: Format) -> np.ndarray:
     return np.abs(rounded(x, format) - x) / np.abs(x)
 
 
-def neighbours(x: float, format: str) -> tuple[Axes, str]:
-    """Left: ``x`` between its neighbours in ``format``. Right: relative error of rounding around 1, in units of u."""
+def neighbours(x: float, format: str) -> tuple[list[Axes], str]:
+    """Left: ``x`` among the numbers of ``format``. Right: relative error of rounding around 1, in units of u."""
     chosen = get_format(format)
     unit, step, nearest = chosen.unit_roundoff, spacing(x, chosen), float(rounded(x, chosen))
-    grid = np.unique(rounded(nearest + step * np.arange(-4, 5), chosen))
+    grid = all_numbers(format)
+    grid = grid[np.abs(grid - nearest) <= 4 * step]
     own = abs(nearest - x) / x
-    line, error = figures.detached(2, height=3.2)
+    line, error = figures.panels(height=3.2)
 
     line.plot(grid, np.zeros_like(grid), "|", color="0.2", markersize=26, label="grid")
     line.plot(nearest, 0, "D", color="C0", markersize=8, fillstyle="none", markeredgewidth=2, label="x rounded")
@@ -66,7 +76,7 @@ def neighbours(x: float, format: str) -> tuple[Axes, str]:
         xticks=range(-2, 3), xticklabels=["1/4", "1/2", "1", "2", "4"], xlabel="x", ylim=(0, 1.2),
         ylabel="relative error / u", title="relative error of rounding",
     )  # fmt: skip
-    return line, (
+    return [line, error], (
         f"{format}: {x:.4g} is rounded to {nearest:.6g}, relative error {own:.2e} = {own / unit:.2f} u; "
         f"u = {unit:.3g}, spacing above 1 = {chosen.spacing:.3g}"
     )
@@ -85,10 +95,10 @@ def worst_errors() -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def ranges(exponent: int, format: str) -> tuple[Axes, str]:
-    """The largest relative error over the magnitude of what is rounded, one line a format."""
+def ranges(exponent: int, format: str) -> tuple[list[Axes], str]:
+    """The largest relative error of rounding over the magnitude of the rounded number, one line a format."""
     table = worst_errors()
-    (axes,) = figures.detached(1, width=8.2, height=3.8, right=1.5)
+    (axes,) = figures.panels(8.2, height=3.8, right=1.5)
     for marker, (name, curve) in zip("osD^", table.groupby("format", sort=False)):
         strong = {"linewidth": 2.5} if name == format else {"linewidth": 1, "alpha": 0.55}
         axes.plot(curve.exponent, curve.error.clip(upper=9), marker=marker, markersize=4, label=name, **strong)
@@ -103,7 +113,7 @@ def ranges(exponent: int, format: str) -> tuple[Axes, str]:
     chosen = get_format(format)
     error = table.error[(table.format == format) & (table.exponent == exponent)].item()
     told = f"{error:.2g} = {error / chosen.unit_roundoff:.3g} u" if np.isfinite(error) else "infinite, by overflow"
-    return axes, (
+    return [axes], (
         f"{format} between 2^{exponent} and 2^{exponent + 1}: largest relative error {told}; "
         f"normal from {chosen.smallest_normal:.2g} to {chosen.largest:.3g}"
     )
@@ -113,23 +123,23 @@ def ranges(exponent: int, format: str) -> tuple[Axes, str]:
 
 
 def one_against_many(margin, rivals: int) -> Tensor:
-    """Probabilities of one key whose score is ``margin`` above those of ``rivals`` equal keys (..., 1 + rivals)."""
+    """Softmax of one score ``margin`` (...) and of ``rivals`` scores 0: probabilities (..., 1 + rivals)."""
     margin = torch.as_tensor(margin, dtype=torch.float64)
     scores = torch.cat([margin[..., None], margin.new_zeros(*margin.shape, rivals)], -1)
     return scores.softmax(-1)
 
 
 def row_sensitivity(p: Tensor) -> Tensor:
-    """||J(p)||_2 of every row (..., n) -> (...) (Lemma 4 (`lem:softmax-jac`))."""
+    """||J(p)||_2 of every row of probabilities (..., n) -> (...) (Lemma 4 (`lem:softmax-jac`))."""
     return theory.softmax_sensitivity(p.unsqueeze(-2))
 
 
-def margins(margin: float, rivals: int) -> tuple[Axes, str]:
+def margins(margin: float, rivals: int) -> tuple[list[Axes], str]:
     """Left: the probabilities. Right: ||J(p)||_2 over the margin."""
     p = one_against_many(margin, rivals)
     sweep = torch.linspace(-6, 8, 113, dtype=torch.float64)
     here = row_sensitivity(p).item()
-    bars, line = figures.detached(2, height=3.4)
+    bars, line = figures.panels(height=3.4)
     bars.bar(np.arange(1 + rivals), p.numpy(), color=["C3"] + ["C0"] * rivals)
     bars.set(xlabel="key", ylabel="probability", ylim=(0, 1), title="softmax of the scores")
     bars.locator_params(axis="x", integer=True)
@@ -139,13 +149,11 @@ def margins(margin: float, rivals: int) -> tuple[Axes, str]:
     line.text(8, 0.51, "never above 1/2", fontsize="small", ha="right")
     line.axvline(math.log(rivals), color="0.5", linestyle=":", linewidth=1.5)
     line.set(ylim=(0, 0.57), xlabel="margin of key 0", ylabel="‖J(p)‖₂", title="sensitivity of softmax")
-    return (
-        line,
-        f"margin {margin:.1f}: ‖J(p)‖₂ = {here:.3f} (at most 0.5); p of key 0 = {p[0]:.3f}, of each rival = {p[1]:.3f}",
-    )
+    told = f"‖J(p)‖₂ = {here:.3f} (at most 0.5); p of key 0 = {p[0]:.3f}, of each rival = {p[1]:.3f}"
+    return [bars, line], f"margin {margin:.1f}: {told}"
 
 
-def triangle(score_a: float, score_b: float) -> tuple[Axes, str]:
+def triangle(score_a: float, score_b: float) -> tuple[list[Axes], str]:
     """||J(p)||_2 over all probabilities of three keys a, b, c; the score of c is 0."""
     steps = 40
     weights = [(a, b, steps - a - b) for a in range(steps + 1) for b in range(steps + 1 - a)]
@@ -153,28 +161,24 @@ def triangle(score_a: float, score_b: float) -> tuple[Axes, str]:
     corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 3**0.5 / 2]], dtype=torch.float64)
     own = torch.tensor([score_a, score_b, 0.0], dtype=torch.float64).softmax(0)
     here = row_sensitivity(own).item()
-    (axes,) = figures.detached(1, width=6.4, height=4.6)
+    (axes,) = figures.panels(6.4, height=4.6)
     levels = np.linspace(0, 0.5, 11)
     filled = axes.tricontourf(*(p @ corners).T.numpy(), row_sensitivity(p).numpy(), levels=levels, cmap="viridis")
     axes.get_figure().colorbar(filled, label="‖J(p)‖₂", ticks=levels[::2])
     axes.plot(*(own @ corners).numpy(), "o", color="white", markeredgecolor="black", markersize=11)
     for x, y, name in ((0, -0.08, "a"), (1, -0.08, "b"), (0.5, 0.9, "c")):
         axes.text(x, y, f"all on {name}", ha="center")
-    axes.set(
-        aspect="equal",
-        xlim=(-0.12, 1.12),
-        ylim=(-0.1, 0.98),
-        title="three keys: largest where two tie and the third is out",
-    )
+    title = "‖J(p)‖₂ of three keys: largest where two tie and the third is out"
+    axes.set(aspect="equal", xlim=(-0.12, 1.12), ylim=(-0.1, 0.98), title=title)
     axes.axis("off")
-    return axes, f"‖J(p)‖₂ = {here:.3f} at p = ({own[0]:.2f}, {own[1]:.2f}, {own[2]:.2f})"
+    return [axes], f"‖J(p)‖₂ = {here:.3f} at p = ({own[0]:.2f}, {own[1]:.2f}, {own[2]:.2f})"
 
 
 def rounded_scores(offset: float, spread: float, format: str) -> pd.DataFrame:
-    """Softmax of ROWS rows of KEYS random scores, and of the same scores rounded to ``format``.
+    """Softmax of ROWS rows of KEYS random scores against softmax of the same scores rounded to ``format``.
 
-    Columns: ``observed`` ||softmax(fl(s)) - softmax(s)||, ``first_order`` u ||s|| ||J||_2 and
-    ``guaranteed`` u ||s|| / 2, which holds without O(u^2) because ||J||_2 <= 1/2 everywhere.
+    Columns: ``observed`` is ||softmax(fl(s)) - softmax(s)||. ``first_order`` is u ||s|| ||J||_2, a bound up to O(u^2).
+    ``guaranteed`` is u ||s|| / 2, a bound for errors of any size, because ||J||_2 <= 1/2 everywhere.
     """
     chosen = get_format(format)
     noise = torch.randn(ROWS, KEYS, generator=torch.Generator().manual_seed(0))
@@ -191,11 +195,11 @@ def rounded_scores(offset: float, spread: float, format: str) -> pd.DataFrame:
     )
 
 
-def score_rounding(offset: float, spread: float, format: str) -> tuple[Axes, str]:
-    """Observed error of softmax over its first-order bound, one point a row."""
+def score_rounding(offset: float, spread: float, format: str) -> tuple[list[Axes], str]:
+    """Observed error of softmax over its first-order bound, one point a row of scores."""
     table = rounded_scores(offset, spread, format)
     above = table.observed > table.first_order
-    (axes,) = figures.detached(1, width=6.4, height=4.2)
+    (axes,) = figures.panels(6.4, height=4.2)
     axes.plot(table.first_order[~above], table.observed[~above], ".", color="C0", label="below the bound")
     axes.plot(table.first_order[above], table.observed[above], "x", color="C3", label="above it")
     ends = np.array([1e-6, 100])
@@ -207,7 +211,7 @@ def score_rounding(offset: float, spread: float, format: str) -> tuple[Axes, str
     )  # fmt: skip
     axes.legend(frameon=False, loc="upper left")
     slack, never = (table.first_order / table.observed).median(), table.observed > table.guaranteed
-    return axes, (
+    return [axes], (
         f"{format}, offset {offset:g}, spread {spread:g}: bound / observed = {slack:.2g} (median); "
         f"above the first-order bound: {above.sum()} of {ROWS}; above u‖s‖/2: {never.sum()}"
     )
@@ -219,31 +223,36 @@ EXERCISES = (
     Exercise(
         "How far apart are the neighbours of 300 in bf16?",
         spacing(300, FORMATS["bf16"]),
+        "Between 2^e and 2^(e+1) the spacing is 2u · 2^e. Which e belongs to 300?",
         "300 lies between 2⁸ and 2⁹, where the spacing is 2u · 2⁸. For bf16 u = 2⁻⁸, so the spacing is 2.",
     ),
     Exercise(
         "Which of these integers can fp16 not hold?",
         "2049",
-        "fp16 has 11 bits of significand, u = 2⁻¹¹. Up to 2¹¹ = 2048 the spacing is at most 1; from there to 4096 it "
-        "is 2, so 2049 is a tie and goes to 2048.",
+        "Where does the spacing of fp16 become 2?",
+        "fp16 has 11 bits of significand, u = 2⁻¹¹. Up to 2¹¹ = 2048 the spacing is at most 1. From 2048 to 4096 the "
+        "spacing is 2, so 2049 lies half-way between two numbers and is rounded to 2048.",
         ("1025", "2047", "2049", "4094"),
     ),
     Exercise(
         "Two keys have the probabilities 0.8 and 0.2. What is ‖J(p)‖₂?",
         row_sensitivity(torch.tensor([0.8, 0.2], dtype=torch.float64)).item(),
+        "Write out J(p) = Diag(p) − p pᵀ: its four entries have the same magnitude.",
         "For two keys J(p) = p₁p₂ [[1, −1], [−1, 1]], whose norm is 2 p₁ p₂ = 2 · 0.8 · 0.2 = 0.32.",
     ),
     Exercise(
-        "Which row of probabilities passes errors of its scores on most strongly?",
+        "Which row of probabilities passes on errors of its scores most strongly?",
         "(0.5, 0.5, 0, 0)",
-        "A two-way tie with nothing left for the others reaches 1/2. Four equal keys have only 1/4, and a decided row "
-        "next to nothing: what matters is how much probability a small change can move between two keys.",
+        "Look at the triangle: where is ‖J‖₂ = 1/2?",
+        "A tie of two keys with nothing left for the others reaches 1/2. Four equal keys have only 1/4, and a decided "
+        "row has almost 0. What matters is how much probability a small change can move between two keys.",
         ("(0.25, 0.25, 0.25, 0.25)", "(0.5, 0.5, 0, 0)", "(0.4, 0.3, 0.2, 0.1)", "(0.97, 0.01, 0.01, 0.01)"),
     ),
     Exercise(
         "Scores (1, −1) become (101, 99): softmax is the same. By what factor does u ‖s‖ ‖J(p)‖₂ grow?",
         math.hypot(101, 99) / math.hypot(1, -1),
-        "u and J(p) stay, ‖s‖ goes from √2 to √(101² + 99²) = 141.4: a factor of 100. Rounding errors are relative to "
-        "the scores themselves, while softmax only looks at their differences.",
+        "u and J(p) stay the same. Compare ‖s‖ before and after.",
+        "u and J(p) stay the same, ‖s‖ goes from √2 to √(101² + 99²) = 141.4: a factor of 100. Rounding errors are "
+        "relative to the scores, but softmax depends on their differences only.",
     ),
 )

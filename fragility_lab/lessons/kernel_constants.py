@@ -1,4 +1,4 @@
-"""The constants of the emulated kernels, and how loose the paper's statements are with them."""
+"""The constants of the emulated kernels, and the slack of the paper's statements with them."""
 
 from functools import cache
 
@@ -11,13 +11,13 @@ from fragility_lab.reporting.figures import Axes
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 
-# Dimensions of the largest inputs of the sample (``kernel_samples``): constants a priori grow with them.
+# The largest dimensions in the sample (``kernel_samples``). A priori constants grow with the dimensions.
 LARGEST = {"keys": 64, "head_width": 128, "features": 768}
 
 
 @cache
 def constants() -> pd.DataFrame:
-    """The emulated kernels' constants by name and format, each measured and a priori."""
+    """The constants of the emulated kernels by name and format, measured and a priori."""
     columns = {}
     for name in FORMATS:
         calibrated = calibration.calibrate_constants(name, execution="emulated")
@@ -28,26 +28,35 @@ def constants() -> pd.DataFrame:
 
 @cache
 def slack_rows(format: str) -> pd.DataFrame:
-    """``calibration.bound_slack`` of the emulated kernels with the constants a priori."""
+    """``calibration.bound_slack`` of the emulated kernels with the a priori constants."""
     known = calibration.a_priori_constants(format, **LARGEST)
-    return calibration.bound_slack(format, execution="emulated", constants=known)
+    rows = calibration.bound_slack(format, execution="emulated", constants=known)
+    return rows.assign(statement=rows.statement.replace(STATEMENTS))
 
 
-STATEMENTS = (*calibration.CONSTANTS.values(), "Theorem 1", "Theorem 3")
+# The statements of the table (``calibration.bound_slack``) and the names that readers see.
+STATEMENTS = {
+    "Lemma 1": "Lemma 1 (scores)",
+    "Lemma 2": "Lemma 2 (product PV)",
+    "Lemma 3": "Lemma 3 (softmax)",
+    "Proposition 1": "Proposition 1 (LayerNorm)",
+    "Theorem 1": "Theorem 1 (attention)",
+    "Theorem 3": "Theorem 3 (whole model)",
+}
 
 
 @cache
 def slack_quantiles(format: str) -> pd.DataFrame:
-    """The slack by its share of draws, one column a statement; infinite where nothing was rounded."""
+    """Quantiles of the slack, one column for each statement; infinite for draws without any error."""
     grouped = slack_rows(format).groupby("statement").slack
     return grouped.quantile(np.linspace(0, 1, 301), interpolation="lower").unstack("statement")
 
 
-def statements(exponent: float, statement: str, format: str) -> tuple[Axes, str]:
-    """The share of draws whose bound is at most so many times the observed error, one line a statement."""
+def statements(exponent: float, statement: str, format: str) -> tuple[list[Axes], str]:
+    """The share of draws over the slack that they do not exceed, one line for each statement."""
     quantiles = slack_quantiles(format)
-    (axes,) = figures.detached(1, width=8.2, height=4.2, right=2.4)
-    for style, name in zip(["-", "--", "-.", ":", "-", "--"], STATEMENTS):
+    (axes,) = figures.panels(8.2, height=4.2, right=2.4)
+    for style, name in zip(["-", "--", "-.", ":", "-", "--"], STATEMENTS.values()):
         strong = {"linewidth": 2.5} if name == statement else {"linewidth": 1, "alpha": 0.55}
         axes.plot(quantiles[name].clip(upper=1e9), quantiles.index, style, label=name, **strong)
     axes.axvline(1, color="C3", linewidth=2)
@@ -55,12 +64,12 @@ def statements(exponent: float, statement: str, format: str) -> tuple[Axes, str]
     figures.log_scale(axes, "x")
     axes.set(
         xlim=(0.3, 1e6), ylim=(0, 1), xlabel="bound / observed error", ylabel="share of draws",
-        title=f"{format}: how loose the statements are",
+        title=f"{format}: the slack of the statements",
     )  # fmt: skip
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     rows = slack_rows(format)
     chosen = rows.slack[rows.statement == statement]
-    return axes, (
+    return [axes], (
         f"{format}, {statement}: {(chosen <= 10**exponent).mean():.0%} of {len(chosen)} draws have a bound at most "
         f"{10**exponent:.3g} times the error, {np.isinf(chosen).mean():.0%} have no error at all; of the others the "
         f"smallest slack is {chosen.min():.3g}, the median {chosen[np.isfinite(chosen)].median():.3g}"

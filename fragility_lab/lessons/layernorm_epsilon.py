@@ -1,4 +1,4 @@
-"""Notebook 3: LayerNorm's amplification and epsilon, real rounding errors below the bound, and the ratio rho_LN."""
+"""Notebook 3: how LayerNorm amplifies errors, what epsilon changes about it, and the ratio rho_LN."""
 
 from functools import cache
 
@@ -23,12 +23,12 @@ EPSILONS = 10 ** np.linspace(-8, 1, 13)
 # --- The factor -------------------------------------------------------------------------------
 
 
-def factor(variance_exponent: float, epsilon_exponent: float) -> tuple[Axes, str]:
-    """Left: f(epsilon) between its two limits. Right: what epsilon does to output, error bound and their quotient."""
+def factor(variance_exponent: float, epsilon_exponent: float) -> tuple[list[Axes], str]:
+    """Left: f(epsilon) and its two limits. Right: output, error bound and their quotient over epsilon."""
     variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
     epsilons = np.geomspace(1e-8, 1e4, 49)
     here = theory.layernorm_factor(variance, epsilon)
-    curve, shares = figures.detached(2, height=3.8)
+    curve, shares = figures.panels(height=3.8)
     curve.plot(epsilons, np.full_like(epsilons, 2 / variance**0.5), color="0.5", linestyle=":", label="2/σ")
     curve.plot(epsilons, epsilons**-0.5, color="0.5", linestyle="--", label="1/√ε")
     curve.plot(epsilons, theory.layernorm_factor(variance, epsilons), color="C3", label="f(ε)")
@@ -49,32 +49,32 @@ def factor(variance_exponent: float, epsilon_exponent: float) -> tuple[Axes, str
     for axes in (curve, shares):
         axes.axvline(epsilon, color="0.2", linestyle=":")
     share = epsilon / variance
-    return curve, (
+    return [curve, shares], (
         f"σ² = {variance:.2g}, ε = {epsilon:.2g} = {share:.2g} σ²: f(ε) = {here:.3g}; against ε = 0 the output shrinks "
         f"to {(1 + share) ** -0.5:.3g}, the error bound to {here * variance**0.5 / 2:.3g}, their quotient to "
         f"{(2 + share) / (1 + share) / 2:.3g}"
     )
 
 
-# --- Errors that really happened --------------------------------------------------------------
+# --- Measured errors --------------------------------------------------------------------------
 
 
 @cache
 def sweep(variance: float, offset: float, format: str, rounded: str) -> pd.DataFrame:
-    """Errors of DRAWS rows at every one of EPSILONS."""
+    """``rows.errors`` of DRAWS rows at each of EPSILONS."""
     x, gamma = drawn(variance, offset, DRAWS), torch.ones(FEATURES)
     return pd.concat([errors(x, gamma, epsilon, format, rounded) for epsilon in EPSILONS])
 
 
 def rounding(
     variance_exponent: float, offset: float, epsilon_exponent: float, format: str, rounded: str
-) -> tuple[Axes, str]:
-    """Error of LayerNorm over epsilon, below its bound: left absolute, right relative to the output."""
+) -> tuple[list[Axes], str]:
+    """Error of LayerNorm and its bound over epsilon: left absolute, right relative to the output."""
     variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
     table = sweep(variance, offset, format, rounded)
     here = errors(drawn(variance, offset, DRAWS), torch.ones(FEATURES), epsilon, format, rounded).mean()
     mean = table.groupby("epsilon").mean()
-    row = figures.detached(2, height=3.8)
+    row = figures.panels(height=3.8)
     pairs = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
     for axes, (kind, (observed, bound)) in zip(row, pairs.items()):
         axes.plot(table.epsilon, table[observed], ".", color="C0", markersize=4, label="observed")
@@ -84,42 +84,42 @@ def rounding(
         figures.log_scale(axes)
         axes.set(ylim=(1e-6, 1e2), xlabel="ε (dashed: ε = σ²)", ylabel=f"{kind} error", title=f"{format}: {kind} error")
     row[0].legend(frameon=False, ncols=2, loc="upper right", fontsize="small")
-    return row[0], (
+    return row, (
         f"{format}, σ² = {variance:.2g}, mean {offset:g} σ, ε = {epsilon:.2g}, rounded: {rounded}; "
         f"error {here.observed:.2g}, bound {here.bound:.2g}, {here.bound / here.observed:.2g} times as large; "
         f"relative to the output {here.relative:.2g}, bound {here.relative_bound:.2g}"
     )
 
 
-def looseness(share_exponent: float, offset: float, spread: float, format: str) -> tuple[Axes, str]:
-    """Left: bound over observed error of 200 random rows. Right: what each step to u M_LN gives away."""
+def looseness(share_exponent: float, offset: float, spread: float, format: str) -> tuple[list[Axes], str]:
+    """Left: bound over observed error of 200 random rows. Right: the factor that each step to u M_LN loses."""
     variance = 3.0
     table = ladder(drawn(variance, offset, 200), uneven_gamma(spread), 10**share_exponent * variance, format)
     ratio = table[STEPS[-1]] / table[STEPS[0]]
-    count, steps = figures.detached(2, height=3.8)
+    count, steps = figures.panels(height=3.8)
     slack.histogram(count, ratio, f"{format}: how loose the bound is")
     count.set(ylabel="rows")
     slack.given_away(steps, table)
     told = slack.describe(ratio, "rows")
-    return count, f"{format}, ε = {10**share_exponent:.2g} σ², mean {offset:g} σ: {told}"
+    return [count, steps], f"{format}, ε = {10**share_exponent:.2g} σ², mean {offset:g} σ: {told}"
 
 
 # --- The ratio --------------------------------------------------------------------------------
 
 
 def gate(epsilon: float, d_model: int, format: str) -> pd.DataFrame:
-    """The embedded checkpoint's LayerNorm sites with rho_LN, as if they were ``d_model`` wide."""
+    """The LayerNorm sites of the embedded checkpoint and their rho_LN, as if they were ``d_model`` wide."""
     sites = embedded.sites()
     ratio = theory.layernorm_ratio(sites.variance, epsilon, d_model, get_format(format).unit_roundoff)
     return sites.assign(ratio=ratio)
 
 
-def regimes(epsilon_exponent: float, width: str, format: str) -> tuple[Axes, str]:
-    """The plane of variance and epsilon with the lines epsilon = sigma^2 and rho_LN = 1, and the sites of a model."""
+def regimes(epsilon_exponent: float, width: str, format: str) -> tuple[list[Axes], str]:
+    """The lines epsilon = sigma^2 and rho_LN = 1 in the plane of variance and epsilon, and a model's LayerNorms."""
     epsilon, slope = 10**epsilon_exponent, int(width) * get_format(format).unit_roundoff
     sites = gate(epsilon, int(width), format)
     variance, top = np.array([1e-8, 1e3]), 1e3
-    (axes,) = figures.detached(1, width=8.2, height=4.2, right=2.4)
+    (axes,) = figures.panels(8.2, height=4.2, right=2.4)
     axes.fill_between(variance, slope * variance, top, color="C0", alpha=0.2, linewidth=0, label="ρ_LN < 1: gate open")
     axes.plot(variance, slope * variance, color="C0", label="ε = d u σ²")
     axes.plot(variance, variance, color="0.2", linestyle="--", label="ε = σ²")
@@ -132,10 +132,10 @@ def regimes(epsilon_exponent: float, width: str, format: str) -> tuple[Axes, str
         title=f"{format}: where the gate is, and where a model is",
     )  # fmt: skip
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    return axes, (
-        f"{format}, width {width}: ρ_LN < 1 wants ε > {slope:.3g} σ²; at ε = {epsilon:.2g} the {len(sites)} sites have "
-        f"ρ_LN from {sites.ratio.min():.2g} to {sites.ratio.max():.2g}, the gate is open at "
-        f"{(sites.ratio < 1).sum()}; at all of them from ε = {slope * sites.variance.max():.2g} on"
+    return [axes], (
+        f"{format}, width {width}: ρ_LN < 1 needs ε > {slope:.3g} σ²; at ε = {epsilon:.2g} the {len(sites)} sites have "
+        f"ρ_LN from {sites.ratio.min():.2g} to {sites.ratio.max():.2g}; the gate is open at {(sites.ratio < 1).sum()}, "
+        f"and at all of them above ε = {slope * sites.variance.max():.2g}"
     )
 
 
@@ -143,18 +143,18 @@ def regimes(epsilon_exponent: float, width: str, format: str) -> tuple[Axes, str
 
 
 @cache
-def loudness_sweep(epsilon: float, format: str) -> pd.DataFrame:
-    """``mean_variance`` from a loud row that is quiet too to one that is not."""
-    return pd.DataFrame([mean_variance(2.0**exponent, epsilon, format) for exponent in range(-12, 5, 2)])
+def loudness_sweep(epsilon: float, format: str, rounded: str) -> pd.DataFrame:
+    """``rows.mean_variance`` over the scale of the loud row."""
+    return pd.DataFrame([mean_variance(2.0**exponent, epsilon, format, rounded) for exponent in range(-12, 5, 2)])
 
 
-def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str) -> tuple[Axes, str]:
-    """A quiet and a loud row together: error and both readings of the bound, over how loud the loud one is."""
+def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str, rounded: str) -> tuple[list[Axes], str]:
+    """A quiet and a loud row together: error and both readings of the bound over the scale of the loud row."""
     epsilon = 10**epsilon_exponent
-    table = loudness_sweep(epsilon, format)
-    here = mean_variance(2.0**loudness_exponent, epsilon, format)
+    table = loudness_sweep(epsilon, format, rounded)
+    here = mean_variance(2.0**loudness_exponent, epsilon, format, rounded)
     mean = here["bound with the mean variance"]
-    (axes,) = figures.detached(1, width=8.2, height=3.8, right=2.6)
+    (axes,) = figures.panels(8.2, height=3.8, right=2.6)
     styles = {"bound": ("-", "C3"), "bound with the mean variance": ("--", "C1"), "observed": (".-", "C0")}
     names = {"bound": "bound, row by row", "bound with the mean variance": "with the mean variance"}
     for name, (style, color) in styles.items():
@@ -162,21 +162,21 @@ def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str) -> 
     axes.axvline(here["loudness"], color="0.2", linestyle=":")
     figures.log_scale(axes)
     axes.set(
-        ylim=(1e-2, 1e2), xlabel="scale of the loud row", ylabel="error of both rows",
-        title=f"{format}: a bound must see every row",
+        ylim=(1e-3, 1e2), xlabel="scale of the loud row", ylabel="error of both rows",
+        title=f"{format}: a quiet row beside a loud one",
     )  # fmt: skip
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     verdict = (
         "holds" if here["observed"] <= mean else f"fails, the error is {here['observed'] / mean:.2g} times as large"
     )
-    return axes, (
-        f"{format}, loud row ±{here['loudness']:.3g}, ε = {epsilon:.2g}: error {here['observed']:.2g}, bound row by "
-        f"row {here['bound']:.2g}, with the mean variance {mean:.2g} ({verdict})"
+    return [axes], (
+        f"{format}, rounded: {rounded}, loud row ±{here['loudness']:.3g}, ε = {epsilon:.2g}: error "
+        f"{here['observed']:.2g}, bound row by row {here['bound']:.2g}, with the mean variance {mean:.2g} ({verdict})"
     )
 
 
 def matrix_readings() -> pd.DataFrame:
-    """M_LN at the first LayerNorm of each block of the embedded checkpoint: row by row, and with the mean variance."""
+    """M_LN at the first LayerNorm of each block of the embedded checkpoint, by row and with the mean variance."""
     rows = []
     for block, (x, *_), _ in embedded.calls():
         norms = theory.layernorm_norms(x, block.ln_1.weight, block.ln_1.eps)
@@ -196,31 +196,36 @@ EXERCISES = (
     Exercise(
         "σ² = 0.04 and ε is negligible beside it. How large is f(ε)?",
         theory.layernorm_factor(0.04, 0.0),
+        "Set ε = 0 in f(ε) = (ε + 2σ²) / (σ² + ε)^{3/2}. σ² = 0.04 means σ = 0.2.",
         "f(0) = 2σ² / σ³ = 2 / σ = 2 / 0.2 = 10. For a row with ‖x‖ = 1 and γ = 1 the bound is 10 u.",
     ),
     Exercise(
-        "ε is raised from 0 to as much as you like. By what factor at most does C_LN fall, the bound relative to the "
-        "output?",
+        "C_LN is the bound relative to the output. ε is raised from 0 without limit. By what factor does C_LN fall at "
+        "most?",
         2.0,
-        "C_LN is (ε + 2σ²) / (ε + σ²) times ‖x‖ / ‖x − μ‖ (γ even): from 2 to 1 times that. All else that the absolute "
-        "bound gains is a smaller output.",
+        "The right-hand picture of the first figure shows C_LN as a share of its value at ε = 0.",
+        "If all γ are equal, C_LN is ‖x‖ / ‖x − μ‖ times (ε + 2σ²) / (ε + σ²), which falls from 2 to 1. The absolute "
+        "bound falls further, but only because the output shrinks.",
     ),
     Exercise(
         "σ² = 10, ε = 10⁻⁵, d = 768, fp16 (u = 2⁻¹¹). How large is ρ_LN?",
         theory.layernorm_ratio(10.0, 1e-5, 768, get_format("fp16").unit_roundoff),
+        "ρ_LN = (σ² / ε) · d · u, and 2⁻¹¹ = 1/2048.",
         "ρ_LN = (σ² / ε) d u = 10⁶ · 768 / 2048 = 375,000. The gate opens above ε = 3.75.",
     ),
     Exercise(
-        "In bf16 at d = 768, ρ_LN = 1.5 at some site. Which of the two is larger, ε or σ²?",
+        "A LayerNorm in bf16 with d = 768 has ρ_LN = 1.5. Which is larger, ε or σ²?",
         "ε",
-        "d u = 768 / 256 = 3, so σ² / ε = ρ_LN / 3 = 1/2: ε dominates, and the gate, which wants ε > 3σ², is closed.",
+        "Solve ρ_LN = (σ² / ε) d u for σ² / ε, with u = 2⁻⁸.",
+        "d u = 768 / 256 = 3, so σ² / ε = ρ_LN / 3 = 1/2: ε dominates. The gate needs ε > 3σ² and is closed.",
         ("ε", "σ²", "ρ_LN does not say"),
     ),
     Exercise(
         "64 rows of 128 features with mean 0, γ = 1 and ε far below every row's variance. How large is M_LN of the "
         "whole matrix, with a_ln = 1?",
         2 * (64 * 128) ** 0.5,
-        "Each row has ‖x‖ = σ√128 and f = 2 / σ, hence M_LN = 2√128 whatever its variance; the root of 64 squares is "
-        "2√(64 · 128) = 181. The term depends on x only where ε or the mean matter.",
+        "First one row: ‖x‖ = σ√128 and f = 2 / σ. Then take the root of the sum of 64 squares.",
+        "Each row has ‖x‖ = σ√128 and f = 2 / σ, hence M_LN = 2√128, whatever its variance. The root of the sum of 64 "
+        "squares is 2√(64 · 128) = 181. M_LN depends on x only where ε or the mean matter.",
     ),
 )

@@ -1,7 +1,7 @@
-"""The recorded E5 runs that notebook 5 replays, cut to what the policies read.
+"""The recorded E5 runs that notebook 5 replays, with the columns that the policies read.
 
-``python -m fragility_lab.lessons.record RUN.parquet ...`` writes the asset from finished runs of policy
-``none``, which are found under outputs/<profile>/e5 after ``make reproduce``.
+``python -m fragility_lab.lessons.record RUN.parquet ...`` writes the asset from finished runs of policy ``none``.
+``make reproduce`` leaves such runs in outputs/<profile>/e5.
 """
 
 import json
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fragility_lab.experiments.runs import METADATA_KEY
 from fragility_lab.paths import RECORDED_RUNS
 
-# fp64 as recorded, so that a replay decides as the run did. rho_LN follows from variance, epsilon and width.
+# fp64 as recorded, so that a replay decides as the run did. rho_LN is computed from variance, epsilon and width.
 COLUMNS = [
     "step", "layer", "risk", "dominance", "transport", "magnitude", "layernorm_1_term", "layernorm_2_term",
     "variance_1", "variance_2", "epsilon_1", "d_model", "combined", "mismatch",
@@ -25,9 +25,9 @@ COLUMNS = [
 
 
 def freeze(runs: Sequence[Path], target: Path = RECORDED_RUNS) -> None:
-    """Write the rows of ``runs`` as one table, told apart by ``learning_rate``, with the runs' own records.
+    """Write the rows of all ``runs`` as one table with a column ``learning_rate``, and the records of the runs.
 
-    Raises ValueError for a run of another policy than ``none``: its statistics answer to its actions.
+    Raises ValueError for a run of another policy than ``none``, because its actions changed its statistics.
     """
     frames, records = [], []
     for path in runs:
@@ -49,9 +49,9 @@ def freeze(runs: Sequence[Path], target: Path = RECORDED_RUNS) -> None:
 
 @cache
 def load(learning_rate: float, path: Path = RECORDED_RUNS) -> pd.DataFrame:
-    """The rows of one recorded run, not to be changed; each step is a ``window``, as ``bgss.replay`` has it.
+    """The rows of one recorded run, each step a ``window`` as in ``bgss.replay``; callers must not change them.
 
-    Raises ValueError for a rate that was not recorded.
+    Raises ValueError for a learning rate that was not recorded.
     """
     rows = pd.read_parquet(path)
     if learning_rate not in set(rows.learning_rate):

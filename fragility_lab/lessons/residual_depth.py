@@ -1,4 +1,4 @@
-"""Notebook 4: what residual blocks do to an error, one by one, in stacks, and in the embedded checkpoint."""
+"""Notebook 4: what residual blocks do to an error, alone, in stacks, and in the embedded checkpoint."""
 
 import pandas as pd
 import torch
@@ -15,17 +15,17 @@ GAINS = torch.linspace(0, 1.5, 31, dtype=torch.float64)
 
 
 def condition(values: torch.Tensor) -> torch.Tensor:
-    """kappa from descending singular values (..., n), infinite where the smallest is zero up to rounding."""
+    """kappa (...) from descending singular values (..., n), infinite if the smallest is zero up to rounding."""
     return torch.where(values[..., -1] > 1e-12, values[..., 0] / values[..., -1], torch.inf)
 
 
-def one_block(rho: float, kind: str) -> tuple[Axes, str]:
-    """Left: singular values of I + J. Right: condition number over rho, below its bound."""
+def one_block(rho: float, kind: str) -> tuple[list[Axes], str]:
+    """Left: singular values of I + J. Right: condition number and its bound over rho."""
     unit = jacobians(kind, 1.0, 1)[0]
     low, high = theory.residual_singular_value_bounds(rho)
     here, sweep = singular_values(rho * unit), singular_values(GAINS[:, None, None] * unit)
     small = GAINS < 1
-    bars, curve = figures.detached(2, height=3.6)
+    bars, curve = figures.panels(height=3.6)
     bars.bar(range(1, WIDTH + 1), here.numpy(), color="C0")
     for bound, name in ((high, "1 + ρ"), (low, "1 − ρ")):
         bars.axhline(bound, color="C3", linewidth=1.5)
@@ -43,31 +43,31 @@ def one_block(rho: float, kind: str) -> tuple[Axes, str]:
     curve.set(ylim=(0.8, 1e3), xlabel="ρ = ‖J‖₂ (dashed: 1)", ylabel="κ(I + J)", title="condition number of the block")
     curve.legend(frameon=False, loc="upper left", fontsize="small")
     bound = f"bound {theory.residual_condition_bound(rho):.3g}" if rho < 1 else "without a bound, as ρ is not below 1"
-    return bars, (
+    return [bars, curve], (
         f"{kind}, ρ = {rho:.2f}: singular values from {here[-1]:.3g} to {here[0]:.3g}, "
         f"κ = {condition(here):.3g}, {bound}"
     )
 
 
-def depth(rho: float, blocks: int, kind: str) -> tuple[Axes, str]:
-    """Left: growth of an error over depth, below prod (1 + rho). Right: condition number, its bound, its stand-in."""
+def depth(rho: float, blocks: int, kind: str) -> tuple[list[Axes], str]:
+    """Left: growth of an error over depth, and prod (1 + rho). Right: condition number, its bound, its substitute."""
     table = course(kind, rho, 48)
     here = table[table.blocks == blocks].iloc[0]
-    growth, conditions = figures.detached(2, height=3.8)
+    growth, conditions = figures.panels(height=3.8)
     growth.plot(table.blocks, table.transport, color="C3", label="bound ∏(1 + ρ)")
     growth.plot(table.blocks, table.worst, color="C0", label="worst direction")
     growth.plot(table.blocks, table.typical, "--", color="C2", label="typical direction")
     growth.set(title="growth of an error", ylabel="factor")
     conditions.plot(table.blocks, table.condition_bound, color="C3", label="bound ∏(1 + ρ)/(1 − ρ)")
     conditions.plot(table.blocks, table.condition, color="C0", label="κ of the product")
-    conditions.plot(table.blocks, table.transport, "--", color="C1", label="∏(1 + ρ), its stand-in")
+    conditions.plot(table.blocks, table.transport, "--", color="C1", label="∏(1 + ρ), its substitute")
     conditions.set(title="condition number", ylabel="κ")
     for axes in (growth, conditions):
         figures.log_scale(axes, "y")
         axes.axvline(blocks, color="0.2", linestyle=":")
         axes.set(xlabel="blocks")
         axes.legend(frameon=False, fontsize="small", loc="upper left")
-    return growth, (
+    return [growth, conditions], (
         f"{kind}, ρ = {rho:.2f}, {blocks} blocks: an error grows at most {here.transport:.3g}-fold by the bound, "
         f"{here.worst:.3g}-fold in the worst direction, {here.typical:.3g}-fold in a typical one; "
         f"κ = {here.condition:.3g}, bound {here.condition_bound:.3g}"
@@ -80,36 +80,36 @@ MARKERS = dict(zip(TRANSPORTS, "osD"))
 
 
 def estimates() -> pd.DataFrame:
-    """rho of every block of the embedded checkpoint, one column an estimator, one window."""
+    """rho of every block of the embedded checkpoint on one window, one column for each estimator."""
     return pd.DataFrame({name: residual_transport(embedded.observed(), name) for name in TRANSPORTS})
 
 
 def factors() -> pd.DataFrame:
-    """prod_{k > l} (1 + rho_k) after every block l but the last, by estimator, and what errors really do."""
+    """prod_{k > l} (1 + rho_k) for every block l but the last by estimator, and the measured growth of errors."""
     transport = estimates().apply(lambda rho: theory.downstream_transport(torch.tensor(rho.to_numpy())).numpy())
     return transport.join(embedded.growth(), how="right")
 
 
-def checkpoint(layer: int, estimator: str) -> tuple[Axes, str]:
-    """Left: rho of every block by three estimators. Right: growth of an error made in a block, said and real."""
+def checkpoint(layer: int, estimator: str) -> tuple[list[Axes], str]:
+    """Left: rho of every block by three estimators. Right: growth of an error of a block, estimated and measured."""
     rho, table = estimates(), factors()
     here = table.loc[layer]
-    gain, growth = figures.detached(2, height=4.0)
+    gain, growth = figures.panels(height=4.0)
     for name, marker in MARKERS.items():
         strong = {"linewidth": 2.5} if name == estimator else {"linewidth": 1, "alpha": 0.55}
         gain.plot(rho.index, rho[name], f"{marker}-", markersize=5, label=name, **strong)
         growth.plot(table.index, table[name], f"{marker}-", markersize=5, **strong)
     gain.axhline(1, color="0.2", linestyle="--", linewidth=1)
     gain.set(ylim=(0.1, 1e7), ylabel="ρ", title="gain of every block")
-    growth.plot(table.index, table.worst, "^-", color="0.2", markersize=5, label="worst direction (real)")
-    growth.plot(table.index, table.rounding, "*-", color="C3", markersize=8, label="bf16 rounding (real)")
-    growth.set(ylim=(0.5, 1e12), ylabel="factor", title="growth of an error from a block to the end")
+    growth.plot(table.index, table.worst, "^-", color="0.2", markersize=5, label="worst direction (measured)")
+    growth.plot(table.index, table.rounding, "*-", color="C3", markersize=8, label="bf16 rounding (measured)")
+    growth.set(ylim=(0.5, 1e12), ylabel="factor", title="growth of an error up to the end")
     for axes in (gain, growth):
         figures.log_scale(axes, "y")
         axes.axvline(layer, color="0.2", linestyle=":")
         axes.set(xlabel="block", xticks=range(0, len(rho), 2))
         axes.legend(frameon=False, fontsize="small", loc="upper right")
-    return gain, (
+    return [gain, growth], (
         f"block {layer}, {estimator}: ρ = {rho[estimator][layer]:.3g}; an error made here grows {here[estimator]:.3g}-"
         f"fold by ∏(1 + ρ), {here.worst:.3g}-fold in the worst direction, {here.rounding:.3g}-fold if bf16 rounds it"
     )
@@ -121,29 +121,35 @@ EXERCISES = (
     Exercise(
         "A block has J = diag(ρ, −ρ) with ρ = 0.5. What is its condition number?",
         torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2).item(),
-        "I + J = diag(1.5, 0.5): κ = 3, which is (1 + ρ) / (1 − ρ). The bound of Theorem 2 is attained.",
+        "κ is the quotient of the largest and the smallest singular value of I + J.",
+        "I + J = diag(1.5, 0.5), so κ = 3 = (1 + ρ) / (1 − ρ): the bound of Theorem 2 (residual blocks) is attained.",
     ),
     Exercise(
         "ρ = 0.2 in each of the 12 blocks after an error. How large is the factor ∏(1 + ρ)?",
         theory.downstream_transport(torch.full((13,), 0.2, dtype=torch.float64))[0].item(),
+        "All twelve factors are equal.",
         "1.2¹² = 8.92.",
     ),
     Exercise(
-        "J = −I / 2 in three blocks. By what factor does an error really change?",
+        "J = −I / 2 in three blocks. By what factor does an error change?",
         torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2).item(),
-        "Every block halves it: 1/8. The factor says 1.5³ = 3.4: it knows how large J is, not that it works against x.",
+        "What is I + J?",
+        "Every block halves the error, so the factor is 1/8. ∏(1 + ρ) = 1.5³ = 3.4, because ρ contains the size of J "
+        "and not its sign.",
     ),
     Exercise(
         "J turns by 90° (‖J‖₂ = 1) in ten blocks. How many times too large is ∏(1 + ρ)?",
         float(2**10 / course("rotation", 1.0, 10).worst.iloc[-1]),
-        "x and Jx are orthogonal, so each block grows every error by √(1 + ρ²) = √2, ten of them by 2⁵. The factor is "
-        "2¹⁰: 32 times too large.",
+        "x and Jx are orthogonal and of equal length. How long is x + Jx?",
+        "x and Jx are orthogonal, so each block multiplies every error by √(1 + ρ²) = √2, and ten blocks by 2⁵. "
+        "∏(1 + ρ) is 2¹⁰, which is 32 times too large.",
     ),
     Exercise(
         "Which estimator of ρ is certain to be no smaller than ‖J‖₂?",
         "operator_norm",
-        "It multiplies norms of the parts. Power iteration approaches the norm from below, and release divides norms "
-        "of outputs by norms of inputs, which says nothing about other directions than x itself.",
+        "See the table of the estimators above.",
+        "operator_norm multiplies norms of the parts of a block. power_iteration approaches ‖J‖₂ from below. release "
+        "divides norms of outputs by norms of inputs, and contains no derivative.",
         TRANSPORTS,
     ),
 )

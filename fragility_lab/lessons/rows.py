@@ -1,7 +1,7 @@
-"""Rows through LayerNorm in a low format: their errors, Proposition 1 (`prop:ln`), and what its proof gives away.
+"""Rows through LayerNorm in a low format: the error, the bound of Proposition 1 (`prop:ln`), the steps of its proof.
 
-Rows are (..., d_model) in fp32, gamma (d_model,). Kernels round as a device's do and are compared
-with fp64 (``theory.layernorm_path``).
+Rows are (..., d_model) in fp32, gamma is (d_model,). Kernels round as those of a device. Errors are differences
+from fp64 (``theory.layernorm_path``).
 """
 
 import numpy as np
@@ -15,28 +15,29 @@ from fragility_core.arithmetic.formats import get_format
 
 FEATURES = 64
 
-# What is rounded, and a constant a_ln that holds for it: u ||Z|| and, to first order, an input's u ||x|| arrive as at
-# most u M_LN each. Of the single steps, the mean's rounding costs u |mu| sqrt(d_model), and subtraction, variance,
-# root and two products at most (4.5 + 2 sigma^2 / (sigma^2 + epsilon)) u ||x - mu||: in all, 4.6 u M_LN.
+# What is rounded, and a constant a_ln that holds for it. Rounding the result costs u ||Z||, at most u M_LN. Rounding
+# the input costs at most u M_LN as well, to first order. Of the single steps, rounding the mean costs
+# u |mu| sqrt(d_model) / sqrt(sigma^2 + epsilon), and subtraction, variance, root and two products together at most
+# (4.5 + 2 sigma^2 / (sigma^2 + epsilon)) u ||x - mu|| / sqrt(sigma^2 + epsilon). In all, that is at most 4.6 u M_LN.
 A_LN = {"the result": 1.0, "input and result": 2.0, "every step": 5.0}
 
 
 def fused(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """LayerNorm's path by the library's kernel, which rounds its result only."""
+    """LayerNorm without bias by the library's kernel, which rounds its result only."""
     return nn.functional.layer_norm(x, gamma.shape, gamma, None, epsilon)
 
 
 def stepwise(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """The same from elementary kernels, each of which rounds."""
+    """LayerNorm without bias from elementary kernels, each of which rounds."""
     centred = x - x.mean(-1, keepdim=True)
     variance = (centred * centred).mean(-1, keepdim=True)
     return centred * (variance + epsilon).rsqrt() * gamma
 
 
 def errors(x: Tensor, gamma: Tensor, epsilon: float, format: str, rounded: str) -> pd.DataFrame:
-    """One row a row of ``x`` (rows, d_model): the observed error and the bound, absolute and relative.
+    """Observed error and bound, absolute and relative, for every row of ``x`` (rows, d_model).
 
-    ``rounded`` is a key of A_LN. Unless the input's rounding counts too, x is what ``format`` stores of it.
+    ``rounded`` is a key of A_LN. With "input and result", the exact result is that of ``x`` before rounding.
     """
     chosen = get_format(format)
     stored, gamma = chosen.round(x), chosen.round(gamma)
@@ -56,7 +57,7 @@ STEPS = ["observed error", "worst rounding", "largest γ for each", "‖x‖ for
 
 
 def ladder(x: Tensor, gamma: Tensor, epsilon: float, format: str) -> pd.DataFrame:
-    """From the error of the library's kernel to u M_LN, one row a row of ``x``: each column bounds the one before."""
+    """The steps from the error of the library's kernel to u M_LN; each column bounds the column before it."""
     chosen = get_format(format)
     x, gamma = chosen.round(x), chosen.round(gamma)
     norms, u = theory.layernorm_norms(x, gamma, epsilon), chosen.unit_roundoff
@@ -72,7 +73,7 @@ def ladder(x: Tensor, gamma: Tensor, epsilon: float, format: str) -> pd.DataFram
     return pd.DataFrame(dict(zip(STEPS, columns)))
 
 
-# --- Rows to look at ----------------------------------------------------------------------------
+# --- Example rows -------------------------------------------------------------------------------
 
 
 def _normal(*shape: int) -> Tensor:
@@ -82,7 +83,7 @@ def _normal(*shape: int) -> Tensor:
 def drawn(variance: float, offset: float, draws: int) -> Tensor:
     """Normal rows (draws, FEATURES) of exactly this ``variance`` and of mean ``offset`` standard deviations.
 
-    A deviation that is a power of two is a special case: the output is then on the input's grid as it is.
+    Avoid standard deviations that are powers of two: dividing by them is exact.
     """
     rows = _normal(draws, FEATURES)
     deviation, mean = torch.std_mean(rows, -1, correction=0, keepdim=True)
@@ -90,24 +91,28 @@ def drawn(variance: float, offset: float, draws: int) -> Tensor:
 
 
 def uneven_gamma(spread: float) -> Tensor:
-    """gamma (FEATURES,), log-normal: the logarithm's standard deviation is ``spread``."""
+    """Log-normal gamma (FEATURES,). The standard deviation of its logarithm is ``spread``."""
     return (spread * _normal(FEATURES)).exp().float()
 
 
 def quiet_and_loud(loudness: float, format: str) -> Tensor:
-    """Two rows (2, 8): one near 1 that varies by a spacing of ``format``, the other alternating ±``loudness``."""
+    """Two rows (2, 8): one near 1 that varies by a spacing of ``format``, one that alternates between ±``loudness``."""
     features = torch.arange(8)
     quiet = 1 + get_format(format).spacing * (features < 2)
     return torch.stack([quiet, loudness * (1 - 2 * (features % 2))]).float()
 
 
-def mean_variance(loudness: float, epsilon: float, format: str) -> dict[str, float]:
-    """Error of both rows of ``quiet_and_loud``, each step rounded, and two readings of the bound for a matrix."""
+def mean_variance(loudness: float, epsilon: float, format: str, rounded: str) -> dict[str, float]:
+    """Error of both rows of ``quiet_and_loud``, the bound row by row, and the bound with the mean variance.
+
+    The bound with the mean variance holds if only the result is rounded: v / (v + epsilon) is concave in v, so
+    by Jensen's inequality the mean of ||Z||^2 over rows is largest for rows of equal variance.
+    """
     x, gamma = quiet_and_loud(loudness, format), torch.ones(8)
-    table = errors(x, gamma, epsilon, format, "every step")
+    table = errors(x, gamma, epsilon, format, rounded)
     norms, u = theory.layernorm_norms(x, gamma, epsilon), get_format(format).unit_roundoff
     mean = theory.layernorm_error_bound(
-        1.0, norms.variance.mean(), epsilon, norms.input_norm.norm(), u, a_ln=A_LN["every step"]
+        1.0, norms.variance.mean(), epsilon, norms.input_norm.norm(), u, a_ln=A_LN[rounded]
     )
     by_row = {name: np.linalg.norm(table[name]) for name in ("observed", "bound")}
     return {"loudness": loudness, **by_row, "bound with the mean variance": mean.item()}

@@ -1,4 +1,4 @@
-"""Pictures of how loose a bound is: its slack, bound over observed error, and where it is given away."""
+"""Pictures of the slack of a bound (bound over observed error) and of the steps of a proof that cause it."""
 
 import numpy as np
 import pandas as pd
@@ -7,7 +7,7 @@ from fragility_lab.reporting.figures import Axes
 
 
 def histogram(axes: Axes, slack: pd.Series, title: str) -> None:
-    """Count the draws by ``slack`` from 1, a sharp bound, to 1000 or more on a logarithmic axis; dashed the median."""
+    """A histogram of ``slack`` from 1, a sharp bound, to 1000 and more, logarithmic. A dashed line marks the median."""
     axes.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31), color="C0")
     axes.axvline(0, color="C3", linewidth=2)
     axes.axvline(np.log10(slack.median()), color="0.2", linestyle="--", linewidth=1)
@@ -18,19 +18,19 @@ def histogram(axes: Axes, slack: pd.Series, title: str) -> None:
 
 
 def given_away(axes: Axes, ladder: pd.DataFrame) -> None:
-    """The mean factor of each column of ``ladder`` over the one before, a bar each."""
+    """A bar for each column of ``ladder`` but the first: its geometric mean factor over the column before."""
     factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])
     axes.barh(range(len(factors)), factors, color="C0", height=0.45)
     for place, (name, factor) in enumerate(factors.items()):
         axes.text(0.05, place - 0.3, f"{name}: × {factor:.2g}", fontsize="small")
     axes.set(
-        yticks=[], ylim=(len(factors) - 0.6, -0.7), xlim=(0, None), xlabel="factor (mean)",
-        title="what each step gives away",
+        yticks=[], ylim=(len(factors) - 0.6, -0.7), xlim=(0, None), xlabel="factor (mean)", ylabel="step",
+        title="what each step of the proof loses",
     )  # fmt: skip
 
 
 def describe(slack: pd.Series, draws: str) -> str:
-    """In how many ``draws`` (what they are, in words) the bound holds, and how loose it is."""
+    """A line on how often the bound holds and how loose it is; ``draws`` is the plural noun for what was drawn."""
     return (
         f"the bound holds in {(slack >= 1).sum()} of {len(slack)} {draws}; "
         f"bound / observed: smallest {slack.min():.2g}, median {slack.median():.2g}, largest {slack.max():.2g}"

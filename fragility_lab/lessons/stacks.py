@@ -1,6 +1,6 @@
-"""Residual blocks x -> x + J x with ||J||_2 = rho, alone and stacked: what they really do to an error.
+"""Residual blocks x -> x + J x with ||J||_2 = rho, alone and stacked, and what they do to an error.
 
-A stack is a tensor of Jacobians (L, WIDTH, WIDTH); block l = 0 is the first.
+A stack is a tensor of Jacobians (L, WIDTH, WIDTH). Block 0 is the first.
 """
 
 from itertools import accumulate
@@ -36,7 +36,7 @@ def _shrink(blocks: int) -> Tensor:
     return -torch.eye(WIDTH, dtype=torch.float64).expand(blocks, -1, -1)
 
 
-# Unit Jacobians: all of them have the norm 1, and every bound of the paper says the same of all.
+# Jacobians of norm 1. Every bound of the paper has the same value for all of them.
 KINDS = {
     "random": _random,
     "one direction shared": _one_direction,
@@ -57,15 +57,15 @@ def singular_values(jacobian: Tensor) -> Tensor:
 
 
 def course(kind: str, rho: float, blocks: int) -> pd.DataFrame:
-    """What a stack does to an error at its entrance, one row a depth 1, ..., ``blocks``.
+    """What a stack does to an error at its input, one row for each depth 1, ..., ``blocks``.
 
-    Columns: ``worst`` ||prod (I + J)||_2, the growth in the worst direction; ``typical`` the root mean
-    square over all directions; ``transport`` prod (1 + rho), which bounds both (Corollary 1 (`cor:depth`)). Only where
-    rho < 1: ``condition``, kappa of the product, and its ``condition_bound``.
+    ``worst`` is ||prod (I + J)||_2, the growth in the worst direction. ``typical`` is the root mean square of the
+    growth over all directions. ``transport`` is prod (1 + rho), which bounds both. Only for rho < 1: ``condition``,
+    kappa of the product, and its ``condition_bound`` (Corollary 1 (`cor:depth`)).
     """
     norm, factors = torch.linalg.matrix_norm, torch.eye(WIDTH, dtype=torch.float64) + jacobians(kind, rho, blocks)
     products = torch.stack(list(accumulate(factors, lambda product, factor: factor @ product)))
-    # One more block in front, whose own rho plays no part.
+    # The gain of a first block is never used, so one block more than the stack has is passed.
     transport = theory.downstream_transport(torch.full((blocks + 1,), rho, dtype=torch.float64)).flip(0)[1:]
     table = {
         "blocks": range(1, blocks + 1),
@@ -74,7 +74,7 @@ def course(kind: str, rho: float, blocks: int) -> pd.DataFrame:
         "typical": norm(products) / WIDTH**0.5,
     }
     if rho < 1:
-        # As a product of inverses: of kappa = 10^20 the product's small singular values know nothing.
+        # The product's small singular values drown in rounding errors, those of the product of inverses do not.
         inverses = torch.stack(list(accumulate(torch.linalg.inv(factors), lambda product, factor: product @ factor)))
         table["condition"] = norm(products, 2) * norm(inverses, 2)
         gains = torch.full((blocks,), rho, dtype=torch.float64)

@@ -1,15 +1,17 @@
 """Live figures and exercises for the teaching notebooks.
 
-What a cell shows is one MIME bundle: the live panel for a notebook with a kernel, and a static
-figure or text for every reader without one. Only the static part is committed (``refresh``).
+A cell shows one MIME bundle: a live panel for a notebook with a kernel, and static HTML for every reader without
+one. Notebooks are stored with the static part only (``running.refresh``).
 """
 
 import base64
 import html
+import math
+import re
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 
 import ipywidgets
 from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, ToggleButtons, VBox
@@ -20,82 +22,98 @@ LABEL = {"description_width": "14em"}
 WIDE = {"width": "min(100%, 38em)"}
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 
-Draw = Callable[..., tuple[figures.Axes, str]]
+# ipywidgets names neither its sliders nor its toggles to a screen reader. Each new picture lends them their labels.
+NAME_CONTROLS = html.escape("""
+for (const e of this.closest('.explorer')?.querySelectorAll('[role=slider], .widget-toggle-buttons button') ?? []) {
+    const label = e.closest('.widget-hslider, .widget-toggle-buttons').querySelector('label').textContent;
+    e.setAttribute('aria-label', e.role === 'slider' ? label : label + ' ' + e.textContent.trim());
+    if (e.role !== 'slider') e.setAttribute('aria-pressed', e.classList.contains('mod-active'));
+}""")
+# ipywidgets marks the panels of a kernel that is gone with the class jupyter-widgets-disconnected.
+LOST = """<style>.lost { display: none } .jupyter-widgets-disconnected > .lost { display: block }
+.jupyter-widgets-disconnected > .picture { opacity: 0.4 }</style>
+<p role="alert"><b>The kernel that drew this was restarted or shut down. Run this cell again.</b></p>"""
+
+Draw = Callable[..., tuple[Sequence[figures.Axes], str]]
 
 
 def slider(label: str, low: float, high: float, step: float, start: float) -> FloatSlider | IntSlider:
-    """A slider from ``low`` to ``high``, moved by mouse or arrow keys; of whole numbers if ``step`` is one."""
+    """A slider from ``low`` to ``high``, moved by mouse or arrow keys; of integers if ``step`` is one."""
     kind = IntSlider if isinstance(step, int) else FloatSlider
     return kind(start, min=low, max=high, step=step, description=label, style=LABEL, layout=WIDE)
 
 
 def choice(label: str, options: Sequence[str], start: str) -> Dropdown:
-    """One of ``options``."""
+    """A menu of ``options``."""
     return Dropdown(options=options, value=start, description=label, style=LABEL, layout=WIDE)
 
 
 def buttons(label: str, options: Sequence[int | str], start: int | str) -> ToggleButtons:
-    """One of ``options``, all in sight, to be clicked, or pressed on the keyboard."""
+    """A button for each of ``options``, one of them pressed."""
     style = {"button_width": "3.4em"}
     return ToggleButtons(options=options, value=start, description=label, style=style, layout={"width": "100%"})
+
+
+def _panel(kind: str, *children: ipywidgets.Widget) -> VBox:
+    return VBox([*children, HTML(LOST).add_class("lost")]).add_class(kind)
 
 
 class Explorer:
     """A figure that is drawn again whenever one of its controls changes.
 
-    ``draw`` takes the values of ``controls`` by name and returns the Axes and, in one line, the
-    numbers to be read off. Its exceptions are shown in place of the figure and raised.
+    ``draw`` takes the values of ``controls`` by name. It returns the Axes of the figure's panels, and a line with
+    the numbers to read off. If it raises an exception, the traceback takes the place of the figure.
     """
 
     def __init__(self, draw: Draw, **controls: ipywidgets.ValueWidget):
         self.draw = draw
         self.controls = controls
         self.picture = HTML().add_class("picture")
-        self.panel = VBox([*controls.values(), self.picture]).add_class("explorer")
+        self.panel = _panel("explorer", *controls.values(), self.picture)
         self.redraw()
         for control in controls.values():
             control.observe(self._changed, names="value")
 
-    def current(self) -> tuple[figures.Axes, str]:
-        """Axes and readout for the values that the controls have now."""
-        with figures.style():
-            return self.draw(**{name: control.value for name, control in self.controls.items()})
+    @figures.style()
+    def drawn(self, attributes: str = "") -> tuple[str, str]:
+        """Panels and readout for the present values of the controls as HTML, and the readout alone as text."""
+        panels, readout = self.draw(**{name: control.value for name, control in self.controls.items()})
+        images = "".join(
+            f'<img src="data:image/svg+xml;base64,{base64.b64encode(figures.svg(axes)).decode("ascii")}" '
+            f'alt="{html.escape(figures.alternative_text(axes))}"{attributes}>'
+            for axes in panels
+        )
+        return f'<div>{images}</div><p class="readout" aria-live="polite">{html.escape(readout)}</p>', readout
 
     def redraw(self) -> None:
         """Bring figure and readout up to date."""
-        axes, readout = self.current()
-        width = axes.get_figure().get_figwidth()
-        # decoding="sync" and a fixed size: the old picture stays until the new one is there, and nothing jumps.
-        self.picture.value = (
-            f'<img src="data:image/png;base64,{_base64(figures.png(axes))}" alt="{html.escape(readout)}" '
-            f'decoding="sync" style="display: block; width: {width * 96:.0f}px; max-width: 100%">'
-            f'<p class="readout" aria-live="polite" style="margin: 0">{html.escape(readout)}</p>'
-        )
+        # decoding="sync": the old picture stays until the new one is there.
+        self.picture.value, _ = self.drawn(f' decoding="sync" style="max-width: 100%" onload="{NAME_CONTROLS}"')
 
     def _changed(self, _change) -> None:
         try:
             self.redraw()
         except Exception:
-            # Jupyter logs what a callback raises where no reader looks.
+            # Jupyter logs the exception of a callback where no reader looks.
             self.picture.value = f'<pre role="alert">{html.escape(traceback.format_exc())}</pre>'
             raise
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        axes, readout = self.current()
-        static = {"image/png": _base64(figures.captioned_png(axes, readout)), "text/plain": readout}
-        return {**self.panel._repr_mimebundle_(), **static}
+        static, readout = self.drawn()
+        return {**self.panel._repr_mimebundle_(), "text/html": static, "text/plain": readout}
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """A question, the check of an answer to it, and the worked answer, hidden until asked for.
+    """A question, the check of an answer to it, a hint, and the worked answer, hidden until asked for.
 
-    A ``solution`` that is a number is met within ``tolerance``, relative; one that is text is among
-    the ``options`` to choose from. ``question`` and ``explanation`` are HTML.
+    A ``solution`` that is a number is met within ``tolerance``, relative. A ``solution`` that is text is one of
+    the ``options``. ``question``, ``hint`` and ``explanation`` are HTML.
     """
 
     question: str
     solution: float | str
+    hint: str
     explanation: str
     options: tuple[str, ...] = ()
     tolerance: float = 0.01
@@ -105,54 +123,82 @@ class Exercise:
             raise ValueError(f"the solution must be one of the options {self.options}, got {self.solution!r}")
 
     def is_right(self, answer: str) -> bool:
-        """Whether ``answer`` is right; raises ValueError where a number is wanted and it is none."""
+        """Whether ``answer`` is right; raises ValueError if it should be a number and is none."""
         if self.options:
             return answer == self.solution
-        return abs(_number(answer) - self.solution) <= self.tolerance * abs(self.solution)
+        return any(abs(value - self.solution) <= self.tolerance * abs(self.solution) for value in numbers(answer))
 
     def verdict(self, answer: str | None) -> str:
-        """What a reader who answers ``answer`` is told."""
+        """The response to ``answer``, as HTML."""
         if not answer:
             return "Answer first."
         try:
-            return "Right." if self.is_right(answer) else "Not yet: try again, or show the answer."
+            return "Right." if self.is_right(answer) else f"Not yet. Hint: {self.hint}"
         except ValueError as error:
-            return f"{error}."
+            return html.escape(f"{error}.")
 
     def panel(self) -> VBox:
         """Question, field, button and the hidden answer."""
         field = (
             RadioButtons(options=self.options, value=None, layout={"width": "max-content"})
             if self.options
-            else Text(description="Answer", placeholder="0.01, 1e-2 or 1/100", continuous_update=False)
+            else Text(description="Answer", placeholder="0.01, 1e-2, 1/100 or 1 %", continuous_update=False)
         )
         button = ipywidgets.Button(description="Check", tooltip="Check the answer")
         verdict = HTML().add_class("verdict")
 
         def check(_=None) -> None:
-            verdict.value = f'<p role="status">{html.escape(self.verdict(field.value))}</p>'
+            verdict.value = f'<p role="status">{self.verdict(field.value)}</p>'
+
+        def forget(_) -> None:
+            verdict.value = ""
 
         button.on_click(check)
-        if not self.options:
-            field.observe(check, names="value")  # Enter in the field checks too
-        row = HBox([field, button, verdict], layout=ROW)
-        return VBox([HTMLMath(self.question), row, HTMLMath(self._details())]).add_class("exercise")
+        field.observe(forget if self.options else check, names="value")  # Enter in a text field checks too
+        row = HBox([field, button], layout=ROW)
+        return _panel("exercise", HTMLMath(self.question), row, verdict, HTMLMath(self._details()))
 
     def _details(self) -> str:
         return f"<details><summary>Show the answer</summary><p>{self.explanation}</p></details>"
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        options = "".join(f"<li>{option}</li>" for option in self.options)
-        text = f"<p>{self.question}</p><ul>{options}</ul>{self._details()}"
+        options = f"<ul>{''.join(f'<li>{option}</li>' for option in self.options)}</ul>" if self.options else ""
+        text = f"<p>{self.question}</p>{options}{self._details()}"
         return {**self.panel()._repr_mimebundle_(), "text/html": text, "text/plain": self.question}
 
 
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
+# --- Answers that are numbers -------------------------------------------------------------------
+
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+SIGNS = str.maketrans("−–×·∙", "--***")
 
 
-def _number(text: str) -> float:
-    try:
-        return float(Fraction(text.replace(",", ".").strip()))
-    except (ValueError, ZeroDivisionError, OverflowError) as error:
-        raise ValueError(f"An answer is a number such as 0.01, 1e-2 or 1/100, not {text!r}") from error
+def numbers(answer: str) -> set[float]:
+    """The values that ``answer`` may stand for: "375,000" is read with a thousands separator and a decimal comma.
+
+    Products, quotients, powers and a percent sign are allowed: "1.5 × 10⁻³", "2/0.2", "50 %". Raises ValueError
+    for anything else.
+    """
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda found: "^" + found[0].translate(SUPERSCRIPTS), answer.translate(SIGNS))
+    text = re.sub(r"[\s_']", "", text).replace("**", "^")
+    thousands = re.sub(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?!\d)", lambda m: m[0].replace(",", ""), text)
+    values = set()
+    for reading in (thousands, text.replace(",", ".")):
+        with suppress(ValueError, ArithmeticError, TypeError):
+            values.add(_value(reading))
+    if not values or not all(map(math.isfinite, values)):
+        raise ValueError(f"An answer is a number such as 0.01, 1e-2, 1/100 or 1 %, not {answer!r}")
+    return values
+
+
+def _value(text: str) -> float:
+    """The value of a product or quotient of powers, in percent if it ends so."""
+    if text.endswith("%"):
+        return _value(text[:-1]) / 100
+    first, *divisors = (math.prod(map(_power, part.split("*"))) for part in text.split("/"))
+    return first / math.prod(divisors)
+
+
+def _power(text: str) -> float:
+    base, *exponents = text.split("^")
+    return math.pow(float(base), float(*exponents)) if exponents else float(base)

@@ -1,4 +1,4 @@
-"""Notebook 6: one real window through the embedded checkpoint, block by block, in two formats and in fp32."""
+"""Notebook 6: one window of text through the embedded checkpoint, block by block, in bf16, fp16 and fp32."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +32,7 @@ EPSILONS = tuple(10.0**exponent for exponent in range(-5, 2))  # the first is th
 
 @cache
 def words() -> list[str]:
-    """The window's tokens as text."""
+    """The text of each token of the window."""
     _, window = embedded.prepared()
     return load_tokenizer(EMBEDDED).batch_decode(window[0][:, None])
 
@@ -42,14 +42,14 @@ def words() -> list[str]:
 
 @cache
 def monitor(format: str) -> Monitor:
-    """The model in ``format``, emulated, under observation."""
+    """The monitored model in ``format``, emulated."""
     exact, _ = embedded.prepared()
     return Monitor(lower(exact.model, format, "emulated"))
 
 
 @contextmanager
 def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """A list that a pass over one window fills with what each block puts out, (T, d_model)."""
+    """A list that a pass over one window fills with the output of each block, (T, d_model)."""
     seen: list[Tensor] = []
     with ExitStack() as stack:
         for block in blocks(model):
@@ -60,19 +60,19 @@ def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 class WindowPass(NamedTuple):
-    """A monitored pass beside the fp32 one: scored block rows, window row, and the errors after every block."""
+    """A monitored pass: the scores of blocks and window, and the relative errors against fp32 after every block."""
 
     layers: pd.DataFrame
     window: pd.Series
     drift: np.ndarray  # (L,), of the hidden state
-    token_drift: np.ndarray  # (L, T), of each token's
-    predicted_drift: np.ndarray  # (L,), what Theorem 3 (`thm:unified`) says of the stack up to here
+    token_drift: np.ndarray  # (L, T), of each token's hidden state
+    predicted_drift: np.ndarray  # (L,), by Theorem 3 (`thm:unified`) for the blocks up to this one
 
 
 @cache
 @torch.no_grad()
 def passed(format: str) -> WindowPass:
-    """The window in ``format``, measured against fp32."""
+    """The window in ``format``, compared with fp32."""
     (exact, window), low = embedded.prepared(), monitor(format)
     with block_outputs(exact.model) as reference, exact.running():
         final = final_hidden(exact.model, window)
@@ -99,11 +99,11 @@ def passed(format: str) -> WindowPass:
 # --- The window and its drift -----------------------------------------------------------------------
 
 
-def text(block: int, format: str) -> tuple[Axes, str]:
-    """The window's tokens, shaded by the relative error of their hidden states after ``block``."""
+def text(block: int, format: str) -> tuple[list[Axes], str]:
+    """The tokens of the window, shaded by the relative error of their hidden states after ``block``."""
     drift, columns = passed(format).token_drift, 8
-    shades = np.log10(drift)  # one scale for all blocks, its dark end kept back for the letters
-    (axes,) = figures.detached(1, width=9.6, height=3.8)
+    shades = np.log10(drift)  # one scale for all blocks, without its dark end, so that letters stay legible
+    (axes,) = figures.panels(9.6, height=3.8)
     axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.02)
     scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
     cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
@@ -118,25 +118,25 @@ def text(block: int, format: str) -> tuple[Axes, str]:
         axes.text(column + 0.5, row + 0.5, word, ha="center", va="center", fontsize="small")
     axes.set(xticks=[], yticks=[], title=f"relative error of every token after block {block}, in units of u")
     worst = int(drift[block].argmax())
-    return axes, (
+    return [axes], (
         f"{format}, after block {block}: relative error of the whole hidden state {passed(format).drift[block]:.2g}, "
         f"of single tokens {drift[block].min():.2g} to {drift[block].max():.2g}, largest at token {worst} "
         f"({shown[worst]})"
     )
 
 
-def profile(block: int, format: str) -> tuple[Axes, str]:
-    """Left: the terms of M over the blocks. Right: error of the hidden state after each, measured and predicted."""
+def profile(block: int, format: str) -> tuple[list[Axes], str]:
+    """Left: the terms of M over the blocks. Right: the error of the hidden state, measured and predicted."""
     here = passed(format)
     row = here.layers.iloc[block]
-    terms, drift = figures.detached(2, height=3.8)
+    terms, drift = figures.panels(height=3.8)
     for marker, name, label in (
         ("o", "attention", "attention A"),
         ("D", "remainder", "remainder"),
         ("s", "layernorm", "LayerNorm"),
     ):
         terms.plot(here.layers.layer, here.layers[f"{name}_term"], f"{marker}-", markersize=5, label=label)
-    terms.set(title="terms of M")
+    terms.set(ylabel="magnitude", title="terms of M")
     drift.plot(here.predicted_drift, "^-", color="C3", markersize=5, label="predicted")
     drift.plot(here.drift, "o-", color="C0", markersize=5, label="measured")
     drift.axhline(get_format(format).unit_roundoff, color="0.2", linestyle="--", linewidth=1, label="u")
@@ -147,7 +147,7 @@ def profile(block: int, format: str) -> tuple[Axes, str]:
         axes.axvline(block, color="0.2", linestyle=":")
         axes.set(xlabel="block", xticks=range(0, len(here.drift), 2))
         axes.legend(frameon=False, fontsize="small", loc="upper left", ncols=2)
-    return terms, (
+    return [terms, drift], (
         f"{format}, block {block}: attention {row.attention_term:.2g}, remainder {row.remainder_term:.2g}, LayerNorm "
         f"{row.layernorm_term:.2g}; after it the hidden state is off by {here.drift[block]:.2g}, "
         f"predicted {here.predicted_drift[block]:.2g}"
@@ -158,7 +158,7 @@ def profile(block: int, format: str) -> tuple[Axes, str]:
 
 
 def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[str]:
-    """The score of one block from top to bottom, with its numbers filled in."""
+    """The formulas of the score of one block, with numbers filled in."""
 
     def layernorm(site: int) -> str:
         gamma, variance, norm = row[f"gamma_{site}_max"], row[f"variance_{site}"], row[f"input_{site}_norm"]
@@ -194,20 +194,19 @@ def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[st
     ]
 
 
-def block_score(block: int, format: str) -> tuple[Axes, str]:
-    """Left: G of every block. Right: how that of ``block`` comes about, number by number."""
+def block_score(block: int, format: str) -> tuple[list[Axes], str]:
+    """Left: G of every block. Right: the formulas of ``block`` with their numbers."""
     here = passed(format)
     row, risk = here.layers.iloc[block], here.layers.risk
-    bars, page = figures.detached(2, width=10, height=3.8)
-    bars.set_position([0.07, 0.17, 0.22, 0.72])
-    page.set_position([0.32, 0.0, 0.68, 0.95])
+    bars, page = figures.panels(3.2, 6.8, height=3.8)
     bars.bar(here.layers.layer, risk, color=["C3" if layer == block else "C0" for layer in here.layers.layer])
-    bars.set(xlabel="block", xticks=range(0, len(risk), 2), title="G of every block")
+    bars.set(xlabel="block", ylabel="G", xticks=range(0, len(risk), 2), title="G of every block")
+    page.set_position([0.02, 0.0, 0.98, 0.95])
     page.axis("off")
     lines = formulas(row, here.window.final_norm, get_format(format).unit_roundoff)
     for place, line in enumerate(lines):
         page.text(0, 0.95 - place / len(lines), line, fontsize="small", transform=page.transAxes)
-    return bars, (
+    return [bars, page], (
         f"{format}, block {block}: G = {row.risk:.3g}, {row.risk / risk.sum():.0%} of the sum; attention is "
         f"{row.attention_term / row.magnitude:.1%} of M, LayerNorm {row.dominance:.1%}"
     )
@@ -217,7 +216,7 @@ def block_score(block: int, format: str) -> tuple[Axes, str]:
 
 
 def _entry(block: Block) -> Callable:
-    """A hook by which the block's output under each of EPSILONS joins the batch, for the first window's input."""
+    """A hook that appends to the batch what the block makes of the first window's input under each of EPSILONS."""
 
     def hook(module, args, kwargs, output):
         joined = [output]
@@ -234,7 +233,7 @@ def _entry(block: Block) -> Callable:
 def final_states(monitor: Monitor, window: Tensor) -> Tensor:
     """Final hidden states (L, E, T, d_model) with each of EPSILONS in each block alone, in one pass.
 
-    A variant is the plain pass until its block, so it enters the batch there, as in ``patching``.
+    Until its block, a variant equals the plain pass. So each variant enters the batch at its block.
     """
     with ExitStack() as stack:
         for block in monitor.blocks:
@@ -246,10 +245,10 @@ def final_states(monitor: Monitor, window: Tensor) -> Tensor:
 
 @cache
 def raised_epsilons() -> pd.DataFrame:
-    """What a larger epsilon in one block really does, one row a block and epsilon.
+    """The measured effect of a larger epsilon in one block, one row for each block and epsilon.
 
-    The mismatch in each of FORMATS, master and shadow under the same epsilon as in E5, and the
-    ``change`` ||X(epsilon) - X|| / ||X|| of the fp32 output itself.
+    Columns: the mismatch in each of FORMATS, both passes under the same epsilon as in E5, and ``change``, the
+    change ||X(epsilon) - X|| / ||X|| of the fp32 output.
     """
     exact, window = embedded.prepared()
     reference = final_states(exact, window)
@@ -259,13 +258,13 @@ def raised_epsilons() -> pd.DataFrame:
     return pd.DataFrame({name: column.flatten().numpy() for name, column in columns.items()}, index=index)
 
 
-def epsilon(block: int, exponent: int, format: str) -> tuple[Axes, str]:
-    """Left: what the frozen formula and the real pass say of epsilon in ``block``. Right: what it costs."""
+def epsilon(block: int, exponent: int, format: str) -> tuple[list[Axes], str]:
+    """Left: frozen G and measured mismatch over epsilon in ``block``. Right: how far the output itself moves."""
     layers, real = passed(format).layers, raised_epsilons().loc[block]
     row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent
     frozen = 1 - raised(row, np.array(EPSILONS)).reduction / row.risk
     measured = real[format] / real[format].iloc[0]
-    left, right = figures.detached(2, height=3.8)
+    left, right = figures.panels(height=3.8)
     left.plot(EPSILONS, frozen, "^-", color="C3", markersize=5, label="G of the block, frozen")
     left.plot(EPSILONS, measured, "o-", color="C0", markersize=5, label="mismatch, measured")
     left.set(
@@ -274,14 +273,14 @@ def epsilon(block: int, exponent: int, format: str) -> tuple[Axes, str]:
     right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
     right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
     figures.log_scale(right, "y")
-    right.set(ylim=(1e-6, 100), ylabel="relative change", title="what it costs")
+    right.set(ylim=(1e-6, 100), ylabel="relative change", title="what raising ε costs")
     place = EPSILONS.index(chosen)
     for axes in (left, right):
         figures.log_scale(axes, "x")
         axes.axvline(chosen, color="0.2", linestyle=":")
         axes.set(xlabel="ε of the block")
         axes.legend(frameon=False, fontsize="small", loc="upper left")
-    return left, (
+    return [left, right], (
         f"{format}, ε = {chosen:g} in block {block}: G frozen × {frozen[place]:.2g}, mismatch measured × "
         f"{measured.iloc[place]:.2g}; the output itself changes by {real.change.iloc[place]:.2g}, rounding's share is "
         f"{real[format].iloc[place]:.2g}"
@@ -294,33 +293,40 @@ EXERCISES = (
     Exercise(
         "Which block contributes most to the predicted mismatch of this window?",
         "block 4",
-        "Its attention term is the second largest. That of block 8 is larger, but after block 8 come three blocks, "
-        "after block 4 seven, which let an error grow three times as much. Block 11 has a fifteenth of the attention "
-        "term, and nothing after it.",
+        "Look at the bars beside the formulas.",
+        "The attention term of block 4 is the second largest. That of block 8 is larger. But three blocks follow block "
+        "8 and seven follow block 4, so that an error of block 4 grows three times as much. Block 11 has a fifteenth "
+        "of the attention term of block 4, and no block follows it.",
         ("block 0", "block 4", "block 8", "block 11"),
     ),
     Exercise(
         "A LayerNorm has max|γ| = 1.2, σ² = 20 and ‖x‖ = 400, and ε = 10⁻⁵. How large is M_LN, with a_ln = 1?",
         theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
+        "M_LN = max|γ| f(ε) ‖x‖. How large is f(ε) if ε is far below σ²?",
         "ε is far below σ², so f(ε) = 2σ² / σ³ = 2 / √20 = 0.447, and M_LN = 1.2 · 0.447 · 400 = 215.",
     ),
     Exercise(
-        "Behind a block come two more, with ρ = 0.5 and ρ = 0.2. What does the score multiply its M / ‖X_L‖ with?",
+        "Two blocks follow a block, with ρ = 0.5 and ρ = 0.2. By which factor does the score multiply M / ‖X_L‖ of the "
+        "first block?",
         theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2], dtype=torch.float64))[0].item(),
-        "(1 + 0.5)(1 + 0.2) = 1.8. A block's own ρ does not count: its errors are made at its end.",
+        "The factor is ∏(1 + ρ) over the later blocks.",
+        "(1 + 0.5)(1 + 0.2) = 1.8. A block's own ρ does not count, because the score places a block's errors at its "
+        "end.",
     ),
     Exercise(
         "How does the measured error after the last block change from bf16 to fp16?",
         "about 8 times smaller",
-        "Terms and transport belong to the model and hardly change; u goes from 2⁻⁸ to 2⁻¹¹. To first order every "
-        "error is proportional to u.",
+        "To first order an error is proportional to u.",
+        "The terms and the transport belong to the model and hardly change, but u goes from 2⁻⁸ to 2⁻¹¹. To first "
+        "order every error is proportional to u.",
         ("about the same", "about 3 times smaller", "about 8 times smaller", "about 64 times smaller"),
     ),
     Exercise(
         "ε of block 0 is raised to 10⁻², in both passes. What changes most?",
         "the output of the model",
-        "In block 0, σ² is below 10⁻², so its LayerNorms now divide by something else, and the output moves by half "
-        "its norm. The mismatch moves by ten to twenty percent, as it does whenever roundings are drawn anew.",
+        "Set the last figure to block 0 and ε = 10⁻², and read its line of numbers.",
+        "In block 0, σ² is below 10⁻². So its LayerNorm divides by a much larger number, and the output moves by half "
+        "its norm. The mismatch moves by ten to twenty percent, as it does whenever other roundings happen.",
         ("the mismatch", "the frozen G of block 0", "the output of the model", "nothing"),
     ),
 )

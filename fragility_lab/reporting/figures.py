@@ -3,7 +3,6 @@
 Importing this module changes no setting of matplotlib. Whatever draws does so inside of ``style``.
 """
 
-import textwrap
 from io import BytesIO
 from pathlib import Path
 
@@ -49,27 +48,34 @@ def png(axes: Axes) -> bytes:
 
 
 @style()
-def captioned_png(axes: Axes, caption: str) -> bytes:
-    """The figure of ``axes`` with ``caption`` below it, for a notebook that is read without a kernel."""
-    figure, buffer = axes.get_figure(), BytesIO()
-    lines = textwrap.fill(caption, round(12 * figure.get_figwidth()))
-    figure.text(0.02, 0, lines, fontsize="small", va="top")
-    figure.savefig(buffer, dpi=PNG_DPI, bbox_inches="tight", metadata={"Software": None})
+def svg(axes: Axes) -> bytes:
+    """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text."""
+    buffer = BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
+        axes.get_figure().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 
-@style()
-def detached(columns: int = 1, width: float = 9.6, height: float = 3.6, right: float = 0.25) -> list[Axes]:
-    """Axes side by side for a figure that a slider redraws; ``width``, ``height``, margin ``right`` in inches.
+def alternative_text(axes: Axes) -> str:
+    """A picture in words: its title, and its axes' labels or, if it has none, the text in it."""
+    shown = f"{axes.get_ylabel()} over {axes.get_xlabel()}" if axes.get_xlabel() else ""
+    parts = [axes.get_title(), shown or "; ".join(text.get_text() for text in axes.texts)]
+    return ": ".join(part.replace("\n", " ") for part in parts if part)
 
-    Pyplot does not know the figure, so callbacks leave nothing open. Margins are fixed, because a layout
-    engine takes longer than the drawing.
+
+@style()
+def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axes]:
+    """One Axes for each of ``widths`` (two of 4.8 by default), each in its own figure, so that narrow pages stack them.
+
+    Widths, ``height`` and the margin ``right`` are in inches. Pyplot does not know the figures, so callbacks
+    leave none open. Margins are fixed, because a layout engine takes longer than the drawing.
     """
-    figure = Figure(figsize=(width, height))
-    figure.subplots_adjust(0.95 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height, wspace=0.28)
-    row = list(figure.subplots(1, columns, squeeze=False)[0])
-    for axes in row:
-        axes.locator_params(nbins=5)
+    row = []
+    for width in widths or (4.8, 4.8):
+        figure = Figure(figsize=(width, height))
+        figure.subplots_adjust(0.85 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height)
+        row.append(figure.add_subplot())
+        row[-1].locator_params(nbins=5)
     return row
 
 

@@ -31,19 +31,20 @@ NOISE = "Could not restore the debugger state: Canceled future for debug_request
 
 @dataclass(frozen=True)
 class Lab:
-    """A running JupyterLab: address, token, the file server and kernels write to, the folder of remembered layouts."""
+    """A running JupyterLab: address, token, root folder, log of server and kernels, folder of remembered layouts."""
 
     url: str
     token: str
+    root: Path
     log: Path
     workspaces: Path
 
     def address(self, page: str) -> str:
-        """Where ``page`` ("" is what ``make lab`` opens) is found."""
+        """The address of ``page``; "" is the page that ``make lab`` opens."""
         return f"{self.url}{page}?token={self.token}"
 
     def clear(self) -> None:
-        """End every session, which takes memory, and forget which notebooks were open."""
+        """End every session, which takes memory, and forget the open notebooks."""
         for session in json.load(self._ask("api/sessions")):
             self._ask(f"api/sessions/{session['id']}", "DELETE")
         shutil.rmtree(self.workspaces, ignore_errors=True)
@@ -53,7 +54,7 @@ class Lab:
         return urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers, method=method))
 
     def problems(self) -> list[str]:
-        """What server and kernels have reported as errors."""
+        """The errors in the log of server and kernels."""
         return re.findall(r"^(?:\[[EC] .*|.*\bERROR\b.*|Traceback .*)$", self.log.read_text(), re.M)
 
 
@@ -82,17 +83,19 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory) -> Iterator[Lab]:
-    """What ``make lab`` starts, on a copy of the notebooks, which JupyterLab saves as it likes."""
+    """What ``make lab`` starts, in a folder with the same configuration, a copy of the notebooks, and outputs."""
     home = tmp_path_factory.mktemp("lab")
-    folder = shutil.copytree(paths.NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    root = home / "project"
+    shutil.copytree(paths.NOTEBOOKS, root / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    shutil.copy(paths.PROJECT / "jupyter_server_config.py", root)
+    shutil.copytree(paths.OUTPUTS / "embedded" / "tables", root / "outputs" / "embedded" / "tables")
     environment, log = private_environment(home), home / "lab.log"
     command = [
-        sys.executable, "-m", "fragility_lab.running.lab", f"--folder={folder}", "--no-browser",
-        "--ServerApp.ip=127.0.0.1",
-        f"--ServerApp.port={free_port()}",
+        sys.executable, "-m", "jupyterlab", *["--allow-root"] * (os.geteuid() == 0), "--no-browser",
+        "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={free_port()}",
     ]  # fmt: skip
     with log.open("w") as stream:
-        server = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=home)
+        server = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=root)
     try:
         record = Path(environment["JUPYTER_RUNTIME_DIR"]) / f"jpserver-{server.pid}.json"
         deadline = time.monotonic() + STARTS_WITHIN
@@ -100,7 +103,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         info = json.loads(record.read_text())
-        yield Lab(info["url"], info["token"], log, Path(environment["JUPYTERLAB_WORKSPACES_DIR"]))
+        yield Lab(info["url"], info["token"], root, log, Path(environment["JUPYTERLAB_WORKSPACES_DIR"]))
     finally:
         server.terminate()
         server.wait(timeout=30)
