@@ -5,6 +5,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -236,7 +237,7 @@ def test_a_diagnosis_of_weights_only(tiny_tokens):
     model = random_gpt2(TINY)
     model.transformer.ln_f.weight.fill_(5e4)  # results beyond fp16, in which only weights have to fit
     found = diagnose(model, tiny_tokens, format="fp16", budget="1 block", weights_only=True)
-    assert found.execution == "weights" and set(found.prediction.kernels.kind) == {"weight"}
+    assert found.execution == "weights" and set(found.prediction.contributions.kind) == {"weight"}
     assert found.measured.mismatch.mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.3)
     assert (found.protected.mismatch < found.measured.mismatch).all()
     assert found.ranges.empty and not diagnose(model, tiny_tokens, format="fp16").ranges.empty
@@ -259,7 +260,7 @@ def test_experts_that_change_are_counted_and_said(tmp_path):
     assert 0 <= found.changed_experts < 1
     assert "This model chooses experts, and rounding changes" in page.page(found)
     blind = diagnosis.diagnose(replace(request, reference="no"), *diagnosis.load(request), ENOUGH)
-    assert "This model chooses experts. Where rounding changes a choice" in page.page(blind)
+    assert "This model chooses experts, and nothing was measured" in page.page(blind)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
         block.mlp.c_proj.weight.mul_(4)
     found = diagnose(model, tiny_tokens, format=format)
     assert (found.prediction.windows.predicted.mean() > 0.2) == beyond
-    assert ("a mismatch this large is beyond it" in page.page(found)) is beyond
+    assert ("A mismatch as large as this one is beyond the first" in page.page(found)) is beyond
 
 
 @pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])
@@ -336,7 +337,7 @@ def test_a_prediction_that_misses_is_said(offset, alike):
     model.transformer.wpe.weight[:, 5] += offset
     tokens = torch.randint(TINY.vocab_size, (8, 40), generator=torch.Generator().manual_seed(1))
     html = page.page(diagnose(model, tokens))
-    assert bool(re.search(r"The prediction is 1\.2\d times what was measured", html)) is alike
+    assert bool(re.search(r"The prediction is 1\.2\d times the measured mismatch", html)) is alike
 
 
 def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
@@ -344,7 +345,7 @@ def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
     found = diagnose(tiny_gpt2, tiny_tokens, format="fp8_e4m3_linear", budget="3 modules")
     html = page.page(found)
     assert f"{found.execution} bf16, linear layers of blocks in fp8_e4m3_scaled." in " ".join(html.split())
-    assert "its output back to bf16." in html and "left the range of bf16." in html
+    assert "cast back to bf16." in html and "left the range of bf16." in html
     assert found.measured.mismatch.mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.15)
     assert found.protected.mismatch.mean() == pytest.approx(found.plan.predicted, rel=0.15)
 
@@ -366,15 +367,51 @@ def test_page_of_a_plan_that_leaves_an_overflow(found):
     measured.loc[0, ["mismatch", "changed"]] = [float("nan"), 0.77]
     protected.loc[[0, 1], "mismatch"] = float("inf")
     broken = replace(found, measured=measured, protected=protected)
-    kept = page.finite(broken)
-    assert [table.window.tolist() for table in kept] == [[2], [2]]
+    kept, means = page.means(broken)
+    assert kept.tolist() == [False, False, True]
+    assert {name: found["mean"] for name, found in means.items()} == page.by_window(broken).loc[2].to_dict()
     html = page.page(broken)
-    assert "With the plan, <b>2 of 3 windows still overflow</b>" in html
+    assert "With the plan, <b>2 of 3 windows still overflow</b>" in html and "over the 1 window in which" in html
+    assert percent(found.prediction.windows.predicted[2]) in html
+
+
+@pytest.mark.parametrize(("of_finite", "of_overflowing", "warned"), [(0.01, 1.0, False), (0.02, 0.0, True)])
+def test_windows_that_overflow_without_the_plan_do_not_decide_on_the_prediction(
+    found, of_finite, of_overflowing, warned
+):
+    """Half of the windows are measured as infinite, and their predictions are left out as well."""
+    numbers = pd.DataFrame({"window": range(8)})
+    steps = 1 + 0.001 * numbers.window
+    predicted = numbers.assign(predicted=(numbers.window < 4).map({True: of_finite, False: of_overflowing}) * steps)
+    measured = numbers.assign(mismatch=(0.01 * steps).where(numbers.window < 4, float("inf")))
+    eight = replace(
+        found, prediction=replace(found.prediction, windows=predicted), measured=measured,
+        protected=numbers.assign(mismatch=0.005), contributions=SimpleNamespace(predict=lambda plan: predicted),
+    )  # fmt: skip
+    kept, means = page.means(eight)
+    assert kept.tolist() == [True] * 4 + [False] * 4
+    assert bool(page.disagreement(means["predicted"], means["measured"])) is warned
+
+
+def test_a_window_that_overflows_without_the_plan_only(tiny_tokens):
+    model = random_gpt2(TINY)
+    model.transformer.wte.weight[3, 0] = model.transformer.wpe.weight[0, 0] = 4e4  # both fit fp16, the sum does not
+    tokens = torch.cat([tiny_tokens, tiny_tokens])[:3].clone()
+    tokens[:, 0] = torch.tensor([3, 4, 5])
+    found = diagnose(model, tokens, format="fp16", budget="2 sites")
+    assert found.plan.residual and found.prediction.windows.overflow.ne("").tolist() == [True, False, False]
+    table = page.by_window(found)
+    assert table.notna().all().to_dict() == {
+        "predicted": False, "predicted with plan": False, "measured": False, "measured with plan": True,
+    }  # fmt: skip
+    html = page.page(found)
+    assert "1 of 3 windows overflow" in html and "still overflow" not in html
+    assert percent(table["measured with plan"][1:].mean()) in html
 
 
 def test_page_without_a_reference(tiny_gpt2, tiny_tokens):
     html = page.page(diagnose(tiny_gpt2, tiny_tokens[:1], reference="no"))
-    assert "Nothing was measured against fp32: it was not asked for" in html
+    assert "Nothing was measured against fp32: the measurement was not asked for" in html
     assert 'id="sites"' in html and 'id="drift"' not in html and "What it does to the tokens" not in html
 
 
@@ -412,7 +449,7 @@ def test_words_for_numbers():
     assert percent(float("nan")) == "–"
     assert [quantity(x).replace("\xa0", " ") for x in (0, 256, 1600, 1.5e6)] == ["0", "256 B", "1.6 kB", "1.5 MB"]
     assert page.price(Plan("bf16")) == "no extra memory, and no matrix product in fp32"
-    assert page.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")])).mean == 2.0
+    assert page.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")]))["mean"] == 2.0
 
 
 def test_write(found, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
-"""One's own model in a number format: how far it drifts, where, what that does to its tokens, and what to keep in fp32.
+"""Diagnosis of one's own model in a number format: drift, its causes, its effect on tokens, and what to keep in fp32.
 
-``request`` says what is asked and what it will take, ``measure`` compares passes, ``run`` does the work,
-``page`` writes it down.
+``request`` says what is asked and what it will take, ``measure`` compares passes, ``run`` does the work, and
+``page`` writes the result.
 """
 
 from fragility_lab.diagnosis.page import write

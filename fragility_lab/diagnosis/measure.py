@@ -1,4 +1,4 @@
-"""What one pass gives beside another: the final state, the stream block by block, the tokens' probabilities."""
+"""Comparison of two passes: the final state, the residual stream after each block, the probabilities of tokens."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from fragility_core.theory import mismatch
 
 @dataclass(frozen=True)
 class ObservedPass:
-    """Logits (B, T, vocabulary), the final hidden state (B, T, d_model) and every block's output, likewise."""
+    """Logits (B, T, vocabulary); the final hidden state and the output of every block, each (B, T, d_model)."""
 
     logits: Tensor
     final: Tensor
@@ -28,7 +28,7 @@ class ObservedPass:
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = None) -> ObservedPass:
-    """A pass of ``model`` over ``tokens`` (B, T), in the format of ``low`` where given."""
+    """One pass of ``model`` over ``tokens`` (B, T); in the format of ``low``, if given."""
     blocks: list[Tensor] = []
     with ExitStack() as stack:
         for path in block_paths(model):
@@ -42,13 +42,12 @@ def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = N
 
 
 def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """One row per window of ``tokens`` (B, T), and one per window and block.
+    """Two tables: one row per window of ``tokens`` (B, T), and one row per window and block.
 
-    Of a window: ``mismatch`` of the final state; over its tokens the mean and largest ``kl``, the
-    Kullback-Leibler divergence of the low-precision next-token distribution from the reference's in
-    nats; ``changed``, the share whose most probable next token is another; ``loss`` and
-    ``reference_loss``, the mean next-token cross entropy in nats. Of a block: ``error``, the relative
-    error of its output.
+    The columns of a window are ``mismatch``, that of the final state; ``kl`` and ``largest_kl``, mean and largest
+    Kullback-Leibler divergence of the low-precision next-token distribution from the reference's, in nats;
+    ``changed``, the share of tokens whose most probable next token differs; ``loss`` and ``reference_loss``, the mean
+    next-token cross entropy in nats. The column of a block is ``error``, the relative error of its output.
     """
     exact, rounded = (torch.log_softmax(p.logits.float(), -1) for p in (reference, low))
     kl = (exact.exp() * (exact - rounded)).sum(-1)  # (B, T)
@@ -73,7 +72,7 @@ def cross_entropy(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Ranges:
-    """Counts, by module, values that left the range of the format in the passes of a low-precision model."""
+    """Counts, by module, the values of a low-precision model that leave the range of its format."""
 
     def __init__(self, low: LowPrecision):
         self.low = low
@@ -81,7 +80,7 @@ class Ranges:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count in the passes inside; where weights only are in the format, no result has to fit it."""
+        """Count in all passes inside of this context. With rounded weights only, results need not fit the format."""
         with ExitStack() as stack:
             for path, module in () if self.low.weights_only else self.low.model.named_modules():
                 stack.callback(module.register_forward_hook(self._hook(path)).remove)
@@ -97,9 +96,10 @@ class Ranges:
         return count
 
     def table(self, exact: nn.Module) -> pd.DataFrame:
-        """One row per module, or parameter of the fp32 model ``exact``, with ``nonfinite`` or ``saturated`` values.
+        """The modules, and parameters of the fp32 model ``exact``, with their numbers of values out of range.
 
-        Modules come in the order in which their first pass ended, so the first one is where it began.
+        ``nonfinite`` values are infinite or NaN, ``saturated`` ones equal the format's largest number. Modules are in
+        the order in which their first pass ended, so the first one is where the overflow began.
         """
         paths = list(self.counts)
         counts = torch.stack([sum(self.counts[path]) for path in paths]).cpu().numpy() if paths else []
@@ -113,11 +113,11 @@ class Ranges:
 
 
 def outside(x: Tensor, format: Format) -> Tensor:
-    """How many entries are not finite, and how many are at the format's largest number: two numbers."""
+    """The number of entries that are not finite, and of those that equal the format's largest number: shape (2,)."""
     finite = x.isfinite()
     return torch.stack([(~finite).sum(), (finite & (x.abs() >= range_of(format))).sum()])
 
 
 def range_of(format: Format) -> float:
-    """The largest number of ``format``; none where every tensor is scaled to fit."""
+    """The largest number of ``format``; infinity if the format scales every tensor to fit."""
     return math.inf if format.scaled else format.largest

@@ -1,8 +1,7 @@
-"""One page on one model: style and figures inside, no script."""
+"""One page on one model. It stands alone: style and figures are inside, and there is no script."""
 
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -24,18 +23,15 @@ from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import number
 from fragility_lab.reporting.words import duration, percent, quantity
 
-TEMPLATES = paths.ASSETS / "diagnosis"
 MANY = 24  # bars and rows that a page shows
-TOLERATED = 1.1  # predicted over measured
+TOLERATED = 1.1  # ratio of predicted to measured mismatch
+LARGE = 0.2  # mismatch beyond the first order
 
 SITE_NAMES = {
     "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
     "context": "attention context", "projection": "attention projections", "attention": "attention, other",
     "mlp": "MLP", "embedding": "embedding", "router": "router", "head": "head",
 }  # fmt: skip
-
-
-# --- Words and numbers --------------------------------------------------------------------------
 
 
 def price(plan: Plan) -> str:
@@ -49,36 +45,42 @@ def price(plan: Plan) -> str:
     return ", ".join(named) or "no extra memory, and no matrix product in fp32"
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean over windows and its 95 % bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
+def mean_of(values: pd.Series) -> dict[str, float]:
+    """``spread`` of the finite ``values``, one per window: their mean and its 95 % interval."""
+    return spread(values[np.isfinite(values)])
 
 
-def mean_of(values: pd.Series) -> Mean:
-    """The mean of ``values`` over windows, those that are finite."""
-    found = spread(values[values.abs() != float("inf")])
-    return Mean(found["mean"], found["low"], found["high"])
+def estimate(found: dict[str, float]) -> str:
+    """The mean of ``mean_of`` with its interval, in percent."""
+    interval = "" if np.isnan(found["low"]) else f" ({percent(found['low'])} to {percent(found['high'])})"
+    return percent(found["mean"]) + interval
 
 
-def finite(diagnosis: Diagnosis) -> tuple[pd.DataFrame | None, pd.DataFrame | None]:
-    """What was measured without and with the plan, in the windows that are finite in both."""
-    tables = [table for table in (diagnosis.measured, diagnosis.protected) if table is not None]
-    if not tables:
-        return None, None
-    kept = np.isfinite(np.stack([table.mismatch for table in tables])).all(0)
-    return tables[0][kept], tables[1][kept] if len(tables) > 1 else None
+def by_window(diagnosis: Diagnosis) -> pd.DataFrame:
+    """The predicted and the measured mismatch of every window, without and with the plan, as far as they are known."""
+    tables = {"predicted": diagnosis.prediction.windows, "measured": diagnosis.measured}
+    if diagnosis.plan is not None:
+        tables["predicted with plan"] = diagnosis.contributions.predict(diagnosis.plan)
+        tables["measured with plan"] = diagnosis.protected
+    known = {name: table.set_index("window") for name, table in tables.items() if table is not None}
+    return pd.DataFrame({name: t.predicted if "predicted" in t else t.mismatch for name, t in known.items()})
 
 
-def disagreement(predicted: Mean, measured: Mean) -> float | None:
-    """Mean predicted over mean measured mismatch where they differ by more than TOLERATED and their intervals."""
-    if not measured.mean > 0:
-        return None
-    ratio = predicted.mean / measured.mean
-    apart = predicted.low > measured.high or predicted.high < measured.low
+def means(diagnosis: Diagnosis) -> tuple[pd.Series, dict[str, dict]]:
+    """Which windows are compared, and the means of the columns of ``by_window`` over them.
+
+    A window is compared if all its known mismatches are finite. Without a plan no prediction is finite, and only the
+    measurement counts. If no window can be compared, each mean is over the windows in which its column is finite.
+    """
+    known = by_window(diagnosis)
+    kept = np.isfinite(known if diagnosis.plan is not None else known.drop(columns="predicted")).all(axis=1)
+    return kept, {name: mean_of(values[kept] if kept.any() else values) for name, values in known.items()}
+
+
+def disagreement(predicted: dict[str, float], measured: dict[str, float]) -> float | None:
+    """The ratio of predicted to measured mean, if it is not within TOLERATED of 1 and their intervals are apart."""
+    apart = predicted["low"] > measured["high"] or predicted["high"] < measured["low"]
+    ratio = predicted["mean"] / measured["mean"] if measured["mean"] > 0 else 1.0
     return ratio if apart and not 1 / TOLERATED < ratio < TOLERATED else None
 
 
@@ -104,8 +106,8 @@ def snippet(request: Request, plan: Plan) -> str:
     return f"""# From the project's folder, or with PYTHONPATH= set to it.
 from transformers import AutoModelForCausalLM
 
-from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_core.protection import Plan, apply
+from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 
 model = load_model({json.dumps(request.model)}, auto_class=AutoModelForCausalLM){attention}
 tokens = load_tokenizer({json.dumps(request.model)})("Any text.", return_tensors="pt").input_ids.to(model.device)
@@ -115,17 +117,16 @@ with low.running():
     logits = low.model(tokens).logits"""
 
 
-# --- Tables and figures -------------------------------------------------------------------------
-
-
-def alternatives(contributions: Contributions) -> list[Plan]:
-    """What other budgets would keep, best first choices of each unit; no pass is run for them."""
+def alternatives(contributions: Contributions) -> list[list[str]]:
+    """What other budgets give: nothing, the first sites and the first blocks. No pass is run for them."""
     structure = contributions.structure
-    sites = min(3, len(structure.sites))
-    blocks = [count for count in (1, 2, 4) if count <= len(structure.blocks)]
-    plans = [contributions.keep()]
-    plans += [contributions.plan(count, "sites") for count in range(1, sites + 1)]
-    return plans + [contributions.plan(count, "blocks") for count in blocks]
+    budgets = [(count, "sites") for count in range(1, min(3, len(structure.sites)) + 1)]
+    budgets += [(count, "blocks") for count in (1, 2, 4) if count <= len(structure.blocks)]
+    rows = []
+    for plan in (contributions.keep(), *(contributions.plan(*budget) for budget in budgets)):
+        memory = [quantity(plan.parameter_bytes), quantity(plan.activation_bytes)]
+        rows.append([plan.label, percent(plan.predicted), *memory, quantity(plan.flops, "FLOP")])
+    return rows
 
 
 def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
@@ -134,19 +135,34 @@ def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
     return (summed / summed.sum()).sort_values(ascending=False)
 
 
-def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str, float]]:
+def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str, str]]:
     """Module, kind of site and share of the ``count`` largest contributions."""
     by_module = shares(contributions, ["module", "site"]).head(count)
-    return [(module or "the model itself", SITE_NAMES[site], share) for (module, site), share in by_module.items()]
+    named = [(module or "the model itself", SITE_NAMES[site]) for module, site in by_module.index]
+    return [(*names, percent(share)) for names, share in zip(named, by_module)]
 
 
 def block_shares(contributions: Contributions) -> pd.Series:
-    """Share of the squared error by block and, apart, of what lies before and after them, in the order of the model."""
+    """Share of the squared error by block, with what comes before and after the blocks, in the model's order."""
     places = contributions.structure.places
     names = places.layer.astype("string").fillna(places.site.map({"embedding": "embedding"}).fillna("after"))
     summed = pd.Series(contributions.relative).groupby(names.to_numpy()).sum()
     order = sorted(summed.index, key=lambda name: {"embedding": -1, "after": len(places)}.get(name) or int(name))
     return summed[order] / summed.sum()
+
+
+def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
+    """What rounding does to the tokens, without and with the plan: rows of ``measure.compare`` as texts."""
+    plans, rows = {"none": measured, "recommended": protected}, []
+    for name, table in plans.items():
+        if table is not None:
+            means = [
+                estimate(mean_of(table.mismatch)),
+                estimate(mean_of(table.changed)),
+                number(table.kl.mean(), ".2e"),
+            ]
+            rows.append([name, *means, number(table.largest_kl.max(), ".2e"), number(table.loss.mean(), ".4f")])
+    return [*rows, ["fp32", "0", "0", "0", "0", number(measured.reference_loss.mean(), ".4f")]]
 
 
 def uri(axes: Axes) -> str:
@@ -161,61 +177,61 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
     found, contributions = {}, diagnosis.contributions
     if contributions is not None:
         by_site = shares(contributions, "site")
-        found["sites"] = uri(
-            figures.diagnosis_shares(by_site.rename(SITE_NAMES)[by_site.to_numpy() > 1e-4], "rounded in")
-        )
+        by_site = by_site.rename(SITE_NAMES)[by_site.to_numpy() > 1e-4]
+        found["sites"] = uri(figures.diagnosis_shares(by_site, "rounded in"))
         found["blocks"] = uri(figures.diagnosis_shares(block_shares(contributions).head(4 * MANY), "block"))
     if diagnosis.drift is not None:
         named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
         curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
         found["drift"] = uri(figures.diagnosis_drift(curves[curves.error.notna()]))
-        finite = agreement(diagnosis)
-        if len(finite):
-            found["windows"] = uri(figures.diagnosis_windows(finite))
+        points = agreement(by_window(diagnosis))
+        if len(points):
+            found["windows"] = uri(figures.diagnosis_windows(points))
     return found
 
 
-def agreement(diagnosis: Diagnosis) -> pd.DataFrame:
-    """Predicted and measured mismatch of every window that is finite in both, without and with the plan."""
-    tables = [diagnosis.prediction.windows.assign(measured=diagnosis.measured.mismatch, plan="none")]
-    if diagnosis.plan is not None:
-        under = diagnosis.contributions.predict(diagnosis.plan).set_index("window").predicted
-        protected = diagnosis.protected.set_index("window").mismatch
-        table = pd.DataFrame({"predicted": under, "measured": protected, "plan": "recommended"})
-        tables.append(table.rename_axis("window").reset_index())
-    joined = pd.concat(tables)[["window", "plan", "predicted", "measured"]]
-    return joined[(joined[["predicted", "measured"]] < float("inf")).all(axis=1)]
-
-
-# --- The page -----------------------------------------------------------------------------------
+def agreement(mismatches: pd.DataFrame) -> pd.DataFrame:
+    """The columns of ``by_window`` as rows (predicted, measured, plan), where both are finite."""
+    names, pairs = ["predicted", "measured"], []
+    for plan, suffix in (("none", ""), ("recommended", " with plan")):
+        if f"measured{suffix}" in mismatches:
+            pair = mismatches[[name + suffix for name in names]]
+            pairs.append(pair.set_axis(names, axis=1).assign(plan=plan))
+    rows = pd.concat(pairs, ignore_index=True)
+    return rows[np.isfinite(rows[["predicted", "measured"]]).all(axis=1)]
 
 
 def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     """The page as HTML, for the folder ``results`` under outputs."""
-    contributions, plan = diagnosis.contributions, diagnosis.plan
-    measured, protected = finite(diagnosis)
-    predicted = mean_of(diagnosis.prediction.windows.predicted)
-    overflow_left = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
-    operands = get_format(diagnosis.request.format).operands
-    filters = {"number": number, "percent": percent, "quantity": quantity, "mean": mean_of, "price": price}
-    return template(TEMPLATES, **filters).render(
-        request=diagnosis.request,
+    request, contributions, plan = diagnosis.request, diagnosis.contributions, diagnosis.plan
+    kept, found = means(diagnosis)
+    measured, protected = (
+        None if table is None else table[kept.to_numpy()] for table in (diagnosis.measured, diagnosis.protected)
+    )
+    known = found.get("measured", found["predicted"])
+    still = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
+    ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
+    operands = get_format(request.format).operands
+    return template("diagnosis/page.html.jinja", number=number, percent=percent, estimate=estimate).render(
+        request=request,
         found=diagnosis,
-        stored=diagnosis.request.format if operands is None else "bf16",
+        stored=request.format if operands is None else "bf16",
         operands=None if operands is None else operands.name,
         measured=measured,
-        protected=protected,
-        still_overflowing=overflow_left,
-        predicted=predicted,
-        disagreement=None if measured is None else disagreement(predicted, mean_of(measured.mismatch)),
-        under_plan=None if plan is None else mean_of(contributions.predict(plan).predicted),
+        means=found,
+        kept=int(kept.sum()),
+        still_overflowing=still,
+        large=known["mean"] > LARGE,
+        disagreement=disagreement(found["predicted"], known) if measured is not None and len(measured) else None,
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
+        effects=[] if measured is None or measured.empty else effects(measured, protected),
         modules=[] if contributions is None else largest(contributions),
+        price=None if plan is None else price(plan),
         alternatives=[] if contributions is None else alternatives(contributions),
-        ranges=diagnosis.ranges.head(MANY),
+        ranges=ranges.to_numpy().tolist(),
         images=pictures(diagnosis),
-        command=command(diagnosis.request, results),
-        snippet=None if plan is None else snippet(diagnosis.request, plan),
+        command=command(request, results),
+        snippet=None if plan is None else snippet(request, plan),
         seconds=duration(diagnosis.seconds),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
     )

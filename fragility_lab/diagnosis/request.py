@@ -1,4 +1,4 @@
-"""What is asked, checked before any work, and what it will take."""
+"""What is asked for, checked before any work, and the time and memory that it will take."""
 
 import re
 import time
@@ -27,13 +27,13 @@ BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 
 @dataclass(frozen=True)
 class Request:
-    """A model and a text (hub name, path, or "embedded"), the format to run in, and what may be kept in fp32.
+    """A model and a text (hub name, path, or "embedded"), a format, and a budget of what to keep in fp32.
 
-    ``budget`` is "2 blocks", "1 site", "6 modules", "40 MB"; a number alone counts blocks. ``windows`` of
-    ``length`` tokens are drawn by ``seed``; ``probes`` sign vectors are averaged over. ``attention``
-    is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured
-    beside the prediction: "auto" if memory allows. With ``weights_only`` the weights alone are rounded to the
-    format, and computing is in fp32. Raises ValueError for values other than these.
+    ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB"; a bare number counts blocks. ``seed`` draws ``windows``
+    windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention`` is the
+    implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures them
+    if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. Raises ValueError
+    for other values.
     """
 
     model: str
@@ -64,12 +64,12 @@ class Request:
 
     @property
     def execution(self) -> str:
-        """As ``emulation.lower`` takes it."""
+        """The argument ``execution`` of ``lowering.lower``."""
         return "weights" if self.weights_only else "auto"
 
     @property
     def parsed_budget(self) -> tuple[int, str]:
-        """Number and unit as ``Contributions.plan`` takes them."""
+        """Number and unit, the arguments of ``Contributions.plan``."""
         found = BUDGET.fullmatch(self.budget.strip())
         unit = found[2].lower() if found else "?"
         if unit in BYTES:
@@ -85,7 +85,8 @@ class Request:
 def load(request: Request) -> tuple[Inputs, Tensor]:
     """The model with its head and the windows (B, T) on its device.
 
-    Raises the errors of ``inputs.loading.load``, and ValueError for a budget of more than there can be.
+    Raises the errors of ``inputs.loading.load``, and ValueError for a budget larger than the model or for an attention
+    implementation that the model lacks.
     """
     loaded = load_inputs(
         request.model, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
@@ -111,7 +112,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None where unknown)."""
+    """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown)."""
 
     seconds: float
     memory: int
@@ -119,7 +120,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether memory suffices, as far as is known."""
+        """Whether the free memory suffices, as far as it is known."""
         return self.free is None or self.memory < self.free
 
     def __str__(self) -> str:
@@ -128,7 +129,7 @@ class Forecast:
 
 
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
-    """An estimate from two timed fp32 passes of one window and the model's size, good to a factor of two."""
+    """An estimate from two timed fp32 passes of one window and from the model's size, good to a factor of two."""
     observe(loaded.model, tokens[:1])
     start = seconds(loaded.device)
     observe(loaded.model, tokens[:1])
@@ -139,14 +140,14 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
 
 
 def seconds(device: torch.device) -> float:
-    """The clock, once ``device`` has done what it was asked for."""
+    """The clock in seconds, after ``device`` has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def memory(request: Request, loaded: Inputs) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, the estimator's in fp32, what its backward pass keeps."""
+    """Bytes beyond the fp32 model: two copies in the format, one in fp32, and what the backward pass keeps."""
     config, parameters = loaded.model.config.get_text_config(), sum(p.numel() for p in loaded.model.parameters())
     format = get_format(request.format)
     stored = torch.float32 if request.weights_only else format.compute_dtype
@@ -159,11 +160,11 @@ def memory(request: Request, loaded: Inputs) -> int:
 
 
 def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
-    """Bytes a token, about and rather too many, that the backward pass needs of all blocks.
+    """Bytes per token that the backward pass keeps of all blocks: a rough estimate, rather too high.
 
-    8 for every d_model entries of the matrices, 11 where their operands are rounded, of all experts those that a token
-    meets; and 100 for every entry of the stream, 60 more where experts share it. Measured in eight families (with
-    rounded operands in five): 0.5 to 1 times as many.
+    It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), where experts count as far as a
+    token meets them, and 100 bytes per entry of the stream (160 with experts). In eight families (with rounded operands
+    in five), 0.5 to 1 times as many bytes were measured.
     """
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -175,7 +176,7 @@ def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes free on ``device``, None where the system does not say."""
+    """Bytes that are free on ``device``; None if the system does not say."""
     if device.type == "cuda":  # torch keeps what it freed
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept

@@ -1,8 +1,7 @@
-"""The work: predict every window, plan, and measure with and without the plan where a reference fits."""
+"""The work: predict every window, make a plan, and measure with and without it if memory allows a reference."""
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pandas as pd
 import torch
@@ -20,13 +19,13 @@ from fragility_lab.running.progress import progress
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found; the tables have a row per window unless said otherwise.
+    """The result of a diagnosis. Its tables have one row per window unless stated otherwise.
 
-    ``prediction`` is that of the unprotected pass, ``contributions`` what it says about units (None where
-    every window overflows, and there is no ``plan`` then). ``ranges`` has a row per module whose values
-    left the range. With a reference, ``measured`` and ``protected`` are ``measure.compare``'s windows without
-    and with the plan, ``drift`` and ``protected_drift`` its blocks. ``changed_experts`` is the share of
-    choices of experts that rounding changes, for models that make such choices.
+    ``prediction`` is for the model without a plan. ``contributions`` says what each unit contributes to it; it is None,
+    like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
+    reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
+    ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
+    rounding changes, for models that choose experts.
     """
 
     request: Request
@@ -44,9 +43,9 @@ class Diagnosis:
 
 
 def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast) -> Diagnosis:
-    """Do what ``request`` asks over ``tokens`` (B, T), with progress.
+    """The diagnosis that ``request`` asks for, over ``tokens`` (B, T). Shows progress.
 
-    Raises ValueError for a budget that exceeds what the model has.
+    Raises ValueError for a budget larger than the model.
     """
     start = time.perf_counter()
     model, low = loaded.model, lower(loaded.model, request.format, request.execution)
@@ -57,40 +56,37 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         plan = contributions.plan(*request.parsed_budget)
     ranges = Ranges(low)
     referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
-    result = partial(Diagnosis, request, low.execution, prediction, contributions=contributions, plan=plan)
-    if not referenced:
-        with ranges.counting():
+    measured = drift = protected = protected_drift = changed = None
+    with ranges.counting():
+        if referenced:
+            measured, drift = measure(low, model, tokens, "without the plan")
+        else:
             for window in progress(tokens.split(1), desc="low-precision passes"):
                 observe(low.model, window, low)
-        return result(ranges.table(model), time.perf_counter() - start)
-    with ranges.counting():
-        measured, drift = measure(low, model, tokens, "without the plan")
-    protected, protected_drift = None, None
-    if plan is not None:
-        protected, protected_drift = measure(apply(model, plan, request.execution), model, tokens, "with it")
-    changed = None
-    if prediction.kernels.site.eq("router").any():
+    if referenced and plan is not None:
+        protected, protected_drift = measure(apply(model, plan, request.execution), model, tokens, "with the plan")
+    if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
-        changed = float(torch.stack([changed_choices(low, model, w)[0].float().mean() for w in windows]).mean())
-    return result(
-        ranges.table(model), time.perf_counter() - start, measured=measured, drift=drift, protected=protected,
-        protected_drift=protected_drift, changed_experts=changed,
+        changed = float(torch.stack([changed_choices(low, model, w).float().mean() for w in windows]).mean())
+    return Diagnosis(
+        request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
+        measured, drift, protected, protected_drift, changed,
     )  # fmt: skip
 
 
 def predict(low: LowPrecision, model, tokens: Tensor, probes: int) -> adjoint.Prediction:
-    """The prediction of all windows ``tokens`` (B, T), one after the other."""
+    """The prediction for all windows ``tokens`` (B, T), one after the other."""
     estimator = adjoint.Adjoint(low, model, probes)
     found = [estimator(window) for window in progress(tokens.split(1), desc="predicting")]
-    kernels, windows = (
+    contributions, windows = (
         pd.concat([getattr(p, name).assign(window=number) for number, p in enumerate(found)], ignore_index=True)
-        for name in ("kernels", "windows")
+        for name in ("contributions", "windows")
     )
-    return replace(found[0], kernels=kernels, windows=windows)
+    return replace(found[0], contributions=contributions, windows=windows)
 
 
 def measure(low: LowPrecision, model, tokens: Tensor, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``measure.compare`` of every window with the fp32 ``model``, one after the other."""
+    """``measure.compare`` for every window of ``tokens`` (B, T), one after the other, with ``model`` in fp32."""
     tables = [
         compare(observe(low.model, window, low), observe(model, window), window)
         for window in progress(tokens.split(1), desc=f"measuring {name}")
