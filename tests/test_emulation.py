@@ -490,7 +490,7 @@ ELEMENTWISE = {
 
 @pytest.mark.parametrize("format", ["fp16", "fp8_e5m2"])
 @pytest.mark.parametrize("kernel", ELEMENTWISE.values(), ids=ELEMENTWISE.keys())
-def test_large_tensors_are_computed_in_pieces_to_the_same_values(format, kernel, monkeypatch):
+def test_large_tensors_are_computed_in_chunks_to_the_same_values(format, kernel, monkeypatch):
     x, y = low(format, 37, 29), low(format, 37, 29, seed=1)
     whole = emulated(format, kernel, x, y)
     monkeypatch.setattr("fragility_core.arithmetic.emulation.CHUNK_ELEMENTS", 100)
@@ -499,7 +499,7 @@ def test_large_tensors_are_computed_in_pieces_to_the_same_values(format, kernel,
     assert torch.equal(chunks, whole)
 
 
-# --- Activations, read off tables ------------------------------------------------------------------
+# --- Activations, read from tables ------------------------------------------------------------------
 
 
 class Act(nn.Module):

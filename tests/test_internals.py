@@ -1,17 +1,22 @@
 """What the core needs of the insides of torch and transformers: all of it is in one file, and still there."""
 
 import ast
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import fragility_core
 from fragility_core.arithmetic import internals, kernels
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, attention_set_to
 from fragility_core.arithmetic.internals import PRIVATE, attention_of, private
+from fragility_core.arithmetic.nested import map_tensors, tensors
 
 CORE = Path(fragility_core.__file__).parent
 INTERNALS = Path(internals.__file__)
@@ -113,3 +118,27 @@ def use_observed_attention(model):
             assert attention_of(model) == "eager"
         assert attention_of(model) == OBSERVED_EAGER
         raise KeyError
+
+
+# --- Nested tensors ------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    rest: list
+
+
+def test_tensors_are_found_and_changed_in_every_nest():
+    one, two, three, four = (torch.full((2,), float(i)) for i in range(1, 5))
+    cache = DynamicCache()
+    output = BaseModelOutputWithPast(last_hidden_state=one, past_key_values=cache, hidden_states=(two, three))
+    found = torch.ones(2, 2).max(0)  # a named tuple of torch's own
+    value = {"pair": Pair(one, [two, "text", None]), "ordered": OrderedDict(a=three), "output": output, "found": found}
+    assert [x.tolist() for x in tensors(value)][:7] == [[i, i] for i in (1, 2, 3, 1, 2, 3, 1)]
+    doubled = map_tensors((value, 4.0, four), lambda x: x * 2)
+    assert type(doubled) is tuple and doubled[1] == 4.0 and torch.equal(doubled[2], 2 * four)
+    assert type(doubled[0]["pair"]) is Pair and doubled[0]["pair"].rest[1:] == ["text", None]
+    assert torch.equal(doubled[0]["pair"].first, 2 * one) and type(doubled[0]["ordered"]) is OrderedDict
+    assert type(doubled[0]["output"]) is BaseModelOutputWithPast and doubled[0]["output"].past_key_values is cache
+    assert torch.equal(doubled[0]["output"].hidden_states[1], 2 * three)
+    assert torch.equal(doubled[0]["found"].values, torch.full((2,), 2.0))

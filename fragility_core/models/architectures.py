@@ -1,9 +1,8 @@
 """Where the sites of the paper's decomposition lie in a Hugging Face model.
 
-Nothing here knows a family by name. A block is what its forward pass does: one token goes through the
-model, and which module reads what another returned tells the norms, the attention's projections and
-the MLP's layers apart (module ``dataflow`` records it). The residual sums are then checked by value, so
-that a block which adds something else is refused, not scored wrongly.
+Nothing here knows a family by name. One token goes through the model, and the module ``dataflow`` records what each
+module reads and returns. Which module reads the result of which other tells norms, projections and the MLP's layers
+apart. The residual sums are then checked by value: a block that adds something else is refused, not scored wrongly.
 """
 
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from fragility_core.models.tree import attention_modules, block_paths, is_linear
 class Block:
     """One pre-norm residual block, its sublayers in sequence or in parallel.
 
-    In sequence: h -> r = h + attention(norm_1(h)) -> r + mlp(norm_2(r)). In parallel: h -> h +
-    attention(norm_1(h)) + mlp(norm_2(h)), where ``norm_2`` may be ``norm_1`` itself. ``mlp_in`` holds all
-    products that read norm_2's output: of a gated MLP, activation(gate) * up, both gate and up.
+    In sequence: h -> r = h + attention(norm_1(h)) -> r + mlp(norm_2(r)). In parallel: h -> h + attention(norm_1(h)) +
+    mlp(norm_2(h)), where ``norm_2`` may be ``norm_1`` itself. ``mlp_in`` holds all linear layers that read the output
+    of norm_2: in a gated MLP, activation(gate) * up, those of gate and up.
     """
 
     module: nn.Module
@@ -34,8 +33,8 @@ class Block:
     key: Projection
     value: Projection
     head_width: int
-    score_scaling: float  # scores are this times Q K^T
-    head_norms: dict[str, Norm]  # norms of the "query" and "key" heads, where there are any
+    score_scaling: float  # scores are Q K^T times this
+    head_norms: dict[str, Norm]  # norms of "query" and "key" heads; empty where there are none
     attention_out: nn.Module
     norm_2: Norm
     mlp_in: Projection
@@ -48,19 +47,18 @@ class Block:
 def blocks(model: PreTrainedModel) -> list[Block]:
     """The residual blocks of a decoder, with or without a head, found by one pass over one token.
 
-    Known are GPT-2, OPT, GPT-NeoX, Phi, Llama, Mistral, Qwen, Gemma and whatever else computes what
-    ``Block`` says: LayerNorm or RMSNorm before each sublayer, attention through transformers' attention
-    interface with one output projection (grouped queries or not, any position embedding), an MLP of linear
-    layers, gated or not. Raises TypeError for another architecture, naming what it lacks:
-    post-norm and sandwich-norm blocks, mixtures of experts, cross-attention; and for a model of which some
-    parts are kept in fp32.
+    A block has a LayerNorm or RMSNorm before each sublayer. Its attention goes through transformers' attention
+    interface and has one output projection; queries may be grouped, position embeddings are of any kind. Its MLP is of
+    linear layers, gated or not. GPT-2, OPT, GPT-NeoX, Phi, Llama, Mistral, Qwen and Gemma have such blocks. Raises
+    TypeError for another architecture, naming what it lacks (post-norm and sandwich-norm blocks, mixtures of experts,
+    cross-attention), and for a model of which parts are kept in fp32.
     """
     base = model.base_model
     dtypes = sorted({str(p.dtype) for p in base.parameters() if p.is_floating_point()})
     if len(dtypes) > 1:
         raise TypeError(
             f"the score has one unit roundoff for all of a model, got parameters in {' and '.join(dtypes)}: "
-            "measure what a protected model gains by its mismatch"
+            "measure a protected model by its mismatch"
         )
     config = base.config.get_text_config()
     for setting in ("add_cross_attention", "is_encoder_decoder"):
@@ -80,7 +78,7 @@ def blocks(model: PreTrainedModel) -> list[Block]:
 
 
 def _require_attention(base: nn.Module, found: list[nn.Module]) -> None:
-    """Raises TypeError unless there are blocks ``found``, with one attention each."""
+    """Raises TypeError unless blocks were ``found`` and each has one attention."""
     if not found or any(len(attention_modules(module)) != 1 for module in found):
         raise TypeError(
             f"the score does not cover {type(base).__name__}: it needs blocks with one attention module (attribute "
@@ -89,7 +87,7 @@ def _require_attention(base: nn.Module, found: list[nn.Module]) -> None:
 
 
 class _Reading:
-    """How one block's calls during the pass are read."""
+    """Finds the parts of one block among the ``calls`` of its modules."""
 
     def __init__(self, module: nn.Module, calls: dict[nn.Module, ModuleCall], heads: int):
         self.module, self.calls, self.heads = module, calls, heads
@@ -143,11 +141,11 @@ class _Reading:
         return found[0]
 
     def feeds(self, module: nn.Module, readers: list[nn.Module]) -> bool:
-        """Whether all of ``readers``, at least one, read what ``module`` returned."""
+        """Whether there are ``readers``, and all of them read what ``module`` returned."""
         return bool(readers) and all(reads(self.calls[m], self.calls[module].output) for m in readers)
 
     def is_parallel(self, norm_2: Norm) -> bool:
-        """Whether the MLP reads the block's input; checks the residual sums on the way."""
+        """Whether the MLP reads the block's input. Raises TypeError unless the residual sums are those of a block."""
         h, output = self.calls[self.module].input, self.calls[self.module].output
         a, m = self.calls[self.projections[-1]].output, self.calls[self.mlp[-1]].output
         parallel = reads(self.calls[norm_2.module], h)
@@ -161,8 +159,8 @@ class _Reading:
     def heads_projections(self) -> dict:
         """Query, key and value projections and the width of a head.
 
-        A softmax over one token is 1, so that the context is the value: it tells how a projection of
-        all three is laid out, unless the scores overflow.
+        A softmax over one token is 1, so the context is the value. It tells how a projection to all three is laid out,
+        unless the scores overflow.
         """
         *linears, out = self.projections
         context = self.calls[out].input.flatten()
@@ -187,7 +185,7 @@ class _Reading:
         return dict(zip(("query", "key", "value"), fitting[0])) | {"head_width": width}
 
     def head_norms(self) -> dict[str, Norm]:
-        """Norms inside the attention, those of query and key heads in the order in which they ran."""
+        """Norms of query and key heads inside the attention; queries' are taken to run first."""
         others = [m for m in self.inside if list(m.parameters(recurse=False)) and m not in self.projections]
         self.require(
             len(others) in (0, 2) and all(m in self.norms for m in others),
@@ -196,7 +194,7 @@ class _Reading:
         return dict(zip(("query", "key"), (self.norms[m] for m in others)))
 
     def activation_and_up(self) -> tuple[nn.Module, Projection | None]:
-        """The MLP's activation, and in a gated MLP what its result is multiplied by."""
+        """The MLP's activation, and in a gated MLP the projection that it is multiplied by."""
         *ins, out = self.mlp
         found = [
             m for m in self.outside
@@ -217,7 +215,7 @@ class _Reading:
 
 
 def fused_layouts(features: int, heads: int, width: int) -> list[tuple]:
-    """Where queries, keys and values may lie in a projection to all of them: side by side, or head by head."""
+    """Where queries, keys and values may lie in a projection to all three: side by side, or head by head."""
     queries = heads * width
     keys = (features - queries) // 2
     if keys <= 0 or keys % width:

@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module: the hidden state that it read, and what it returned."""
+    """One call of a module: the hidden state that it read, and the one that it returned."""
 
     input: Tensor
     output: Tensor
 
 
 def _tensor(value) -> Tensor | None:
-    """The tensor itself or the first of nested tuples, None where there is no tensor."""
+    """``value`` or the first tensor of nested tuples; None where that is no tensor."""
     while isinstance(value, tuple) and value:
         value = value[0]
     return value if torch.is_tensor(value) else None
@@ -24,9 +24,9 @@ def _tensor(value) -> Tensor | None:
 
 @torch.no_grad()
 def one_token_pass(base: PreTrainedModel, found: list[nn.Module]) -> dict[nn.Module, dict[nn.Module, ModuleCall]]:
-    """The calls of all modules in each block of ``found``, in the order in which they returned.
+    """For each block of ``found`` the calls of its modules, in the order in which they returned.
 
-    The token is a random vector: embeddings may be zero, and an unmasked token attends to itself alone.
+    The token is a random vector, since an embedding may be zero. A single token attends to itself alone.
     """
     calls: dict[nn.Module, dict[nn.Module, ModuleCall]] = {block: {} for block in found}
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def one_token_pass(base: PreTrainedModel, found: list[nn.Module]) -> dict[nn.Mod
 
             for module in block.modules():
                 stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
-        for module in base.modules():  # dropout would hide the sums
+        for module in base.modules():  # with dropout, sums would not add up
             stack.callback(setattr, module, "training", module.training)
         base.eval()
         table = base.get_input_embeddings().weight
@@ -49,12 +49,12 @@ def one_token_pass(base: PreTrainedModel, found: list[nn.Module]) -> dict[nn.Mod
 
 
 def reads(call: ModuleCall, tensor: Tensor) -> bool:
-    """Whether ``call`` read ``tensor``, a part or a view of it, and not merely equal values."""
+    """Whether ``call`` read ``tensor`` or a view of it. Equal values in other memory do not count."""
     return call.input.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def agree(x: Tensor, *parts: Tensor) -> bool:
-    """Whether ``x`` is the sum of ``parts`` up to roundings in its dtype; entries that overflowed say nothing."""
+    """Whether ``x`` is the sum of ``parts`` up to roundings in its dtype. Entries that overflowed are left out."""
     x, parts = x.flatten(), [part.flatten() for part in parts]
     if any(part.shape != x.shape for part in parts):
         return False

@@ -1,4 +1,4 @@
-"""Normalization layers, known by what they compute and not by the name of their class."""
+"""Normalization layers, recognised by what they compute, not by the name of their class."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +11,10 @@ EPSILONS = ("eps", "variance_epsilon")  # the names under which transformers' no
 
 @dataclass(eq=False)
 class Norm:
-    """gamma (x - mu) / sqrt(sigma^2 + eps), with mu = 0 and the mean square for sigma^2 where not ``centred``.
+    """A layer that computes gamma (x - mu) / sqrt(sigma^2 + eps).
 
-    gamma is the module's weight plus ``offset``: 0, or 1 in Gemma, whose weights are stored less 1.
+    If it is not ``centred`` (RMSNorm), mu is 0 and sigma^2 the mean square. gamma is the module's weight plus
+    ``offset``: 0, or 1 in Gemma, which stores gamma - 1.
     """
 
     module: nn.Module
@@ -22,13 +23,13 @@ class Norm:
 
     @property
     def gamma(self) -> Tensor:
-        """The scale (d_model,): the weight itself, or in fp32 with the offset added."""
+        """The scale (d_model,): the weight as it is, or plus the offset, in fp32."""
         weight = self.module.weight.detach()
         return weight.float() + self.offset if self.offset else weight
 
     @property
     def eps(self) -> float:
-        """Epsilon as the module has it now."""
+        """The module's present epsilon."""
         return getattr(self.module, self._epsilon)
 
     @eps.setter
@@ -41,7 +42,7 @@ class Norm:
 
 
 def epsilon_name(module: nn.Module) -> str | None:
-    """Under which name ``module`` keeps its epsilon, None where it has none."""
+    """The name of the attribute that holds the epsilon of ``module``; None where there is none."""
     return next((name for name in EPSILONS if isinstance(getattr(module, name, None), int | float)), None)
 
 
@@ -49,8 +50,8 @@ def epsilon_name(module: nn.Module) -> str | None:
 def known_norm(module: nn.Module) -> Norm | None:
     """``module`` as a LayerNorm or RMSNorm, or None if it is neither.
 
-    It is run on one vector of mean 1, on which the candidates differ; the nearest of them must agree to
-    the rounding of the module's dtype.
+    The module is run on one vector of mean 1, for which the candidates differ. The nearest candidate must agree up to
+    roundings in the module's dtype.
     """
     weight = getattr(module, "weight", None)
     if epsilon_name(module) is None or not torch.is_tensor(weight) or weight.ndim != 1:

@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class Projection(NamedTuple):
-    """Linear layers of one input taken together, or some output ``features`` of one of them."""
+    """Linear layers that read one input, taken together; or some output ``features`` of one layer."""
 
     modules: tuple[nn.Module, ...]
     features: slice | Tensor = slice(None)
@@ -22,5 +22,5 @@ class Projection(NamedTuple):
         return whole[:, self.features] if axis else whole[self.features]
 
     def of(self, output: Tensor) -> Tensor:
-        """The projection's part of its module's ``output`` (..., out)."""
+        """The projection's part of the ``output`` (..., out) of its module."""
         return output[..., self.features]

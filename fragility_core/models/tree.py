@@ -1,6 +1,6 @@
-"""Parts of a model by the tree of its modules: blocks, branches, norms. No names of classes or families are used.
+"""Parts of a model found in the tree of its modules: blocks, branches, norms. No class or family is known by name.
 
-A block is a numbered module, a branch one of its children.
+A block is a numbered module. A branch is a child of a block.
 """
 
 import re
@@ -15,14 +15,14 @@ BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its numbe
 
 
 def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The final hidden state (B, T, d_model) of a Hugging Face model, after the final norm; another module's output."""
+    """The final hidden state (B, T, d_model) of a Hugging Face model, after its final norm; of others, the output."""
     if isinstance(model, PreTrainedModel):
         return model.base_model(tokens, use_cache=False).last_hidden_state
     return model(tokens)
 
 
 def hidden_and_logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """``final_hidden`` and the logits (B, T, vocabulary), with all that the model does to them, of one pass."""
+    """``final_hidden`` and the logits (B, T, vocabulary) of one pass; the logits as the model scales or caps them."""
     finals: list[Tensor] = []
 
     def keep(module: nn.Module, args: tuple, output: object) -> None:
@@ -30,7 +30,7 @@ def hidden_and_logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, T
             finals.append(final)
 
     with ExitStack() as stack:
-        for path, module in model.named_modules():  # the last one to return it: OPT's head asks the decoder alone
+        for path, module in model.named_modules():  # the last to return it is taken: OPT's head calls the decoder alone
             if block_of(path) is None:
                 stack.callback(module.register_forward_hook(keep).remove)
         logits = model(tokens, use_cache=False).logits
@@ -38,19 +38,19 @@ def hidden_and_logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, T
 
 
 def block_of(path: str) -> tuple[str, int, str] | None:
-    """The block's path, its number and the branch ("" in the block itself) for the path of a module in a block."""
+    """Path and number of the block that holds the module at ``path``, and the branch, "" for the block itself."""
     found = BLOCK.fullmatch(path)
     return (found[1], int(found[2]), found[3] or "") if found else None
 
 
 def is_block(path: str) -> bool:
-    """Whether ``path`` is that of a block: a numbered module, but not one inside of another."""
+    """Whether ``path`` is that of a block: a numbered module that is not inside of another."""
     found = block_of(path)
     return found is not None and found[0] == path
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module scales, and perhaps shifts, the entries of a vector and does nothing else with weights."""
+    """Whether all weights of ``module`` are vectors, by which it scales and perhaps shifts, and it has no children."""
     parameters = list(module.parameters())
     return not list(module.children()) and bool(parameters) and all(p.ndim == 1 for p in parameters)
 
@@ -61,7 +61,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def attention_modules(module: nn.Module) -> list[nn.Module]:
-    """The attention modules in ``module``: those that tell transformers' attention functions if they are causal."""
+    """The attention modules in ``module``: those with the attribute ``is_causal``, which attention functions read."""
     return [m for m in module.modules() if hasattr(m, "is_causal")]
 
 
@@ -71,12 +71,12 @@ def within(path: str, module: str) -> bool:
 
 
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """``paths`` without those inside of another one."""
+    """``paths`` without those inside of another of them."""
     return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the blocks that have parameters, in order; numbered embeddings are none."""
+    """Paths of the blocks that have parameters, in order. Numbered embeddings do not count."""
     numbered = ((path, m) for path, m in model.named_modules() if is_block(path) and not isinstance(m, nn.Embedding))
     return [path for path, module in numbered if next(module.parameters(), None) is not None]
 
@@ -92,13 +92,13 @@ def embedding_paths(model: nn.Module) -> list[str]:
 
 
 def head_paths(model: nn.Module) -> list[str]:
-    """Path of the layer that gives the logits, if there is one."""
+    """The path of the layer that gives the logits, alone in a list; an empty list where there is none."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [path for path, module in model.named_modules() if module is head]
 
 
 def branch_paths(model: nn.Module) -> list[str]:
-    """Paths of the children of blocks that have parameters and are no norms."""
+    """Paths of the branches that have parameters and are no norms."""
     children = (
         (f"{path}.{name}", child)
         for path in block_paths(model)
