@@ -19,10 +19,10 @@ from transformers import GPT2Config
 from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.adjoint import Adjoint, estimator, predict
+from fragility_core.adjoint.blockwise import BlockwiseAttention
 from fragility_core.adjoint.products import scaled_dot_product_attention
 from fragility_core.adjoint.recomputed import tabulate
 from fragility_core.adjoint.rounding import ulp
-from fragility_core.adjoint.rows import Rows
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lookup import row_of
@@ -51,7 +51,7 @@ def measured(model, low, tokens):
 
 def by_site(prediction):
     """c^2 of every site, averaged over probes, summed over windows."""
-    return prediction.kernels.groupby("site").c2.sum() / (prediction.kernels.probe.max() + 1)
+    return prediction.contributions.groupby("site").c2.sum() / (prediction.contributions.probe.max() + 1)
 
 
 # --- Every place against the exact Jacobian --------------------------------------------------------
@@ -135,8 +135,8 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
     low = lower(model, format, "emulated")
     rows = iter(torch.tensor(hadamard(16), dtype=torch.float32))
     monkeypatch.setattr(estimator, "random_signs", lambda like, generator: next(rows).view_as(like))
-    kernels = Adjoint(low, model, probes=16)(tokens).kernels
-    got = kernels.groupby(["kind", "kernel"]).agg({"module": "first", "name": "first", "c2": "mean"}).reset_index()
+    kernels = Adjoint(low, model, probes=16)(tokens).contributions
+    got = kernels.groupby(["kind", "place"]).agg({"module": "first", "name": "first", "c2": "mean"}).reset_index()
     places = [*got[got.kind == "kernel"].name, *(got.module + "." + got.name)[got.kind == "weight"]]
     operand = ["operand"] * (low.format.operands is not None)
     assert places == [
@@ -163,7 +163,7 @@ def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
 
 def predict_kernels_only(prediction):
     """The prediction without the weights' rounding."""
-    return predict(prediction.kernels.query("kind == 'kernel'"), prediction.windows)
+    return predict(prediction.contributions.query("kind == 'kernel'"), prediction.windows)
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +205,9 @@ def test_fp8_in_linear_layers_alone(embedded):
     for reference in (model, None):
         prediction = Adjoint(low, reference)(windows)
         assert 0.95 < (prediction.windows.predicted / measured(model, low, windows)).mean() < 1.15
-    operands = prediction.kernels.query("name == 'operand'")
-    assert operands.c2.sum() > 0.8 * prediction.kernels.c2.sum()
-    assert set(operands.site) == {"projection", "mlp"} and operands.kernel.nunique() == 4 * 12
+    operands = prediction.contributions.query("name == 'operand'")
+    assert operands.c2.sum() > 0.8 * prediction.contributions.c2.sum()
+    assert set(operands.site) == {"projection", "mlp"} and operands.place.nunique() == 4 * 12
 
 
 def test_weights_alone(embedded):
@@ -215,8 +215,8 @@ def test_weights_alone(embedded):
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, "bf16", "weights")
     prediction = Adjoint(low, probes=4)(windows)
-    assert set(prediction.kernels.kind) == {"weight"}
-    assert set(prediction.kernels.site) == {"embedding", "norm", "projection", "mlp"}
+    assert set(prediction.contributions.kind) == {"weight"}
+    assert set(prediction.contributions.site) == {"embedding", "norm", "projection", "mlp"}
     squares = []
     with torch.no_grad():
         state = final_hidden(low.model, windows)
@@ -238,7 +238,7 @@ def test_known_errors_of_weights(format, tolerance, embedded):
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, format, "weights")
     known, expected, none = (
-        Adjoint(low, reference)(windows).kernels.c2.sum() for reference in (model, None, low.model)
+        Adjoint(low, reference)(windows).contributions.c2.sum() for reference in (model, None, low.model)
     )
     assert known == pytest.approx(expected, rel=tolerance) and none == 0
 
@@ -273,9 +273,9 @@ def prediction():
 @settings(max_examples=30, deadline=None)
 def test_contributions_add_up_over_any_split(prediction, data):
     """Theorem: predicted^2 is additive over disjoint selections of rows."""
-    places = prediction.kernels.kernel.unique()
-    chosen = prediction.kernels.kernel.isin(data.draw(st.sets(st.sampled_from(list(places)))))
-    parts = [predict(prediction.kernels[rows], prediction.windows).predicted ** 2 for rows in (chosen, ~chosen)]
+    places = prediction.contributions.place.unique()
+    chosen = prediction.contributions.place.isin(data.draw(st.sets(st.sampled_from(list(places)))))
+    parts = [predict(prediction.contributions[rows], prediction.windows).predicted ** 2 for rows in (chosen, ~chosen)]
     np.testing.assert_allclose(parts[0] + parts[1], prediction.windows.predicted**2, rtol=1e-9, atol=1e-30)
 
 
@@ -300,12 +300,12 @@ def test_standard_error_is_the_spread_over_seeds(tiny_gpt2, tiny_tokens):
 
 
 def test_rows_are_tidy(prediction):
-    kernels = prediction.kernels
+    kernels = prediction.contributions
     assert list(kernels) == [
-        "window", "probe", "kernel", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output", "c2",
+        "window", "probe", "place", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output", "c2",
     ]  # fmt: skip
-    assert len(kernels) == len(kernels[["window", "probe", "kernel"]].drop_duplicates())
-    places = kernels.drop_duplicates("kernel")
+    assert len(kernels) == len(kernels[["window", "probe", "place"]].drop_duplicates())
+    places = kernels.drop_duplicates("place")
     assert set(places.site) == {
         "embedding", "norm", "projection", "scores", "softmax", "context", "mlp", "residual", "head",
     }  # fmt: skip
@@ -325,8 +325,8 @@ def test_a_window_does_not_depend_on_the_others(tiny_gpt2, tiny_tokens):
 def test_windows_of_other_lengths_use_the_same_places(tiny_gpt2, tiny_tokens):
     adjoint = Adjoint(lower(tiny_gpt2, "bf16"))
     long, short = adjoint(tiny_tokens), adjoint(tiny_tokens[:, :7])
-    assert long.kernels.kernel.max() == short.kernels.kernel.max()
-    pd.testing.assert_frame_equal(adjoint(tiny_tokens).kernels, long.kernels)
+    assert long.contributions.place.max() == short.contributions.place.max()
+    pd.testing.assert_frame_equal(adjoint(tiny_tokens).contributions, long.contributions)
 
 
 def test_a_call_that_was_interrupted_leaves_nothing_behind(tiny_gpt2, tiny_tokens):
@@ -390,9 +390,9 @@ def test_values_may_have_another_width_than_queries(width):
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(3, 16, 8, generator=generator) for _ in range(2))
     value, gradient = (torch.randn(3, 16, width, generator=generator) for _ in range(2))
-    rows = Rows(0.5, None, True, get_format("fp16"))
-    context, error = rows.context(query, key, value)
-    got = rows.gradients(query, key, value, gradient, lambda name, felt: None)
+    blockwise = BlockwiseAttention(0.5, None, True, get_format("fp16"))
+    context, error = blockwise.context(query, key, value)
+    got = blockwise.gradients(query, key, value, gradient, lambda name, x: None)
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     expected = functional.scaled_dot_product_attention(*exact, is_causal=True, scale=0.5)
     expected.backward(gradient.double())
@@ -404,14 +404,14 @@ def test_values_may_have_another_width_than_queries(width):
 
 def test_a_hidden_score_that_overflows_does_no_harm():
     """The model itself replaces the scores of later keys, however large."""
-    rows = Rows(1.0, None, True, get_format("fp16"))
+    blockwise = BlockwiseAttention(1.0, None, True, get_format("fp16"))
     query, key, value = (torch.tensor([[[a], [b]]]) for a, b in ((300.0, 1.0), (1.0, 300.0), (1.0, 2.0)))
     assert query[0, 0] * key[0, 1] > get_format("fp16").largest
-    context, _ = rows.context(query, key, value)
+    context, _ = blockwise.context(query, key, value)
     assert context.flatten().tolist() == [1.0, 2.0]
-    felt = []
-    gradients = list(rows.gradients(query, key, value, torch.ones_like(query), lambda name, x: felt.append(x)))
-    assert all(x.isfinite().all() for x in [*gradients, *felt])
+    records = []
+    gradients = list(blockwise.gradients(query, key, value, torch.ones_like(query), lambda name, x: records.append(x)))
+    assert all(x.isfinite().all() for x in [*gradients, *records])
 
 
 def by_sites_of(low, implementation, tokens):
@@ -423,10 +423,10 @@ def test_an_activation_of_many_kernels_counts_as_one(tiny_gpt2, tiny_tokens, mon
     """gelu_new is eight kernels; the rest of the pass feels their errors as it feels the sum."""
     low = lower(tiny_gpt2, "fp16", "emulated")
     one = Adjoint(low, probes=4)(tiny_tokens)
-    assert set(one.kernels[one.kernels.module.str.endswith("act")].name) == {"NewGELUActivation"}
+    assert set(one.contributions[one.contributions.module.str.endswith("act")].name) == {"NewGELUActivation"}
     monkeypatch.setattr(Adjoint, "_recompute", lambda self, rounded: None)
     many = Adjoint(low, probes=4)(tiny_tokens)
-    assert len(set(many.kernels[many.kernels.module.str.endswith("act")].name)) > 3
+    assert len(set(many.contributions[many.contributions.module.str.endswith("act")].name)) > 3
     assert by_site(one)["mlp"] == pytest.approx(by_site(many)["mlp"], rel=0.1)
     assert by_site(one)["residual"] == pytest.approx(by_site(many)["residual"], rel=0.02)
 
@@ -451,7 +451,7 @@ def test_a_table_holds_what_an_activation_does(format, execution, name):
 
 def test_a_scaled_activation_is_run_kernel_by_kernel(tiny_gpt2, tiny_tokens):
     """Its result depends on the largest entry of each tensor: no table holds it."""
-    kernels = Adjoint(lower(tiny_gpt2, "fp8_e4m3_scaled"))(tiny_tokens).kernels
+    kernels = Adjoint(lower(tiny_gpt2, "fp8_e4m3_scaled"))(tiny_tokens).contributions
     assert "tanh" in set(kernels[kernels.module.str.endswith("act")].name)
 
 
@@ -512,7 +512,7 @@ def test_results_that_are_changed_in_place_contribute(change, format):
         np.testing.assert_allclose(
             predictions[-1].windows.predicted.mean(), measured(model, low, tokens).mean(), rtol=0.05
         )
-    inside, outside = (p.kernels.groupby("module").c2.sum() for p in predictions)
+    inside, outside = (p.contributions.groupby("module").c2.sum() for p in predictions)
     np.testing.assert_allclose(inside, outside, rtol=0.02)
 
 
@@ -552,8 +552,8 @@ def test_a_rounded_buffer_contributes_as_a_parameter_does(format, known):
     lowered = [lower(model, format, "emulated") for model in models]
     as_parameter, as_buffer = (Adjoint(low, model if known else None)(tokens) for low, model in zip(lowered, models))
     pd.testing.assert_frame_equal(as_buffer.windows, as_parameter.windows)
-    tables = [p.kernels[p.kernels.name == "table"].c2.sum() for p in (as_parameter, as_buffer)]
-    assert tables[0] == pytest.approx(tables[1]) and tables[0] > 0.1 * as_buffer.kernels.c2.sum()
+    tables = [p.contributions[p.contributions.name == "table"].c2.sum() for p in (as_parameter, as_buffer)]
+    assert tables[0] == pytest.approx(tables[1]) and tables[0] > 0.1 * as_buffer.contributions.c2.sum()
 
 
 def test_products_of_unusual_shapes_are_torchs_own():
@@ -713,7 +713,7 @@ def test_an_estimate_of_other_weights_is_refused(tiny_gpt2, tiny_tokens):
     estimate = Adjoint(low, tiny_gpt2)
     estimate(tiny_tokens)
     low.model.transformer.ln_f.weight.mul_(2)
-    with pytest.raises(ValueError, match="weights as they were read, but they have changed: make an Adjoint"):
+    with pytest.raises(ValueError, match="weights as they were read, but they changed: make another Adjoint"):
         estimate(tiny_tokens)
     with pytest.raises(ValueError, match=r"the reference must be in fp32, .* got torch.bfloat16"):
         Adjoint(low, low.model)
@@ -741,11 +741,11 @@ def test_mixed_precision_rounds_what_is_low(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16", "emulated")
     final = low.model.transformer.ln_f.float()
     final.register_forward_pre_hook(lambda module, args: args[0].float())
-    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).kernels
+    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).contributions
     rounded = kernels[kernels.module.str.endswith("ln_f")]
     assert set(rounded.kind) == {"weight"} and (rounded.c2 > 0).all()
-    assert not Adjoint(low)(tiny_tokens).kernels.module.str.endswith("ln_f").any()  # nothing tells that they were
+    assert not Adjoint(low)(tiny_tokens).contributions.module.str.endswith("ln_f").any()  # nothing tells that they were
     for parameter, exact in zip(final.parameters(), tiny_gpt2.transformer.ln_f.parameters()):
         parameter.copy_(exact)
-    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).kernels
+    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).contributions
     assert kernels[kernels.module.str.endswith("ln_f")].c2.eq(0).all()

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.routing import Routes, compare_routes, router_margins
+from fragility_core.adjoint.routing import ExpertChoices, changed_choices
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
@@ -169,7 +169,7 @@ def test_any_module():
     model = Encoder()
     low = lower(model, "bf16")
     assert 0.92 < mean_ratio(model, low) < 1.08
-    places = Adjoint(low)(TOKENS[:1]).kernels
+    places = Adjoint(low)(TOKENS[:1]).contributions
     assert set(places.site) == {"embedding", "norm", "projection", "context", "mlp", "residual"}
     assert set(places.query("site == 'projection'").module.str.extract(r"layers\.\d\.(\w+)")[0]) == {"self_attn"}
 
@@ -191,7 +191,7 @@ def site_by_name(path: str) -> str:
 
 def places_of(model, low):
     """One row per place of a pass that ends with the logits."""
-    return Adjoint(low, output=lambda model, tokens: model(tokens).logits)(TOKENS[:1, :12]).kernels
+    return Adjoint(low, output=lambda model, tokens: model(tokens).logits)(TOKENS[:1, :12]).contributions
 
 
 @each_family
@@ -218,17 +218,18 @@ def test_mixtures_of_experts(config):
     """The estimate holds where no change of experts can reach, and is too low in the windows with a change."""
     model = random_model(config)
     low = lower(model, "bf16")
-    routing = compare_routes(low, model, TOKENS)
+    changed = changed_choices(low, model, TOKENS).any(0)  # of any router
+    undisturbed = ~changed.cumsum(1).bool()  # before the first change in the window, as the model is causal
     low_state, exact = states(model, low, TOKENS)
-    counted = routing.undisturbed[..., None]
+    counted = undisturbed[..., None]
     measured = mismatch(low_state * counted, exact * counted).numpy()
     adjoint = Adjoint(low, model, probes=2)
-    ratio = adjoint(TOKENS, routing.undisturbed).windows.predicted / measured
+    ratio = adjoint(TOKENS, undisturbed).windows.predicted / measured
     assert 0.92 < ratio.mean() < 1.08
-    changed = ~routing.unchanged.all(1).numpy()
+    windows = changed.any(1).numpy()
     everywhere = adjoint(TOKENS).windows.predicted / mismatch(low_state, exact).numpy()
-    assert changed.any() and everywhere[changed].mean() < 0.85
-    places = adjoint(TOKENS[:1]).kernels.query("site == 'router'")
+    assert windows.any() and everywhere[windows].mean() < 0.85
+    places = adjoint(TOKENS[:1]).contributions.query("site == 'router'")
     assert set(places.kind) == {"kernel", "weight"} and set(places.layer) == {0, 1, 2}
 
 
@@ -236,68 +237,29 @@ def test_mixtures_of_experts(config):
 def chosen_experts(model, tokens):
     """The experts (routers, tokens, 2) that the library's router logits choose."""
     logits = torch.stack(model(tokens, output_router_logits=True).router_logits).float()
-    return logits.topk(2).indices.sort(-1).values, logits
+    return logits.topk(2).indices.sort(-1).values
 
 
 @each_mixture
-def test_routes_are_those_of_the_router_logits(config):
+def test_changed_choices_are_those_of_the_router_logits(config):
     model = random_model(config)
     low = lower(model, "bf16")
-    routing = compare_routes(low, model, TOKENS)
-    exact, logits = chosen_experts(model, TOKENS)
     with low.running():
-        rounded, _ = chosen_experts(low.model, TOKENS)
-    changed = (exact != rounded).any(-1).view(3, *TOKENS.shape)
-    torch.testing.assert_close(torch.tensor(routing.routers.changed.to_numpy()).view(4, 3), changed.float().mean(-1).T)
-    assert torch.equal(routing.unchanged, ~changed.any(0))
-    first = changed.any(0).int().argmax(1)  # 0 where none, too
-    for window, position in enumerate(first.tolist()):
-        end = position if changed[:, window].any() else len(TOKENS[0])
-        assert routing.undisturbed[window].tolist() == [True] * end + [False] * (len(TOKENS[0]) - end)
-    best = logits.sort(-1, descending=True).values
-    with torch.no_grad():
-        torch.testing.assert_close(router_margins(model, TOKENS), best[..., 1] - best[..., 2], rtol=1e-3, atol=1e-4)
+        rounded = chosen_experts(low.model, TOKENS)
+    changed = (chosen_experts(model, TOKENS) != rounded).any(-1).view(3, *TOKENS.shape)
+    assert changed.any() and torch.equal(changed_choices(low, model, TOKENS), changed)
 
 
-def test_margins_of_probabilities_are_those_of_logits():
-    """Some routers choose by probabilities, others by logits."""
-    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)) - 3
-    with Routes() as seen:
-        torch.topk(logits, 3)
-        logits.softmax(-1).topk(3)
-    torch.testing.assert_close(*seen.margins)
-    assert torch.equal(*seen.experts)
-
-
-def test_margins_of_logits_that_happen_to_be_positive_are_their_differences():
-    with Routes() as seen:
-        torch.topk(torch.tensor([[1.0, 3.0, 2.5], [0.2, 0.5, 0.3]]), 1)  # one row is a distribution, too
-    torch.testing.assert_close(seen.margins[0], torch.tensor([0.5, 0.2]))
-
-
-def test_choices_within_groups_of_experts_are_not_those_of_tokens():
-    with Routes(tokens=5) as seen:
-        torch.topk(torch.rand(5, 2, 4), 2)  # in each of two groups
+@pytest.mark.parametrize("shape", [(5, 2, 4), (5, 2)], ids=["within groups of experts", "all experts"])
+def test_other_choices_than_of_some_experts_for_each_token_do_not_count(shape):
+    with ExpertChoices(tokens=5) as seen:
+        torch.topk(torch.rand(shape), 2)
         torch.topk(torch.rand(5, 8), 2)
     assert [chosen.shape for chosen in seen.experts] == [(5, 2)]
+    assert (seen.experts[0].diff() > 0).all()  # ascending
 
 
-def test_to_choose_all_experts_is_no_choice():
-    with Routes() as seen:
-        torch.topk(torch.rand(5, 4), 4)
-    assert not seen.experts and not seen.margins
-
-
-def test_near_ties_say_how_many_tokens_change():
-    """Over 3 x 1536 choices: as many changes as the margins let expect, within the chance of their number."""
-    model = random_model(EXPERTS[0])
-    tokens = torch.randint(1, 257, (24, 64), generator=torch.Generator().manual_seed(2))
-    shares = compare_routes(lower(model, "bf16"), model, tokens).routers[["changed", "near_ties", "expected"]].mean()
-    assert 0.6 < shares.changed / shares.expected < 1.7
-    assert shares.changed < shares.near_ties < 0.05
-
-
-def test_a_dense_model_has_no_routes():
+def test_a_dense_model_chooses_no_experts():
     model = random_model(DENSE[3])
     with pytest.raises(ValueError, match="must choose experts by torch.topk, but it made no such choice"):
-        compare_routes(lower(model, "bf16"), model, TOKENS)
+        changed_choices(lower(model, "bf16"), model, TOKENS)

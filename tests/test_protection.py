@@ -249,10 +249,10 @@ def test_modules_that_return_mappings_are_kept(tiny_tokens):
     wrapper = Wrapper().eval().requires_grad_(False)
     known = contributions(wrapper, tiny_tokens)
     assert known.of_sites(["residual"]).activation_bytes == 2 * 32  # of the model inside
-    low = apply(wrapper, known.of_modules(["inner"]))
+    low = apply(wrapper, known.keep(["inner"]))
     assert low.model(tiny_tokens).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"must run itself, got 'inner.layers', which only holds others: name"):
-        known.of_modules(["inner.layers"])
+        known.keep(["inner.layers"])
 
 
 def test_scores_are_not_offered_where_attention_is_more_than_a_softmax(tiny_tokens):
@@ -382,7 +382,7 @@ def test_blocks_are_additive_and_more_is_never_worse(tiny, first, second):
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_no_choice_of_as_many_units_leaves_less(tiny, unit, count):
     _, known, _ = tiny
-    make = {"blocks": known.of_blocks, "sites": known.of_sites, "modules": known.of_modules}[unit]
+    make = {"blocks": known.of_blocks, "sites": known.of_sites, "modules": known.keep}[unit]
     units = {"blocks": range(3)}.get(unit) or getattr(known.structure, unit)
     least = min(known.remaining(make(choice)) for choice in itertools.combinations(units, count))
     assert known.remaining(known.plan(count, unit)) == pytest.approx(least)
@@ -625,7 +625,7 @@ def test_a_module_that_does_not_run_is_refused():
         (lambda known: known.of_blocks([3]), r"blocks must be between 0 and 2, got \[3\]"),
         (lambda known: known.of_sites(["softmax"]), "sites to keep must be among those of this model, .*, got softmax"),
         (
-            lambda known: known.of_modules(["h.0"]),
+            lambda known: known.keep(["h.0"]),
             "a module to keep must be one of the model's with parameters, got 'h.0'",
         ),
     ],

@@ -1,8 +1,8 @@
-"""Low-precision arithmetic that can be differentiated: fp32 tensors, each kernel's result rounded.
+"""Low-precision arithmetic that can be differentiated.
 
-A model runs unchanged, and as it would in the format: functions of tensors compute in fp32, results
-that would be stored in the low dtype are rounded, and ``tensor.dtype`` tells the model that dtype.
-Gradients are fp32, and pass through the rounding as through the identity.
+A model runs unchanged. Its kernels compute in fp32, and each result that the format would store is rounded to the
+format. ``tensor.dtype`` is the low dtype, so that the model computes as it would in the format. Gradients are fp32.
+They pass through a rounding as through the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -19,108 +19,96 @@ from fragility_core.adjoint.products import fast_products
 from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape
-from fragility_core.arithmetic import operands
 from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.internals import (
+    ASKING_FOR_MODES,
+    is_stream,
+    is_view,
+    mark_stored,
+    mark_stream,
+    stored_as,
+)
 from fragility_core.arithmetic.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
 from fragility_core.arithmetic.nested import map_tensors
+from fragility_core.arithmetic.operands import storages
 from fragility_core.models.tree import is_block
 
 GET_DTYPE = Tensor.dtype.__get__
-# Half of what a model calls. These are handed on at once: what asks about a tensor, and what moves one tensor.
+# Half of the calls that a model makes. They take a short way: questions about a tensor, and moves of one tensor.
 QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
 MOVES = {Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, functional.dropout}
-
-_DISPATCHING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 @cache
 def with_visible_kernels(func: FunctionType) -> FunctionType | None:
-    """A function of torch's Python code that runs instead of being handed over: the kernels inside are seen."""
-    if not set(_DISPATCHING) & set(func.__code__.co_names):
+    """A copy of ``func``, a Python function of torch, that does not ask for modes; None if ``func`` does not either.
+
+    ``func`` would hand itself to the mode as a whole. The copy runs, and the mode sees the kernels inside.
+    """
+    if not set(ASKING_FOR_MODES) & set(func.__code__.co_names):
         return None
-    names = func.__globals__ | dict.fromkeys(_DISPATCHING, lambda *tensors: False)
+    names = func.__globals__ | dict.fromkeys(ASKING_FOR_MODES, lambda *tensors: False)
     inside = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     inside.__kwdefaults__ = func.__kwdefaults__
     return inside
 
 
-def stored_as(x: Tensor) -> str | None:
-    """ "weight" or "value" for an fp32 tensor that stands for one of the low dtype, else None."""
-    return getattr(x, "_stored_as", None)
-
-
-def store(x: Tensor, kind: str = "value") -> Tensor:
-    """Let fp32 ``x`` stand for a tensor of the low dtype."""
-    x._stored_as = kind
-    return x
-
-
-def mark_stream(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A hook before the forward of ``block``: what it reads is the residual stream."""
-    read = args[0] if args else kwargs.get("hidden_states")
-    if isinstance(read, Tensor):
-        read._is_stream = True
-
-
-def is_stream(x: Tensor) -> bool:
-    """Whether ``x`` is the residual stream that a running block reads, or a view of it."""
-    return getattr(x, "_is_stream", False)
-
-
 class FunctionCall:
-    """A function of tensors with its arguments, those of the low dtype in fp32."""
+    """A call of a function of tensors; tensors of the low dtype among its arguments are replaced by fp32 ones."""
 
-    def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], widened: Callable[[Tensor], Tensor]):
+    def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], to_fp32: Callable[[Tensor], Tensor]):
         self.func, self.name = func, func.__name__
         self.floating: list[Tensor] = []  # all floating operands
+        self.args = tuple(self._converted(args, to_fp32))
+        self.kwargs = dict(zip(kwargs, self._converted(kwargs.values(), to_fp32)))
 
-        self.args = tuple(self._widen(args, widened))
-        self.kwargs = dict(zip(kwargs, self._widen(kwargs.values(), widened)))
-
-    def _widen(self, values: Iterable, widened: Callable[[Tensor], Tensor]) -> Iterator:
+    def _converted(self, values: Iterable, to_fp32: Callable[[Tensor], Tensor]) -> Iterator:
         for value in values:
             if isinstance(value, Tensor):
-                value = widened(value)
+                value = to_fp32(value)
                 if value.is_floating_point():
                     self.floating.append(value)
             elif type(value) in (tuple, list):
-                value = type(value)(self._widen(value, widened))
+                value = type(value)(self._converted(value, to_fp32))
             yield value
 
     @property
-    def writes(self) -> bool:
-        """Whether the first argument is changed in place."""
+    def in_place(self) -> bool:
+        """Whether the call changes its first argument in place."""
         return self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
 
     @property
     def product(self) -> str:
-        """See ``tape.Place``."""
+        """What a matrix product multiplies values by, see ``tape.Place``."""
         if self.name not in PRODUCTS:
             return ""
         return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
 
     @property
-    def of_stream(self) -> bool:
+    def reads_stream(self) -> bool:
         """Whether the residual stream is an operand."""
         return any(map(is_stream, self.floating))
 
-    def moves(self, y: Tensor) -> bool:
-        """Whether the result ``y`` holds stored values again."""
+    def only_moves(self, y: Tensor) -> bool:
+        """Whether the result ``y`` holds numbers that were stored before."""
         if self.name in EXACT_FUNCTIONS:
             return all(map(stored_as, self.floating))
-        if self.writes or not (y._is_view() or any(y is x for x in self.floating)):
+        if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
             return False
         memory = y.untyped_storage().data_ptr()
         return any(x.untyped_storage().data_ptr() == memory for x in self.floating)
 
     def promotes_to_low(self) -> bool:
-        """Type promotion: zero-dimensional operands decide only where there are no others."""
+        """Whether type promotion gives the low dtype."""
         operands = deciding(self.floating)
         return bool(operands) and all(map(stored_as, operands))
 
 
-class Owned(torch.autograd.Function):
-    """A tensor in the memory of a view. Of a view that is changed in place, autograd would forget the hooks."""
+class NotAView(torch.autograd.Function):
+    """The view as a tensor that is no view, in the same memory.
+
+    Autograd drops the hooks of a view once the view is changed in place.
+    """
 
     @staticmethod
     def forward(ctx, view: Tensor) -> Tensor:
@@ -132,12 +120,12 @@ class Owned(torch.autograd.Function):
 
 
 class LowArithmetic(TorchFunctionMode):
-    """The arithmetic of ``format``, every rounding of which is put on ``tape``.
+    """A context in which kernels compute in ``format``. Every rounding is recorded on ``tape``.
 
-    ``weights`` holds the fp32 tensors that stand for parameters, by the parameter's id, ``buffers`` likewise. Those
-    stored at ``linear`` multiply operands that are rounded to ``format.operands``.
-    ``stochastic`` records the standard deviation of stochastic rounding in place of the known error
-    of rounding to nearest. With ``rounding`` off only the parameters are in the format.
+    - ``weights`` and ``buffers`` map the ``id`` of a parameter or buffer to the fp32 tensor that stands for it.
+    - ``linear`` holds the addresses of weights whose products round the other operand to ``format.operands``.
+    - ``stochastic``: recorded is the standard deviation of stochastic rounding, not the error of rounding to nearest.
+    - ``rounding`` is False where parameters alone are in the format.
     """
 
     def __init__(
@@ -148,7 +136,7 @@ class LowArithmetic(TorchFunctionMode):
         self.format, self.tape, self.weights, self.buffers = format, tape, weights, buffers
         self.linear, self.stochastic, self.rounding = linear, stochastic, rounding
         self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
-        self._open: set[FunctionType] = set()
+        self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -156,44 +144,39 @@ class LowArithmetic(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in MOVES:
             return self._move(func, args, kwargs)
-        if isinstance(func, FunctionType) and func not in self._open and with_visible_kernels(func):
-            self._open.add(func)  # its own C++ part asks again under its name
+        if isinstance(func, FunctionType) and func not in self._running and with_visible_kernels(func):
+            self._running.add(func)  # its C++ part calls the mode again under the same name
             try:
                 with self:
                     return with_visible_kernels(func)(*args, **kwargs)
             finally:
-                self._open.remove(func)
+                self._running.remove(func)
         if func == GET_DTYPE:
             return self.dtype(args[0])
-        call = FunctionCall(func, args, kwargs, self._wide)
+        call = FunctionCall(func, args, kwargs, self._to_fp32)
         if call.name == "topk":
-            self.tape.note("router")
+            self.tape.mark_module("router")
         elif call.product == "values":
-            self.tape.note("attention")
+            self.tape.mark_module("attention")
         return self._run(call) if self.rounding else func(*call.args, **call.kwargs)
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""
         return self.format.compute_dtype if self.rounding and stored_as(x) else x.dtype
 
-    def _wide(self, x: Tensor) -> Tensor:
-        """The fp32 tensor that stands for a parameter, a buffer or another of the low dtype; others as they are."""
+    def _to_fp32(self, x: Tensor) -> Tensor:
+        """The fp32 tensor that stands for ``x`` if ``x`` is of the low dtype, else ``x``."""
         if id(x) in self.weights:
             return self.weights[id(x)]
         if id(x) in self.buffers:
-            return store(self.buffers[id(x)].clone())  # a model may write to it
-        return store(x.float()) if x.dtype == self.format.compute_dtype else x
+            return mark_stored(self.buffers[id(x)].clone())  # a model may write to it
+        return mark_stored(x.float()) if x.dtype == self.format.compute_dtype else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        x = self._wide(args[0])
+        x = self._to_fp32(args[0])
         kind, stream = stored_as(x), is_stream(x)
-
-        def mark(y: Tensor) -> Tensor:
-            y._is_stream = stream
-            return store(y, kind)
-
         moved = func(x, *args[1:], **kwargs)
-        return moved if kind is None else map_tensors(moved, mark)
+        return moved if kind is None else map_tensors(moved, lambda y: mark_stored(mark_stream(y, stream), kind))
 
     def _run(self, call: FunctionCall) -> Any:
         requested = self._requested_dtype(call)
@@ -204,24 +187,16 @@ class LowArithmetic(TorchFunctionMode):
             call.args = tuple(torch.float32 if x is requested else x for x in call.args)
             call.kwargs = {key: torch.float32 if x is requested else x for key, x in call.kwargs.items()}
         elif requested is None:
-            low = stored_as(call.args[0]) is not None if call.writes else call.promotes_to_low()
-        if self.linear and call.product == "weights" and self.linear & operands.storages(call.floating):
-            call.args, call.kwargs = (map_tensors(given, self._operand) for given in (call.args, call.kwargs))
-        result = self._compute(call)
+            low = stored_as(call.args[0]) is not None if call.in_place else call.promotes_to_low()
+        if self.linear and call.product == "weights" and self.linear & storages(call.floating):
+            call.args, call.kwargs = (map_tensors(given, self._round_operand) for given in (call.args, call.kwargs))
+        result = self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
         if not low:
             return result
-        if call.writes:
-            self._settle(call.args[0], call)
+        if call.in_place:
+            self._round_result(call.args[0], call)
             return result
-        return map_tensors(result, lambda y: self._settle(y, call))
-
-    def _compute(self, call: FunctionCall) -> Any:
-        return self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
-
-    def _operand(self, x: Tensor) -> Tensor:
-        if stored_as(x) != "value":
-            return x
-        return self.round(x.clone(), "operand", "weights", format=self.format.operands)
+        return map_tensors(result, lambda y: self._round_result(y, call))
 
     def _requested_dtype(self, call: FunctionCall) -> torch.dtype | None:
         """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""
@@ -238,55 +213,52 @@ class LowArithmetic(TorchFunctionMode):
             return x.to(dtype, copy=True)
         return self.round(x.to(torch.float32, copy=True), "to")
 
-    def _settle(self, y: Tensor, call: FunctionCall) -> Tensor:
-        """Make a result of ``call`` one of the low dtype."""
+    def _round_operand(self, x: Tensor) -> Tensor:
+        if stored_as(x) != "value":
+            return x
+        return self.round(x.clone(), "operand", "weights", format=self.format.operands)
+
+    def _round_result(self, y: Tensor, call: FunctionCall) -> Tensor:
         if not y.is_floating_point():
             return y
-        if call.moves(y):
-            if call.name in FILLING:  # with a constant, which is no number of the format
+        if call.only_moves(y):
+            if call.name in FILLING:  # the constant may be no number of the format
                 y.data.copy_(self.format.round(y.data))
-            y._is_stream = call.of_stream
-            return store(y, "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value")
-        constant = not call.floating or (call.writes and not y.requires_grad)
-        stream = call.name in SUMS and call.of_stream and is_block(self.tape.path[-1])
-        y = self.round(y, call.name, call.product, stream, constant, call.writes)
-        y._is_stream = stream
-        return y
+            kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
+            return mark_stored(mark_stream(y, call.reads_stream), kind)
+        constant = not call.floating or (call.in_place and not y.requires_grad)
+        stream = call.name in SUMS and call.reads_stream and is_block(self.tape.path[-1])
+        return mark_stream(self.round(y, call.name, call.product, stream, constant, call.in_place), stream)
 
     def round(
-        self,
-        y: Tensor,
-        name: str,
-        product: str = "",
-        stream: bool = False,
-        constant: bool = False,
-        written: bool = False,
-        format: Format | None = None,
-    ) -> Tensor:
-        """Round what the kernel ``name`` computed, or has ``written`` to ``y``, to its own format or to ``format``.
+        self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
+        in_place: bool = False, format: Format | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The result ``y`` of the kernel ``name``, rounded in its own memory; its error is recorded on the tape.
 
-        A result to which no gradient would come is replaced by one.
+        ``product`` and ``stream`` are those of ``tape.Place``. A ``constant`` is rounded without a record. ``format``
+        is that of the context unless given. If ``y`` has no gradient, a tensor that has one is returned for it.
         """
         format = format or self.format
-        exact = y.data  # not counted as a change: what autograd saved of y is what was stored
+        exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
         rounded = format.round(exact).float()
         if constant:
             exact.copy_(rounded)
-            return store(y)
+            return mark_stored(y)
         place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(format):
-            self.tape.note_largest(place, rounded)
+            self.tape.record_largest(place, rounded)
         if self.stochastic:
             error = stochastic_error(error, exact, format)
         exact.copy_(rounded)
-        if y.requires_grad and y._is_view() and written:
-            self.tape.watch_part(place, y, error)
+        if y.requires_grad and is_view(y) and in_place:
+            self.tape.watch_view(place, y, error)
         elif y.requires_grad:
-            y = Owned.apply(y) if y._is_view() else y
+            y = NotAView.apply(y) if is_view(y) else y
             self.tape.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()
             self.tape.watch_leaf(place, leaf, lambda: error)
             with torch.enable_grad():
                 y = leaf.clone()
-        return store(y)
+        return mark_stored(y)

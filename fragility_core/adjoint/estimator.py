@@ -1,9 +1,10 @@
-"""The estimator: predicted forward error of low-precision passes, and what every kernel and weight contributes."""
+"""The estimator: predicted forward error of low-precision passes, and what every rounding contributes to it."""
 
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.adjoint import recomputed
-from fragility_core.adjoint.arithmetic import LowArithmetic, mark_stream, store
+from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.overflow import first_nonfinite
 from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
-from fragility_core.arithmetic import attention
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
+from fragility_core.arithmetic.internals import attention_of, mark_stored, mark_stream, replace_forward, version_of
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, sharing_copy
 from fragility_core.arithmetic.operands import linear_weights, storages
@@ -25,67 +27,65 @@ from fragility_core.models.tree import final_hidden, is_block
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one forward and backward pass a window predict.
+    """What one forward pass, and one backward pass per probe, predict for every window.
 
-    It is of passes in ``format`` over windows of ``length`` tokens, in which the modules at the paths ``ran`` ran.
+    ``contributions`` has one row per window, probe and place where values are rounded (``tape.Place``), with its
+    number ``place``, its contribution ``c2`` to E||E_L||^2 and the columns of ``sites.Sites.table``. Rows of any
+    selection may be summed. ``windows`` has one row per window:
 
-    ``kernels`` has one row per window, probe and place where values are rounded: its contribution
-    ``c2`` to E||E_L||^2 and where it belongs; rows of any selection may be summed. ``windows`` has one
-    row per window: the ``predicted`` mismatch, its ``standard_error`` over the probes (NaN for one),
-    the ``final_norm`` ||X_L||, and in ``overflow`` the module that first gave a value that is not finite, or
-    in which a kernel did ("" where none did); the prediction is then not finite either. A mixture's
-    changes of experts are not seen: see ``routing``.
+    - ``predicted``, the mismatch, and its ``standard_error`` over the probes (NaN for one probe);
+    - ``final_norm``, ||X_L||;
+    - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
+
+    ``format`` is the name of the format, ``length`` the number of tokens of a window, and ``ran`` has the paths of the
+    modules that ran. Changes in a mixture's choice of experts are not predicted, see ``routing``.
     """
 
-    kernels: pd.DataFrame
+    contributions: pd.DataFrame
     windows: pd.DataFrame
     format: str
     length: int
     ran: frozenset[str]
 
 
-def predict(kernels: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
-    """``predicted`` mismatch and ``standard_error`` of every row of ``windows`` from the rows ``kernels`` alone.
+def predict(contributions: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
+    """``windows`` with ``predicted`` and ``standard_error`` computed from these ``contributions`` alone.
 
-    Leave rows out to predict the mismatch without those roundings; windows may be left out, too. The
-    prediction is sqrt(sum c^2) / ||X_L||, the sum averaged over probes; its error is to first order in
-    that of the average.
+    Both are tables of a ``Prediction``. Leave out rows of ``contributions`` to predict the mismatch without those
+    roundings, and rows of ``windows`` to leave out windows. The prediction is sqrt(sum of c^2) / ||X_L||, the sum
+    averaged over probes. Its standard error is that of the average, to first order.
     """
-    probe, distinct = pd.factorize(kernels.probe)
+    probe, distinct = pd.factorize(contributions.probe)
     probes = max(1, len(distinct))
     totals = np.zeros((len(windows), probes))  # a NaN in it stays, which pandas would skip
-    rows = pd.Index(windows.window).get_indexer(kernels.window)
+    rows = pd.Index(windows.window).get_indexer(contributions.window)
     known = rows >= 0
-    np.add.at(totals, (rows[known], probe[known]), kernels.c2[known])
+    np.add.at(totals, (rows[known], probe[known]), contributions.c2[known])
     root = totals.mean(1) ** 0.5
     spread = totals.std(1, ddof=1) / probes**0.5 if probes > 1 else np.nan
     return windows.assign(predicted=root / windows.final_norm, standard_error=spread / (2 * root * windows.final_norm))
 
 
 class Adjoint:
-    """Predicts the mismatch of low-precision passes, window by window (see the package's docstring).
+    """Predicts the mismatch of low-precision passes, window by window (see the docstring of the package).
 
-    The pass that is differentiated is the low-precision pass itself, in fp32 tensors: it costs fp32
-    copies of the weights, and no full-precision model is needed.
+    What is differentiated is the low-precision pass itself, in fp32 tensors. This takes memory for fp32 copies of the
+    weights. No pass in full precision is needed.
     """
 
     def __init__(
-        self,
-        low: LowPrecision,
-        reference: nn.Module | None = None,
-        probes: int = 1,
-        seed: int = 0,
+        self, low: LowPrecision, reference: nn.Module | None = None, probes: int = 1, seed: int = 0,
         output: Callable[[nn.Module, Tensor], Tensor] = final_hidden,
-    ):
+    ):  # fmt: skip
         """``low`` is the model as it runs, with the attention that it is set to.
 
-        ``reference`` is the fp32 model before its weights were rounded: their errors are then known, else
-        expected from their magnitude. ``probes`` random sign vectors, drawn from ``seed``, are averaged
-        over. ``output`` gives the tensor (B, ...) whose error is predicted, and may call the model as it
-        likes: ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``. Weights are read
-        once, here: after they have changed, make another. Raises ValueError for a
-        format that rounds no results (fp32, tf32), a model without parameters in it, fewer than one probe,
-        or a reference that is not in fp32 or whose parameters are not those of the model.
+        ``reference`` is the fp32 model before its weights were rounded. With it the errors of weights are known,
+        without it expected from their magnitude. The prediction is averaged over ``probes`` random sign vectors, drawn
+        from ``seed``. ``output`` gives the tensor (B, ...) whose error is predicted, and may call the model in any way:
+        ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``. Weights are read once, here.
+
+        Raises ValueError for a format that rounds no results (fp32, tf32), for a model without parameters in the
+        format, for fewer than one probe, and for a reference that is not in fp32 or has other parameters.
         """
         if low.format.compute_dtype == torch.float32:
             raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
@@ -98,7 +98,7 @@ class Adjoint:
         self._sites = pd.DataFrame()
         stored = linear_weights(self.model) if low.format.operands else {}
         self._linear = {path: p for path, p in stored.items() if p.dtype == self._dtype}
-        weights, buffers = self._watch_stored(reference)
+        weights, buffers = self._watch_weights(reference)
         stochastic, rounding = low.execution == "stochastic", not low.weights_only
         linear = storages(weights[id(p)] for p in self._linear.values())
         self.arithmetic = LowArithmetic(low.format, self.tape, weights, buffers, linear, stochastic, rounding)
@@ -108,11 +108,11 @@ class Adjoint:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of the parameters whose rounding counts."""
+        """The dtype of the parameters whose rounding counts."""
         return torch.float32 if self.low.weights_only else self.format.compute_dtype
 
-    def _watch_stored(self, reference: nn.Module | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """fp32 tensors, by the id of the parameter or the buffer they stand for, whose gradients go to the tape."""
+    def _watch_weights(self, reference: nn.Module | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """fp32 tensors for parameters and for buffers, by ``id``; the tape records their gradients."""
         dtype = self._dtype
         floating = {path: p for path, p in self.model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in floating.values()):
@@ -122,8 +122,8 @@ class Adjoint:
         leaves = {}
         for path, stored in (floating | buffers).items():
             low = stored.dtype == dtype
-            leaf = stored.detach().float()  # of fp32 ones too: gradients are the tape's, not the model's
-            if exact is not None:  # fp32 ones may hold rounded values: norms beside an fp32 stream
+            leaf = stored.detach().float()  # for fp32 ones, too: the model's own gradients stay as they are
+            if exact is not None:  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
                 error = partial(local_error, exact[path], leaf.detach())
             else:
                 format = self.format.operands if path in self._linear else self.format
@@ -131,53 +131,54 @@ class Adjoint:
             if low or exact is not None:
                 leaf.requires_grad_()
                 self.tape.watch_leaf(self.tape.weight(path), leaf, error)
-            leaves[path] = store(leaf, "weight") if low and path in floating else leaf
-        self._versions = [(parameter, parameter._version) for parameter in floating.values()]
+            leaves[path] = mark_stored(leaf, "weight") if low and path in floating else leaf
+        self._versions = [(parameter, version_of(parameter)) for parameter in floating.values()]
         return {id(x): leaves[p] for p, x in floating.items()}, {id(x): leaves[p] for p, x in buffers.items()}
 
     def _follow_modules(self) -> None:
-        """Let the tape know which module's forward is running, and which tensor a block adds to."""
+        """Let the tape know which module's forward is running, and mark the residual stream."""
         tape = self.tape
         for path, module in self.model.named_modules():
             module.register_forward_pre_hook(lambda module, args, path=path: tape.enter(path))
             module.register_forward_hook(lambda module, args, output: tape.leave())
             if is_block(path):
-                module.register_forward_pre_hook(mark_stream, with_kwargs=True)
+                module.register_forward_pre_hook(mark_block_input, with_kwargs=True)
 
     def _recompute(self, rounding: bool) -> None:
-        """Let the costly parts of the model run as one autograd function each."""
-        implementation = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-        by_rows = not self.format.scaled  # each block of rows would have a scale of its own
-        if implementation == attention.OBSERVED_EAGER and by_rows:
+        """Run the costly parts of the model as one autograd function each."""
+        if self.format.scaled:  # each block of rows would have a scale of its own
+            return
+        if attention_of(self.model) == OBSERVED_EAGER:
+            register_attention(recomputed.RECOMPUTED_EAGER, recomputed.recomputed_attention)
             self.model.set_attn_implementation(recomputed.RECOMPUTED_EAGER if rounding else "sdpa")
-        for module in elementwise_modules(self.model) if not self.format.scaled else ():
-            module.forward = recomputed.Activation(self.low, self.tape, module)
+        for module in elementwise_modules(self.model):
+            replace_forward(module, recomputed.Activation(self.low, self.tape, module))
 
     def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
         """Predict the mismatch of each window of ``tokens`` (B, T).
 
-        ``counted`` (B, T) is True for the positions whose error counts, all unless given: the
-        prediction is then of ||E_L|| / ||X_L|| over those. A window's prediction does not depend on the
-        others. Raises ValueError for a model in training mode, or whose weights have changed.
+        ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
+        given. The prediction of a window does not depend on the other windows. Raises ValueError for windows without
+        tokens, for a model in training mode, and for weights that have changed since they were read.
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
-        if any(parameter._version != version for parameter, version in self._versions):
-            raise ValueError("a prediction needs the weights as they were read, but they have changed: make an Adjoint")
+        if any(version_of(parameter) != version for parameter, version in self._versions):
+            raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
         if not tokens.numel():
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         with self._lock, torch.inference_mode(False):
+            self.tape.clear()  # a prediction before may have been interrupted
             return self._predict(tokens, counted)
 
     def _predict(self, tokens: Tensor, counted: Tensor | None) -> Prediction:
-        self.tape.clear()
         norms = [
             self._passes(window, tokens[window : window + 1], None if counted is None else counted[window, :, None])
             for window in range(len(tokens))
         ]
         contributions = self.tape.contributions(len(tokens), self.probes)
         inside = self.tape.overflows()
-        for window, place in inside.items():  # what follows from an infinity is no small error
+        for window, place in inside.items():  # an infinity is no small error
             contributions[window, :, place] = np.nan
         norms = torch.stack(norms).cpu().double()
         contributions[~norms.isfinite().numpy()] = np.nan
@@ -185,7 +186,7 @@ class Adjoint:
         return self._name_overflow(prediction, tokens, inside)
 
     def _passes(self, window: int, tokens: Tensor, counted: Tensor | None) -> Tensor:
-        """One forward and all backward passes of a window; the norm of the final state, on the device."""
+        """Run the forward pass and all backward passes of a window; return ||X_L||, on the device."""
         tape = self.tape
         tape.begin(window)
         with self.arithmetic, torch.enable_grad():
@@ -198,20 +199,20 @@ class Adjoint:
         return torch.linalg.vector_norm(final.detach() * scope)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
-        """Tidy rows from c^2 (windows, probes, places) and the norms (windows,) of the final states."""
+        """Tidy tables of c^2 (windows, probes, places) and of the norms (windows,) of the final states."""
         if len(self._sites) < len(self.tape.places):
             self._sites = Sites(self.model, self.tape).table()
         window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
-        where = pd.DataFrame({"window": window, "probe": probe, "kernel": place})
+        rows = pd.DataFrame({"window": window, "probe": probe, "place": place})
         sites = self._sites.iloc[place].reset_index(drop=True)
-        kernels = pd.concat([where, sites], axis=1).assign(c2=contributions.ravel())
+        rows = pd.concat([rows, sites], axis=1).assign(c2=contributions.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
-        return Prediction(kernels, predict(kernels, windows), self.format.name, length, frozenset(self.tape.ran))
+        return Prediction(rows, predict(rows, windows), self.format.name, length, frozenset(self.tape.ran))
 
     def _name_overflow(self, prediction: Prediction, tokens: Tensor, inside: Mapping[int, int]) -> Prediction:
         """Name the module where windows with a nonfinite prediction overflowed.
 
-        ``inside`` has the place of a kernel that stored +inf, by window: its module's result may be finite.
+        ``inside`` has, by window, the place of a kernel that stored +inf: the result of its module may be finite.
         """
         modules = [place.module for place in self.tape.places]
         windows = prediction.windows.assign(overflow="")
@@ -222,10 +223,17 @@ class Adjoint:
         return replace(prediction, windows=windows)
 
 
-def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers of the fp32 ``reference`` by path, among them those for the ones that were ``rounded``.
+def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A hook before the forward of ``block``: the tensor that the block receives is the residual stream."""
+    stream = args[0] if args else kwargs.get("hidden_states")
+    if isinstance(stream, Tensor):
+        mark_stream(stream)
 
-    Raises ValueError where they are not of fp32, or not those of the model.
+
+def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of the fp32 ``reference`` by path, and those of its buffers that are among ``rounded``.
+
+    Raises ValueError for a reference that is not in fp32, or lacks a tensor of ``rounded`` in the same shape.
     """
     exact = {path: p.detach() for path, p in reference.named_parameters(remove_duplicate=False)}
     exact |= {path: x.detach() for path, x in reference.named_buffers(remove_duplicate=False) if path in rounded}
@@ -242,5 +250,5 @@ def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Independent +1 and -1 of the shape of ``like``."""
+    """Independent random signs, +1 and -1, of the shape of ``like``."""
     return torch.randint(2, like.shape, generator=generator, device=like.device) * 2.0 - 1

@@ -12,14 +12,14 @@ from fragility_core.arithmetic.nested import tensors
 
 @torch.no_grad()
 def first_nonfinite(low: LowPrecision, run: Callable[[nn.Module], object]) -> str | None:
-    """Path of the first module whose forward gives a value that is not finite while ``run`` calls the model.
+    """The path of the first module that returns a nonfinite value while ``run`` calls the model; None if none does.
 
-    Modules count when their forward ends, so the innermost one is named; None if all is finite.
+    Modules count in the order in which they return: the innermost one is named.
     """
     finite: list[tuple[str, Tensor]] = []
 
-    def look(path: str):
-        def hook(module: nn.Module, args: tuple, output) -> None:
+    def recorder(path: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
             with low.paused():
                 finite.extend((path, x.isfinite().all()) for x in tensors(output))
 
@@ -27,8 +27,8 @@ def first_nonfinite(low: LowPrecision, run: Callable[[nn.Module], object]) -> st
 
     with ExitStack() as stack:
         for path, module in low.model.named_modules():
-            stack.callback(module.register_forward_hook(look(path)).remove)
+            stack.callback(module.register_forward_hook(recorder(path)).remove)
         with low.running():
             run(low.model)
-    ok = torch.stack([x for _, x in finite]).tolist()
-    return next((path for (path, _), fine in zip(finite, ok) if not fine), None)
+    flags = torch.stack([x for _, x in finite]).tolist()  # one transfer from the device
+    return next((path for (path, _), flag in zip(finite, flags) if not flag), None)

@@ -1,19 +1,16 @@
-"""The costly parts of a pass as one autograd function each: eager attention, elementwise activations."""
+"""The costly parts of a pass, each as one autograd function: eager attention, elementwise activations."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
-from fragility_core.adjoint.arithmetic import store, stored_as
+from fragility_core.adjoint.blockwise import BlockwiseAttention
 from fragility_core.adjoint.rounding import local_error
-from fragility_core.adjoint.rows import Rows
 from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.arithmetic.formats import chunks
+from fragility_core.arithmetic.internals import current_function_mode, mark_stored, stored_as, without_function_modes
 from fragility_core.arithmetic.lookup import entries, every_number, look_up, row_of
 from fragility_core.arithmetic.lowering import LowPrecision
 
@@ -21,18 +18,18 @@ RECOMPUTED_EAGER = "recomputed_eager"
 
 
 class EagerAttention(torch.autograd.Function):
-    """Eager attention whose backward pass forms scores and probabilities again: no T x T tensor outlives a block.
+    """Eager attention that keeps no T x T tensor: the backward pass forms scores and probabilities again.
 
-    The roundings of the product and of the scaled product count as one place, "scores".
+    The product of query and key and the scaled product are both rounded. They count as one place, "scores".
     """
 
     @staticmethod
-    def forward(ctx, tape: Tape, rows: Rows, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Context (N, T, d) of heads (N, T, d)."""
-        with torch._C.DisableTorchFunction():
-            context, error = rows.context(query, key, value)
+    def forward(ctx, tape: Tape, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The context (N, T, d_v) of heads (N, T, d)."""
+        with without_function_modes():
+            context, error = blockwise.context(query, key, value)
             ctx.save_for_backward(query, key, value, error)
-        ctx.tape, ctx.rows = tape, rows
+        ctx.tape, ctx.blockwise = tape, blockwise
         products = {"scores": "values", "softmax": "", "context": "values"}
         ctx.places = {name: tape.kernel(name, product) for name, product in products.items()}
         return context
@@ -41,8 +38,8 @@ class EagerAttention(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         query, key, value, error = ctx.saved_tensors
         tape, places = ctx.tape, ctx.places
-        gradients = ctx.rows.gradients(query, key, value, gradient, lambda name, x: tape.read(places[name], x))
-        tape.read(places["context"], error * gradient)
+        gradients = ctx.blockwise.gradients(query, key, value, gradient, lambda name, x: tape.record(places[name], x))
+        tape.record(places["context"], error * gradient)
         return None, None, *gradients
 
 
@@ -50,9 +47,9 @@ def recomputed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, **options,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """``attention.observed_attention`` under a ``LowArithmetic``, see there."""
-    arithmetic = _get_current_function_mode()
-    arithmetic.tape.note("attention")
+    """``attention.observed_attention`` inside of a ``LowArithmetic``, as one autograd function."""
+    arithmetic = current_function_mode()
+    arithmetic.tape.mark_module("attention")
     if stored_as(query) is None:  # kept in fp32: nothing is rounded
         return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
     require_plain_softmax(dropout, attention_mask, options)
@@ -61,20 +58,16 @@ def recomputed_attention(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and query.shape[2] > 1 and is_causal(module, options)
-    rows = Rows(scaling, attention_mask, causal, arithmetic.format)
+    blockwise = BlockwiseAttention(scaling, attention_mask, causal, arithmetic.format)
     heads = (x.flatten(0, 1) for x in (query, key, value))
-    context = store(EagerAttention.apply(arithmetic.tape, rows, *heads))  # (B H, T, d)
+    context = mark_stored(EagerAttention.apply(arithmetic.tape, blockwise, *heads))  # (B H, T, d)
     return context.unflatten(0, query.shape[:2]).transpose(1, 2), None
 
 
-AttentionInterface.register(RECOMPUTED_EAGER, recomputed_attention)
-AttentionMaskInterface.register(RECOMPUTED_EAGER, sdpa_mask)
-
-
 def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
-    """``function`` of every 16-bit number, elementwise (3, 65536): as ``low`` stores it, its local error, its slope."""
+    """An elementwise ``function`` of every 16-bit number, (3, 65536): its result in ``low``, local error and slope."""
     numbers = every_number(low.format.compute_dtype, device)
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         x = numbers.float().requires_grad_()
         with torch.enable_grad():
             exact = function(x)
@@ -85,13 +78,13 @@ def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: to
 
 
 class Tabulated(torch.autograd.Function):
-    """A ``tabulate`` at the 16-bit numbers ``low``, which fp32 ``x`` stands for."""
+    """Entries of a ``table`` (see ``tabulate``) for the 16-bit numbers ``low``; fp32 ``x`` has the same values."""
 
     @staticmethod
     def forward(ctx, tape: Tape, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(low)
         ctx.tape, ctx.place, ctx.table = tape, place, table
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return look_up(table[0], low)
 
     @staticmethod
@@ -101,13 +94,16 @@ class Tabulated(torch.autograd.Function):
         to_x = torch.empty(low.shape, device=low.device)
         for numbers, given, out in chunks(low, gradient, to_x):
             row = row_of(numbers)
-            ctx.tape.read(ctx.place, entries(error, row, torch.empty_like(given)).mul_(given))
+            ctx.tape.record(ctx.place, entries(error, row, torch.empty_like(given)).mul_(given))
             entries(slope, row, out).mul_(given)
         return None, None, None, None, to_x
 
 
 class Activation:
-    """The forward of an elementwise module of several kernels: one kernel, where its input is of the low dtype."""
+    """The forward of an elementwise module that counts as one kernel and is read from a table.
+
+    The module's own forward runs where its input is not of the low dtype.
+    """
 
     def __init__(self, low: LowPrecision, tape: Tape, module: nn.Module):
         self.low, self.tape, self.function, self.type = low, tape, module.forward, type(module)
@@ -118,6 +114,6 @@ class Activation:
             return self.function(x)
         if self.table is None:
             self.table = tabulate(self.low, self.function, x.device)
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             low = x.detach().to(self.low.format.compute_dtype).contiguous()
-        return store(Tabulated.apply(self.tape, self.tape.kernel(self.type.__name__), self.table, low, x))
+        return mark_stored(Tabulated.apply(self.tape, self.tape.kernel(self.type.__name__), self.table, low, x))

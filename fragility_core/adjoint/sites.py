@@ -1,6 +1,6 @@
-"""Which part of a Transformer a place belongs to: from the tree of modules and the kernels that ran in it.
+"""Sites: which part of a Transformer a place belongs to, such as "norm", "scores" or "mlp".
 
-No names of classes or modules are used.
+They are found from the tree of modules and from the kernels that ran. No names of classes or modules are used.
 """
 
 from collections import defaultdict
@@ -14,14 +14,14 @@ from fragility_core.models.tree import block_of, is_norm, within
 
 SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
 NORMS = {"layer_norm", "rms_norm", "group_norm"}
-TO_PROBABILITIES = {"softmax", "to"}  # of scores; models that exponentiate in fp32 cast the result down
+SOFTMAX = {"softmax", "to"}  # models that compute the softmax in fp32 cast its result down
 
 
 def attention_sites(places: Sequence[Place]) -> list[str]:
-    """Sites of the kernels of one attention branch, in the order in which they ran.
+    """The sites of the kernels of one attention branch, given in the order in which they ran.
 
-    The last product of two computed tensors makes the context. Scores are the first, where there are
-    two that are rounded, and what follows it up to the probabilities.
+    The last product of two computed tensors gives the context. If an earlier one is rounded too, it gives the scores;
+    the kernels between the two belong to scores and softmax.
     """
     products = [i for i, place in enumerate(places) if place.product == "values"] or [len(places)]
     first, last = products[0], products[-1]
@@ -32,31 +32,30 @@ def attention_sites(places: Sequence[Place]) -> list[str]:
         elif i == last:
             sites.append("context")
         elif first <= i < last:
-            sites.append("softmax" if place.name in TO_PROBABILITIES else "scores")
+            sites.append("softmax" if place.name in SOFTMAX else "scores")
         else:
             sites.append("attention")
     return sites
 
 
 class Sites:
-    """The sites of a tape's places in ``model``."""
+    """The sites of all places of ``tape`` in ``model``."""
 
     def __init__(self, model: nn.Module, tape: Tape):
-        places = list(tape.places)
-        self.places, self.roles, self.ends = places, tape.roles, tape.ends
+        self.places, self.roles, self.ends = list(tape.places), tape.roles, tape.ends
         self.modules = dict(model.named_modules())
-        self.blocks = [block_of(place.module) for place in places]
-        in_blocks = (i for i, place in enumerate(places) if self.blocks[i] and place.kind == "kernel")
-        self.first_in_block = next(in_blocks, len(places))
+        self.blocks = [block_of(place.module) for place in self.places]
+        in_blocks = (i for i, place in enumerate(self.places) if self.blocks[i] and place.kind == "kernel")
+        self.first_in_block = next(in_blocks, len(self.places))
         self.attention_branches = {block_of(path)[::2] for path in tape.roles["attention"] if block_of(path)}
         branches = defaultdict(list)
-        for i, place in enumerate(places):
+        for i, place in enumerate(self.places):
             if self._in_attention(i) and place.kind == "kernel" and not self._in_norm(place):
                 branches[self._branch(i)].append(i)
         self.attention = {
             i: site
             for indices in branches.values()
-            for i, site in zip(indices, attention_sites([places[i] for i in indices]))
+            for i, site in zip(indices, attention_sites([self.places[i] for i in indices]))
         }
 
     def _in_attention(self, i: int) -> bool:
@@ -70,7 +69,7 @@ class Sites:
         return is_norm(self.modules[place.module]) or (place.kind == "kernel" and place.name in NORMS)
 
     def site(self, i: int) -> str:
-        """The site of place ``i``."""
+        """The site of the place with number ``i``."""
         place = self.places[i]
         if self._in_norm(place):
             return "norm"
@@ -89,10 +88,12 @@ class Sites:
         return "residual" if in_block_itself and place.name in SUMS else "mlp"
 
     def table(self) -> pd.DataFrame:
-        """One row per place: what rounds, its site, layer (missing outside of blocks) and module.
+        """One row per place, with these columns:
 
-        ``stream`` marks sums with the residual stream, ``block_output`` the last kernel of a block; ``ends`` is the
-        path of the outermost module whose call ended with a kernel, "" where none did.
+        - ``name``, ``kind``, ``module`` and ``stream`` of ``tape.Place``;
+        - ``site``, and ``layer``, the number of the block (missing outside of blocks);
+        - ``ends``, the path of the outermost module whose call ended with this kernel ("" for other kernels);
+        - ``block_output``, whether the kernel is the last one of a block.
         """
         rows = pd.DataFrame(
             {

@@ -1,11 +1,11 @@
-"""Which parts of a model to keep in fp32 under a budget, what that buys, and how to do it.
+"""Which parts of a model to keep in fp32 under a budget, what that gains and costs, and how to do it.
 
-Contributions c^2 to the squared error of a low-precision pass are additive (``fragility_core.adjoint``),
-so the roundings that a part makes may simply be left out of the sum: the mismatch of any plan is known
-from one prediction, before the plan is applied.
+Contributions c^2 to the squared error of a low-precision pass add up (``fragility_core.adjoint``). To predict the
+mismatch under a plan, the roundings that vanish are left out of the sum. One prediction is enough for every plan, and
+no plan needs to be applied first.
 
-A module is *kept* if it has its parameters unrounded, its inputs are cast to fp32, and its output is cast
-back to the format. All its roundings vanish but that of its output, which the cast makes again.
+A module that is *kept* has its fp32 parameters. Its inputs are cast to fp32, and its output is cast back to the format.
+All its roundings vanish except that of the output, which the cast makes.
 """
 
 from fragility_core.protection import baselines

@@ -1,4 +1,4 @@
-"""Other ways to choose k of L blocks, to compare a plan with. All return block numbers in ascending order."""
+"""Other ways to choose blocks, to compare a plan with. All return block numbers in ascending order."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -20,26 +20,26 @@ def last(depth: int, count: int) -> Blocks:
 
 
 def drawn(depth: int, count: int, draws: int = 20, seed: int = 0) -> list[Blocks]:
-    """``draws`` random choices."""
+    """``draws`` random choices of ``count`` of ``depth`` blocks."""
     generator = random.Random(seed)
     return [tuple(sorted(generator.sample(range(depth), count))) for _ in range(draws)]
 
 
 def top(scores: ArrayLike, count: int) -> Blocks:
-    """The ``count`` blocks of the largest ``scores`` (L,): the paper's risk, exact reductions by patching.
+    """The ``count`` blocks with the largest ``scores`` (L,), such as the paper's risk or the effects of patching.
 
-    Ties go to the earlier block. Raises ValueError for scores that are not numbers.
+    Of equal scores the earlier block's counts as larger. Raises ValueError for scores that are NaN.
     """
     scores = np.asarray(scores, dtype=float)
     if np.isnan(scores).any():
-        raise ValueError(f"blocks can be sorted by scores that are numbers, got {scores.tolist()}")
+        raise ValueError(f"scores of blocks must be numbers, got {scores.tolist()}: leave out windows that overflow")
     return tuple(sorted(np.argsort(-scores, kind="stable")[:count].tolist()))
 
 
 def greedy(measure: Callable[[Blocks], float], depth: int, count: int) -> Blocks:
-    """Block after block, each time the one with which ``measure`` (of the blocks kept) becomes smallest.
+    """``count`` of ``depth`` blocks, added one by one; each time the one that makes ``measure`` smallest.
 
-    ``measure`` runs at most ``count * depth`` times.
+    ``measure`` gets the chosen blocks, and runs at most ``count * depth`` times.
     """
     chosen: Blocks = ()
     for _ in range(min(count, depth)):

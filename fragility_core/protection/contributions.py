@@ -1,4 +1,4 @@
-"""From one prediction to the best plan for any budget."""
+"""The best plan for any budget, from one prediction."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -19,21 +19,22 @@ from fragility_core.protection.plans import KEEPABLE_SITES, Plan
 from fragility_core.protection.structure import Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
-NEARLY_EXACT = 1 / 8  # of the error before it: roundings of like numbers differ by less, up to the ulp's factor of 2
-PLACE_COLUMNS = ["kernel", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output"]
+# A kernel is exact if its squared error is below this share of that before it; a second rounding has 1/4 or more.
+NEARLY_EXACT = 1 / 8
+PLACE_COLUMNS = ["place", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output"]
 
 
 class Contributions:
     """What every unit of a model that can be kept in fp32 contributes to the predicted mismatch.
 
-    A prediction answers all questions: no pass is run for a plan, nor for another budget.
+    One prediction is enough for all plans and budgets: no further pass is run.
     """
 
     def __init__(self, model: nn.Module, prediction: adjoint.Prediction):
-        """``prediction`` is that of ``model`` in low precision, ``model`` itself in fp32.
+        """``prediction`` is for ``model`` in low precision, ``model`` itself is in fp32.
 
-        ``model`` is asked for its modules and parameters' shapes, and runs over a few tokens. Raises ValueError
-        where the prediction is finite for no window; other windows are left out.
+        ``model`` gives its modules and the shapes of its parameters, and runs over a few tokens. Windows whose
+        prediction is not finite are left out. Raises ValueError if no window is left.
         """
         self.model, self.format, self.length = model, get_format(prediction.format), prediction.length
         finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
@@ -44,52 +45,52 @@ class Contributions:
                 f"first in {places}: choose a format of wider range, such as bf16"
             )
         self.windows = finite.reset_index(drop=True)
-        self.kernels = prediction.kernels[prediction.kernels.window.isin(finite.window)]
-        places = self.kernels[PLACE_COLUMNS].drop_duplicates("kernel").sort_values("kernel")
+        self.rows = prediction.contributions[prediction.contributions.window.isin(finite.window)]
+        places = self.rows[PLACE_COLUMNS].drop_duplicates("place").sort_values("place")
         self.structure = Structure(model, places.reset_index(drop=True), prediction.ran)
-        squares = self.kernels.c2 / self.kernels.window.map(finite.set_index("window").final_norm ** 2)
-        samples = len(finite) * (self.kernels.probe.max() + 1)
-        # Mean over windows and probes of c^2 / ||X_L||^2, by place: the squared relative error.
-        self.relative = (squares.groupby(self.kernels.kernel).sum() / samples).to_numpy()
+        squares = self.rows.c2 / self.rows.window.map(finite.set_index("window").final_norm ** 2)
+        samples = len(finite) * (self.rows.probe.max() + 1)
+        # By place: the squared relative error c^2 / ||X_L||^2, mean over windows and probes.
+        self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
-        self._embeddings, self._heads = set(embedding_paths(model)), set(head_paths(model))
-        self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # not where weights only are rounded
+        self._embeddings, self._heads = embedding_paths(model), head_paths(model)
+        self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
 
     # --- Which roundings vanish ------------------------------------------------------------------
 
     def vanishing(self, plan: Plan) -> np.ndarray:
-        """True for the places (in the order of ``structure.places``) that round no longer under ``plan``."""
-        places, gone = self.structure.places, np.zeros(len(self.structure.places), dtype=bool)
+        """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
+        places, vanishing = self.structure.places, np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
             inside = self._inside(path)
             kernels = np.flatnonzero(inside & places.kind.eq("kernel").to_numpy())
-            wide = path in self._heads or (plan.residual and path in self._embeddings)  # its results stay fp32
-            narrowed = self._kernels_round and not wide
-            if narrowed and not len(kernels):  # a lookup: what is cast back is the rounded weights again
+            stays_fp32 = path in self._heads or (plan.residual and path in self._embeddings)
+            cast_back = self._kernels_round and not stays_fp32
+            if cast_back and not len(kernels):  # a lookup: the cast rounds the weights again
                 continue
-            gone |= inside
-            if narrowed:
-                gone[self._cast_back(path, kernels)] = False
+            vanishing |= inside
+            if cast_back:
+                vanishing[self._places_of_cast(path, kernels)] = False
         if plan.residual:
-            gone |= self.structure.stream_sums.to_numpy()
+            vanishing |= self.structure.stream_sums.to_numpy()
             for path in self.structure.stream_norms:
                 kernels = np.flatnonzero(self._inside(path) & places.kind.eq("kernel").to_numpy())
-                gone[kernels] = True
-                gone[self._cast_back(path, kernels)] = False
+                vanishing[kernels] = True
+                vanishing[self._places_of_cast(path, kernels)] = False
         if plan.scores:
-            gone |= places.site.eq("scores").to_numpy()
-        return gone
+            vanishing |= places.site.eq("scores").to_numpy()
+        return vanishing
 
-    def _cast_back(self, path: str, kernels: np.ndarray) -> list[int]:
-        """Which places of the module at ``path`` stand for casting its results back: of each call the last kernel.
+    def _places_of_cast(self, path: str, kernels: np.ndarray) -> list[int]:
+        """The places that contribute as much as casting back the results of the module at ``path`` does.
 
-        Where that is exact what was rounded before it: in a norm that rounds and then scales by gamma = 1, and in an
-        embedding that scales what it looks up by a power of two.
+        Each call of the module has one: its last kernel. If that kernel is exact, the rounding before it stands in its
+        place. A norm that scales by gamma = 1 has such a kernel, and an embedding that scales by a power of two.
         """
-        ended, norm = self.structure.places.ends, is_norm(self.model.get_submodule(path))
-        standing = []
+        ends, norm = self.structure.places.ends, is_norm(self.model.get_submodule(path))
+        found = []
         for position, last in enumerate(kernels):
-            if not (ended[last] and within(path, ended[last])):
+            if not (ends[last] and within(path, ends[last])):
                 continue
             before = last
             if norm:
@@ -97,50 +98,50 @@ class Contributions:
             elif path in self._embeddings:
                 before = np.flatnonzero(self._modules == path)[0]  # its weights
             exact = self.relative[last] < NEARLY_EXACT * self.relative[before]
-            standing.append(int(before if exact else last))
-        return standing
+            found.append(int(before if exact else last))
+        return found
 
     def _inside(self, path: str) -> np.ndarray:
         return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
 
     def predict(self, plan: Plan) -> pd.DataFrame:
-        """``predicted`` mismatch and its ``standard_error`` of every window under ``plan``."""
-        numbers = self.structure.places.kernel[~self.vanishing(plan)]
-        return adjoint.predict(self.kernels[self.kernels.kernel.isin(numbers)], self.windows)
+        """The ``predicted`` mismatch of every window under ``plan``, and its ``standard_error``."""
+        left = self.structure.places.place[~self.vanishing(plan)]
+        return adjoint.predict(self.rows[self.rows.place.isin(left)], self.windows)
 
     # --- Plans -----------------------------------------------------------------------------------
 
     def keep(self, modules: Iterable[str] = (), residual: bool = False, scores: bool = False, label: str = "") -> Plan:
-        """The plan that keeps this, with what it buys and costs; raises ValueError for a module there is not."""
+        """The plan that keeps these parts, with its predicted mismatch and its price.
+
+        Raises ValueError for a module that the model does not have, and for a stream or scores that cannot be kept.
+        """
         modules = outermost((modules,) if isinstance(modules, str) else tuple(modules))
         require_modules(self.model, modules)
         self._require_sites(["residual"] * residual + ["scores"] * scores)
         return self._priced(self._plan(modules, residual, scores, label))
 
     def of_blocks(self, numbers: Iterable[int]) -> Plan:
-        """The plan that keeps the blocks of these ``numbers``, from 0; raises ValueError for one there is not."""
+        """The plan that keeps the blocks of these ``numbers``, from 0; raises ValueError for other numbers."""
         return self._priced(self._of_blocks(tuple(dict.fromkeys(numbers))))
 
     def of_sites(self, names: Iterable[str]) -> Plan:
-        """The plan that keeps these kinds of site (``KEEPABLE_SITES``); raises ValueError for one there is not."""
+        """The plan that keeps these of ``KEEPABLE_SITES``; raises ValueError for sites that the model does not have."""
         return self._priced(self._of_sites(tuple(dict.fromkeys(names))))
-
-    def of_modules(self, paths: Iterable[str]) -> Plan:
-        """The plan that keeps these modules."""
-        return self.keep(paths)
 
     def plan(self, budget: int, unit: str = "blocks") -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
 
         ``unit`` is one of
 
-        - "blocks" or "modules" (the smallest ones with parameters): additive, so sorting finds the best;
-        - "sites": kinds of site overlap, so all choices of them are compared;
-        - "bytes", of parameters and of the residual stream of one window: modules, "residual" and "scores" that
-          take off the most error per byte, while they fit, or the best blocks or kinds of site that fit, if
-          those take off more.
+        - "blocks", or "modules" (the smallest ones with parameters). Their gains add up, so the largest are chosen.
+        - "sites". They overlap, so all choices of so many sites are compared.
+        - "bytes" of parameters and of the residual stream of one window. Units are added one by one: of the modules,
+          "residual" and "scores" that fit, the one that removes the most error per byte. The best blocks or sites that
+          fit are taken instead if they remove more.
 
-        Raises ValueError for another unit, or a budget that is negative or exceeds the number of units.
+        Raises ValueError for another unit, for a budget that is no whole number or negative, and for a budget that
+        exceeds the number of units.
         """
         if unit not in UNITS:
             raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
@@ -149,8 +150,8 @@ class Contributions:
         if unit == "bytes":
             if budget < 0:
                 raise ValueError(f"a budget of bytes must be at least 0, got {budget}")
-            fitting = [plan for plan in self._few_units() if self._bytes(plan) <= budget]
-            return self._priced(min([self._for_bytes(budget), *fitting], key=self.remaining))
+            fitting = [plan for plan in self._blocks_and_sites() if self._bytes(plan) <= budget]
+            return self._priced(min([self._greedy(budget), *fitting], key=self.remaining))
         count = len(getattr(self.structure, unit))
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
@@ -161,31 +162,31 @@ class Contributions:
         best = top(gains, budget)
         if unit == "blocks":
             return self.of_blocks(best)
-        return self.of_modules(self.structure.modules[i] for i in best)
+        return self.keep(self.structure.modules[i] for i in best)
 
     def gains(self, unit: str) -> pd.DataFrame:
-        """One row per block, site or module: its ``label``, and the ``gain``, what keeping it alone takes off.
+        """One row per block, site or module: its ``label``, and its ``gain`` if it alone is kept.
 
-        Gains are shares of the predicted squared error, and add up over units that do not overlap.
+        A gain is the share of the predicted squared error that vanishes. Gains add up over units that do not overlap.
         """
         total = self.relative.sum()
-        plans = self._alone(unit)
+        plans = self._single_units(unit)
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
         return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})
 
     def remaining(self, plan: Plan) -> float:
-        """Predicted squared relative error under ``plan``, mean over windows."""
+        """The predicted squared relative error under ``plan``, mean over windows."""
         return float(self.relative[~self.vanishing(plan)].sum())
 
-    def _alone(self, unit: str) -> list[Plan]:
+    def _single_units(self, unit: str) -> list[Plan]:
         if unit == "blocks":
             return [self._of_blocks((number,)) for number in range(len(self.structure.blocks))]
         if unit == "sites":
             return [self._of_sites((site,)) for site in KEEPABLE_SITES if site in self.structure.sites]
         return [self._plan((path,)) for path in self.structure.modules]
 
-    def _for_bytes(self, budget: int) -> Plan:
-        """Unit after unit, each time the one that takes off the most error a byte, of those that fit."""
+    def _greedy(self, budget: int) -> Plan:
+        """Of the units that fit, the one that removes the most error per byte, again and again."""
         units = [
             self._plan((path,), path in self._embeddings and self._kernels_round)
             for path in (*self.structure.modules, *self._embeddings)
@@ -197,20 +198,20 @@ class Contributions:
         stream_bytes = self._activation_bytes(self._plan(residual=True)) * self.length
         chosen: list[int] = []
         while True:
-            gone, stream = vanishing[chosen].any(0), streams[chosen].any()
+            removed, stream = vanishing[chosen].any(0), streams[chosen].any()
             price = parameters + stream_bytes * (streams & ~stream)
-            gain = (vanishing & ~gone) @ self.relative
-            budget_holds = parameters[chosen].sum() + stream_bytes * stream + price <= budget
-            worth = np.where(budget_holds & (gain > 0), gain / np.maximum(price, 1), 0)
-            if not worth.any():
+            gain = (vanishing & ~removed) @ self.relative
+            fits = parameters[chosen].sum() + stream_bytes * stream + price <= budget
+            gain_per_byte = np.where(fits & (gain > 0), gain / np.maximum(price, 1), 0)
+            if not gain_per_byte.any():
                 break
-            chosen.append(int(worth.argmax()))
+            chosen.append(int(gain_per_byte.argmax()))
         kept = [units[i] for i in sorted(chosen)]
         modules = [path for unit in kept for path in unit.modules]
         return self._plan(modules, any(u.residual for u in kept), any(u.scores for u in kept))
 
-    def _few_units(self) -> Iterator[Plan]:
-        """The best plans of all numbers of blocks, and all choices of kinds of site."""
+    def _blocks_and_sites(self) -> Iterator[Plan]:
+        """The best plan for every number of blocks, and all choices of sites."""
         order = np.argsort(-self.gains("blocks").gain, kind="stable")
         yield from (self._of_blocks(tuple(sorted(order[:count].tolist()))) for count in range(len(order) + 1))
         sites = [site for site in KEEPABLE_SITES if site in self.structure.sites]
@@ -220,11 +221,11 @@ class Contributions:
         return self._parameter_bytes(plan) + self._activation_bytes(plan) * self.length
 
     def _parameter_bytes(self, plan: Plan) -> int:
-        widened = self.structure.stream_norms if plan.residual else []  # beside an fp32 stream
-        return cost.parameter_bytes(self.model, [*plan.modules, *widened], self.format)
+        norms = self.structure.stream_norms if plan.residual else []  # in fp32 beside an fp32 stream
+        return cost.parameter_bytes(self.model, [*plan.modules, *norms], self.format)
 
     def _activation_bytes(self, plan: Plan) -> int:
-        return plan.residual * (cost.WIDE - self.format.storage.itemsize) * cost.stream_width(self.model)
+        return plan.residual * (cost.FP32_BYTES - self.format.storage.itemsize) * cost.stream_width(self.model)
 
     def _of_blocks(self, numbers: tuple[int, ...]) -> Plan:
         paths = self.structure.blocks
@@ -267,18 +268,13 @@ class Contributions:
 
 
 def plan(
-    model: nn.Module,
-    windows: Tensor,
-    format: str,
-    budget: int,
-    unit: str = "blocks",
-    probes: int = 1,
+    model: nn.Module, windows: Tensor, format: str, budget: int, unit: str = "blocks", probes: int = 1,
     execution: str = "auto",
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The plan with the least predicted error that keeps ``budget`` units of the fp32 ``model`` in fp32.
 
-    ``windows`` (B, T) are token ids on the model's device; see ``Contributions.plan`` for units and
-    errors, ``Adjoint`` for ``probes``. For several budgets make the ``Contributions`` and ask them.
+    ``windows`` (B, T) are token ids on the model's device. For units and errors see ``Contributions.plan``, for
+    ``probes`` see ``Adjoint``. For several budgets, make a ``Contributions`` once and call its ``plan``.
     """
     prediction = adjoint.Adjoint(lower(model, format, execution), model, probes)(windows)
     return Contributions(model, prediction).plan(budget, unit)

@@ -1,4 +1,4 @@
-"""The price of a plan, from the model's parameters and configuration."""
+"""The price of a plan, from the parameters and the configuration of the model."""
 
 from collections.abc import Collection
 
@@ -10,13 +10,13 @@ from fragility_core.arithmetic.operands import linear_weights
 from fragility_core.models.tree import block_of, within
 from fragility_core.protection.structure import ATTENTION, Structure
 
-WIDE = 4  # bytes of fp32
+FP32_BYTES = 4
 
 
 def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> int:
-    """Bytes that the parameters of the modules ``kept`` take in fp32 beyond what the model takes in the format.
+    """Bytes that are added to the low-precision model if the parameters of the modules ``kept`` are stored in fp32.
 
-    A parameter that a module outside of ``kept`` shares (a tied head) stays in the format there.
+    If a module outside of ``kept`` shares a parameter (a tied head), the parameter is stored twice.
     """
     multiplied = {id(p) for p in linear_weights(model).values()} if format.operands else set()
     uses: dict[int, tuple[int, set[bool]]] = {}
@@ -25,14 +25,14 @@ def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> 
         for parameter in module.parameters(recurse=False):
             uses.setdefault(id(parameter), (parameter.numel(), set()))[1].add(inside)
 
-    def narrow(parameter: int) -> int:
+    def low_bytes(parameter: int) -> int:
         return (format.operands if parameter in multiplied else format).storage.itemsize
 
-    return sum(n * (WIDE - narrow(p) * (where == {True})) for p, (n, where) in uses.items() if True in where)
+    return sum(n * (FP32_BYTES - low_bytes(p) * (where == {True})) for p, (n, where) in uses.items() if True in where)
 
 
 def product_weights(module: nn.Module) -> int:
-    """Entries of the matrices that ``module`` multiplies by (of all experts, where it chooses among some)."""
+    """The number of entries of the matrices that ``module`` multiplies by; in a mixture, of all experts."""
     owners = (m for m in module.modules() if not isinstance(m, nn.Embedding))
     return sum(p.numel() for m in owners for p in m.parameters(recurse=False) if p.ndim >= 2)
 
@@ -40,9 +40,9 @@ def product_weights(module: nn.Module) -> int:
 def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:
     """Floating-point operations per token that move from the format to fp32, at windows of ``length`` tokens T.
 
-    2 n for a matrix of n entries; in an attention branch that is kept 4 T d more, for query times key
-    and probabilities times value, d the width of all heads together; for ``scores`` 2 T d in each of
-    the others. Masked scores are counted; elementwise kernels are not.
+    A matrix of n entries counts 2 n. An attention branch that is kept counts 4 T d more, for query times key and for
+    probabilities times value, d the width of all heads together. For ``scores`` each other branch counts 2 T d.
+    Masked scores count, elementwise kernels do not.
     """
     weights = sum(product_weights(structure.model.get_submodule(path)) for path in kept)
     attending = structure.places[structure.places.site.isin(ATTENTION)].module.map(block_of)
@@ -53,19 +53,19 @@ def flops(structure: Structure, kept: Collection[str], scores: bool, length: int
 
 
 def heads_width(model: nn.Module) -> int:
-    """Width of the queries of all heads together; 0 for a model without a configuration that gives it."""
+    """The width of the queries of all heads together; 0 if no configuration gives it."""
     config = text_config(model)
     width, heads = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
     return heads * (getattr(config, "head_dim", None) or width // max(heads, 1))
 
 
 def stream_width(model: nn.Module) -> int:
-    """d_model, or 0 for a model without a configuration that gives it."""
+    """d_model; 0 if no configuration gives it."""
     return getattr(text_config(model), "hidden_size", 0) or 0
 
 
 def text_config(model: nn.Module) -> PreTrainedConfig | None:
-    """The configuration of the model, or of one that it wraps, for text; None where there is none."""
+    """The configuration for text, of the model or of one inside it; None if there is none."""
     configs = (getattr(module, "config", None) for module in model.modules())
     found = next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
     return None if found is None else found.get_text_config()

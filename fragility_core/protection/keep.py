@@ -1,7 +1,7 @@
 """Apply a plan: a low-precision model in which chosen parts compute in fp32.
 
-Only casts at boundaries are added, as hooks. The rest follows from type promotion, natively and
-emulated alike: a kernel with an fp32 operand gives fp32.
+Hooks cast tensors where a kept part begins and ends. Type promotion does the rest, natively and emulated: a kernel with
+an fp32 operand gives fp32. Hooks are partial functions of a module, so that a protected model can be pickled.
 """
 
 from collections.abc import Collection
@@ -13,33 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import LowPrecision, lower
-from fragility_core.arithmetic.nested import tensors
+from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.plans import Plan
 from fragility_core.protection.structure import scores_can_be_kept
 
+Dtypes = dict[str, list[torch.dtype]]  # by the path of a module
+
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """``value`` with the tensors of dtype ``source`` in nested tuples, lists and mappings cast to ``target``."""
-    if isinstance(value, Tensor):
-        return value.to(target) if value.dtype == source else value
-    if type(value) in (tuple, list):
-        return type(value)(cast(item, source, target) for item in value)
-    if type(value) is dict or isinstance(value, ModelOutput):
-        return type(value)(**{key: cast(item, source, target) for key, item in value.items()})
-    return value
-
-
-# Hooks are partial functions of a module, so that a protected model can be pickled.
+    """``value`` with the tensors of dtype ``source`` in it, however nested, cast to ``target``."""
+    return map_tensors(value, lambda x: x.to(target) if x.dtype == source else x)
 
 
 def cast_inputs(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
-    """Let ``module`` receive what is of dtype ``source`` in ``target``."""
+    """Cast the inputs of ``module`` that are of dtype ``source`` to ``target``."""
     module.register_forward_pre_hook(partial(_cast_inputs, source, target), with_kwargs=True)
 
 
@@ -48,7 +40,7 @@ def _cast_inputs(source: torch.dtype, target: torch.dtype, module: nn.Module, ar
 
 
 def cast_output(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
-    """Let ``module`` return what is of dtype ``source`` in ``target``."""
+    """Cast the outputs of ``module`` that are of dtype ``source`` to ``target``."""
     module.register_forward_hook(partial(_cast_output, source, target))
 
 
@@ -56,58 +48,56 @@ def _cast_output(source: torch.dtype, target: torch.dtype, module: nn.Module, ar
     return cast(output, source, target)
 
 
-def restore_fp32(module: nn.Module, exact: nn.Module, kept: dict[int, nn.Parameter]) -> None:
-    """Give ``module`` what its fp32 twin ``exact`` has; others that shared its parameters keep theirs.
+def restore_fp32(module: nn.Module, exact: nn.Module, copies: dict[int, nn.Parameter]) -> None:
+    """Give ``module`` copies of the parameters and buffers of its fp32 twin ``exact``.
 
-    ``kept`` has those given to modules before, by the id of the twin's: a table that two share stays one.
+    Modules that shared a rounded parameter with it keep the rounded one. ``copies`` holds the copies made so far, by
+    the ``id`` of the twin's parameter: two kept modules that share a table still share it.
     """
     for owner, twin in zip(module.modules(), exact.modules(), strict=True):
         for name, parameter in twin.named_parameters(recurse=False):
-            if id(parameter) not in kept:
-                kept[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            owner._parameters[name] = kept[id(parameter)]
+            if id(parameter) not in copies:
+                copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(owner, name, copies[id(parameter)])
         for name, buffer in twin.named_buffers(recurse=False):
-            owner._buffers[name] = buffer.clone()
+            setattr(owner, name, buffer.clone())
 
 
 def keep_module(
-    module: nn.Module, exact: nn.Module, compute_dtype: torch.dtype, kept: dict[int, nn.Parameter], narrow: bool = True
+    module: nn.Module, exact: nn.Module, compute_dtype: torch.dtype, copies: dict[int, nn.Parameter], cast_back: bool
 ) -> None:
-    """Let ``module`` compute in fp32 with the parameters of ``exact``; with ``narrow`` its output is cast back.
-
-    For ``kept`` see ``restore_fp32``.
-    """
-    restore_fp32(module, exact, kept)
+    """Let ``module`` compute in fp32 with the parameters of ``exact``; for ``copies`` see ``restore_fp32``."""
+    restore_fp32(module, exact, copies)
     cast_inputs(module, compute_dtype, torch.float32)
-    if narrow:
+    if cast_back:
         cast_output(module, torch.float32, compute_dtype)
 
 
-def keep_stream(model: nn.Module, compute_dtype: torch.dtype, modules: Collection[str]) -> None:
-    """Let the residual stream of ``model`` be fp32: it begins so, and sums with it stay so.
+def keep_stream(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Keep the residual stream of ``model`` in fp32: embeddings give fp32, and sums with an fp32 stream are fp32.
 
-    ``modules`` are kept whole: what is inside of them is left alone.
+    What is inside of the modules at the paths ``kept`` is left alone.
     """
-    parts = {path: m for path, m in model.named_modules() if not any(p != path and within(path, p) for p in modules)}
+    parts = {path: m for path, m in model.named_modules() if not any(p != path and within(path, p) for p in kept)}
     for path in parts.keys() & embedding_paths(model):
         cast_output(parts[path], compute_dtype, torch.float32)
     for path in parts.keys() & norm_paths(model):
-        parts[path].register_forward_pre_hook(widen_with_input)
+        parts[path].register_forward_pre_hook(widen_weights)
         cast_output(parts[path], torch.float32, compute_dtype)
     for path in parts.keys() & branch_paths(model):
-        parts[path].register_forward_pre_hook(partial(raise_lowest, torch.finfo(compute_dtype).min), with_kwargs=True)
+        parts[path].register_forward_pre_hook(partial(clamp_mask, torch.finfo(compute_dtype).min), with_kwargs=True)
         cast_inputs(parts[path], torch.float32, compute_dtype)
 
 
-def raise_lowest(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """An additive mask, fp32 beside an fp32 stream, holds fp32's lowest number, and at least that of the format."""
+def clamp_mask(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Raise an additive mask to the ``lowest`` number of the format: beside an fp32 stream it holds fp32's lowest."""
     mask = kwargs.get("attention_mask")
     additive = mask is not None and mask.dtype == torch.float32
     return args, kwargs | {"attention_mask": mask.clamp_min(lowest)} if additive else kwargs
 
 
-def widen_with_input(norm: nn.Module, args: tuple) -> None:
-    """A norm that is given fp32 computes in fp32, with its weights as they are."""
+def widen_weights(norm: nn.Module, args: tuple) -> None:
+    """Let a norm with an fp32 input compute in fp32, with its rounded weights."""
     if args[0].dtype == torch.float32:
         for parameter in norm.parameters():
             parameter.data = parameter.data.float()
@@ -124,12 +114,12 @@ def require_scores(model: nn.Module) -> None:
 
 @torch.no_grad()
 def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> LowPrecision:
-    """The fp32 ``model`` in the plan's format, but for what the plan keeps; ``model`` itself stays as it is.
+    """A copy of the fp32 ``model`` in the plan's format, except for the parts that the plan keeps.
 
-    ``execution`` is that of ``lowering.lower``, unless given "weights" for a plan that was made for weights
-    alone. A pass over ``tokens`` (B, T), two zeros unless given, checks that everything named computes in
-    fp32 indeed. Raises ValueError for an unknown module, one that does not run or whose dtype did not
-    change, and for a stream or scores that cannot be kept.
+    ``execution`` is that of ``lowering.lower``. By default it is "weights" for a plan that was made for weights alone.
+    A pass over ``tokens`` (B, T), two zeros unless given, checks that the kept parts compute in fp32. Raises ValueError
+    for an unknown module, for one that does not run or whose dtype did not change, and for a residual stream or scores
+    that cannot be kept.
     """
     require_modules(model, plan.modules)
     if get_format(plan.format).compute_dtype == torch.float32:
@@ -138,25 +128,26 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
         require_scores(model)
     low = lower(model, plan.format, "weights" if plan.weights_only and execution == "auto" else execution)
     compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
-    # Outputs that stay fp32: the stream, where it is kept, and the logits, after which nothing follows.
-    wide = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
+    # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
+    fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
     if tokens is None:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    returned = dtypes_of(plan.modules, low, tokens)[1]  # some models keep the stream in fp32 of their own accord
-    wide |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
+    _, returned = dtypes_of(plan.modules, low, tokens)  # some models keep the stream in fp32 themselves
+    fp32_outputs |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
     if plan.residual:
         keep_stream(low.model, compute_dtype, plan.modules)
-    kept: dict[int, nn.Parameter] = {}
+    copies: dict[int, nn.Parameter] = {}
     for path in plan.modules:
-        keep_module(low.model.get_submodule(path), model.get_submodule(path), compute_dtype, kept, path not in wide)
+        module, exact = low.model.get_submodule(path), model.get_submodule(path)
+        keep_module(module, exact, compute_dtype, copies, cast_back=path not in fp32_outputs)
     if plan.scores:
         set_attention(low.model, FP32_SCORES)
-    check(low, plan, tokens, wide, compute_dtype)
+    check(low, plan, tokens, fp32_outputs, compute_dtype)
     return low
 
 
 def require_modules(model: nn.Module, paths: Collection[str]) -> None:
-    """Raises ValueError for a path at which ``model`` has no module with parameters, naming those most like it."""
+    """Raises ValueError for a path at which ``model`` has no module with parameters; names the most similar paths."""
     modules = dict(model.named_modules())
     known = [path for path, module in modules.items() if path and next(module.parameters(), None) is not None]
     for path in paths:
@@ -168,52 +159,53 @@ def require_modules(model: nn.Module, paths: Collection[str]) -> None:
             raise ValueError(f"a module to keep must be one of the model's with parameters, got {path!r}: see {like}")
 
 
-def check(low: LowPrecision, plan: Plan, tokens: Tensor, wide: Collection[str], compute_dtype: torch.dtype) -> None:
-    """Raises ValueError unless, in a pass over ``tokens``, what ``plan`` names is in fp32 and the rest is not.
+def check(
+    low: LowPrecision, plan: Plan, tokens: Tensor, fp32_outputs: Collection[str], compute_dtype: torch.dtype
+) -> None:
+    """Raises ValueError unless exactly the parts that ``plan`` names are in fp32 in a pass over ``tokens``.
 
-    Kept modules take fp32 and give ``compute_dtype``, those in ``wide`` fp32. With ``residual`` every block gives fp32.
+    Kept modules receive fp32. They return ``compute_dtype``, or fp32 if they are among ``fp32_outputs``. If the
+    residual stream is kept, every block returns fp32.
     """
-    blocks = block_paths(low.model) if plan.residual else []  # of these, some may not run: a vision tower's
+    blocks = block_paths(low.model) if plan.residual else []  # blocks of a vision tower do not run
     received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
     for path in plan.modules:
         parameters = {p.dtype for p in low.model.get_submodule(path).parameters()}
         require(path, "run in the checking pass", path in returned, "no call of it: give tokens that reach it")
         require(path, "have fp32 parameters", parameters == {torch.float32}, parameters)
         require(path, "receive fp32", {*received[path]} <= {torch.float32}, {*received[path]})
-        expected = torch.float32 if path in wide else compute_dtype
+        expected = torch.float32 if path in fp32_outputs else compute_dtype
         require(path, f"return {expected}", {*returned[path]} == {expected}, {*returned[path]})
     for path in (path for path in blocks if path in returned):
-        stream = returned[path][0] if returned[path] else None  # attention weights may come after it
+        stream = returned[path][0] if returned[path] else None  # attention weights may follow it
         require(path, "keep the residual stream in fp32", stream == torch.float32, stream)
 
 
 def require(path: str, invariant: str, holds: bool, found: object) -> None:
-    """Raises ValueError unless it ``holds``."""
+    """Raises ValueError unless the invariant ``holds``."""
     if not holds:
         raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
 
 
-def dtypes_of(
-    paths: Collection[str], low: LowPrecision, tokens: Tensor
-) -> tuple[dict[str, list[torch.dtype]], dict[str, list[torch.dtype]]]:
-    """Dtypes of the floating tensors that the modules at ``paths``, those that run, receive and return, in order."""
+def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tuple[Dtypes, Dtypes]:
+    """The dtypes of the floating tensors that the modules at ``paths`` receive and return, if they run."""
     received, returned = {}, {}
 
     def floating(values: Any) -> list[torch.dtype]:
         return [x.dtype for x in tensors(values) if x.is_floating_point()]
 
+    def record_received(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        received[path] = floating((args, kwargs))
+
+    def record_returned(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        returned[path] = floating(output)
+
     with ExitStack() as stack:
         for path in paths:
-
-            def note(module, args, kwargs, output, path=path):
-                returned[path] = floating(output)
-
-            def look(module, args, kwargs, path=path):
-                received[path] = floating((args, kwargs))
-
             module = low.model.get_submodule(path)
-            stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+            before = module.register_forward_pre_hook(partial(record_received, path), with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(partial(record_returned, path)).remove)
         with low.running():
             low.model(tokens, **({"use_cache": False} if isinstance(low.model, PreTrainedModel) else {}))
     return received, returned

@@ -1,23 +1,24 @@
-"""What is kept in fp32."""
+"""Plans: what is kept in fp32."""
 
 from dataclasses import dataclass
 
-# Kinds of site that can be kept in fp32.
+# The sites that can be kept in fp32, by the names that plans and budgets use.
 KEEPABLE_SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep in fp32 in a model that otherwise computes in ``format``, or has its weights in it alone.
+    """What to keep in fp32 in a model that otherwise computes in ``format``.
 
-    ``modules`` are paths of modules kept whole. With ``residual`` the residual stream is fp32: embeddings
-    and residual additions are, norms read it in fp32 (with their rounded weights), branches as before.
-    With ``scores`` attention forms query times key and the softmax in fp32.
+    - ``modules``: paths of modules that are kept whole.
+    - ``residual``: the residual stream is fp32. Embeddings and residual additions give fp32, norms read it (with
+      rounded weights), and branches compute in the format.
+    - ``scores``: attention computes query times key and the softmax in fp32.
+    - ``weights_only``: only the weights of the model are in the format, and all kernels compute in fp32.
 
-    ``label`` says what that is in words. ``predicted`` is the mismatch to expect, the mean over the
-    windows of the prediction. The price: ``parameter_bytes`` more for parameters;
-    ``activation_bytes`` more per token for the residual stream; ``flops`` per token that move from the
-    format to fp32 (``cost.flops``).
+    The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
+    windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
+    for the residual stream, and ``flops`` per token that move from the format to fp32 (``cost.flops``).
     """
 
     format: str

@@ -1,4 +1,4 @@
-"""The parts of a model that can be kept in fp32, found by its tree of modules and what ran in it."""
+"""The parts of a model that can be kept in fp32, found from its tree of modules and from the kernels that ran."""
 
 from collections.abc import Collection
 from functools import cached_property
@@ -6,9 +6,9 @@ from functools import cached_property
 import pandas as pd
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
+from fragility_core.arithmetic.internals import can_set_attention
 from fragility_core.arithmetic.lowering import sharing_copy
 from fragility_core.arithmetic.nested import tensors
 from fragility_core.models.tree import (
@@ -24,29 +24,29 @@ from fragility_core.models.tree import (
 
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}
-TRIED = 8  # tokens on which attention is tried
+TRIAL_TOKENS = 8
 
 
 @torch.no_grad()
 def scores_can_be_kept(model: nn.Module) -> bool:
-    """Whether attention that keeps scores in fp32 computes what the fp32 ``model`` does: tried on a few tokens."""
-    if not (isinstance(model, PreTrainedModel) and model._can_set_attn_implementation() and attention_modules(model)):
+    """Whether the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
+    if not (can_set_attention(model) and attention_modules(model)):
         return False
     own, kept = sharing_copy(model).eval(), sharing_copy(model).eval()
-    tokens = torch.arange(TRIED, device=model.device)[None]
+    tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
     try:
         set_attention(kept, FP32_SCORES)
         a, b = (next(tensors(m(tokens, use_cache=False))).float() for m in (own, kept))
-    except Exception:  # another input than tokens alone, or an attention of more than a softmax
+    except Exception:  # the model needs more than tokens, or its attention is more than a softmax
         return False
     return bool(torch.linalg.vector_norm(a - b) <= 1e-3 * torch.linalg.vector_norm(a))
 
 
 class Structure:
-    """The units of ``model`` among the modules at the paths ``ran``, those that ran in a prediction.
+    """The units of ``model``. ``ran`` has the paths of the modules that ran in a prediction; only these count.
 
-    ``places`` has one row per place where values are rounded, in the order in which they were first
-    seen, with the columns of ``adjoint.Prediction.kernels`` that do not depend on the window.
+    ``places`` has one row per place where values are rounded, in the order of their numbers, with the columns of
+    ``adjoint.Prediction.contributions`` that are the same for all windows.
     """
 
     def __init__(self, model: nn.Module, places: pd.DataFrame, ran: frozenset[str]):
@@ -54,19 +54,19 @@ class Structure:
 
     @cached_property
     def blocks(self) -> list[str]:
-        """Paths of the blocks that ran: a vision tower's do not, where there is text alone."""
+        """Paths of the blocks; those of a vision tower do not run over text."""
         return [path for path in block_paths(self.model) if path in self.ran]
 
     @cached_property
     def modules(self) -> list[str]:
-        """Paths of the smallest modules with parameters of their own, without embeddings and head."""
-        apart = {*embedding_paths(self.model), *head_paths(self.model)}
-        owning = self.ran & set(self.places.module[self.places.kind == "weight"]) - apart - {""}
+        """Paths of the modules that own parameters, without embeddings and head."""
+        excluded = {*embedding_paths(self.model), *head_paths(self.model)}
+        owning = self.ran & set(self.places.module[self.places.kind == "weight"]) - excluded - {""}
         return [path for path, _ in self.model.named_modules() if path in owning and not is_block(path)]
 
     @cached_property
     def sites(self) -> dict[str, tuple[str, ...]]:
-        """The modules of every kind of site that the model has; none for those that are no modules."""
+        """The modules of every site that can be kept in this model; residual stream and scores have none."""
         found = {
             "norms": [path for path in norm_paths(self.model) if path in self.ran],
             "embedding": [path for path in embedding_paths(self.model) if path in self.ran],
@@ -82,7 +82,7 @@ class Structure:
         return sites
 
     def _branches_of(self, sites: Collection[str]) -> list[str]:
-        """Paths of the children of blocks, with parameters, in which there are places of ``sites``."""
+        """Paths of the children of blocks that have parameters and contain places of ``sites``."""
         parts = (block_of(path) for path in self.places.module[self.places.site.isin(sites)])
         paths = dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch)
         branches = {path: self.model.get_submodule(path) for path in paths}
@@ -94,7 +94,7 @@ class Structure:
 
     @cached_property
     def stream_sums(self) -> pd.Series:
-        """Whether a place is a sum that has the residual stream as an operand, or makes it."""
+        """For each place whether it is a sum with the residual stream, or makes the stream."""
         site, embeddings = self.places.site, set(embedding_paths(self.model))
         kernel = self.places.kind == "kernel"
         above_blocks = self.places.module.map(lambda path: any(not path or within(b, path) for b in self.blocks))
@@ -103,13 +103,13 @@ class Structure:
 
     @cached_property
     def stream_can_be_kept(self) -> bool:
-        """Whether an embedding begins the stream, and every block reads it through norms and ends by adding to it.
+        """Whether the stream begins with an embedding, and every block reads it through norms and then adds to it.
 
-        Where the stream itself is normed (after a block, or before the first) or read by branches, it is
-        rounded there in any case.
+        A stream that a norm replaces (after a block, or before the first one) is rounded there in any case, and so is
+        one that branches read directly.
         """
         kernels = self.places[self.places.kind == "kernel"]
-        if kernels.empty or not embedding_paths(self.model):  # only weights are rounded; nothing to begin with
+        if kernels.empty or not embedding_paths(self.model):  # weights alone are rounded, or no embedding
             return False
         before = kernels[: kernels.module.map(block_of).notna().argmax()]
         last = [kernels.stream[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
@@ -118,10 +118,9 @@ class Structure:
 
     @cached_property
     def stream_norms(self) -> list[str]:
-        """Paths of the norms that read the residual stream.
+        """Paths of the norms that read the residual stream: those outside of branches.
 
-        They lie outside of branches, and their result is not added to the stream at once, as that of
-        a norm at the end of a branch is.
+        A norm at the end of a branch is none of them. Its result is added to the stream at once.
         """
         followed = self.places.site.shift(-1)
         found = []
