@@ -115,7 +115,7 @@ def test_experts_are_linear_and_routers_are_not(config):
     for path, parameter in model.named_parameters():
         format = get_format("fp8_e4m3_scaled" if path in found else "bf16")
         assert torch.equal(rounded[path], format.round(parameter)), path
-    places = Adjoint(lower(model, "fp8_e4m3_linear"))(torch.arange(20)[None]).kernels
+    places = Adjoint(lower(model, "fp8_e4m3_linear"))(torch.arange(20)[None]).contributions
     assert (places.name == "operand").sum() == len(found)  # each one's only product reads rounded values
     assert not places[places.name == "operand"].site.isin(["router", "head"]).any()
 

@@ -53,7 +53,7 @@ def test_rows_hold_the_estimates_of_e2s_windows(inputs, source, estimates):
     start = window_rows(source[1]).query("precision == 'fp16' and window == 3").start.item()
     prediction = estimator(inputs, "fp16", 2)(inputs.stream[None, start : start + 16])
     assert row.predicted.unique() == pytest.approx([prediction.windows.predicted.item()], rel=1e-6)
-    assert row.c2.sum() == pytest.approx(prediction.kernels.c2.sum() / 2, rel=1e-6)
+    assert row.c2.sum() == pytest.approx(prediction.contributions.c2.sum() / 2, rel=1e-6)
     single = estimator(inputs, "fp16", 1)(inputs.stream[None, start : start + 16])
     assert row.one_probe.unique() == pytest.approx([single.windows.predicted.item()], rel=1e-6)
     assert row.predicted.iloc[0] == pytest.approx((row.c2.sum() / row.final_norm.iloc[0] ** 2) ** 0.5, rel=1e-6)
