@@ -1,8 +1,8 @@
-"""A second device without a GPU: CPU tensors behind a wall, so that code for one device can be tested on none.
+"""A pretended second device, so that code for a GPU can be tested without one.
 
-A ``Far`` tensor says that it lies on the device "meta" and holds its values in a CPU tensor. Kernels compute as on
-the CPU, but operands of both devices are refused, as CUDA refuses them, and everything for which a host would wait
-is noted. Not covered: what asks for CUDA by name, and derivatives in forward mode.
+A ``Far`` tensor says that it is on the device "meta", and holds its values in a CPU tensor. Kernels compute on the CPU.
+Operands on two devices are refused, as CUDA refuses them, and whatever makes a host wait is counted. Not covered: code
+that asks for CUDA by name, and derivatives in forward mode.
 """
 
 import sys
@@ -27,7 +27,7 @@ INDEXING = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
 }  # fmt: skip
 
-waits: Counter[str] = Counter()  # what a host would have waited for since the last ``clear``
+waits: Counter[str] = Counter()  # how often a host would have waited since the last ``clear``, by cause
 
 
 class Far(Tensor):
@@ -86,7 +86,7 @@ def far(x: Tensor) -> Far:
 
 
 def run(func, args: tuple, kwargs: dict):
-    """Compute ``func`` on the CPU, its results on the device where they would be."""
+    """Compute ``func`` on the CPU and put its results on the device that would hold them."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     to_far = any(map(is_far, tensors))
     if kwargs.get("device") is not None:
@@ -107,7 +107,7 @@ def run(func, args: tuple, kwargs: dict):
 
 
 def note_waits(func, args: tuple, tensors: list[Tensor], to_far: bool) -> None:
-    """Count what a host would wait for; raises RuntimeError for operands of both devices."""
+    """Count what a host would wait for. Raises RuntimeError for operands on two devices."""
     if func is aten._to_copy.default and to_far != is_far(args[0]):
         waits["to the device" if to_far else "to the host"] += 1
     elif func is aten.copy_.default and is_far(args[0]) != is_far(args[1]) and args[1].ndim:
@@ -133,7 +133,7 @@ class FarMode(TorchDispatchMode):
 
 @contextmanager
 def far_device(monkeypatch) -> Iterator[torch.device]:
-    """The far device, which is also the default one of ``load_model``; what torch makes in C++ is made here."""
+    """The far device, also the default of ``load_model``. Functions that torch implements in C++ are replaced."""
     make, generator = torch.tensor, torch.Generator
 
     def tensor(data, *, device=None, pin_memory=False, **options):

@@ -22,7 +22,7 @@ whole_and_blocked = pytest.mark.parametrize("block_elements", [1, 200, 2**20])
 
 
 class Module(nn.Module):
-    """As much of an attention module as the library's functions ask for."""
+    """The attributes of an attention module that the library's functions read."""
 
     def __init__(self, groups: int = 1, is_causal: bool = True):
         super().__init__()
@@ -53,7 +53,7 @@ class Recorder:
 
 @pytest.fixture
 def attending(monkeypatch):
-    """Makes inputs, the module and its observer for a shape; call it with (shape, dtype, block_elements)."""
+    """A function of (shape, dtype, block_elements) that makes inputs, a module and its observer."""
 
     def make(shape, dtype=torch.float32, block_elements=2**20, is_causal=True):
         monkeypatch.setattr(attention, "BLOCK_ELEMENTS", block_elements)
@@ -86,9 +86,9 @@ def library(case, seen: torch.Tensor):
 
 
 def assert_agree(got: torch.Tensor, want: torch.Tensor):
-    """fp32 to 1e-6 times the size of the values; bf16 with at most 1 % of the entries one spacing off.
+    """fp32 agrees to 1e-6 of the largest value; in bf16 at most 1 % of the entries are one spacing off.
 
-    Blocks of rows are products of other shapes, which kernels may sum in another order.
+    Kernels may sum the products of a block of rows in another order than those of all rows.
     """
     assert got.shape == want.shape and got.dtype == want.dtype
     if got.dtype == torch.float32:
@@ -114,12 +114,12 @@ def test_causal_attention_is_the_librarys(shape, dtype, block_elements, attendin
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @whole_and_blocked
 def test_masked_attention_is_the_librarys(shape, dtype, block_elements, attending):
-    """Causal and left-padded, another padding in each window, as sdpa_mask builds it."""
+    """Causal and left-padded, as sdpa_mask builds masks; the padding differs between windows."""
     case = attending(shape, dtype, block_elements)
     rows, keys = shape[2:]
     seen = visible(rows, keys).expand(BATCH, 1, -1, -1).clone()
     seen[1, ..., : keys // 3] = False
-    seen[1, ..., -1] = True  # no row without any key
+    seen[1, ..., -1] = True  # every row sees a key
     output, _ = observed_attention(case.module, *case.inputs, seen)
     want, probabilities = library(case, seen)
     assert_agree(output, want)
@@ -256,7 +256,7 @@ def test_models_with_cached_keys_use_it_by_name(tiny_gpt2, tiny_tokens):
 @pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("emulated", [False, True])
 def test_scores_are_scaled_after_the_product(width, format, emulated):
-    """Bit for bit, also where 1 / sqrt(width) is a power of two; products of fp8 may saturate before."""
+    """Bit for bit, also where 1 / sqrt(width) is a power of two. Products of fp8 may saturate before."""
     chosen, recorder, module = get_format(format), Recorder(), Module(is_causal=False)
     query, key, value = (chosen.round(20 * torch.randn(2, 3, 9, width)) for _ in range(3))
     observers[module] = recorder
@@ -275,7 +275,7 @@ def test_scores_are_scaled_after_the_product(width, format, emulated):
 @pytest.mark.parametrize("shape", [(3, 4), (1, 1, 3, 4), (1, 2, 3, 4)])
 def test_hiding_fills_bit_for_bit(dtype, gradient, shape):
     scores = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-    scores[0, 0, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])  # what may come of an overflow
+    scores[0, 0, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])  # an overflow may give these
     hidden = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
     filled, hiding = scores.clone().requires_grad_(gradient).clone(), attention.Hiding(hidden, dtype)
     for fill, number in ((hiding.zero, 0), (hiding.lower, torch.finfo(dtype).min)):
@@ -295,7 +295,7 @@ def test_rows_that_see_nothing_pass_no_gradient_on():
 
 
 def test_tangents_of_hidden_scores_are_hidden():
-    """Forward derivatives are those of the softmax of what is seen, for rows that see nothing 0."""
+    """Forward derivatives are those of a softmax over the visible keys; they are 0 for rows that see none."""
     query, key, value, direction = (torch.randn(1, 1, 3, 4).double() for _ in range(4))
     key[0, 0, 2] = torch.inf  # hidden from the first two rows
     seen = torch.tensor([[True, False, False], [True, True, False], [False, False, False]])

@@ -59,9 +59,9 @@ def test_a_gpu_sums_products_in_fp32_to_the_end_and_then_as_before():
 
 # --- Single kernels ------------------------------------------------------------------------------
 
-# Measured over 1.6e5 results each: the native CPU kernel computes in fp32 and rounds once, and has
-# nothing to sum in an order of its own. Not so natively, and so not here: x + 0.3 (rounds the 0.3 to
-# the format; a GPU does not), x ** 3 (bf16 rounds x * x), erf, log_softmax, prod, logsumexp, fused attention.
+# These native CPU kernels compute in fp32 and round once, and the order of their sums does not matter (measured over
+# 1.6e5 results each). Other kernels differ and are left out: x + 0.3 (a CPU rounds 0.3 to the format, a GPU does not),
+# x ** 3 (in bf16 x * x is rounded), erf, log_softmax, prod, logsumexp and fused attention.
 ROUNDED_ONCE = {
     "add": lambda x, y: x + y,
     "subtract": lambda x, y: x - y,
@@ -84,7 +84,7 @@ ROUNDED_ONCE = {
     "mean": lambda x, y: x.mean(-1),
     "norm": lambda x, y: torch.linalg.vector_norm(x, dim=-1),
 }
-# Products and sums of small integers are exact in fp32 in any order, so only the rounding is left.
+# Products and sums of small integers are exact in fp32 in any order. Only the rounding of the result is left.
 MATRIX_PRODUCTS = {
     "mm": lambda x, y, b: x @ y,
     "bmm": lambda x, y, b: x.expand(3, -1, -1) @ y.expand(3, -1, -1),
@@ -121,7 +121,7 @@ def test_matrix_product_agrees_bit_for_bit(format, kernel):
     lambda x: functional.gelu(x),
 ], ids=["mm", "layer_norm", "gelu"])  # fmt: skip
 def test_kernel_with_an_order_of_its_own_agrees_but_for_ties(format, kernel):
-    # Measured: at most 1 result in 1,000 falls on the other side of a rounding boundary.
+    # Measured: at most 1 result in 1,000 is rounded to the other neighbour.
     x = low(format, 256, 256)
     got, native = emulated(format, kernel, x), kernel(x)
     assert (got != native).float().mean() <= 2e-3
@@ -145,9 +145,8 @@ def eager_reference_model(reference_model_path):
     return AutoModelForCausalLM.from_pretrained(reference_model_path, attn_implementation="eager").eval()
 
 
-# The mismatch of one window scatters, between equally good roundings of it, by 3 % in bf16 and by 1.7 % in
-# fp16 (measured over 64 windows): the mean of so many scatters by 0.4 %. The 2 % are issue 2's. Every CPU
-# has some native kernels, slow ones for fp16.
+# Between equally good roundings, the mismatch of a window scatters by 3 % in bf16 and by 1.7 % in fp16. The mean of 64
+# windows scatters by 0.4 %. The tolerance is 2 %. Every CPU has native kernels; those for fp16 may be slow.
 @pytest.mark.parametrize(("format", "windows"), [("bf16", 64), ("fp16", 20)])
 def test_emulated_mismatch_is_the_native_one(format, windows, eager_reference_model):
     tokens = torch.randint(257, (windows, 64), generator=torch.Generator().manual_seed(0))
@@ -161,7 +160,7 @@ def test_emulated_mismatch_is_the_native_one(format, windows, eager_reference_mo
 
 
 def test_mismatch_grows_with_the_unit_roundoff(eager_reference_model, reference_windows):
-    """The formats in the order of their roundoffs; tf32 rounds less often than fp16 at the same u."""
+    """In the order of unit roundoffs. tf32 has that of fp16, but rounds less often."""
     reference = final_hidden(lower(eager_reference_model, "fp32"), reference_windows[64])
     measured = {
         format: mismatch(
@@ -192,7 +191,7 @@ def test_grad_mode_changes_nothing(format, context, tiny_gpt2, tiny_tokens):
 
 @pytest.mark.parametrize("format", [*HALF, *FP8])
 def test_inference_mode_rounds_kernels_not_whole_functions(format):
-    """There PyTorch hands over functions that it decomposes into kernels otherwise."""
+    """In inference mode PyTorch does not decompose functions into kernels before the emulation sees them."""
     x, wide = low(format, 8, 8), normal(8, 8, seed=1)
 
     def several(x):
@@ -320,7 +319,7 @@ def test_scalars_of_the_format_are_rounded_too(format):
 
 @pytest.mark.parametrize("format", FP8)
 def test_conversion_of_integers_to_fp8_lands_on_the_grid(format):
-    # Position numbers become floating tensors this way; 17 needs five significant bits.
+    # Positions become floating tensors so; 17 needs five significant bits.
     result = emulated(format, lambda n: n.to(torch.bfloat16), torch.arange(32))
     assert torch.equal(result, get_format(format).round(torch.arange(32.0)))
 
@@ -340,8 +339,8 @@ def test_what_is_written_into_an_fp8_tensor_lands_on_the_grid(format, write):
 
 # --- Constants -----------------------------------------------------------------------------------
 
-# 1.01 is no number of any 16-bit or 8-bit format. Of 1.0626 bf16 makes 1.0625, a tie of both fp8 formats, which goes to
-# 1; rounded once, it is 1.125 in fp8_e4m3.
+# No 16-bit or 8-bit format has 1.01. 1.0626 is 1.0625 in bf16, a tie in fp8_e4m3, which would then be rounded to 1.
+# Rounded once, 1.0626 is 1.125 in fp8_e4m3.
 CONSTANTS = {
     "masked_fill": lambda x, seen, c: x.masked_fill(seen, c),
     "masked_fill_": lambda x, seen, c: x.clone().masked_fill_(seen, c),
@@ -369,7 +368,7 @@ constants = pytest.mark.parametrize("constant", [1.01, 1.0626, 0.3, 17, 0, 1e-3]
 @pytest.mark.parametrize("write", CONSTANTS.values(), ids=CONSTANTS.keys())
 @constants
 def test_a_constant_is_rounded_once(format, write, constant):
-    """By emulation, stochastic emulation and in a differentiated pass; the other numbers stay as they are."""
+    """Emulated, emulated stochastically, and in a differentiated pass. Other numbers stay as they are."""
     chosen = get_format(format)
     x = chosen.round(normal(4, 4) * 3)
     seen = x > 0.5
@@ -390,7 +389,7 @@ def test_a_constant_is_rounded_once(format, write, constant):
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
 @constants
 def test_a_tensor_of_constants_is_rounded_once(format, make, constant):
-    """Formats that torch computes in have kernels of their own: linspace of fp16 rounds more than once."""
+    """In a format that torch computes in, the native kernel decides: linspace of fp16 rounds more than once."""
     chosen = get_format(format)
     got = emulated(format, make, constant, chosen.compute_dtype)
     native = make(constant, chosen.compute_dtype)
@@ -406,8 +405,8 @@ def test_a_tensor_made_of_numbers_lies_on_the_grid(format):
     assert emulated(format, lambda: torch.tensor([1.01])).item() == torch.tensor(1.01).item()
 
 
-def test_masks_are_the_lowest_number_where_the_format_holds_it():
-    """In fp8_e4m3, which saturates, and in fp8_e5m2, which has an infinity, bf16's lowest number is out of range."""
+def test_masks_of_the_lowest_number_are_rounded_too():
+    """bf16 and fp16 have the number. It is out of range for fp8_e4m3, which saturates, and for fp8_e5m2."""
     wanted = {"bf16": torch.finfo(torch.bfloat16).min, "fp16": -65504.0, "fp8_e4m3": -448.0, "fp8_e5m2": -math.inf}
     for format, lowest in wanted.items():
         x = low(format, 3)
@@ -514,7 +513,7 @@ class Act(nn.Module):
 
 
 def of_module(low: LowPrecision, x: torch.Tensor) -> torch.Tensor:
-    """What the module itself makes of ``x``, kernel by kernel."""
+    """The result of the module's own forward for ``x``, kernel by kernel."""
     with low.running():
         return type(low.model.act).forward(low.model.act, x)
 
@@ -524,7 +523,7 @@ def of_module(low: LowPrecision, x: torch.Tensor) -> torch.Tensor:
     ("format", "execution"), [*product([*HALF, *FP8, "fp8_e4m3_scaled"], ["emulated"]), ("bf16", "native")]
 )
 def test_an_activation_is_the_module_bit_for_bit(format, execution, name):
-    """In the order of memory or another, for whatever numbers."""
+    """For contiguous and transposed tensors, and for special numbers."""
     lowered, chosen = lower(Act(name), format, execution), get_format(format)
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, -1e-6, 3e4, -3e4, 1e30])
     for x in (normal(300, 500) * 4, normal(7, 5, 3).transpose(0, 2), special, normal(0, 4)):
@@ -561,8 +560,8 @@ def test_an_activation_is_computed_once_for_every_number():
     assert seen == [2**16]
 
 
-def test_what_a_table_does_not_hold_takes_the_modules_own_way():
-    """fp32, gradients, stochastic rounding, and a pass outside of the emulation."""
+def test_the_modules_own_forward_runs_where_the_table_does_not_apply():
+    """For fp32, for gradients, for stochastic rounding, and outside of the emulation."""
     lowered = lower(Act("gelu_new"), "fp16", "emulated")
     x = low("fp16", 50, 40)
     with lowered.running():
@@ -655,7 +654,7 @@ def test_realisations_share_the_model_and_follow_the_seed(execution, tiny_gpt2, 
     assert (low.execution, first.execution) == (execution, "stochastic")
     drawn = [hidden_of(realisation, tiny_tokens) for realisation in (first, again, other)]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
-    # Stochastic rounding has twice the variance of rounding to nearest, and the weights' share stays.
+    # Stochastic rounding has twice the variance of rounding to nearest. The share of the weights stays as it is.
     ratio = mismatch(drawn[0], exact).mean() / mismatch(nearest, exact).mean()
     assert 1.05 < ratio < 2**0.5
 
@@ -680,7 +679,7 @@ def test_parameters_of_a_rounded_copy_lie_on_the_grid_and_stay_tied(format, tiny
 @pytest.mark.parametrize("format", HALF)
 @pytest.mark.parametrize("family", ["deepseek_v3", "t5"])
 def test_what_transformers_keeps_in_fp32_stays_so(family, format, tmp_path):
-    """Every parameter and buffer is of the dtype that loading the checkpoint in the format gives it."""
+    """Every parameter and buffer has the dtype that it has in a checkpoint loaded in the format."""
     attention = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -767,7 +766,7 @@ def test_softmax_with_fp32_output_stays_fp32():
 
 
 def test_a_scaled_tensor_has_one_scale():
-    """However a large kernel is computed: the largest entry of the whole result sets the grid of all."""
+    """The largest entry of the whole result sets the grid, also where a kernel is large enough for chunks."""
     format = get_format("fp8_e4m3_scaled")
     x = format.round(normal(2**18 + 1))
     with Emulation(format):
@@ -784,7 +783,7 @@ def test_weights_alone_cannot_round_stochastically(tiny_gpt2):
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder_layers_run_kernel_by_kernel(norm_first):
-    """As one fused kernel a whole layer would be rounded once."""
+    """As one fused kernel, a whole layer would be rounded once."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=norm_first).eval().requires_grad_(False)
     x = torch.randn(8, 32, 64).bfloat16()

@@ -1,7 +1,7 @@
 """Decoder families beside GPT-2, as small random models of the real classes.
 
-Every statistic is compared with an fp64 computation from tensors that the test captures itself, by the names
-that each family gives its modules, and from queries, keys and values seen by an attention function of its own.
+Every statistic is compared with an fp64 computation. The tests capture its tensors themselves: by the names that each
+family gives its modules, and by an attention function that records queries, keys and values.
 """
 
 import copy
@@ -72,7 +72,7 @@ OPT = BASE | {"ffn_dim": 48, "word_embed_proj_dim": WIDTH}
 
 @dataclass(frozen=True)
 class Family:
-    """A configuration, and where its blocks keep what the score is about."""
+    """A configuration, and the names of the modules in its blocks that the score is about."""
 
     config: PretrainedConfig
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
@@ -149,7 +149,7 @@ seen_heads: dict[nn.Module, tuple] = {}
 
 
 def recording(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """The library's attention, keeping what it is given."""
+    """The library's attention, which keeps its arguments."""
     seen_heads[module] = (query, key, value, scaling)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
@@ -159,7 +159,7 @@ AttentionMaskInterface.register("recording", sdpa_mask)
 
 
 def captured(model: PreTrainedModel, window: torch.Tensor, layers: nn.ModuleList) -> dict[nn.Module, tuple]:
-    """What every module of every block read and returned, (T, features) each, in a pass over a window (T,)."""
+    """Input and output (T, features) of every module of every block in a pass over a window (T,)."""
     calls = {}
 
     def keep(module, args, kwargs, output):
@@ -175,7 +175,7 @@ def captured(model: PreTrainedModel, window: torch.Tensor, layers: nn.ModuleList
 
 
 def attention_statistics(family: Family, attention: nn.Module, context: torch.Tensor) -> dict:
-    """Protocol section 3 head by head, every query head with the key head of its group."""
+    """The statistics of protocol section 3, head by head; every query head meets the key head of its group."""
     query, key, value, scaling = (x[0] if torch.is_tensor(x) else x for x in seen_heads[attention])
     length, group = query.shape[1], len(query) // len(key)
     distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -216,7 +216,7 @@ def norm_statistics(family: Family, norm: nn.Module, site: int, x: torch.Tensor)
 
 
 def weights(family: Family, block: nn.Module) -> dict[str, torch.Tensor]:
-    """The block's weight matrices, query, key and value taken apart by hand."""
+    """The block's weight matrices; those of query, key and value are taken apart by hand."""
     attention = block.get_submodule(family.attention)
     qkv = [attention.get_submodule(name).weight for name in family.qkv]
     if family.qkv == ("query_key_value",):  # head by head
@@ -363,7 +363,7 @@ def test_layers_of_different_reach(monkeypatch, execution):
 
 
 def test_a_model_in_autocast():
-    """Rotary embeddings then make fp32 queries, whose products are bf16."""
+    """Rotary embeddings then give fp32 queries, and products of those are bf16."""
     model, window = random_model(LlamaConfig(**GROUPED)), torch.arange(1, 13)[None]
     attention.set_attention(model, attention.OBSERVED_EAGER)
     expected = model(window).last_hidden_state
@@ -377,7 +377,7 @@ def test_a_model_in_autocast():
     "config", [CohereConfig(**GROUPED, logit_scale=0.25), GraniteConfig(**GROUPED, logits_scaling=4.0)]
 )
 def test_loss_is_of_the_logits_that_the_model_gives(config, tokens):
-    """Scaled ones, as these families have."""
+    """These families scale their logits."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     losses = Monitor(lower(model, "fp32"))(tokens, loss=True).windows.loss
@@ -415,7 +415,7 @@ def test_gpt2_that_keeps_scores_in_fp32_is_monitored_so(tokens):
 
 
 def test_epsilon_is_that_of_the_norms(tokens):
-    """Raised through ``Block``, Llama's epsilon, of another name than LayerNorm's, lowers what its norms return."""
+    """Epsilon is raised through ``Block``; in Llama it has another name than in LayerNorm. The norms' output falls."""
     monitor = Monitor(lower(random_model(LlamaConfig(**GROUPED)), "fp32"))
     before = monitor(tokens).layers
     set_epsilons(monitor.blocks, (1e-1, 1e-1))
@@ -450,7 +450,7 @@ def patched_alone(model: PreTrainedModel, low: LowPrecision, tokens: torch.Tenso
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "gpt_neox", "phi", "opt"])
 @pytest.mark.parametrize(("format", "execution"), [("bf16", "native"), ("fp16", "emulated")])
 def test_stacked_patched_passes_equal_single_ones(name, format, execution, tokens):
-    """Three windows at once, Mistral's with a mask: 20 tokens are more than its 7 of sliding window."""
+    """Three windows at once. Mistral's have a mask: 20 tokens are more than its sliding window of 7."""
     model = random_model(FAMILIES[name].config)
     low = lower(model, format, execution)
     stacked = Patching(model, low)(tokens)
@@ -462,7 +462,7 @@ def test_stacked_patched_passes_equal_single_ones(name, format, execution, token
 
 
 def test_patching_the_only_faulty_block_leaves_no_mismatch(tokens):
-    """In fp32, with the rotary embeddings of the low-precision pass in fp32 too."""
+    """In fp32; the rotary embeddings of the low-precision pass are fp32, too."""
     model = random_model(LlamaConfig(**GROUPED))
     low = lower(model, "fp32")
     low.model.layers[1].mlp.up_proj.weight.mul_(1.01)
@@ -480,7 +480,7 @@ def test_shadow_training_of_a_llama(tokens):
 
 
 def test_e2_of_a_llama(tmp_path):
-    """From a folder with a model and a tokenizer to the runs' tables, as `make reproduce MODEL=...` goes."""
+    """From a folder with a model and a tokenizer to the runs' tables, as in ``make reproduce MODEL=...``."""
     shutil.copytree(EMBEDDED_CHECKPOINT, tmp_path / "llama", ignore=shutil.ignore_patterns("model*", "*config.json"))
     tokenizer = load_tokenizer("embedded")
     tokenizer.save_pretrained(tmp_path / "llama")
@@ -520,7 +520,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_other_blocks_are_refused_with_what_was_looked_for(name):
+def test_other_blocks_are_refused_with_what_they_lack(name):
     config, message = OUTSIDE[name]
     config.bos_token_id = config.eos_token_id = 0
     with pytest.raises(TypeError, match=message):
@@ -541,7 +541,7 @@ def test_a_list_without_attention_is_refused():
 
 
 def test_finding_blocks_leaves_nothing_behind():
-    """Nor does dropout disturb it: which modules train, and the random numbers to come, are as before."""
+    """No hooks are left; training modes and the state of random numbers are as before. Dropout does not disturb it."""
     model = AutoModel.from_config(OPTConfig(**OPT, dropout=0.5)).train()
     model.decoder.layers[0].eval()
     modes, state = [m.training for m in model.modules()], torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Every computation on a second device (see ``far_device``): nothing mixes devices, and passes do not wait."""
+"""Every computation on a second device (see ``far_device``): no kernel mixes devices, and passes do not wait."""
 
 import copy
 
@@ -25,7 +25,7 @@ EXECUTIONS = [
     ("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"),
     ("fp8_e5m2_scaled", "emulated"), ("bf16", "weights"),
 ]  # fmt: skip
-# The library asks before the first block, in plain passes too, whether a window holds several texts.
+# Before the first block, the library reads whether a window holds several texts; plain passes do so, too.
 OF_THE_LIBRARY = "aten::_local_scalar_dense"
 
 
@@ -66,10 +66,10 @@ def test_waits_are_counted(device):
 @pytest.mark.parametrize(("format", "execution"), EXECUTIONS)
 def test_a_monitored_pass(format, execution, moved, tiny_gpt2, tiny_tokens):
     monitor = Monitor(lower(moved[0], format, execution))
-    monitor(moved[1])  # indices that are made once
+    monitor(moved[1])  # makes indices that are kept
     waits.clear()
     observed = monitor(moved[1])
-    # Epsilons go to the device, from pinned memory, and all statistics come back at once.
+    # Epsilons go to the device from pinned memory. All statistics come back at once.
     assert waits == {"to the device": 1, "to the host": 1, OF_THE_LIBRARY: 1}
     expected = Monitor(lower(tiny_gpt2, format, execution))(tiny_tokens)
     pd.testing.assert_frame_equal(observed.layers, expected.layers, rtol=0.02)

@@ -90,7 +90,7 @@ def test_rounds_like_the_oracle(format, x):
     assert_same(format.round(torch.tensor(x)).item(), round_exactly(x, format))
 
 
-# Every fp32 number is a value of fp32: it has no midpoints to draw.
+# fp32 is left out: no fp32 number lies between two of its values.
 @pytest.mark.parametrize("format", [f for name, f in FORMATS.items() if name != "fp32"], ids=lambda f: f.name)
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
@@ -180,7 +180,7 @@ def test_stochastic_rounding_gives_a_neighbour(format, x):
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_stochastic_rounding_is_unbiased(name, data):
-    """Over all values that the random bits can take, exactly the right share is rounded away from zero.
+    """Over all values of the random bits, exactly the right share is rounded away from zero.
 
     A subnormal is first brought to the resolution of those bits, by at most half a unit.
     """
@@ -283,7 +283,7 @@ def test_the_largest_entry_just_fits(format, x):
 @every_scaled_format
 @given(x=tensors, exponent=st.integers(-20, 20))
 def test_scaling_a_tensor_scales_its_roundings(format, x, exponent):
-    """As in exact arithmetic: so neither overflow nor the size of a tensor matters, only its spread."""
+    """By powers of two, as in exact arithmetic: the size of a tensor does not matter, only its spread."""
     x = torch.where(x.abs() < 2.0**-40, 0.0, x)
     torch.testing.assert_close(format.round(x * 2.0**exponent), format.round(x) * 2.0**exponent, rtol=0, atol=0)
 

@@ -1,4 +1,4 @@
-"""Norms are known by what they compute."""
+"""Norms are recognised by what they compute."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ KNOWN = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [0.0, 0.4, 3.0])
 def test_known_norms(name, dtype, spread):
-    """With any weights, fresh ones included, and where the dtype rounds."""
+    """With any weights, fresh ones included, and in dtypes that round."""
     make, centred, offset = KNOWN[name]
     module = make(24, eps=1e-5).to(dtype).requires_grad_(False)
     module.weight.add_(spread * torch.randn(24, generator=torch.Generator().manual_seed(0)))
@@ -36,7 +36,7 @@ def test_known_norms(name, dtype, spread):
 
 
 class Scale(nn.Module):
-    """Has a weight and an epsilon, and normalizes nothing."""
+    """A module with a weight and an epsilon that normalizes nothing."""
 
     def __init__(self, width: int):
         super().__init__()

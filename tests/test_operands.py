@@ -60,7 +60,7 @@ def test_formats_are_bf16_with_operands_scaled_to_fp8():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("name", LINEAR)
 def test_products_by_hand(name, execution):
-    """Both factors in fp8, the sum with the bias rounded to bf16 once; embedding and head are bf16."""
+    """Both factors are in fp8, the sum with the bias is rounded to bf16 once; embedding and head are in bf16."""
     model, tokens, format = Two(), torch.arange(50)[None], get_format(name)
     x = format.round(model.embedding.weight)[tokens]
     for layer in model.layers:
@@ -69,7 +69,7 @@ def test_products_by_hand(name, execution):
     want = functional.linear(x.float(), format.round(model.head.weight).float()).bfloat16()
     got = run(lower(model, name, execution), tokens)
     assert got.dtype == torch.bfloat16
-    assert (got != want).float().mean() < 2e-3  # sums in another order fall on the other side of a boundary
+    assert (got != want).float().mean() < 2e-3  # sums in another order may be rounded to the other neighbour
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
 
 
@@ -95,7 +95,7 @@ def test_whatever_multiplies_by_experts_reads_rounded_operands(product, context)
         got = product(x, block.weights)
         of_values = product(x, normal(3, 8, 8).bfloat16())
     assert torch.equal(got, product(format.round(x), block.weights))
-    assert torch.equal(of_values, product(x, normal(3, 8, 8).bfloat16()))  # as attention's are left alone
+    assert torch.equal(of_values, product(x, normal(3, 8, 8).bfloat16()))  # not a weight
 
 
 def test_linear_weights_are_those_of_blocks(tiny_gpt2: GPT2LMHeadModel):
@@ -116,7 +116,7 @@ def test_experts_are_linear_and_routers_are_not(config):
         format = get_format("fp8_e4m3_scaled" if path in found else "bf16")
         assert torch.equal(rounded[path], format.round(parameter)), path
     places = Adjoint(lower(model, "fp8_e4m3_linear"))(torch.arange(20)[None]).contributions
-    assert (places.name == "operand").sum() == len(found)  # each one's only product reads rounded values
+    assert (places.name == "operand").sum() == len(found)  # each weight is in one product, which reads rounded values
     assert not places[places.name == "operand"].site.isin(["router", "head"]).any()
 
 
@@ -155,7 +155,7 @@ def test_operands_are_rounded_stochastically_with_the_rest():
     assert torch.equal(first, again) and (first != other).float().mean() > 0.5
     mean = torch.stack([run(low.stochastic(seed), tokens).float() for seed in range(200)]).mean(0)
     exact = run(lower(Two(), "fp32"), tokens)
-    weights = run(lower(Two(), "fp8_e4m3_linear", "weights"), tokens)  # their rounding is the same in all
+    weights = run(lower(Two(), "fp8_e4m3_linear", "weights"), tokens)  # weights are rounded the same way every time
     assert mismatch(mean, weights) < 0.2 * mismatch(run(low, tokens).float(), exact)
 
 
