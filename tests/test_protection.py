@@ -3,6 +3,7 @@
 import itertools
 import pickle
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -253,6 +254,47 @@ def test_modules_that_return_mappings_are_kept(tiny_tokens):
     assert low.model(tiny_tokens).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"must run itself, got 'inner.layers', which only holds others: name"):
         known.keep(["inner.layers"])
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Doubled(nn.Module):
+    """Takes and returns a named tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, pair):
+        return Pair(self.linear(pair.first), self.linear(pair.second))
+
+
+class Named(nn.Module):
+    """Hands a named tuple from one module to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.twice, self.last = nn.Embedding(101, 8), Doubled(), nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        pair = self.twice(Pair(x, 2 * x))
+        return self.last(pair.first + pair.second)
+
+
+def test_named_tuples_are_cast(tiny_tokens):
+    torch.manual_seed(0)
+    model = Named().eval().requires_grad_(False)
+    low = apply(model, contributions(model, tiny_tokens).keep(["twice"]))
+    seen = []
+    low.model.twice.register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
+    with low.running():
+        assert low.model(tiny_tokens).dtype == torch.bfloat16
+    assert [type(x) for x in seen] == [Pair, Pair] and seen[0].first.dtype == torch.float32
+    assert low.model.twice.linear.weight.dtype == torch.float32 and seen[1].first.dtype == torch.bfloat16
 
 
 def test_scores_are_not_offered_where_attention_is_more_than_a_softmax(tiny_tokens):
@@ -656,7 +698,7 @@ def test_baselines_by_hand():
     draws = baselines.drawn(5, 2)
     assert len(draws) == 20 and draws == baselines.drawn(5, 2) != baselines.drawn(5, 2, seed=1)
     assert all(len(set(blocks)) == 2 and set(blocks) <= set(range(5)) for blocks in draws)
-    with pytest.raises(ValueError, match="scores that are numbers"):
+    with pytest.raises(ValueError, match="scores of blocks must be numbers"):
         baselines.top([1.0, np.nan], 1)
 
 

@@ -93,6 +93,7 @@ class Adjoint:
             raise ValueError(f"probes must be at least 1, got {probes}")
         self.low, self.format = low, low.format
         self.probes, self.seed, self.output = probes, seed, output
+        self._dtype = torch.float32 if low.weights_only else low.format.compute_dtype  # of parameters that are rounded
         self.model = sharing_copy(low.model)
         self.tape, self._lock = Tape(), threading.Lock()
         self._sites = pd.DataFrame()
@@ -105,11 +106,6 @@ class Adjoint:
         self._follow_modules()
         if not stochastic:
             self._recompute(rounding)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The dtype of the parameters whose rounding counts."""
-        return torch.float32 if self.low.weights_only else self.format.compute_dtype
 
     def _watch_weights(self, reference: nn.Module | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """fp32 tensors for parameters and for buffers, by ``id``; the tape records their gradients."""

@@ -60,25 +60,24 @@ class Contributions:
 
     def vanishing(self, plan: Plan) -> np.ndarray:
         """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
-        places, vanishing = self.structure.places, np.zeros(len(self.structure.places), dtype=bool)
+        vanishing = np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
-            inside = self._inside(path)
-            kernels = np.flatnonzero(inside & places.kind.eq("kernel").to_numpy())
+            kernels = self._kernels_inside(path)
             stays_fp32 = path in self._heads or (plan.residual and path in self._embeddings)
             cast_back = self._kernels_round and not stays_fp32
             if cast_back and not len(kernels):  # a lookup: the cast rounds the weights again
                 continue
-            vanishing |= inside
+            vanishing |= self._inside(path)
             if cast_back:
                 vanishing[self._places_of_cast(path, kernels)] = False
         if plan.residual:
             vanishing |= self.structure.stream_sums.to_numpy()
             for path in self.structure.stream_norms:
-                kernels = np.flatnonzero(self._inside(path) & places.kind.eq("kernel").to_numpy())
+                kernels = self._kernels_inside(path)
                 vanishing[kernels] = True
                 vanishing[self._places_of_cast(path, kernels)] = False
         if plan.scores:
-            vanishing |= places.site.eq("scores").to_numpy()
+            vanishing |= self.structure.places.site.eq("scores").to_numpy()
         return vanishing
 
     def _places_of_cast(self, path: str, kernels: np.ndarray) -> list[int]:
@@ -103,6 +102,9 @@ class Contributions:
 
     def _inside(self, path: str) -> np.ndarray:
         return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
+
+    def _kernels_inside(self, path: str) -> np.ndarray:
+        return np.flatnonzero(self._inside(path) & self.structure.places.kind.eq("kernel").to_numpy())
 
     def predict(self, plan: Plan) -> pd.DataFrame:
         """The ``predicted`` mismatch of every window under ``plan``, and its ``standard_error``."""
@@ -156,8 +158,8 @@ class Contributions:
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
         if unit == "sites":
-            choices = combinations([site for site in KEEPABLE_SITES if site in self.structure.sites], budget)
-            return self._priced(min(map(self._of_sites, choices), key=self.remaining))
+            choices = map(self._of_sites, combinations(self._sites(), budget))
+            return self._priced(min(choices, key=self.remaining))
         gains = self.gains(unit).gain
         best = top(gains, budget)
         if unit == "blocks":
@@ -182,7 +184,7 @@ class Contributions:
         if unit == "blocks":
             return [self._of_blocks((number,)) for number in range(len(self.structure.blocks))]
         if unit == "sites":
-            return [self._of_sites((site,)) for site in KEEPABLE_SITES if site in self.structure.sites]
+            return [self._of_sites((site,)) for site in self._sites()]
         return [self._plan((path,)) for path in self.structure.modules]
 
     def _greedy(self, budget: int) -> Plan:
@@ -214,8 +216,11 @@ class Contributions:
         """The best plan for every number of blocks, and all choices of sites."""
         order = np.argsort(-self.gains("blocks").gain, kind="stable")
         yield from (self._of_blocks(tuple(sorted(order[:count].tolist()))) for count in range(len(order) + 1))
-        sites = [site for site in KEEPABLE_SITES if site in self.structure.sites]
+        sites = self._sites()
         yield from (self._of_sites(names) for count in range(len(sites) + 1) for names in combinations(sites, count))
+
+    def _sites(self) -> list[str]:
+        return [site for site in KEEPABLE_SITES if site in self.structure.sites]
 
     def _bytes(self, plan: Plan) -> int:
         return self._parameter_bytes(plan) + self._activation_bytes(plan) * self.length

@@ -30,21 +30,13 @@ def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     return map_tensors(value, lambda x: x.to(target) if x.dtype == source else x)
 
 
-def cast_inputs(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
-    """Cast the inputs of ``module`` that are of dtype ``source`` to ``target``."""
-    module.register_forward_pre_hook(partial(_cast_inputs, source, target), with_kwargs=True)
-
-
-def _cast_inputs(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+def cast_inputs(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    """A hook before the forward of ``module``."""
     return cast(args, source, target), cast(kwargs, source, target)
 
 
-def cast_output(module: nn.Module, source: torch.dtype, target: torch.dtype) -> None:
-    """Cast the outputs of ``module`` that are of dtype ``source`` to ``target``."""
-    module.register_forward_hook(partial(_cast_output, source, target))
-
-
-def _cast_output(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, output: Any) -> Any:
+def cast_output(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, output: Any) -> Any:
+    """A hook after the forward of ``module``."""
     return cast(output, source, target)
 
 
@@ -63,16 +55,6 @@ def restore_fp32(module: nn.Module, exact: nn.Module, copies: dict[int, nn.Param
             setattr(owner, name, buffer.clone())
 
 
-def keep_module(
-    module: nn.Module, exact: nn.Module, compute_dtype: torch.dtype, copies: dict[int, nn.Parameter], cast_back: bool
-) -> None:
-    """Let ``module`` compute in fp32 with the parameters of ``exact``; for ``copies`` see ``restore_fp32``."""
-    restore_fp32(module, exact, copies)
-    cast_inputs(module, compute_dtype, torch.float32)
-    if cast_back:
-        cast_output(module, torch.float32, compute_dtype)
-
-
 def keep_stream(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[str]) -> None:
     """Keep the residual stream of ``model`` in fp32: embeddings give fp32, and sums with an fp32 stream are fp32.
 
@@ -80,13 +62,14 @@ def keep_stream(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[s
     """
     parts = {path: m for path, m in model.named_modules() if not any(p != path and within(path, p) for p in kept)}
     for path in parts.keys() & embedding_paths(model):
-        cast_output(parts[path], compute_dtype, torch.float32)
+        parts[path].register_forward_hook(partial(cast_output, compute_dtype, torch.float32))
     for path in parts.keys() & norm_paths(model):
         parts[path].register_forward_pre_hook(widen_weights)
-        cast_output(parts[path], torch.float32, compute_dtype)
+        parts[path].register_forward_hook(partial(cast_output, torch.float32, compute_dtype))
+    clamp = partial(clamp_mask, torch.finfo(compute_dtype).min)
     for path in parts.keys() & branch_paths(model):
-        parts[path].register_forward_pre_hook(partial(clamp_mask, torch.finfo(compute_dtype).min), with_kwargs=True)
-        cast_inputs(parts[path], torch.float32, compute_dtype)
+        for hook in (clamp, partial(cast_inputs, torch.float32, compute_dtype)):
+            parts[path].register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def clamp_mask(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -103,15 +86,6 @@ def widen_weights(norm: nn.Module, args: tuple) -> None:
             parameter.data = parameter.data.float()
 
 
-def require_scores(model: nn.Module) -> None:
-    """Raises ValueError for a model whose attention is more than a softmax of scaled products."""
-    if not scores_can_be_kept(model):
-        raise ValueError(
-            "scores can be kept in models whose attention comes from transformers' attention interface and neither "
-            f"caps scores nor adds to them, got {type(model).__name__}: keep its attention modules instead"
-        )
-
-
 @torch.no_grad()
 def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> LowPrecision:
     """A copy of the fp32 ``model`` in the plan's format, except for the parts that the plan keeps.
@@ -124,8 +98,11 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     require_modules(model, plan.modules)
     if get_format(plan.format).compute_dtype == torch.float32:
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
-    if plan.scores:
-        require_scores(model)
+    if plan.scores and not scores_can_be_kept(model):
+        raise ValueError(
+            "scores can be kept in models whose attention comes from transformers' attention interface and neither "
+            f"caps scores nor adds to them, got {type(model).__name__}: keep its attention modules instead"
+        )
     low = lower(model, plan.format, "weights" if plan.weights_only and execution == "auto" else execution)
     compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
     # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
@@ -138,8 +115,11 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
         keep_stream(low.model, compute_dtype, plan.modules)
     copies: dict[int, nn.Parameter] = {}
     for path in plan.modules:
-        module, exact = low.model.get_submodule(path), model.get_submodule(path)
-        keep_module(module, exact, compute_dtype, copies, cast_back=path not in fp32_outputs)
+        module = low.model.get_submodule(path)
+        restore_fp32(module, model.get_submodule(path), copies)
+        module.register_forward_pre_hook(partial(cast_inputs, compute_dtype, torch.float32), with_kwargs=True)
+        if path not in fp32_outputs:
+            module.register_forward_hook(partial(cast_output, torch.float32, compute_dtype))
     if plan.scores:
         set_attention(low.model, FP32_SCORES)
     check(low, plan, tokens, fp32_outputs, compute_dtype)
