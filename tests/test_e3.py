@@ -95,7 +95,7 @@ def test_progress_adds_up(inputs, source, tmp_path):
 
 
 def test_without_e2_it_says_what_to_run(inputs, tmp_path):
-    with pytest.raises(FileNotFoundError, match="E2's run bf16-T24-seed0 must be in .* run e2_predictor first"):
+    with pytest.raises(FileNotFoundError, match="bf16-T24-seed0 of E2 must be in .* run the notebook of E2 first"):
         patches(inputs, (tmp_path / "nothing", None), tmp_path / "e3")
 
 

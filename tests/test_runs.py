@@ -125,6 +125,13 @@ def test_an_unknown_wish_for_stale_runs_is_refused(tmp_path, monkeypatch):
         store.load(SPEC)
 
 
+def test_rows_of_a_missing_run_are_not_left_out(tmp_path):
+    store = RunStore(tmp_path)
+    store.save(SPEC, FRAME, {})
+    with pytest.raises(FileNotFoundError, match="the run bf16-T64-seed1 of E2 must be in .* is missing"):
+        store.rows([SPEC, replace(SPEC, seed=1)])
+
+
 def test_window_rows_keep_one_row_per_window():
     assert window_rows(FRAME).window.tolist() == [0, 1]
     assert "layer" not in window_rows(FRAME)

@@ -192,7 +192,7 @@ def test_plans_run_on_the_windows_that_hold_the_tokens(inputs):
 @pytest.mark.parametrize(("worker", "kind"), [(x1.Estimates, x1.EstimateSpec), (x1_plans.Plans, x1_plans.PlanSpec)])
 def test_missing_runs_of_e2_are_named(inputs, tmp_path, worker, kind):
     specs = kind.of(e2.specifications(GRID, inputs))
-    with pytest.raises(FileNotFoundError, match="run e2_predictor first"):
+    with pytest.raises(FileNotFoundError, match="run the notebook of E2 first"):
         complete(worker, specs, inputs, tmp_path / "x1", source=tmp_path / "empty")
 
 

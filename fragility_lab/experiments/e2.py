@@ -2,12 +2,14 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Self
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
@@ -149,17 +151,9 @@ class Passes(Worker):
 
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)
-        self._monitors: dict[tuple, Monitor] = {}
+        self.monitor = cache(partial(_monitor, inputs.model))
         self._hidden: dict[int, Tensor] = {}
         self._selection: Hashable = None
-
-    def monitor(self, spec: RunSpec) -> Monitor:
-        """The monitor of the model in the precision of ``spec``."""
-        key = (spec.precision, spec.execution, spec.transport)
-        if key not in self._monitors:
-            low = lower(self.inputs.model, spec.precision, spec.execution)
-            self._monitors[key] = Monitor(low, power_iteration=spec.transport == "power_iteration")
-        return self._monitors[key]
 
     @torch.no_grad()
     def reference(self, spec: RunSpec, first: int, tokens: Tensor) -> Tensor:
@@ -179,7 +173,7 @@ class Passes(Worker):
         A window with a nonfinite statistic or mismatch is flagged in ``overflow``, never left out.
         """
         starts, tokens = select_windows(self.inputs.stream, spec.length, spec.windows, spec.seed)
-        monitor = self.monitor(spec)
+        monitor = self.monitor(spec.precision, spec.execution, spec.transport)
         unit_roundoff = get_format(spec.precision).unit_roundoff
         frames = []
         for first in range(0, spec.windows, spec.batch):
@@ -195,6 +189,18 @@ class Passes(Worker):
         rows["overflow"] = (~pd.Series(finite.numpy())).groupby(rows.window).transform("any")
         rows.insert(0, "start", rows.window.map(dict(enumerate(starts))))
         return rows.assign(**spec.identity)
+
+
+def _monitor(model: nn.Module, precision: str, execution: str, transport: str) -> Monitor:
+    return Monitor(lower(model, precision, execution), power_iteration=transport == "power_iteration")
+
+
+class DerivedWorker(Worker):
+    """Computes runs on windows of E2's runs, which are in the folder ``source``."""
+
+    def __init__(self, inputs: Inputs, store: RunStore, source: Path):
+        super().__init__(inputs, store)
+        self.source = RunStore(source)
 
 
 def window_rows(runs: pd.DataFrame) -> pd.DataFrame:

@@ -5,18 +5,20 @@ measures what the block really costs (``fragility_lab.experiments.patching``).
 """
 
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_lab.experiments import rankings
-from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, RunSpec, window_rows
+from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, RunSpec, window_rows
 from fragility_lab.experiments.patching import Patching, patch_effects
-from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs
 
@@ -53,21 +55,12 @@ def worst_windows(rows: pd.DataFrame, count: int) -> pd.DataFrame:
     return windows[~windows.overflow].sort_values(["mismatch", "window"], ascending=[False, True]).head(count)
 
 
-class Patches(Worker):
+class Patches(DerivedWorker):
     """Computes the runs of E3; runs of one precision share its model."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
-        """``source`` is the folder of E2's runs."""
-        super().__init__(inputs, store)
-        self.source = RunStore(source)
-        self._patchings: dict[tuple[str, str], Patching] = {}
-
-    def patching(self, spec: RunSpec) -> Patching:
-        """The patched passes of the model in the precision of ``spec``."""
-        key = (spec.precision, spec.execution)
-        if key not in self._patchings:
-            self._patchings[key] = Patching(self.inputs.model, lower(self.inputs.model, *key))
-        return self._patchings[key]
+        super().__init__(inputs, store, source)
+        self.patching = cache(partial(_patching, inputs.model))
 
     def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
@@ -94,13 +87,17 @@ class Patches(Worker):
         """Effects of patching every block of one window, to nearest and in ``realisations`` of stochastic rounding."""
         tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
         reference = final_hidden(self.inputs.model, tokens)
-        patching = self.patching(source)
+        patching = self.patching(source.precision, source.execution)
         effects = patch_effects(patching(tokens), reference).drop(columns="window")
         for number in range(realisations):
             # Two windows rounded with the same random bits would have correlated errors.
             patched = patching.stochastic(start * realisations + number)(tokens)
             effects[f"{REALISATION}{number}"] = patch_effects(patched, reference).exact_reduction
         return effects
+
+
+def _patching(model: PreTrainedModel, precision: str, execution: str) -> Patching:
+    return Patching(model, lower(model, precision, execution))
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:

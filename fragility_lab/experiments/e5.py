@@ -4,7 +4,6 @@ A run trains one model under one policy. Its result has one row per step and blo
 force, and the action decided there. The tables of ``outcomes`` are views of these rows.
 """
 
-import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from fragility_core.bgss.registry import policy_class
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.pool import Advance, Worker
-from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.experiments.runs import RunStore, Specification, written_whole
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 from fragility_lab.inputs.loading import Inputs, load, require_values
 from fragility_lab.inputs.text import select_windows
@@ -194,14 +193,9 @@ class Mitigation(Worker):
         setting = spec.setting
         windows = training_windows(self.inputs.stream, setting, spec.seed)
         policy = spec.build_policy()
-        training = ShadowTraining(
-            self.inputs.model,
-            setting.precision,
-            spec.execution,
-            Estimator(setting.layernorm, setting.transport),
-            setting.weight_decay,
-            setting.clip,
-        )
+        estimator = Estimator(setting.layernorm, setting.transport)
+        shadow = self.inputs.model, setting.precision, spec.execution, estimator
+        training = ShadowTraining(*shadow, setting.weight_decay, setting.clip)
         torch.manual_seed(spec.seed)
         path = self.store.path(spec).with_suffix(".checkpoint")
         state, rows = restore(path, spec, training) or (policy.start(len(training.monitor.blocks), spec.seed), [])
@@ -257,7 +251,7 @@ def nonfinite(seen: dict[str, float]) -> str:
 
 
 def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State, rows: list[pd.DataFrame]) -> None:
-    """Write everything that the rest of the run depends on; the file appears complete or not at all."""
+    """Write everything that the rest of the run depends on."""
     random_states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random_states["cuda"] = torch.cuda.get_rng_state_all()
@@ -265,12 +259,8 @@ def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State,
         "provenance": spec.provenance(), "training": training.state(), "controller": state, "rows": rows,
         "random": random_states,
     }  # fmt: skip
-    partial_path = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        torch.save(record, partial_path)
-        os.replace(partial_path, path)
-    finally:
-        partial_path.unlink(missing_ok=True)
+    with written_whole(path) as partial:
+        torch.save(record, partial)
 
 
 def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:

@@ -15,6 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ProcessPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from multiprocessing.connection import wait as wait_for_connection
@@ -30,6 +31,7 @@ from fragility_lab.running.environment import device_name, keeps_stale
 from fragility_lab.running.progress import progress
 
 Advance = Callable[[int], None]
+FINISHED = -1  # reported in place of units of progress: a run is finished
 
 
 class Worker(ABC):
@@ -69,19 +71,22 @@ def complete(
     bar_options = {"desc": specs[0].experiment, "unit": specs[0].unit, "unit_scale": True}
     with progress(total=total, initial=total - left, **bar_options) as bar:
 
-        def count_run(runs: int = 1) -> None:
+        def report(units: int) -> None:
             nonlocal done
-            done += runs
-            bar.set_postfix_str(f"{done}/{len(specs)} runs")
+            if units != FINISHED:
+                bar.update(units)
+            else:
+                done += 1
+                bar.set_postfix_str(f"{done}/{len(specs)} runs")
 
-        count_run(0)
+        bar.set_postfix_str(f"{done}/{len(specs)} runs")
         prepare = partial(worker, inputs, store, **options)
         if missing and count > 1:
-            _in_processes(missing, prepare, count, bar.update, count_run)
+            _in_processes(missing, prepare, count, report)
         elif missing:
             alone = prepare()
             for group in missing:
-                _compute(group, alone, bar.update, count_run)
+                _compute(group, alone, report)
     return store.rows(specs)
 
 
@@ -127,7 +132,7 @@ def _require_threads(store: RunStore, finished: Sequence[Specification], threads
         )
 
 
-def _compute(group: Sequence[Specification], worker: Worker, advance: Advance, count_run: Callable[[], None]) -> None:
+def _compute(group: Sequence[Specification], worker: Worker, report: Advance) -> None:
     for spec in group:
         record = {"device_name": device_name(spec.device), "threads": torch.get_num_threads()}
         left = spec.size
@@ -135,15 +140,15 @@ def _compute(group: Sequence[Specification], worker: Worker, advance: Advance, c
         def advance_within(units: int) -> None:
             nonlocal left
             left -= (step := min(units, left))
-            advance(step)
+            report(step)
 
         spec.provenance()  # read before the run: files may change meanwhile
         begin = time.perf_counter()
         frame = worker.run(spec, advance_within)
-        advance(left)  # what needed no work, such as windows that overflowed
+        report(left)  # what needed no work, such as windows that overflowed
         record |= {"seconds": round(time.perf_counter() - begin, 3), "attention": worker.inputs.attention}
         worker.store.save(spec, frame, record)
-        count_run()
+        report(FINISHED)
 
 
 # --- Several processes ------------------------------------------------------------------------
@@ -151,7 +156,7 @@ def _compute(group: Sequence[Specification], worker: Worker, advance: Advance, c
 _process: dict[str, Any] = {}  # of a worker process: its worker, the queue of its reports, the signal to stop
 
 
-def _in_processes(missing, prepare, count, advance, count_run) -> None:
+def _in_processes(missing, prepare, count, report) -> None:
     """Spread ``missing`` over ``count`` processes and forward their reports until all are done."""
     context = multiprocessing.get_context("spawn")
     prepare = pickle.dumps(prepare)  # as bytes: torch would share tensors through /dev/shm, which may be small
@@ -162,23 +167,20 @@ def _in_processes(missing, prepare, count, advance, count_run) -> None:
         futures = {executor.submit(_compute_in_process, group) for group in missing}
         while futures:
             ended, futures = wait(futures, timeout=0.1, return_when=FIRST_EXCEPTION)
-            _forward(reports, advance, count_run, patience=0)
+            _forward(reports, report, patience=0)
             for future in ended:
                 future.result()
     finally:
         stop.set()
         executor.shutdown(cancel_futures=True)
-        _forward(reports, advance, count_run, patience=0.05)
+        _forward(reports, report, patience=0.05)
 
 
-def _forward(reports, advance: Advance, count_run: Callable[[], None], patience: float) -> None:
-    """Pass reports on until none has come for ``patience`` seconds; None reports a finished run."""
-    while True:
-        try:
-            units = reports.get(timeout=patience)
-        except queue.Empty:
-            return
-        count_run() if units is None else advance(units)
+def _forward(reports, report: Advance, patience: float) -> None:
+    """Pass reports on until none has come for ``patience`` seconds."""
+    with suppress(queue.Empty):
+        while True:
+            report(reports.get(timeout=patience))
 
 
 def _start_process(prepare: bytes, reports, stop, threads: int) -> None:
@@ -195,9 +197,9 @@ def _end_with_parent() -> None:
 
 
 def _compute_in_process(group: Sequence[Specification]) -> None:
-    def advance(units: int) -> None:
-        if _process["stop"].is_set():
+    def report(units: int) -> None:
+        if _process["stop"].is_set() and units != FINISHED:
             raise CancelledError
         _process["reports"].put(units)
 
-    _compute(group, _process["worker"], advance, lambda: _process["reports"].put(None))
+    _compute(group, _process["worker"], report)

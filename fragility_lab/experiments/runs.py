@@ -9,7 +9,8 @@ import json
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
@@ -68,6 +69,17 @@ class Specification(ABC):
         return record.get("code") == code_digest(type(self)) and all(then.get(name) == now[name] for name in NUMERICAL)
 
 
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path to write to; the file appears at ``path`` complete or not at all."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 class RunStore:
     """Finished runs in a folder."""
 
@@ -110,17 +122,18 @@ class RunStore:
         return record.get("specification") == json.loads(spec._json()) and not spec.is_current(record)
 
     def require(self, spec: Specification) -> pd.DataFrame:
-        """The rows of the finished run of ``spec``, one of E2's; raises FileNotFoundError where there is none."""
+        """The rows of the finished run of ``spec``; raises FileNotFoundError where ``load`` gives none."""
         rows = self.load(spec)
         if rows is None:
             raise FileNotFoundError(
-                f"E2's run {spec.label} must be in {self.folder}, but is missing or stale: run e2_predictor first"
+                f"the run {spec.label} of {spec.experiment} must be in {self.folder}, but is missing or stale: "
+                f"run the notebook of {spec.experiment} first"
             )
         return rows
 
     def rows(self, specs: Iterable[Specification]) -> pd.DataFrame:
         """The rows of finished runs, one run after another."""
-        return pd.concat([self.load(spec) for spec in specs], ignore_index=True)
+        return pd.concat([self.require(spec) for spec in specs], ignore_index=True)
 
     def metadata(self, spec: Specification) -> dict:
         """What was recorded with the run: specification, versions, code, device, threads, seconds, attention."""
@@ -137,13 +150,8 @@ class RunStore:
         table = pa.Table.from_pandas(frame, preserve_index=False)
         record = {"specification": asdict(spec)} | spec.provenance() | metadata
         table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: json.dumps(record).encode()})
-        path = self.path(spec)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        try:
-            pq.write_table(table, partial, compression="zstd")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with written_whole(self.path(spec)) as path:
+            pq.write_table(table, path, compression="zstd")
 
 
 def _record(schema: pa.Schema) -> dict:

@@ -5,6 +5,7 @@ Like the score, the predictor needs the low-precision pass alone: no full-precis
 
 import copy
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ from fragility_core.surrogates import SIGNALS
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.agreement import signal_agreement
-from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, window_rows
+from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, window_rows
 from fragility_lab.experiments.e3 import REALISATION, WINDOW
-from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs
 
@@ -53,48 +54,24 @@ class EstimateSpec(DerivedSpec):
         return self.source.length * self.source.windows * (1 + self.redraws)
 
 
-class Estimates(Worker):
+class Estimates(DerivedWorker):
     """Computes the runs of X1; runs of one precision share the estimator."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
-        """``source`` is the folder of E2's runs."""
-        super().__init__(inputs, store)
-        self.source = RunStore(source)
-        self._estimators: dict[tuple, Adjoint] = {}
-        self._redrawn: dict[tuple, tuple[nn.Module, LowPrecision]] = {}
-
-    def estimator(self, spec: EstimateSpec) -> Adjoint:
-        """The estimator for the precision and probes of ``spec``, with the attention of E2's low-precision pass."""
-        key = (spec.source.precision, spec.source.execution, spec.probes)
-        if key not in self._estimators:
-            self._estimators[key] = Adjoint(_lowered(self.inputs.model, *key[:2]), probes=spec.probes)
-        return self._estimators[key]
-
-    def redrawn(self, precision: str, execution: str, number: int) -> tuple[nn.Module, LowPrecision]:
-        """The fp32 model with all weights moved by about half a unit roundoff of themselves, and the same lowered.
-
-        The model computes nearly the same function, but everything in it is rounded differently: to nearest, as in E2.
-        """
-        key = precision, execution, number
-        if key not in self._redrawn:
-            model = copy.deepcopy(self.inputs.model)
-            generator = torch.Generator(self.inputs.device).manual_seed(number)
-            for weight in model.parameters():
-                noise = torch.randn(weight.shape, generator=generator, device=weight.device)
-                weight.data *= 1 + get_format(precision).unit_roundoff / 2 * noise
-            self._redrawn[key] = model, _lowered(model, precision, execution)
-        return self._redrawn[key]
+        super().__init__(inputs, store, source)
+        self.estimator = cache(partial(_estimator, inputs.model))
+        self.redrawn = cache(partial(_redrawn, inputs.model))
 
     def run(self, spec: EstimateSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows, one per window and place: c^2 (mean over probes), and the window's prediction and mismatch.
 
         A place is a ``site``, a ``layer`` (-1 outside of blocks), and whether it is a block's output. ``one_probe`` is
         the prediction from the first probe alone; ``redrawn_mismatch_0`` and so on are mismatches with other roundings
-        (``redrawn``). Raises FileNotFoundError where E2's run is missing.
+        (``_redrawn``). Raises FileNotFoundError where E2's run is missing.
         """
         rows = self.source.require(spec.source)
         windows = window_rows(rows)
-        estimator = self.estimator(spec)
+        estimator = self.estimator(spec.source.precision, spec.source.execution, spec.probes)
         frames = []
         for window in windows[~windows.overflow].itertuples():
             tokens = self.inputs.stream[None, window.start : window.start + spec.source.length].to(self.inputs.device)
@@ -114,6 +91,23 @@ class Estimates(Worker):
                 hidden = final_hidden(low.model, tokens)
             measured[f"{REDRAWN}{number}"] = mismatch(hidden, final_hidden(model, tokens)).item()
         return measured
+
+
+def _estimator(model: nn.Module, precision: str, execution: str, probes: int) -> Adjoint:
+    return Adjoint(_lowered(model, precision, execution), probes=probes)
+
+
+def _redrawn(model: nn.Module, precision: str, execution: str, number: int) -> tuple[nn.Module, LowPrecision]:
+    """The fp32 model with all weights moved by about half a unit roundoff of themselves, and the same lowered.
+
+    The moved model computes nearly the same function, but rounds everything differently: to nearest, as in E2.
+    """
+    moved = copy.deepcopy(model)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(number)
+    for weight in moved.parameters():
+        noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+        weight.data *= 1 + get_format(precision).unit_roundoff / 2 * noise
+    return moved, _lowered(moved, precision, execution)
 
 
 def _lowered(model: nn.Module, precision: str, execution: str) -> LowPrecision:

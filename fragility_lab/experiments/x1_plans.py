@@ -20,9 +20,9 @@ from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, Plan, apply, baselines
 from fragility_core.theory import mismatch
-from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec
+from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
 from fragility_lab.experiments.patching import Patching, patch_effects
-from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs
 
@@ -59,13 +59,11 @@ class PlanSpec(DerivedSpec):
         return self.digest  # nothing is shared
 
 
-class Plans(Worker):
+class Plans(DerivedWorker):
     """Computes the plans of X1."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
-        """``source`` is the folder of E2's runs."""
-        super().__init__(inputs, store)
-        self.source = RunStore(source)
+        super().__init__(inputs, store, source)
         self.model = copy.deepcopy(inputs.model)
         set_attention(self.model, OBSERVED_EAGER)  # the attention of E2's low-precision pass
 
