@@ -60,7 +60,7 @@ def by_site(prediction):
 class Small(nn.Module):
     """One kernel of each kind: embedding, norm, products with weights and with values, softmax, sum, activation.
 
-    Its linear layers count as blocks.
+    The linear layers count as blocks.
     """
 
     def __init__(self):
@@ -78,10 +78,7 @@ class Small(nn.Module):
 
 
 def exact_small(weights, stored, operand, tokens):
-    """The same function of fp64 ``weights``; given in turn are every result to ``stored``, every input to ``operand``.
-
-    An input is that of a linear layer.
-    """
+    """The same function of fp64 ``weights``. ``stored`` rounds results, ``operand`` inputs of linear layers."""
     x = weights["embedding.weight"][tokens]
     n = stored(functional.layer_norm(x, (4,), weights["norm.weight"], weights["norm.bias"]))
     q = stored(functional.linear(operand(n), weights["layers.0.weight"], weights["layers.0.bias"]))
@@ -151,7 +148,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", OBSERVED_EAGER])
 def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
-    """Rounding at random, the errors are independent as the derivation assumes: E||E||^2 itself is compared."""
+    """Errors of stochastic rounding are independent, as the derivation assumes: E||E||^2 itself is compared."""
     low = lower(tiny_gpt2, "bf16", "emulated")
     set_attention(low.model, implementation)
     kernels = predict_kernels_only(Adjoint(low.stochastic(0), probes=8)(tiny_tokens))
@@ -162,7 +159,7 @@ def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
 
 
 def predict_kernels_only(prediction):
-    """The prediction without the weights' rounding."""
+    """The prediction without the rounding of weights."""
     return predict(prediction.contributions.query("kind == 'kernel'"), prediction.windows)
 
 
@@ -178,7 +175,7 @@ def embedded():
 )
 @pytest.mark.parametrize("format", HALF)
 def test_prediction_is_the_measured_mismatch(format, implementation, count, tolerance, embedded):
-    """On a trained model, one probe, weights included: no bias beyond the chance of so few windows."""
+    """On a trained model with one probe, weights included. The tolerance is the scatter of so few windows."""
     model, windows = embedded[0], embedded[1][:count]
     low = lower(model, format)
     set_attention(low.model, implementation)
@@ -188,7 +185,7 @@ def test_prediction_is_the_measured_mismatch(format, implementation, count, tole
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3_scaled", "fp8_e5m2_scaled"])
 def test_first_order_at_fp8(format, embedded):
-    """At mismatches of 0.37 (e4m3) and 0.58 the first order is off by 17 and 38 %. Weights alone: within 2 %."""
+    """The first order is off by 17 and 38 % at mismatches of 0.37 (e4m3) and 0.58; for weights alone by 2 %."""
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, format)
     ratio = (Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)).mean()
@@ -199,7 +196,7 @@ def test_first_order_at_fp8(format, embedded):
 
 
 def test_fp8_in_linear_layers_alone(embedded):
-    """As fp8 is used in practice; over 24 windows the mean ratio is 1.07, with weights of a reference or without."""
+    """fp8 as it is used in practice. Over 24 windows the mean ratio is 1.07, with a reference and without."""
     model, windows = embedded[0], embedded[1]
     low = lower(model, "fp8_e4m3_linear")
     for reference in (model, None):
@@ -211,7 +208,7 @@ def test_fp8_in_linear_layers_alone(embedded):
 
 
 def test_weights_alone(embedded):
-    """Only weights are rounded: the mean over many models that round to the same one."""
+    """Only weights are rounded: the prediction is the mean over many models that round to the same one."""
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, "bf16", "weights")
     prediction = Adjoint(low, probes=4)(windows)
@@ -231,9 +228,9 @@ def test_weights_alone(embedded):
 
 @pytest.mark.parametrize(("format", "tolerance"), [("bf16", 0.12), ("fp8_e4m3_scaled", 0.25)])
 def test_known_errors_of_weights(format, tolerance, embedded):
-    """What rounding did to the weights is near what is expected of it, and nothing where they fit the format.
+    """The known errors of weights are near the expected ones, and 0 for weights that fit the format.
 
-    Norms' weights lie close to 1, where a coarse format errs by less than ulp / sqrt(12).
+    The weights of norms lie close to 1, where the errors of a coarse format are smaller than ulp / sqrt(12).
     """
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, format, "weights")
@@ -261,7 +258,7 @@ def test_positions_that_count(embedded):
 
 @pytest.fixture(scope="module")
 def prediction():
-    """Two probes of two windows through three blocks and the head, kernel by kernel."""
+    """The prediction for two windows with two probes, through three blocks and the head, kernel by kernel."""
     model = random_gpt2(TINY)
     model.set_attn_implementation("eager")
     tokens = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -287,9 +284,9 @@ def test_prediction_by_hand():
     np.testing.assert_allclose(got.standard_error, [1 / (2 * 2 * 2), 0])  # of the mean 4: 1; through the root
     assert np.isnan(predict(kernels.query("probe == 0"), windows).standard_error).all()
     assert (predict(kernels[:0], windows).predicted == 0).all()
-    second = predict(kernels.query("probe == 1"), windows)  # the average over the probes that there are
+    second = predict(kernels.query("probe == 1"), windows)  # the average over the remaining probe
     np.testing.assert_allclose(second.predicted, [5**0.5 / 2, 1.0])
-    alone = predict(kernels, windows.iloc[:1])  # what belongs to windows that were left out counts nowhere
+    alone = predict(kernels, windows.iloc[:1])  # rows of windows that are left out do not count
     pd.testing.assert_frame_equal(alone, got.iloc[:1])
 
 
@@ -351,7 +348,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(tiny_gpt2, tiny_token
 @pytest.mark.parametrize("window", [40, 1])
 @pytest.mark.parametrize("format", HALF)
 def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny_tokens, monkeypatch):
-    """Blocks of a few rows or all at once, the sites' contributions are those of the library's kernels."""
+    """Contributions by site agree with those of the library's kernels, in blocks of a few rows and all at once."""
     monkeypatch.setattr("fragility_core.arithmetic.attention.BLOCK_ELEMENTS", 2**12)
     low = lower(tiny_gpt2, format, "emulated")
     plain, recomputed = (
@@ -370,7 +367,7 @@ def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny
     ((1, 1), 1, 1, {"is_causal": True}),
 ])  # fmt: skip
 def test_gradients_of_fused_attention(heads, queries, keys, options, monkeypatch):
-    """Block by block those of the library in fp64; the context is the library's bit for bit."""
+    """Gradients agree with the library's in fp64; the context is the library's bit for bit."""
     monkeypatch.setattr("fragility_core.arithmetic.attention.BLOCK_ELEMENTS", 2**12)
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, heads[0], queries, 8), (3, heads[1], keys, 8), (3, heads[1], keys, 8), (3, heads[0], queries, 8)]
@@ -386,7 +383,7 @@ def test_gradients_of_fused_attention(heads, queries, keys, options, monkeypatch
 
 @pytest.mark.parametrize("width", [5, 12])
 def test_values_may_have_another_width_than_queries(width):
-    """As in multi-head latent attention; gradients of block by block attention against autograd in fp64."""
+    """As in multi-head latent attention. Gradients are compared with autograd in fp64."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(3, 16, 8, generator=generator) for _ in range(2))
     value, gradient = (torch.randn(3, 16, width, generator=generator) for _ in range(2))
@@ -403,7 +400,7 @@ def test_values_may_have_another_width_than_queries(width):
 
 
 def test_a_hidden_score_that_overflows_does_no_harm():
-    """The model itself replaces the scores of later keys, however large."""
+    """The model replaces the scores of later keys, however large they are."""
     blockwise = BlockwiseAttention(1.0, None, True, get_format("fp16"))
     query, key, value = (torch.tensor([[[a], [b]]]) for a, b in ((300.0, 1.0), (1.0, 300.0), (1.0, 2.0)))
     assert query[0, 0] * key[0, 1] > get_format("fp16").largest
@@ -420,7 +417,7 @@ def by_sites_of(low, implementation, tokens):
 
 
 def test_an_activation_of_many_kernels_counts_as_one(tiny_gpt2, tiny_tokens, monkeypatch):
-    """gelu_new is eight kernels; the rest of the pass feels their errors as it feels the sum."""
+    """gelu_new has eight kernels. Their contributions add up to that of the activation as one kernel."""
     low = lower(tiny_gpt2, "fp16", "emulated")
     one = Adjoint(low, probes=4)(tiny_tokens)
     assert set(one.contributions[one.contributions.module.str.endswith("act")].name) == {"NewGELUActivation"}
@@ -434,7 +431,7 @@ def test_an_activation_of_many_kernels_counts_as_one(tiny_gpt2, tiny_tokens, mon
 @pytest.mark.parametrize("name", sorted(ACT2CLS.keys() - {"prelu", "xielu"}))
 @pytest.mark.parametrize(("format", "execution"), [*product(EVERY, ["emulated"]), ("bf16", "native")])
 def test_a_table_holds_what_an_activation_does(format, execution, name):
-    """Stored values bit for bit as the pass computes them; local error and derivative against fp64."""
+    """Stored values are those of the pass bit for bit; local error and slope are compared with fp64."""
     activation, low = ACT2FN[name], lower(nn.Linear(1, 1), format, execution)
     stored, error, derivative = tabulate(low, activation, torch.device("cpu"))
     numbers = torch.linspace(-9, 9, 3000).to(low.format.storage).to(low.format.compute_dtype)
@@ -450,7 +447,7 @@ def test_a_table_holds_what_an_activation_does(format, execution, name):
 
 
 def test_a_scaled_activation_is_run_kernel_by_kernel(tiny_gpt2, tiny_tokens):
-    """Its result depends on the largest entry of each tensor: no table holds it."""
+    """The result depends on the largest entry of each tensor, so that no table holds it."""
     kernels = Adjoint(lower(tiny_gpt2, "fp8_e4m3_scaled"))(tiny_tokens).contributions
     assert "tanh" in set(kernels[kernels.module.str.endswith("act")].name)
 
@@ -459,7 +456,7 @@ def test_a_scaled_activation_is_run_kernel_by_kernel(tiny_gpt2, tiny_tokens):
 
 
 class Changed(nn.Module):
-    """A linear layer, something done to its result, and another linear layer."""
+    """A linear layer, a change of its result, and another linear layer."""
 
     def __init__(self, change):
         super().__init__()
@@ -502,7 +499,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("format", HALF)
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_results_that_are_changed_in_place_contribute(change, format):
-    """As much as where the same is computed out of place, and what is predicted is what is measured."""
+    """They contribute as much as the same results out of place, and the prediction is the measured mismatch."""
     tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
     predictions = []
     for do in IN_PLACE[change]:
@@ -571,7 +568,7 @@ def test_products_of_unusual_shapes_are_torchs_own():
 
 @torch.no_grad()
 def both(model, low, tokens):
-    """What ``low`` and ``model`` give."""
+    """The outputs of ``low`` and of ``model``."""
     with low.running():
         return low.model(tokens).float(), model(tokens)
 
@@ -591,7 +588,7 @@ def test_overflow_is_named(tiny_gpt2, tiny_tokens):
 
 
 class Root(nn.Module):
-    """Finite everywhere, with an infinite derivative at 0."""
+    """A square root: finite everywhere, with an infinite derivative at 0."""
 
     def __init__(self):
         super().__init__()
@@ -608,7 +605,7 @@ def test_a_gradient_that_is_not_finite_is_named():
 
 
 class HandWrittenNorm(nn.Module):
-    """x / rms(x), whose square leaves fp16 where x itself does not: 1 / infinity is 0, and finite."""
+    """x / rms(x). In fp16 the square of x overflows where x does not; the result 1 / infinity = 0 is finite."""
 
     def __init__(self):
         super().__init__()
@@ -652,7 +649,7 @@ def test_a_format_that_rounds_nothing_is_refused(format, tiny_gpt2):
 
 
 class NamedArguments(nn.Module):
-    """Calls torch's products as their signatures allow."""
+    """Calls torch's products with arguments by name, or by position."""
 
     def __init__(self, by_name: bool):
         super().__init__()
@@ -667,7 +664,7 @@ class NamedArguments(nn.Module):
 
 
 def test_products_by_name():
-    """Halving is exact: both ways make the same errors."""
+    """Halving is exact, so that both ways make the same errors."""
     torch.manual_seed(0)
     first, second = NamedArguments(True), NamedArguments(False)
     second.load_state_dict(first.state_dict())
@@ -737,14 +734,15 @@ def test_an_estimate_in_inference_mode(tiny_gpt2, tiny_tokens):
 
 
 def test_mixed_precision_rounds_what_is_low(tiny_gpt2, tiny_tokens):
-    """Kernels of modules kept in fp32 make no error; weights do where they were rounded before."""
+    """Kernels of modules in fp32 make no error. Their weights do if they were rounded before."""
     low = lower(tiny_gpt2, "bf16", "emulated")
     final = low.model.transformer.ln_f.float()
     final.register_forward_pre_hook(lambda module, args: args[0].float())
     kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).contributions
     rounded = kernels[kernels.module.str.endswith("ln_f")]
     assert set(rounded.kind) == {"weight"} and (rounded.c2 > 0).all()
-    assert not Adjoint(low)(tiny_tokens).contributions.module.str.endswith("ln_f").any()  # nothing tells that they were
+    unknown = Adjoint(low)(tiny_tokens).contributions  # without a reference nothing says that they were rounded
+    assert not unknown.module.str.endswith("ln_f").any()
     for parameter, exact in zip(final.parameters(), tiny_gpt2.transformer.ln_f.parameters()):
         parameter.copy_(exact)
     kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).contributions

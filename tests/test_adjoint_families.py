@@ -77,7 +77,7 @@ each_mixture = pytest.mark.parametrize("config", EXPERTS, ids=lambda config: con
 
 @torch.no_grad()
 def random_model(config: PreTrainedConfig):
-    """Matrices that keep the size of what they multiply, norms and biases away from 0 and 1."""
+    """Random matrices that keep the norm of vectors, and vectors of norms and biases away from 0 and 1."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -97,7 +97,7 @@ def states(model, low, tokens):
 
 
 def mean_ratio(model, low):
-    """Predicted over measured mismatch, mean over the windows."""
+    """The predicted over the measured mismatch, mean over the windows."""
     measured = mismatch(*states(model, low, TOKENS)).numpy()
     return (Adjoint(low, model, probes=2)(TOKENS).windows.predicted / measured).mean()
 
@@ -105,7 +105,7 @@ def mean_ratio(model, low):
 @pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3_linear"])
 @each_family
 def test_prediction_is_the_measured_mismatch(config, format):
-    """Weights included, library's eager attention; measured: mean ratios from 0.95 to 1.04."""
+    """With the library's eager attention, weights included. Mean ratios from 0.95 to 1.04 were measured."""
     model = random_model(config)
     low = lower(model, format)
     assert 0.92 < mean_ratio(model, low) < 1.08
@@ -113,10 +113,10 @@ def test_prediction_is_the_measured_mismatch(config, format):
 
 @pytest.mark.parametrize("config", [DENSE[0], *EXPERTS], ids=lambda config: config.model_type)
 def test_no_tensor_waits_for_the_garbage_collector(config):
-    """What a pass leaves in cycles of references stays in memory until then, for a whole pass or longer."""
+    """A tensor in a cycle of references stays in memory until garbage is collected, for a whole pass or longer."""
     model = random_model(config)
     adjoint = Adjoint(lower(model, "bf16"), model)
-    adjoint(TOKENS)  # what the library makes once, it may make as it likes
+    adjoint(TOKENS)  # tensors that the library makes once do not count
     gc.collect()
     gc.disable()
     try:
@@ -143,7 +143,7 @@ def test_families_that_the_code_was_not_written_for(config):
     "config", [LlamaConfig(**GROUPED), MistralConfig(sliding_window=24, **GROUPED)], ids=["llama", "mistral"]
 )
 def test_other_attention(config, implementation):
-    """Grouped queries and a sliding window, whatever computes them."""
+    """Grouped queries and a sliding window, with other implementations of attention."""
     model = random_model(config)
     low = lower(model, "bf16")
     set_attention(low.model, implementation)
@@ -151,7 +151,7 @@ def test_other_attention(config, implementation):
 
 
 class Encoder(nn.Module):
-    """A Transformer of torch's own modules, which no list of Hugging Face classes knows."""
+    """A Transformer made of torch's own modules, not of transformers'."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ def test_any_module():
 
 
 def site_by_name(path: str) -> str:
-    """What the module that owns a parameter is for, from the names that the library gives."""
+    """The site of a parameter, from the name that the library gives its module."""
     leaf = path.split(".")[-1]
     if "norm" in leaf or leaf.startswith("ln_"):
         return "norm"
@@ -190,13 +190,13 @@ def site_by_name(path: str) -> str:
 
 
 def places_of(model, low):
-    """One row per place of a pass that ends with the logits."""
+    """The contributions of a pass that ends with the logits: one row per place."""
     return Adjoint(low, output=lambda model, tokens: model(tokens).logits)(TOKENS[:1, :12]).contributions
 
 
 @each_family
 def test_sites(config):
-    """Every weight's site is the one its name says; kernels make all sites, in every block."""
+    """The site of every weight agrees with its name, and the kernels of every block have all sites."""
     model = random_model(config)
     places = places_of(model, lower(model, "bf16"))
     weights, kernels = places.query("kind == 'weight'"), places.query("kind == 'kernel'")
@@ -215,7 +215,7 @@ def test_sites(config):
 
 @each_mixture
 def test_mixtures_of_experts(config):
-    """The estimate holds where no change of experts can reach, and is too low in the windows with a change."""
+    """The prediction holds for tokens that no change of experts reaches, and is too low in windows with a change."""
     model = random_model(config)
     low = lower(model, "bf16")
     changed = changed_choices(low, model, TOKENS).any(0)  # of any router

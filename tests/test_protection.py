@@ -1,4 +1,4 @@
-"""Plans: what vanishes, against the estimator run on the protected model and against measured mismatch."""
+"""Plans: the roundings that vanish, compared with a prediction of the protected model and with measurements."""
 
 import itertools
 import pickle
@@ -88,7 +88,7 @@ def contributions(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=
 
 @torch.no_grad()
 def measured(model: nn.Module, chosen: Plan, tokens: torch.Tensor, execution: str = "auto") -> np.ndarray:
-    """Mismatch of every window under the plan."""
+    """The mismatch of every window under the plan."""
     low = apply(model, chosen, execution)
     with low.running():
         final = final_hidden(low.model, tokens)
@@ -97,7 +97,7 @@ def measured(model: nn.Module, chosen: Plan, tokens: torch.Tensor, execution: st
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A small GPT-2 with its head, its contributions, and their tokens; nothing changes them."""
+    """A small GPT-2 with its head, its contributions, and their tokens; no test changes them."""
     model = random_gpt2(TINY)
     model.set_attn_implementation("eager")
     tokens = torch.randint(TINY.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -118,11 +118,11 @@ def embedded():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family, tiny_tokens):
-    """The prediction of a plan against a new prediction, of the model to which the plan was applied.
+    """The prediction of a plan is compared with a new prediction, for the model to which the plan was applied.
 
-    As many kernels round as were left in the sum, and what they contribute is alike: the numbers that
-    they round are others. With the stream in fp32 the estimator takes the norms' rounded weights for
-    exact, so the stream is kept together with norms.
+    As many kernels round as were left in the sum. Their contributions differ a little, since they round other numbers.
+    Beside an fp32 stream the estimator takes the rounded weights of norms for exact, so the stream is kept together
+    with the norms.
     """
     model = random_model(FAMILIES[family])
     model.set_attn_implementation("eager")
@@ -141,7 +141,7 @@ def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_are_predicted_as_measured_in_every_family(family):
-    """Probes and the weights' roundings are the same in all windows: with small models, means scatter by that."""
+    """The tolerance: in a small model means scatter, as all windows share the probes and the rounded weights."""
     model = random_model(FAMILIES[family])
     model.set_attn_implementation("eager")
     tokens = torch.randint(101, (24, 64), generator=torch.Generator().manual_seed(5))
@@ -162,7 +162,7 @@ def test_attention_kept_in_fp32_rounds_neither_scores_nor_probabilities(tiny_tok
 
 
 def rounding_kernels(places, chosen: Plan) -> int:
-    """How many kernels round; beside an fp32 stream position tables are fp32, and every branch casts them."""
+    """The number of kernels that round. Position tables do not count: beside an fp32 stream every branch casts them."""
     in_block_itself = places.module.str.fullmatch(r"(.+\.)?\d+")
     tables = places.module.str.contains("rotary") | (in_block_itself & places.name.eq("to"))
     return int((places.kind.eq("kernel") & ~(tables & chosen.residual)).sum())
@@ -203,7 +203,7 @@ def test_a_post_norm_stream_is_neither_offered_nor_applied(tiny_tokens):
 
 
 def test_the_language_part_of_a_vision_model_is_planned_for(tiny_tokens):
-    """A vision tower's blocks do not run over text: they are neither offered nor asked for."""
+    """The blocks of a vision tower do not run over text. They are neither offered nor checked."""
     text = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
     vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     images = {"mm_tokens_per_image": 4, "image_token_index": 100, "boi_token_index": 99, "eoi_token_index": 98}
@@ -220,7 +220,7 @@ def test_the_language_part_of_a_vision_model_is_planned_for(tiny_tokens):
 
 
 def test_a_protected_model_can_be_asked_again(tiny):
-    """Of its fp32 parameters only kept ones are exact: beside an fp32 stream norms have rounded weights."""
+    """Beside an fp32 stream norms have fp32 weights that are rounded; only those of kept modules are exact."""
     model, known, tokens = tiny
     for names in (["residual"], ["norms", "embedding"]):
         chosen = known.of_sites(names)
@@ -308,7 +308,7 @@ def test_scores_are_not_offered_where_attention_is_more_than_a_softmax(tiny_toke
 
 @pytest.mark.parametrize("width", [64, 80])
 def test_embeddings_that_are_scaled_exactly_are_promised_no_gain(width):
-    """By the root of the width: 8 is a power of two, so that the cast back rounds as the weights were."""
+    """The scale is the root of the width. 8 is a power of two: the cast back rounds as the weights were rounded."""
     config = GemmaConfig(**GATED | {"hidden_size": width, "num_hidden_layers": 1}, head_dim=8)
     model = random_model(config)
     tokens = torch.randint(101, (16, 40), generator=torch.Generator().manual_seed(5))
@@ -356,7 +356,7 @@ def test_units_without_parameters_are_no_blocks(tiny_tokens):
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
 def test_predicted_mismatch_is_that_measured(embedded, format):
-    """Means over 64 windows of one rounding each, which vary by 7 %; the largest deviation seen is 3 %."""
+    """Each of 64 windows has one realisation of errors, with a scatter of 7 %. Means deviated by 3 % at most."""
     model, tokens = embedded
     known = contributions(model, tokens, format)
     plans = [known.keep(), *(known.plan(k) for k in (2, 4)), *(known.plan(k, "sites") for k in (1, 2, 3))]
@@ -367,7 +367,7 @@ def test_predicted_mismatch_is_that_measured(embedded, format):
 
 
 def test_plans_for_fp8_in_linear_layers(embedded):
-    """Every prediction is 3 to 8 % too large, as that of no plan is; modules and branches, which hold such layers."""
+    """Predictions are 3 to 8 % too large, as without a plan. All plans here keep linear layers."""
     model, tokens = embedded[0], embedded[1][:16]
     known = contributions(model, tokens, "fp8_e4m3_linear")
     kept = known.keep().predicted
@@ -378,7 +378,7 @@ def test_plans_for_fp8_in_linear_layers(embedded):
 
 @pytest.mark.parametrize(("format", "tolerance"), [("bf16", 0.12), ("fp8_e4m3_scaled", 0.12)])
 def test_plans_where_weights_only_are_rounded(embedded, format, tolerance):
-    """All windows meet the same errors of weights, so their mean is one draw from what is expected."""
+    """All windows share the errors of weights, so that their mean is a single realisation."""
     model, tokens = embedded[0], embedded[1][:12]
     low = lower(model, format, "weights")
     known = contributions(model, tokens, format, low=low)
@@ -392,7 +392,7 @@ def test_plans_where_weights_only_are_rounded(embedded, format, tolerance):
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_kept_block_is_a_patched_one(tiny, layer):
-    """One of E3's patched passes, in which the fp32 block runs with another attention kernel."""
+    """The same as a patched pass of E3, in which the fp32 block runs with another attention kernel."""
     model, known, tokens = tiny
     model = random_gpt2(TINY)
     low = lower(model, "bf16")
@@ -571,7 +571,7 @@ def test_soft_capped_scores_are_not_computed_without_their_cap(tiny_tokens):
     ids=lambda config: config.model_type,
 )  # fmt: skip
 def test_every_site_that_is_offered_can_be_kept(config, tiny_tokens):
-    """Blocks that return attention weights too, norms without parameters, attention without the interface."""
+    """Among them: blocks that also return attention weights, norms without parameters, attention of a model's own."""
     torch.manual_seed(0)
     kinds = {"attn_implementation": "eager"} if config.model_type != "mamba" else {}
     model = AutoModel.from_config(config, **kinds).eval().requires_grad_(False)
@@ -582,7 +582,7 @@ def test_every_site_that_is_offered_can_be_kept(config, tiny_tokens):
 
 
 def test_a_stream_that_is_fp32_already_is_not_rounded_at_kept_blocks(tiny_tokens):
-    """Mamba's: casting the output of a block back would add a rounding that was not there."""
+    """Mamba has such a stream. A cast of a block's output would add a rounding."""
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=3, state_size=4, residual_in_fp32=True)
     model = AutoModel.from_config(config).eval().requires_grad_(False)
@@ -593,7 +593,7 @@ def test_a_stream_that_is_fp32_already_is_not_rounded_at_kept_blocks(tiny_tokens
 
 
 def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_tokens):
-    """What it looks up is cast back to what it was: only with an fp32 stream are embeddings worth keeping."""
+    """The cast back rounds the entries as the table was rounded. Embeddings gain only beside an fp32 stream."""
     known = contributions(tiny_gpt2.transformer, tiny_tokens[:1])
     assert known.of_sites(["embedding"]).predicted == known.keep().predicted
     assert known.of_sites(["embedding", "residual"]).predicted < known.of_sites(["residual"]).predicted
@@ -615,7 +615,7 @@ def test_weights_alone_need_no_fp32_stream(tiny_gpt2, tiny_tokens):
 
 
 def test_a_norm_with_a_gain_of_one_still_casts_its_result(tiny_tokens):
-    """Scaling by 1 is exact; what the norm gives back is rounded all the same."""
+    """Scaling by 1 is exact. The result of the norm is rounded all the same."""
     torch.manual_seed(0)
     model = AutoModel.from_config(LlamaConfig(**GATED)).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -721,7 +721,7 @@ def test_a_protected_model_has_no_score(chosen, tiny_gpt2):
 
 
 def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
-    """Where the logits are what is predicted, neither the head's weights nor its results round any longer."""
+    """If the error of the logits is predicted, a kept head rounds neither its weights nor its results."""
 
     def logits(model, tokens):
         return model(tokens, use_cache=False).logits
