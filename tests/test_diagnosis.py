@@ -1,4 +1,4 @@
-"""The diagnosis: what is asked and refused, what is measured, and the page with everything that can happen on it."""
+"""The diagnosis: requests that are taken or refused, measurements, and the page with everything that can be on it."""
 
 import re
 import shlex
@@ -48,7 +48,7 @@ WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, 
 
 
 def diagnose(model, tokens, **changes) -> diagnosis.Diagnosis:
-    """The diagnosis of a model that was not loaded from anywhere."""
+    """The diagnosis of a model that was made here."""
     return diagnosis.diagnose(replace(ASKED, **changes), Inputs(model, tokens.flatten(), ""), tokens, ENOUGH)
 
 
@@ -112,7 +112,7 @@ def test_forecast_of_the_embedded_checkpoint():
 
 
 def live_peak(work):
-    """Most bytes that are in use at once during ``work``, over what was before."""
+    """The largest number of bytes in use at once during ``work``, beyond those in use before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     steps = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -156,7 +156,7 @@ def test_memory_decides_on_the_reference(tiny_gpt2, tiny_tokens):
 
 
 def test_a_pass_compared_with_itself_and_by_hand():
-    """Two tokens, three words: KL, changed words and losses written out."""
+    """Two tokens, three words: KL, changed words and losses computed by hand."""
     tokens = torch.tensor([[0, 2]])
     p, q = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]]), torch.tensor([[[0.4, 0.4, 0.2], [0.5, 0.2, 0.3]]])
     state = torch.ones(1, 2, 4)
@@ -341,7 +341,7 @@ def test_a_prediction_that_misses_is_said(offset, alike):
 
 
 def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
-    """What is multiplied in fp8 and what stays in bf16 are told apart."""
+    """The page tells what is multiplied in fp8 from what stays in bf16."""
     found = diagnose(tiny_gpt2, tiny_tokens, format="fp8_e4m3_linear", budget="3 modules")
     html = page.page(found)
     assert f"{found.execution} bf16, linear layers of blocks in fp8_e4m3_scaled." in " ".join(html.split())
@@ -434,7 +434,7 @@ def test_command_says_everything_that_was_asked():
 
 
 def test_command_leaves_the_defaults_away_so_that_results_stay_in_one_place():
-    """``make`` keeps what was computed with a MODEL= or DATA= apart (outputs/PROFILE-custom)."""
+    """``make`` writes results of a MODEL= or DATA= to another folder (outputs/PROFILE-custom)."""
     command = page.command(replace(ASKED, model="embedded", data="embedded"), "embedded")
     assert not {"MODEL", "DATA", "RESULTS"} & {word.partition("=")[0] for word in command.split()}
 

@@ -1,4 +1,4 @@
-"""Figures show what their tables hold, labelled, and are written the same way twice."""
+"""Figures show the contents of their tables, have labels, and give the same bytes twice."""
 
 import subprocess
 import sys

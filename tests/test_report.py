@@ -1,4 +1,4 @@
-"""Verdicts on hand-made tables, and the page: complete, self-contained, the same bytes for the same run."""
+"""Verdicts on tables made by hand. The page: complete, in one file, with the same bytes for the same run."""
 
 import base64
 import re
@@ -109,7 +109,7 @@ def test_claim_and_opposite_never_both_hold(values, bound):
 
 
 def test_runs_on_the_same_windows_are_drawn_together():
-    """Two formats that say the same are one piece of evidence, not two."""
+    """Two formats with the same values are one observation, not two."""
     once = pd.DataFrame({"x": [0.1, 0.5, 0.2, 0.9, 0.4, 0.3], "length": [1, 1, 1, 2, 2, 2], "seed": [0, 1, 2] * 2})
     both = pd.concat([once, once])
     quantity = Quantity("E9", "x", "t", "x", claim="positive", test="above")
@@ -162,7 +162,7 @@ def test_bound_may_depend_on_the_table():
 
 
 def mitigation(shift: float) -> pd.DataFrame:
-    """Runs of E5 in which BGSS is better than its rivals by ``shift`` in everything."""
+    """Runs of E5 in which BGSS is better than the other policies by ``shift`` in every quantity."""
     runs = pd.DataFrame([(policy, seed) for policy in POLICIES for seed in range(3)], columns=["policy", "seed"])
     better = shift * (runs.policy == "bgss") * (1 + 0.1 * runs.seed)
     quantities = dict.fromkeys(("onsets", "onsets_release_ratio", "final_mismatch", "max_mismatch"), 10 - better)
@@ -209,7 +209,7 @@ def complete() -> dict[str, pd.DataFrame]:
 
 @pytest.fixture
 def tables(complete) -> dict[str, pd.DataFrame]:
-    """``complete``, free to be changed: tables added, replaced or left out."""
+    """A copy of ``complete`` that a test may change."""
     return dict(complete)
 
 

@@ -1,4 +1,4 @@
-"""Tables read back as they were kept, and the paper's numbers stand beside ours as people write them."""
+"""Tables are read back as they were written, and show the paper's numbers beside ours."""
 
 import numpy as np
 import pandas as pd

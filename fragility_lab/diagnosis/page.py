@@ -173,7 +173,7 @@ def uri(axes: Axes) -> str:
 
 
 def pictures(diagnosis: Diagnosis) -> dict[str, str]:
-    """The page's figures by name, as far as there is something to show."""
+    """The page's figures by name; a figure without data is absent."""
     found, contributions = {}, diagnosis.contributions
     if contributions is not None:
         by_site = shares(contributions, "site")
