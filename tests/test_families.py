@@ -349,7 +349,7 @@ def test_weight_norms_are_followed(name):
 
 @pytest.mark.parametrize("execution", ["native", "emulated"])
 def test_layers_of_different_reach(monkeypatch, execution):
-    """Sliding layers, which have masks, show all keys, full ones those seen: their scores fall into other segments."""
+    """Sliding layers have masks and show all keys; full ones show the visible keys. Their segments differ."""
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 2**18)
     reach = {"max_position_embeddings": 256, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     config = Qwen2Config(**GROUPED | reach)

@@ -158,5 +158,8 @@ def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
 
 
 def replace_forward(module: nn.Module, forward: Callable) -> None:
-    """Let ``module`` run ``forward``. A hook cannot keep the module's own from running; a wrapper changes all paths."""
+    """Let ``module`` run ``forward`` in place of its own, which no hook can prevent from running.
+
+    A module around it would do, too, but the paths of modules would change.
+    """
     module.forward = forward
