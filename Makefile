@@ -118,7 +118,7 @@ bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
 
 .PHONY: lab
 lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
-	$(PYTHON) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(PYTHON) -m jupyterlab --config=jupyter_server_config.py $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: docs
 docs: $(ENVIRONMENT)  ## write docs/results.md and README's findings from the tables of outputs/embedded

@@ -1,8 +1,10 @@
-"""What ``make lab`` and a ``jupyter lab`` started in this folder do: open the start page, save notebooks clean."""
+"""JupyterLab for this project (``make lab``): it opens the start page and saves notebooks clean."""
 
 from pathlib import Path
+
+from fragility_lab.running.refresh import before_saving
 
 c = get_config()  # noqa: F821 (Jupyter defines it)
 c.ServerApp.root_dir = str(Path(__file__).parent)
 c.LabApp.default_url = "/lab/tree/notebooks/start.ipynb"
-c.ContentsManager.pre_save_hook = "fragility_lab.running.refresh.before_saving"
+c.ContentsManager.pre_save_hook = before_saving

@@ -141,7 +141,7 @@ def test_right_numbers(answer):
     ],
 )
 def test_ways_to_write_a_number(answer, values):
-    assert numbers(answer) == pytest.approx(values, rel=1e-15)
+    assert sorted(numbers(answer)) == pytest.approx(sorted(values), rel=1e-15)
 
 
 @pytest.mark.parametrize("answer", ["0.13", "-0.125", "0", "8"])
@@ -268,4 +268,4 @@ def test_solutions_are_accepted_and_others_are_not(name):
         wrong = wrong or [repr(float(factor * exercise.solution)) for factor in (0.9, 1.1, -1.0)]
         assert exercise.is_right(str(exercise.solution))
         assert not any(map(exercise.is_right, wrong))
-        assert exercise.hint and str(exercise.solution) not in exercise.hint
+        assert exercise.hint != exercise.explanation and exercise.hint

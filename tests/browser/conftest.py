@@ -91,7 +91,8 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
     shutil.copytree(paths.OUTPUTS / "embedded" / "tables", root / "outputs" / "embedded" / "tables")
     environment, log = private_environment(home), home / "lab.log"
     command = [
-        sys.executable, "-m", "jupyterlab", *["--allow-root"] * (os.geteuid() == 0), "--no-browser",
+        sys.executable, "-m", "jupyterlab", "--config=jupyter_server_config.py", "--no-browser",
+        *["--allow-root"] * (os.geteuid() == 0),
         "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={free_port()}",
     ]  # fmt: skip
     with log.open("w") as stream:
