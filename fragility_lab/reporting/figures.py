@@ -3,6 +3,8 @@
 Importing this module changes no setting of matplotlib. Whatever draws does so inside of ``style``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
@@ -26,9 +28,18 @@ STYLE = {
 }  # fmt: skip
 
 
-def style() -> mpl.rc_context:
-    """The settings of every figure, as a context or a decorator. Saving needs them as well as drawing."""
-    return mpl.rc_context(STYLE)
+@contextmanager
+def style() -> Iterator[None]:
+    """The settings of every figure, as a context or a decorator. Saving needs them as well as drawing.
+
+    ``mpl.rc_context`` would also undo what the first figure of a notebook sets: that the backend shows figures.
+    """
+    before = {name: mpl.rcParams[name] for name in STYLE}
+    mpl.rcParams.update(STYLE)
+    try:
+        yield
+    finally:
+        mpl.rcParams.update(before)
 
 
 @style()

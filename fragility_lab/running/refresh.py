@@ -34,5 +34,8 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or notebook_names():
         executed = nbformat.read(execute(name, SMOKE, {}), as_version=4)
         executed.cells = [cell for cell in executed.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
+        for cell in executed.cells:
+            if cell.cell_type == "code":  # progress bars come as text
+                cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         clean(executed)
         nbformat.write(executed, notebook_path(name))
