@@ -13,8 +13,9 @@ matplotlib.use("Agg")
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
-from fragility_lab.lessons import attention_error, floating_point, head
+from fragility_lab.lessons import attention_error, floating_point, head, stacks
 from fragility_lab.lessons.head import DRAWS, KEYS, WIDTH
+from fragility_lab.lessons.widgets import exercises
 
 formats = st.sampled_from(floating_point.LOW)
 without_deadline = settings(deadline=None, max_examples=30)
@@ -188,3 +189,39 @@ def test_readout_names_the_value_scales_that_break_the_bound():
     assert readout.endswith("and 2^16 to 2^20; it is 0.0052 ‖A‖")  # values of a few 2^14 still fit below 65504
     _, readout = attention_error.beyond_range(0.5, "fp8_e4m3")
     assert "fails for values of 2^10;" in readout  # far above, all saturate: the bound exceeds ‖A‖ and allows it
+
+
+# --- Exercises ----------------------------------------------------------------------------------
+
+HALVES = {"target": 0.5, "epsilon_min": 1e-5, "epsilon_max": 1e-2}
+
+# The answers that the library can compute, by lesson and by the place of the exercise in it.
+SOLUTIONS = {
+    ("floating_point", 0): lambda: floating_point.spacing(300, get_format("bf16")),
+    ("floating_point", 2): lambda: floating_point.row_sensitivity(torch.tensor([0.8, 0.2])),
+    ("floating_point", 4): lambda: math.hypot(101, 99) / math.hypot(1, -1),
+    ("attention_error", 0): lambda: get_format("bf16").unit_roundoff / get_format("fp16").unit_roundoff,
+    ("attention_error", 2): lambda: math.log(64),
+    ("attention_error", 4): lambda: 1 / get_format("fp8_e5m2").unit_roundoff,
+    ("layernorm_epsilon", 0): lambda: theory.layernorm_factor(0.04, 0.0),
+    ("layernorm_epsilon", 1): lambda: 2,
+    ("layernorm_epsilon", 2): lambda: theory.layernorm_ratio(10.0, 1e-5, 768, 2**-11),
+    ("layernorm_epsilon", 4): lambda: 2 * (64 * 128) ** 0.5,
+    ("residual_depth", 0): lambda: torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2),
+    ("residual_depth", 1): lambda: theory.downstream_transport(torch.full((13,), 0.2))[0],
+    ("residual_depth", 2): lambda: torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2),
+    ("residual_depth", 3): lambda: 2**10 / stacks.course("rotation", 1.0, 10).worst.iloc[-1],
+    ("controller", 0): lambda: theory.layernorm_ratio(0.01, 1e-5, 128, 2**-11),
+    ("controller", 2): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
+    ("controller", 4): lambda: 11 + math.ceil(math.log2(96_000)),
+    ("window", 1): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
+    ("window", 2): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
+}
+
+
+def test_answers_to_the_exercises_are_those_of_the_library():
+    lessons = {lesson for lesson, _ in SOLUTIONS}
+    asked = {(lesson, place): x for lesson in lessons for place, x in enumerate(exercises(lesson))}
+    assert SOLUTIONS.keys() == {key for key, exercise in asked.items() if not exercise.options}
+    for key, solution in SOLUTIONS.items():
+        assert asked[key].solution == pytest.approx(float(solution()), rel=1e-5), key

@@ -7,13 +7,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_core.arithmetic.formats import get_format
 from fragility_lab.lessons import slack
 from fragility_lab.lessons.head import DRAWS, KEYS, STEPS, errors, ladder, normal, peaked, stored
-from fragility_lab.lessons.widgets import Exercise
+from fragility_lab.lessons.widgets import exercises
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.figures import Axes
 
+EXERCISES = exercises("attention_error")
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 MARGINS = torch.linspace(0.25, 10, 40, dtype=torch.float64)
 MEASURES = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
@@ -103,44 +103,3 @@ def beyond_range(margin: float, format: str) -> tuple[list[Axes], str]:
         + (f"fails for values of {where}" if where else f"holds from 2^{EXPONENTS[0]} to 2^{EXPONENTS[-1]}")
         + f"; it is {allowed[format]:.2g} ‖A‖"
     )
-
-
-# --- Exercises ------------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "The same head in bf16 instead of fp16: by what factor does the bound of Theorem 1 (attention) grow?",
-        get_format("bf16").unit_roundoff / get_format("fp16").unit_roundoff,
-        "Only one factor of the bound depends on the format.",
-        "The bracket and ‖P‖ ‖V‖₂ belong to the exact head, so only u changes: from 2⁻¹¹ to 2⁻⁸, a factor of 8.",
-    ),
-    Exercise(
-        "All values are multiplied by 4, far from the ends of the range. What do absolute and relative error do?",
-        "absolute × 4, relative stays",
-        "Move the slider of the value scale in the first figure, and change its error from absolute to relative.",
-        "A and its error are both linear in V, and a common factor cancels in κ_val = ‖P‖ ‖V‖₂ / ‖A‖. As 4 is a "
-        "power of two, every rounding error is exactly four times as large.",
-        ("both stay", "absolute × 4, relative stays", "both × 4", "absolute stays, relative / 4"),
-    ),
-    Exercise(
-        "One key is ahead of 64 equal ones by a margin. At which margin is d_smx largest?",
-        math.log(64),
-        "There the key has the probability 1/2.",
-        "d_smx is largest where the one key weighs as much as all others together: p = 1/2, hence e^margin = 64, and "
-        "the margin is ln 64 = 4.16. The longer the context, the larger the margin at which a head is fragile.",
-    ),
-    Exercise(
-        "Two keys tie, P = (1/2, 1/2), and their values are +1 and −1. What does the relative form of the theorem say?",
-        "nothing: A = 0",
-        "How large is A = PV?",
-        "The values cancel, so A = 0 and κ_val = ‖P‖ ‖V‖₂ / ‖A‖ is undefined. The absolute form still holds.",
-        ("the relative error is at most u", "the relative error is at most 1", "nothing: A = 0"),
-    ),
-    Exercise(
-        "In fp8_e5m2, how large may bracket × κ_val be before the bound allows an error as large as A itself?",
-        1 / get_format("fp8_e5m2").unit_roundoff,
-        "The relative bound is bracket × u κ_val. How large is u?",
-        "The relative bound is bracket × u κ_val with u = 1/8. It reaches 1 at bracket × κ_val = 8; above, the bound "
-        "says nothing.",
-    ),
-)

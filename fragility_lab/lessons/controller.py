@@ -3,7 +3,6 @@
 The statistics stay as recorded. Raising epsilon changes neither LayerNorm's output nor anything after it here.
 """
 
-import math
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -15,10 +14,11 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.bgss import State, advance, get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.lessons import record
-from fragility_lab.lessons.widgets import Exercise
+from fragility_lab.lessons.widgets import exercises
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.figures import Axes
 
+EXERCISES = exercises("controller")
 RUNS = {"steady": 6e-4, "spiking": 3e-2}  # names of the recorded runs, by their learning rate
 FP16 = get_format("fp16").unit_roundoff
 BASE, CAP = 1e-5, 1e-2  # epsilon before any action, and the largest that the controllers set
@@ -246,50 +246,3 @@ def _table(axes: Axes, inspection: Inspection, policy: PrintedBGSS) -> None:
         label.set_backgroundcolor(shade)
     axes.get_xticklabels()[-1].set_color("white")
     axes.set_yticks([])
-
-
-# --- Exercises ----------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "A block has σ² = 0.01, ε = 10⁻⁵ and d_model = 128, and runs in fp16 (u = 2⁻¹¹). What is its ρ_LN?",
-        theory.layernorm_ratio(0.01, 1e-5, 128, FP16),
-        "ρ_LN = (σ² / ε) · d_model · u, and 128 · 2⁻¹¹ = 1/16.",
-        "ρ_LN = (0.01 / 10⁻⁵) · 128 · 2⁻¹¹ = 1000 / 16 = 62.5. The gate ρ_LN &lt; 1 is closed.",
-    ),
-    Exercise(
-        "When does raising ε lower M_LN noticeably?",
-        "when ε comes near σ²",
-        "In the first figure, compare block 0 with another block.",
-        "f(ε) = (ε + 2σ²) / (σ² + ε)^{3/2} is flat as long as ε is far below σ². So compare ε with σ², and not with "
-        "its old value: a factor of 1000 from 10⁻⁵ to the cap changes nothing if σ² = 10.",
-        ("whenever ε doubles", "when ε comes near σ²", "when G is large", "when u is large"),
-    ),
-    Exercise(
-        "A block has ρ_LN = 0.8 at ε = 10⁻⁵, and ρ* = 1/2. Which ε does the printed update give?",
-        float(
-            theory.epsilon_update(
-                1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, target=0.5, epsilon_min=BASE, epsilon_max=CAP)
-            )
-        ),
-        "The candidate is σ² d_model u / ρ*. Express σ² d_model u by ρ_LN and ε.",
-        "The candidate is σ² d_model u / ρ* = ρ_LN ε / ρ* = 0.8 · 10⁻⁵ / 0.5 = 1.6 · 10⁻⁵. As the gate needs "
-        "ρ_LN &lt; 1, one action raises ε by a factor below 1/ρ*.",
-    ),
-    Exercise(
-        "In the playground, steady run, fp16: lower both thresholds as far as they go. What stops the blocks now?",
-        "ρ_LN ≥ 1",
-        "Which colour fills the left picture, and which gate below the right one has this colour?",
-        "Every G and every φ passes, and the regime gate stops all blocks. To pass, σ² would have to be below "
-        "ε / (d_model u) = 1.6 · 10⁻⁴. The smallest σ² of the run, taking the larger one of each block, is 0.005. "
-        "(In the spiking run φ falls further, and its gate stops some blocks first.)",
-        ("G < τ_G", "φ < τ_φ", "ρ_LN ≥ 1", "the budget"),
-    ),
-    Exercise(
-        "A block has ρ_LN = 96,000 in fp16. Let u = 2⁻ᵏ. From which k on does the block pass the regime gate?",
-        11 + math.ceil(math.log2(96_000)),
-        "ρ_LN is proportional to u, and fp16 has k = 11. How many times must 96,000 be halved?",
-        "96,000 lies between 2¹⁶ and 2¹⁷, so it takes 17 bits more than the 11 of fp16: k = 28. fp32 has only 24. The "
-        "gate asks for a format in which there is nothing left to repair.",
-    ),
-)

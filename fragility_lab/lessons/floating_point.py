@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import FORMATS, Format, get_format
-from fragility_lab.lessons.widgets import Exercise
+from fragility_lab.lessons.widgets import exercises
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.figures import Axes
 
+EXERCISES = exercises("floating_point")
 LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 ROWS, KEYS = 400, 16
 
@@ -215,44 +216,3 @@ def score_rounding(offset: float, spread: float, format: str) -> tuple[list[Axes
         f"{format}, offset {offset:g}, spread {spread:g}: bound / observed = {slack:.2g} (median); "
         f"above the first-order bound: {above.sum()} of {ROWS}; above u‖s‖/2: {never.sum()}"
     )
-
-
-# --- Exercises ------------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "How far apart are the neighbours of 300 in bf16?",
-        spacing(300, FORMATS["bf16"]),
-        "Between 2^e and 2^(e+1) the spacing is 2u · 2^e. Which e belongs to 300?",
-        "300 lies between 2⁸ and 2⁹, where the spacing is 2u · 2⁸. For bf16 u = 2⁻⁸, so the spacing is 2.",
-    ),
-    Exercise(
-        "Which of these integers can fp16 not hold?",
-        "2049",
-        "Where does the spacing of fp16 become 2?",
-        "fp16 has 11 bits of significand, u = 2⁻¹¹. Up to 2¹¹ = 2048 the spacing is at most 1. From 2048 to 4096 the "
-        "spacing is 2, so 2049 lies half-way between two numbers and is rounded to 2048.",
-        ("1025", "2047", "2049", "4094"),
-    ),
-    Exercise(
-        "Two keys have the probabilities 0.8 and 0.2. What is ‖J(p)‖₂?",
-        row_sensitivity(torch.tensor([0.8, 0.2], dtype=torch.float64)).item(),
-        "Write out J(p) = Diag(p) − p pᵀ: its four entries have the same magnitude.",
-        "For two keys J(p) = p₁p₂ [[1, −1], [−1, 1]], whose norm is 2 p₁ p₂ = 2 · 0.8 · 0.2 = 0.32.",
-    ),
-    Exercise(
-        "Which row of probabilities passes on errors of its scores most strongly?",
-        "(0.5, 0.5, 0, 0)",
-        "Look at the triangle: where is ‖J‖₂ = 1/2?",
-        "A tie of two keys with nothing left for the others reaches 1/2. Four equal keys have only 1/4, and a decided "
-        "row has almost 0. What matters is how much probability a small change can move between two keys.",
-        ("(0.25, 0.25, 0.25, 0.25)", "(0.5, 0.5, 0, 0)", "(0.4, 0.3, 0.2, 0.1)", "(0.97, 0.01, 0.01, 0.01)"),
-    ),
-    Exercise(
-        "Scores (1, −1) become (101, 99): softmax is the same. By what factor does u ‖s‖ ‖J(p)‖₂ grow?",
-        math.hypot(101, 99) / math.hypot(1, -1),
-        "u and J(p) stay the same. Compare ‖s‖ before and after.",
-        "u and J(p) stay the same, ‖s‖ goes from √2 to √(101² + 99²) = 141.4: a factor of 100. Rounding errors are "
-        "relative to the scores, but softmax depends on their differences only.",
-    ),
-)

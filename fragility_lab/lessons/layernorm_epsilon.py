@@ -10,10 +10,11 @@ from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
 from fragility_lab.lessons import embedded, slack
 from fragility_lab.lessons.rows import FEATURES, STEPS, drawn, errors, ladder, mean_variance, uneven_gamma
-from fragility_lab.lessons.widgets import Exercise
+from fragility_lab.lessons.widgets import exercises
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.figures import Axes
 
+EXERCISES = exercises("layernorm_epsilon")
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 WIDTHS = ("64", "128", "768", "4096")
 DRAWS = 4
@@ -188,44 +189,3 @@ def matrix_readings() -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows).rename_axis("block")
-
-
-# --- Exercises --------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "σ² = 0.04 and ε is negligible beside it. How large is f(ε)?",
-        theory.layernorm_factor(0.04, 0.0),
-        "Set ε = 0 in f(ε) = (ε + 2σ²) / (σ² + ε)^{3/2}. σ² = 0.04 means σ = 0.2.",
-        "f(0) = 2σ² / σ³ = 2 / σ = 2 / 0.2 = 10. For a row with ‖x‖ = 1 and γ = 1 the bound is 10 u.",
-    ),
-    Exercise(
-        "C_LN is the bound relative to the output. ε is raised from 0 without limit. By what factor does C_LN fall at "
-        "most?",
-        2.0,
-        "The right-hand picture of the first figure shows C_LN as a share of its value at ε = 0.",
-        "If all γ are equal, C_LN is ‖x‖ / ‖x − μ‖ times (ε + 2σ²) / (ε + σ²), which falls from 2 to 1. The absolute "
-        "bound falls further, but only because the output shrinks.",
-    ),
-    Exercise(
-        "σ² = 10, ε = 10⁻⁵, d = 768, fp16 (u = 2⁻¹¹). How large is ρ_LN?",
-        theory.layernorm_ratio(10.0, 1e-5, 768, get_format("fp16").unit_roundoff),
-        "ρ_LN = (σ² / ε) · d · u, and 2⁻¹¹ = 1/2048.",
-        "ρ_LN = (σ² / ε) d u = 10⁶ · 768 / 2048 = 375,000. The gate opens above ε = 3.75.",
-    ),
-    Exercise(
-        "A LayerNorm in bf16 with d = 768 has ρ_LN = 1.5. Which is larger, ε or σ²?",
-        "ε",
-        "Solve ρ_LN = (σ² / ε) d u for σ² / ε, with u = 2⁻⁸.",
-        "d u = 768 / 256 = 3, so σ² / ε = ρ_LN / 3 = 1/2: ε dominates. The gate needs ε > 3σ² and is closed.",
-        ("ε", "σ²", "ρ_LN does not say"),
-    ),
-    Exercise(
-        "64 rows of 128 features with mean 0, γ = 1 and ε far below every row's variance. How large is M_LN of the "
-        "whole matrix, with a_ln = 1?",
-        2 * (64 * 128) ** 0.5,
-        "First one row: ‖x‖ = σ√128 and f = 2 / σ. Then take the root of the sum of 64 squares.",
-        "Each row has ‖x‖ = σ√128 and f = 2 / σ, hence M_LN = 2√128, whatever its variance. The root of the sum of 64 "
-        "squares is 2√(64 · 128) = 181. M_LN depends on x only where ε or the mean matter.",
-    ),
-)

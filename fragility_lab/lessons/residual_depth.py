@@ -7,10 +7,11 @@ from fragility_core import theory
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.stacks import WIDTH, course, jacobians, singular_values
-from fragility_lab.lessons.widgets import Exercise
+from fragility_lab.lessons.widgets import exercises
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.figures import Axes
 
+EXERCISES = exercises("residual_depth")
 GAINS = torch.linspace(0, 1.5, 31, dtype=torch.float64)
 
 
@@ -113,43 +114,3 @@ def checkpoint(layer: int, estimator: str) -> tuple[list[Axes], str]:
         f"block {layer}, {estimator}: ρ = {rho[estimator][layer]:.3g}; an error made here grows {here[estimator]:.3g}-"
         f"fold by ∏(1 + ρ), {here.worst:.3g}-fold in the worst direction, {here.rounding:.3g}-fold if bf16 rounds it"
     )
-
-
-# --- Exercises --------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "A block has J = diag(ρ, −ρ) with ρ = 0.5. What is its condition number?",
-        torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2).item(),
-        "κ is the quotient of the largest and the smallest singular value of I + J.",
-        "I + J = diag(1.5, 0.5), so κ = 3 = (1 + ρ) / (1 − ρ): the bound of Theorem 2 (residual blocks) is attained.",
-    ),
-    Exercise(
-        "ρ = 0.2 in each of the 12 blocks after an error. How large is the factor ∏(1 + ρ)?",
-        theory.downstream_transport(torch.full((13,), 0.2, dtype=torch.float64))[0].item(),
-        "All twelve factors are equal.",
-        "1.2¹² = 8.92.",
-    ),
-    Exercise(
-        "J = −I / 2 in three blocks. By what factor does an error change?",
-        torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2).item(),
-        "What is I + J?",
-        "Every block halves the error, so the factor is 1/8. ∏(1 + ρ) = 1.5³ = 3.4, because ρ contains the size of J "
-        "and not its sign.",
-    ),
-    Exercise(
-        "J turns by 90° (‖J‖₂ = 1) in ten blocks. How many times too large is ∏(1 + ρ)?",
-        float(2**10 / course("rotation", 1.0, 10).worst.iloc[-1]),
-        "x and Jx are orthogonal and of equal length. How long is x + Jx?",
-        "x and Jx are orthogonal, so each block multiplies every error by √(1 + ρ²) = √2, and ten blocks by 2⁵. "
-        "∏(1 + ρ) is 2¹⁰, which is 32 times too large.",
-    ),
-    Exercise(
-        "Which estimator of ρ is certain to be no smaller than ‖J‖₂?",
-        "operator_norm",
-        "See the table of the estimators above.",
-        "operator_norm multiplies norms of the parts of a block. power_iteration approaches ‖J‖₂ from below. release "
-        "divides norms of outputs by norms of inputs, and contains no derivative.",
-        TRANSPORTS,
-    ),
-)

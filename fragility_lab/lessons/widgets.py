@@ -14,8 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import ipywidgets
+import yaml
 from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, ToggleButtons, VBox
 
+from fragility_lab.paths import ASSETS
 from fragility_lab.reporting import figures
 
 LABEL = {"description_width": "14em"}
@@ -115,7 +117,7 @@ class Exercise:
     solution: float | str
     hint: str
     explanation: str
-    options: tuple[str, ...] = ()
+    options: Sequence[str] = ()
     tolerance: float = 0.01
 
     def __post_init__(self):
@@ -165,6 +167,12 @@ class Exercise:
         options = f"<ul>{''.join(f'<li>{option}</li>' for option in self.options)}</ul>" if self.options else ""
         text = f"<p>{self.question}</p>{options}{self._details()}"
         return {**self.panel()._repr_mimebundle_(), "text/html": text, "text/plain": self.question}
+
+
+def exercises(lesson: str) -> tuple[Exercise, ...]:
+    """The exercises of the module ``lesson``, in the order of ``fragility_lab/assets/exercises.yaml``."""
+    listed = yaml.safe_load((ASSETS / "exercises.yaml").read_text(encoding="utf-8"))
+    return tuple(Exercise(**texts) for texts in listed[lesson])
 
 
 # --- Answers that are numbers -------------------------------------------------------------------

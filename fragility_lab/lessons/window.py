@@ -22,10 +22,11 @@ from fragility_lab.experiments.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.controller import raised
-from fragility_lab.lessons.widgets import Exercise
+from fragility_lab.lessons.widgets import exercises
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.figures import Axes
 
+EXERCISES = exercises("window")
 FORMATS = ("bf16", "fp16")
 EPSILONS = tuple(10.0**exponent for exponent in range(-5, 2))  # the first is the checkpoint's own
 
@@ -285,48 +286,3 @@ def epsilon(block: int, exponent: int, format: str) -> tuple[list[Axes], str]:
         f"{measured.iloc[place]:.2g}; the output itself changes by {real.change.iloc[place]:.2g}, rounding's share is "
         f"{real[format].iloc[place]:.2g}"
     )
-
-
-# --- Exercises ----------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "Which block contributes most to the predicted mismatch of this window?",
-        "block 4",
-        "Look at the bars beside the formulas.",
-        "The attention term of block 4 is the second largest. That of block 8 is larger. But three blocks follow block "
-        "8 and seven follow block 4, so that an error of block 4 grows three times as much. Block 11 has a fifteenth "
-        "of the attention term of block 4, and no block follows it.",
-        ("block 0", "block 4", "block 8", "block 11"),
-    ),
-    Exercise(
-        "A LayerNorm has max|γ| = 1.2, σ² = 20 and ‖x‖ = 400, and ε = 10⁻⁵. How large is M_LN, with a_ln = 1?",
-        theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
-        "M_LN = max|γ| f(ε) ‖x‖. How large is f(ε) if ε is far below σ²?",
-        "ε is far below σ², so f(ε) = 2σ² / σ³ = 2 / √20 = 0.447, and M_LN = 1.2 · 0.447 · 400 = 215.",
-    ),
-    Exercise(
-        "Two blocks follow a block, with ρ = 0.5 and ρ = 0.2. By which factor does the score multiply M / ‖X_L‖ of the "
-        "first block?",
-        theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2], dtype=torch.float64))[0].item(),
-        "The factor is ∏(1 + ρ) over the later blocks.",
-        "(1 + 0.5)(1 + 0.2) = 1.8. A block's own ρ does not count, because the score places a block's errors at its "
-        "end.",
-    ),
-    Exercise(
-        "How does the measured error after the last block change from bf16 to fp16?",
-        "about 8 times smaller",
-        "To first order an error is proportional to u.",
-        "The terms and the transport belong to the model and hardly change, but u goes from 2⁻⁸ to 2⁻¹¹. To first "
-        "order every error is proportional to u.",
-        ("about the same", "about 3 times smaller", "about 8 times smaller", "about 64 times smaller"),
-    ),
-    Exercise(
-        "ε of block 0 is raised to 10⁻², in both passes. What changes most?",
-        "the output of the model",
-        "Set the last figure to block 0 and ε = 10⁻², and read its line of numbers.",
-        "In block 0, σ² is below 10⁻². So its LayerNorm divides by a much larger number, and the output moves by half "
-        "its norm. The mismatch moves by ten to twenty percent, as it does whenever other roundings happen.",
-        ("the mismatch", "the frozen G of block 0", "the output of the model", "nothing"),
-    ),
-)
