@@ -11,7 +11,7 @@ from fragility_lab.experiments.agreement import (
     retrieval,
     run_agreement,
 )
-from fragility_lab.reporting.bootstrap import spread
+from fragility_lab.reporting.verdicts import spread
 
 
 def windows(mismatch, overflow=None, **signals) -> pd.DataFrame:

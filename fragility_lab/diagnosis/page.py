@@ -18,10 +18,9 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.run import Diagnosis
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures
-from fragility_lab.reporting.bootstrap import spread
 from fragility_lab.reporting.html import data_uri, template
-from fragility_lab.reporting.tables import number
-from fragility_lab.reporting.words import duration, percent, quantity
+from fragility_lab.reporting.tables import duration, number, percent, quantity
+from fragility_lab.reporting.verdicts import spread
 
 MANY = 24  # bars and rows that a page shows
 TOLERATED = 1.1  # ratio of predicted to measured mismatch

@@ -7,11 +7,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_lab.lessons import slack
-from fragility_lab.lessons.head import DRAWS, KEYS, STEPS, errors, ladder, normal, peaked, stored
+from fragility_lab.lessons import pictures
+from fragility_lab.lessons.head import DRAWS, KEYS, errors, ladder, normal, peaked, stored
+from fragility_lab.lessons.pictures import BESIDE, HERE, LIMIT, TWO_COLUMNS, Picture, finish, panels, strength
 from fragility_lab.lessons.widgets import exercises
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
 
 EXERCISES = exercises("attention_error")
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -26,32 +25,27 @@ def sweep(value_exponent: int, format: str) -> pd.DataFrame:
     return table.assign(margin=MARGINS.repeat_interleave(DRAWS).numpy())
 
 
-def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> tuple[list[Axes], str]:
+def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> Picture:
     """Left: error and bound over the margin. Right: the terms in the bracket of the bound."""
     table = sweep(value_exponent, format)
     observed, bound = MEASURES[measure]
     mean = table.groupby("margin").mean()
     here = mean.iloc[np.abs(mean.index - margin).argmin()]
-    curve, terms = figures.panels(height=3.8)
+    curve, terms = panels(height=3.8)
 
     curve.plot(table.margin, table[observed], ".", color="C0", markersize=4, label="observed")
     curve.plot(mean.index, mean[bound], color="C3", label="bound")
-    figures.log_scale(curve, "y")
-    low, high = table[observed].min(), table[bound].max()
-    curve.set(
-        ylim=(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))), xlabel="margin",
-        ylabel=f"{measure} error", title=f"{format}: error of the head",
-    )  # fmt: skip
-    curve.legend(frameon=False, ncols=2, loc="upper right", fontsize="small")
+    decades = math.floor(math.log10(table[observed].min())), math.ceil(math.log10(table[bound].max()))
+    labels = ("margin", f"{measure} error", f"{format}: error of the head")
+    finish(curve, *labels, "y", TWO_COLUMNS, ylim=[10.0**decade for decade in decades])
 
     heights = [np.ones(len(mean)), np.ones(len(mean)), mean["κ_softmax"], mean["χ_score"]]
     names = ["value product", "softmax kernel", "κ_softmax", "χ_score"]
     terms.stackplot(mean.index, heights, labels=names, colors=["0.75", "0.55", "C0", "C1"])
-    terms.axvline(math.log(KEYS - 1), color="0.2", linestyle="--", linewidth=1)
-    terms.set(xlabel="margin", ylim=(0, None), title="terms in the bound's bracket")
-    terms.legend(frameon=False, fontsize="small", loc="upper right")
+    terms.axvline(math.log(KEYS - 1), **LIMIT)
+    finish(terms, "margin", "", "terms in the bound's bracket", legend="upper right", ylim=(0, None))
     for axes in (curve, terms):
-        axes.axvline(margin, color="0.2", linestyle=":")
+        axes.axvline(margin, **HERE)
     return [curve, terms], (
         f"{format}, margin {margin:g}, values × 2^{value_exponent}: {measure} error {here[observed]:.2g}, "
         f"bound {here[bound]:.2g}, {here[bound] / here[observed]:.2g} times as large; "
@@ -59,42 +53,34 @@ def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> 
     )
 
 
-def looseness(spread: float, format: str) -> tuple[list[Axes], str]:
-    """Left: bound over observed error of 200 random heads. Right: the factor that each step of the proof loses."""
+def looseness(spread: float, format: str) -> Picture:
+    """``pictures.looseness`` of the bound of 200 random heads."""
     table = ladder(stored(normal(spread, 200), format), format)
-    ratio = table[STEPS[-1]] / table[STEPS[0]]
-    count, steps = figures.panels(height=3.4)
-    slack.histogram(count, ratio, f"{format}: how loose the bound is")
-    count.set(ylabel="heads")
-    slack.given_away(steps, table)
-    return [count, steps], f"{format}, spread {spread:g}: {slack.describe(ratio, 'heads')}"
+    axes, told = pictures.looseness(table, format, "heads", height=3.4)
+    return axes, f"{format}, spread {spread:g}: {told}"
 
 
 EXPONENTS = np.arange(-30, 21, 2)
 
 
-def beyond_range(margin: float, format: str) -> tuple[list[Axes], str]:
+def beyond_range(margin: float, format: str) -> Picture:
     """Observed error over the bound for values of every magnitude, one line a format. Storing the values counts too."""
     queries, keys, values = peaked(torch.tensor([margin]))
     scaled = values * torch.tensor(2.0**EXPONENTS)[:, None, None, None]
     inputs = queries.expand_as(scaled), keys.expand_as(scaled), scaled
-    (axes,) = figures.panels(8.2, height=3.8, right=1.5)
+    (axes,) = panels(8.2, height=3.8, right=1.5)
     held, allowed = {}, {}
     for marker, name in zip("osD^", FORMATS):
         table = errors(inputs, name)
         # An overflow leaves inf or NaN, which counts as an infinite error.
         ratio = np.nan_to_num(table.observed / table.bound, nan=np.inf).reshape(-1, DRAWS).max(1)
         held[name], allowed[name] = ratio <= 1, table.relative_bound.mean()
-        strong = {"linewidth": 2.5} if name == format else {"linewidth": 1, "alpha": 0.55}
+        strong = strength(name == format)
         axes.plot(EXPONENTS, ratio.clip(max=1e6), marker=marker, markersize=4, label=name, **strong)
-    axes.axhline(1, color="0.2", linestyle="--", linewidth=1)
+    axes.axhline(1, **LIMIT)
     axes.text(-30, 0.4, "bound", fontsize="small")
-    figures.log_scale(axes, "y")
-    axes.set(
-        ylim=(1e-3, 1e6), xlabel="log2 of the value scale", ylabel="largest error / bound",
-        title="the theorem holds while nothing over- or underflows",
-    )  # fmt: skip
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    title = "the theorem holds while nothing over- or underflows"
+    finish(axes, "log2 of the value scale", "largest error / bound", title, "y", BESIDE, ylim=(1e-3, 1e6))
     broken = EXPONENTS[~held[format]]
     stretches = np.split(broken, np.flatnonzero(np.diff(broken) > 2) + 1) if len(broken) else []
     where = " and ".join(f"2^{s[0]}" + f" to 2^{s[-1]}" * (len(s) > 1) for s in stretches)

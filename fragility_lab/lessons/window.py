@@ -22,9 +22,8 @@ from fragility_lab.experiments.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.controller import raised
+from fragility_lab.lessons.pictures import HERE, TWO_COLUMNS, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
 
 EXERCISES = exercises("window")
 FORMATS = ("bf16", "fp16")
@@ -100,11 +99,11 @@ def passed(format: str) -> WindowPass:
 # --- The window and its drift -----------------------------------------------------------------------
 
 
-def text(block: int, format: str) -> tuple[list[Axes], str]:
+def text(block: int, format: str) -> Picture:
     """The tokens of the window, shaded by the relative error of their hidden states after ``block``."""
     drift, columns = passed(format).token_drift, 8
     shades = np.log10(drift)  # one scale for all blocks, without its dark end, so that letters stay legible
-    (axes,) = figures.panels(9.6, height=3.8)
+    (axes,) = panels(9.6, height=3.8)
     axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.02)
     scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
     cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
@@ -126,28 +125,22 @@ def text(block: int, format: str) -> tuple[list[Axes], str]:
     )
 
 
-def profile(block: int, format: str) -> tuple[list[Axes], str]:
+def profile(block: int, format: str) -> Picture:
     """Left: the terms of M over the blocks. Right: the error of the hidden state, measured and predicted."""
     here = passed(format)
     row = here.layers.iloc[block]
-    terms, drift = figures.panels(height=3.8)
-    for marker, name, label in (
-        ("o", "attention", "attention A"),
-        ("D", "remainder", "remainder"),
-        ("s", "layernorm", "LayerNorm"),
-    ):
+    terms, drift = panels(height=3.8)
+    names = {"attention": "attention A", "remainder": "remainder", "layernorm": "LayerNorm"}
+    for marker, (name, label) in zip("oDs", names.items()):
         terms.plot(here.layers.layer, here.layers[f"{name}_term"], f"{marker}-", markersize=5, label=label)
-    terms.set(ylabel="magnitude", title="terms of M")
     drift.plot(here.predicted_drift, "^-", color="C3", markersize=5, label="predicted")
     drift.plot(here.drift, "o-", color="C0", markersize=5, label="measured")
     drift.axhline(get_format(format).unit_roundoff, color="0.2", linestyle="--", linewidth=1, label="u")
-    drift.set(ylim=(1e-4, 1e3), ylabel="relative error", title="error of the hidden state after the block")
-    terms.set(ylim=(50, 2e6))
-    for axes in (terms, drift):
-        figures.log_scale(axes, "y")
-        axes.axvline(block, color="0.2", linestyle=":")
-        axes.set(xlabel="block", xticks=range(0, len(here.drift), 2))
-        axes.legend(frameon=False, fontsize="small", loc="upper left", ncols=2)
+    right = ("relative error", "error of the hidden state after the block", (1e-4, 1e3))
+    for axes, (y, title, limits) in ((terms, ("magnitude", "terms of M", (50, 2e6))), (drift, right)):
+        axes.axvline(block, **HERE)
+        legend, ticks = TWO_COLUMNS | {"loc": "upper left"}, range(0, len(here.drift), 2)
+        finish(axes, "block", y, title, "y", legend, ylim=limits, xticks=ticks)
     return [terms, drift], (
         f"{format}, block {block}: attention {row.attention_term:.2g}, remainder {row.remainder_term:.2g}, LayerNorm "
         f"{row.layernorm_term:.2g}; after it the hidden state is off by {here.drift[block]:.2g}, "
@@ -195,13 +188,13 @@ def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[st
     ]
 
 
-def block_score(block: int, format: str) -> tuple[list[Axes], str]:
+def block_score(block: int, format: str) -> Picture:
     """Left: G of every block. Right: the formulas of ``block`` with their numbers."""
     here = passed(format)
     row, risk = here.layers.iloc[block], here.layers.risk
-    bars, page = figures.panels(3.2, 6.8, height=3.8)
+    bars, page = panels(3.2, 6.8, height=3.8)
     bars.bar(here.layers.layer, risk, color=["C3" if layer == block else "C0" for layer in here.layers.layer])
-    bars.set(xlabel="block", ylabel="G", xticks=range(0, len(risk), 2), title="G of every block")
+    finish(bars, "block", "G", "G of every block", xticks=range(0, len(risk), 2))
     page.set_position([0.02, 0.0, 0.98, 0.95])
     page.axis("off")
     lines = formulas(row, here.window.final_norm, get_format(format).unit_roundoff)
@@ -259,28 +252,23 @@ def raised_epsilons() -> pd.DataFrame:
     return pd.DataFrame({name: column.flatten().numpy() for name, column in columns.items()}, index=index)
 
 
-def epsilon(block: int, exponent: int, format: str) -> tuple[list[Axes], str]:
+def epsilon(block: int, exponent: int, format: str) -> Picture:
     """Left: frozen G and measured mismatch over epsilon in ``block``. Right: how far the output itself moves."""
     layers, real = passed(format).layers, raised_epsilons().loc[block]
     row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent
     frozen = 1 - raised(row, np.array(EPSILONS)).reduction / row.risk
     measured = real[format] / real[format].iloc[0]
-    left, right = figures.panels(height=3.8)
+    left, right = panels(height=3.8)
     left.plot(EPSILONS, frozen, "^-", color="C3", markersize=5, label="G of the block, frozen")
     left.plot(EPSILONS, measured, "o-", color="C0", markersize=5, label="mismatch, measured")
-    left.set(
-        ylim=(0, max(1.6, 1.3 * measured.max())), ylabel="relative to ε = 10⁻⁵", title=f"raising ε in block {block}"
-    )
     right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
     right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
-    figures.log_scale(right, "y")
-    right.set(ylim=(1e-6, 100), ylabel="relative change", title="what raising ε costs")
     place = EPSILONS.index(chosen)
     for axes in (left, right):
-        figures.log_scale(axes, "x")
-        axes.axvline(chosen, color="0.2", linestyle=":")
-        axes.set(xlabel="ε of the block")
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
+        axes.axvline(chosen, **HERE)
+    x, top = "ε of the block", max(1.6, 1.3 * measured.max())
+    finish(left, x, "relative to ε = 10⁻⁵", f"raising ε in block {block}", "x", "upper left", ylim=(0, top))
+    finish(right, x, "relative change", "what raising ε costs", "xy", "upper left", ylim=(1e-6, 100))
     return [left, right], (
         f"{format}, ε = {chosen:g} in block {block}: G frozen × {frozen[place]:.2g}, mismatch measured × "
         f"{measured.iloc[place]:.2g}; the output itself changes by {real.change.iloc[place]:.2g}, rounding's share is "

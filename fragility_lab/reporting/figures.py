@@ -14,8 +14,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
 DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
@@ -56,48 +55,6 @@ def png(axes: Axes) -> bytes:
     buffer = BytesIO()
     axes.get_figure().savefig(buffer, dpi=PNG_DPI, pil_kwargs={"compress_level": 1})
     return buffer.getvalue()
-
-
-@style()
-def svg(axes: Axes) -> bytes:
-    """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text."""
-    buffer = BytesIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
-        axes.get_figure().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
-
-
-def alternative_text(axes: Axes) -> str:
-    """A picture in words: its title, and its axes' labels or, if it has none, the text in it."""
-    shown = f"{axes.get_ylabel()} over {axes.get_xlabel()}" if axes.get_xlabel() else ""
-    parts = [axes.get_title(), shown or "; ".join(text.get_text() for text in axes.texts)]
-    return ": ".join(part.replace("\n", " ") for part in parts if part)
-
-
-@style()
-def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axes]:
-    """One Axes for each of ``widths`` (two of 4.8 by default), each in its own figure, so that narrow pages stack them.
-
-    Widths, ``height`` and the margin ``right`` are in inches. Pyplot does not know the figures, so callbacks
-    leave none open. Margins are fixed, because a layout engine takes longer than the drawing.
-    """
-    row = []
-    for width in widths or (4.8, 4.8):
-        figure = Figure(figsize=(width, height))
-        figure.subplots_adjust(0.85 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height)
-        row.append(figure.add_subplot())
-        row[-1].locator_params(nbins=5)
-    return row
-
-
-def log_scale(axes: Axes, directions: str = "xy") -> None:
-    """Few ticks at powers of ten, in plain text: mathtext takes milliseconds a label."""
-    for direction in directions:
-        axes.set(**{f"{direction}scale": "log"})
-        axis = getattr(axes, f"{direction}axis")
-        axis.set_major_locator(LogLocator(numticks=5))
-        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_minor_locator(NullLocator())
 
 
 def canvas(width: float = 5.6, height: float = 4.0) -> Axes:

@@ -12,10 +12,8 @@ import pandas as pd
 from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import data_uri, template
-from fragility_lab.reporting.published import HARDWARE_PAPER
-from fragility_lab.reporting.tables import number, shown, spread_text
+from fragility_lab.reporting.tables import duration, number, shown, spread_text
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
-from fragility_lab.reporting.words import duration
 from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
 
 CUSTOM = "-custom"
@@ -136,7 +134,6 @@ def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
         profile=profile,
         command=command(profile, records.get("E2"), os.environ.get(USED)),
         missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
-        hardware=HARDWARE_PAPER,
         provenance=provenances,
         recorded=list(records),
         models=[*provenances.model.unique()] if records else [],

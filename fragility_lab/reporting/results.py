@@ -7,13 +7,13 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fragility_lab.paths import ASSETS, OUTPUTS, PROJECT
+from fragility_lab.paths import ASSETS, PROJECT
 from fragility_lab.reporting import reruns
+from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import number, shown
 
 TEMPLATES = ASSETS / "results"
@@ -22,11 +22,6 @@ RESULTS, OTHER = "embedded", "embedded-amx"
 FINDINGS = re.compile(r"(?<=<!-- findings: make docs -->\n).*?(?=<!-- end of findings -->)", re.S)
 
 Tables = Mapping[str, pd.DataFrame]
-
-
-def read(folder: Path) -> dict[str, pd.DataFrame]:
-    """Every CSV table in ``folder``, by its name without the suffix."""
-    return {path.stem: pd.read_csv(path) for path in folder.glob("*.csv")}
 
 
 def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
@@ -128,7 +123,7 @@ def rendered(name: str, tables: Tables, other: Tables) -> str:
 
 
 def main() -> None:
-    tables, other = (read(OUTPUTS / name / "tables") for name in (RESULTS, OTHER))
+    tables, other = read_tables(RESULTS), read_tables(OTHER)
     PAGE.write_text(rendered("page.md.jinja", tables, other), encoding="utf-8")
     findings = rendered("findings.md.jinja", tables, other)
     README.write_text(FINDINGS.sub(lambda _: findings, README.read_text(encoding="utf-8")), encoding="utf-8")

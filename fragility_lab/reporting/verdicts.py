@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from fragility_lab.reporting.bootstrap import spread
 from fragility_lab.reporting.claims import QUANTITIES, Quantity
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
+RESAMPLES = 9999
 LEAST = 3  # with fewer independent runs nothing is shown to hold
 FEW = 6  # with fewer runs a verdict is weak: 5 runs agree by chance 1 time in 16
 REFUTED = ("every", "equal")  # tests that one counterexample refutes
@@ -63,6 +63,25 @@ def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None 
         return values[0], values[0]
     spreading = spread(together)
     return spreading["low"], spreading["high"]
+
+
+def spread(values: pd.Series) -> dict[str, float]:
+    """Mean, standard deviation and number of the ``values``, and a 95 % bootstrap interval of the mean (BCa).
+
+    NaNs are left out. The interval is NaN for fewer than three values or if all are equal.
+    """
+    values = values.dropna().to_numpy()
+    low = high = np.nan
+    if len(values) > 2 and np.ptp(values) > 0:
+        interval = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, rng=0).confidence_interval
+        low, high = interval.low, interval.high
+    return {
+        "mean": values.mean() if len(values) else np.nan,
+        "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
+        "low": low,
+        "high": high,
+        "runs": len(values),
+    }
 
 
 def wilson(successes: float, trials: int) -> tuple[float, float]:
