@@ -102,18 +102,9 @@ def snippet(request: Request, plan: Plan) -> str:
     kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
     execution = ', "weights"' * request.weights_only
     attention = f'\nmodel.set_attn_implementation("{request.attention}")' if request.attention != "sdpa" else ""
-    return f"""# From the project's folder, or with PYTHONPATH= set to it.
-from transformers import AutoModelForCausalLM
-
-from fragility_core.protection import Plan, apply
-from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
-
-model = load_model({json.dumps(request.model)}, auto_class=AutoModelForCausalLM){attention}
-tokens = load_tokenizer({json.dumps(request.model)})("Any text.", return_tensors="pt").input_ids.to(model.device)
-plan = Plan({", ".join(kept)})
-low = apply(model, plan{execution})  # raises if a module does not match or its dtype did not change
-with low.running():
-    logits = low.model(tokens).logits"""
+    text = (paths.ASSETS / "diagnosis" / "snippet.txt").read_text(encoding="utf-8").rstrip()
+    model = json.dumps(request.model)
+    return text.format(model=model, attention=attention, plan=", ".join(kept), execution=execution)
 
 
 def alternatives(contributions: Contributions) -> list[list[str]]:

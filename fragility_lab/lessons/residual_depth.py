@@ -1,20 +1,76 @@
-"""Notebook 4: what residual blocks do to an error, alone, in stacks, and in the embedded checkpoint."""
+"""Notebook 4: what residual blocks do to an error, alone, in stacks, and in the embedded checkpoint.
+
+A block is x -> x + J x with ||J||_2 = rho. A stack is a tensor of Jacobians (L, WIDTH, WIDTH); block 0 is the first.
+"""
+
+from itertools import accumulate
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from fragility_core import theory
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.pictures import HERE, LIMIT, Picture, finish, panels, strength
-from fragility_lab.lessons.stacks import WIDTH, course, jacobians, singular_values
 from fragility_lab.lessons.widgets import exercises
 
 EXERCISES = exercises("residual_depth")
 GAINS = torch.linspace(0, 1.5, 31, dtype=torch.float64)
+WIDTH = 16
+EYE = torch.eye(WIDTH, dtype=torch.float64)
+TURN = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+
+# Jacobians of norm 1, equal in all blocks. Every bound of the paper has the same value for all of them.
+EQUAL = {
+    "one direction shared": torch.ones_like(EYE) / WIDTH,
+    "half stretch, half shrink": torch.diag(1 - 2 * (torch.arange(WIDTH).double() % 2)),
+    "rotation": torch.block_diag(*[TURN] * (WIDTH // 2)),
+    "shrink": -EYE,
+}
+KINDS = ("random", *EQUAL)
 
 
-def condition(values: torch.Tensor) -> torch.Tensor:
+def jacobians(kind: str, rho: float, blocks: int) -> Tensor:
+    """J_l with ||J_l||_2 = ``rho``, (blocks, WIDTH, WIDTH), of a ``kind`` of KINDS; random ones differ."""
+    if kind != "random":
+        return rho * EQUAL[kind].expand(blocks, -1, -1)
+    normal = torch.randn(blocks, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return rho * (normal / torch.linalg.matrix_norm(normal, 2)[:, None, None])
+
+
+def singular_values(jacobian: Tensor) -> Tensor:
+    """Singular values of I + J, descending, (..., WIDTH, WIDTH) -> (..., WIDTH)."""
+    return torch.linalg.svdvals(EYE + jacobian)
+
+
+def course(kind: str, rho: float, blocks: int) -> pd.DataFrame:
+    """What a stack does to an error at its input, one row for each depth 1, ..., ``blocks``.
+
+    ``worst`` is ||prod (I + J)||_2, the growth in the worst direction. ``typical`` is the root mean square of the
+    growth over all directions. ``transport`` is prod (1 + rho), which bounds both. Only for rho < 1: ``condition``,
+    kappa of the product, and its ``condition_bound`` (Corollary 1 (`cor:depth`)).
+    """
+    norm, factors = torch.linalg.matrix_norm, EYE + jacobians(kind, rho, blocks)
+    products = torch.stack(list(accumulate(factors, lambda product, factor: factor @ product)))
+    # The gain of a first block is never used, so one block more than the stack has is passed.
+    transport = theory.downstream_transport(torch.full((blocks + 1,), rho, dtype=torch.float64)).flip(0)[1:]
+    table = {
+        "blocks": range(1, blocks + 1),
+        "transport": transport,
+        "worst": norm(products, 2),
+        "typical": norm(products) / WIDTH**0.5,
+    }
+    if rho < 1:
+        # The product's small singular values drown in rounding errors, those of the product of inverses do not.
+        inverses = torch.stack(list(accumulate(torch.linalg.inv(factors), lambda product, factor: product @ factor)))
+        table["condition"] = norm(products, 2) * norm(inverses, 2)
+        gains = torch.full((blocks,), rho, dtype=torch.float64)
+        table["condition_bound"] = theory.residual_condition_bound(gains).cumprod(0)
+    return pd.DataFrame(table)
+
+
+def condition(values: Tensor) -> Tensor:
     """kappa (...) from descending singular values (..., n), infinite if the smallest is zero up to rounding."""
     return torch.where(values[..., -1] > 1e-12, values[..., 0] / values[..., -1], torch.inf)
 

@@ -1,7 +1,7 @@
 """Notebook 6: one window of text through the embedded checkpoint, block by block, in bf16, fp16 and fp32."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import NamedTuple
 
@@ -9,21 +9,22 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
-from fragility_core.models.architectures import Block, blocks
+from fragility_core.models.architectures import Block
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
+from fragility_lab.diagnosis.measure import block_outputs
 from fragility_lab.experiments.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.controller import raised
 from fragility_lab.lessons.pictures import HERE, TWO_COLUMNS, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
+from fragility_lab.paths import ASSETS
 
 EXERCISES = exercises("window")
 FORMATS = ("bf16", "fp16")
@@ -47,18 +48,6 @@ def monitor(format: str) -> Monitor:
     return Monitor(lower(exact.model, format, "emulated"))
 
 
-@contextmanager
-def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """A list that a pass over one window fills with the output of each block, (T, d_model)."""
-    seen: list[Tensor] = []
-    with ExitStack() as stack:
-        for block in blocks(model):
-            stack.callback(
-                block.module.register_forward_hook(lambda module, args, output: seen.append(output[0])).remove
-            )
-        yield seen
-
-
 class WindowPass(NamedTuple):
     """A monitored pass: the scores of blocks and window, and the relative errors against fp32 after every block."""
 
@@ -80,7 +69,7 @@ def passed(format: str) -> WindowPass:
         seen = low(window, final)
     u = low.low.format.unit_roundoff
     layers, windows = score(seen.layers, seen.windows, u)
-    reference, states = torch.stack(reference), torch.stack(states).float()  # (L, T, d_model)
+    reference, states = torch.stack(reference)[:, 0], torch.stack(states)[:, 0].float()  # (L, T, d_model)
     norms = torch.linalg.vector_norm
     magnitude, rho = torch.tensor(layers[["magnitude", "transport"]].to_numpy().T)
     predicted = [
@@ -152,40 +141,19 @@ def profile(block: int, format: str) -> Picture:
 
 
 def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[str]:
-    """The formulas of the score of one block, with numbers filled in."""
-
-    def layernorm(site: int) -> str:
-        gamma, variance, norm = row[f"gamma_{site}_max"], row[f"variance_{site}"], row[f"input_{site}_norm"]
-        factor = theory.layernorm_factor(variance, row[f"epsilon_{site}"])
-        return (
-            f"M_LN,{site} = max|γ| f(ε) ‖x‖ = {gamma:.3g} · {factor:.3g} · {norm:.3g} "
-            f"= {row[f'layernorm_{site}_term']:.3g};  σ² = {variance:.3g}"
-        )
-
-    s, g = "softmax_sensitivity", row.downstream_transport
-    remainder = [
-        row.attention_out_weight_norm * row.context_norm,
-        row.mlp_in_weight_norm * row.norm_2_norm,
-        row.mlp_out_weight_norm * row.activation_norm,
-    ]
-    return [
-        f"κ_softmax = ‖S‖ / ‖P‖ · d_smx = {row.score_norm:.3g} / {row.probability_norm:.3g} · {row[s]:.3g} "
-        f"= {row.kappa_softmax:.3g}",
-        f"χ_score = ‖Q‖ ‖K‖ / (‖P‖ √d) · d_smx = {row.query_norm:.3g} · {row.key_norm:.3g} / "
-        f"({row.probability_norm:.3g} · {row.head_width**0.5:.3g}) · {row[s]:.3g} = {row.chi_score:.3g}",
-        f"A = (κ_softmax + χ_score) ‖P‖ ‖V‖₂ = ({row.kappa_softmax:.3g} + {row.chi_score:.3g}) · "
-        f"{row.probability_norm:.3g} · {row.value_spectral_norm:.3g} = {row.attention_term:.3g}",
-        layernorm(1),
-        layernorm(2),
-        "M_eff = ‖W_O‖₂ ‖PV‖ + ‖W_in‖₂ ‖x₂‖ + ‖W_out‖₂ ‖g‖ = "
-        + " + ".join(f"{part:.3g}" for part in remainder)
-        + f" = {row.remainder_term:.3g}",
-        f"M = A + M_LN,1 + M_LN,2 + M_eff = {row.magnitude:.3g}",
-        f"∏(1 + ρ) of the later blocks = {g:.3g};  ρ of this one = {row.transport:.3g};  ‖X_L‖ = {final_norm:.3g}",
-        f"G = M / ‖X_L‖ · ∏(1 + ρ) = {row.magnitude:.3g} / {final_norm:.3g} · {g:.3g} = {row.risk:.3g}",
-        f"u G = {unit_roundoff:.3g} · {row.risk:.3g} = {unit_roundoff * row.risk:.3g}",
-        f"φ = (M_LN,1 + M_LN,2) / M = {row.dominance:.3g};  ρ_LN = σ²/ε · d_model u = {row.layernorm_ratio:.3g}",
-    ]
+    """The formulas of the score of one block, ``fragility_lab/assets/block_score.txt``, with numbers filled in."""
+    numbers = row.to_dict() | {
+        "final_norm": final_norm,
+        "unit_roundoff": unit_roundoff,
+        "scaled_risk": unit_roundoff * row.risk,
+        "root_head_width": row.head_width**0.5,
+        "attention_out": row.attention_out_weight_norm * row.context_norm,
+        "mlp_in": row.mlp_in_weight_norm * row.norm_2_norm,
+        "mlp_out": row.mlp_out_weight_norm * row.activation_norm,
+        "factor_1": theory.layernorm_factor(row.variance_1, row.epsilon_1),
+        "factor_2": theory.layernorm_factor(row.variance_2, row.epsilon_2),
+    }
+    return (ASSETS / "block_score.txt").read_text(encoding="utf-8").format_map(numbers).splitlines()
 
 
 def block_score(block: int, format: str) -> Picture:

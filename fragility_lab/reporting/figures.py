@@ -89,6 +89,18 @@ def with_length(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(**{"window length": runs.length.astype(str)})
 
 
+def scatter_of_runs(runs: pd.DataFrame, x: str, y: str) -> Axes:
+    """One point a run; colour is the format, shape the window length."""
+    shown = with_length(runs)
+    return sns.scatterplot(shown, x=x, y=y, hue="precision", style="window length", s=80, ax=canvas())
+
+
+def curves(table: pd.DataFrame, x: str, names: dict[str, str]) -> Axes:
+    """The columns that ``names`` lists over column ``x``, by their names in the legend."""
+    lines = table[[x, *names]].rename(columns=names).melt(x, None, "curve")
+    return sns.lineplot(lines, x=x, y="value", hue="curve", style="curve", markers=True, ax=canvas())
+
+
 @style()
 def e1_attention(table: pd.DataFrame) -> Axes:
     """Measured change of the output over the proxy; colour is the value scale, marker the margin."""
@@ -103,11 +115,8 @@ def e1_attention(table: pd.DataFrame) -> Axes:
 @style()
 def e1_layernorm(table: pd.DataFrame) -> Axes:
     """Measured change and M_LN over epsilon, each relative to its largest value."""
-    names = {"measured": "measured change", "theory": r"theory $M_{LN}$"}
-    curves = pd.DataFrame({name: table[column] / table[column].max() for column, name in names.items()})
-    curves = curves.assign(epsilon=table.epsilon).melt("epsilon", var_name="curve")
-    axes = canvas()
-    sns.lineplot(curves, x="epsilon", y="value", hue="curve", style="curve", markers=True, ax=axes)
+    shares = table.assign(**{name: table[name] / table[name].max() for name in ("measured", "theory")})
+    axes = curves(shares, "epsilon", {"measured": "measured change", "theory": r"theory $M_{LN}$"})
     axes.set(xscale="log", yscale="log")
     title = r"E1: both fall as $\varepsilon$ grows"
     return finished(axes, r"LayerNorm $\varepsilon$", "value relative to its largest", title, inside=True)
@@ -116,10 +125,7 @@ def e1_layernorm(table: pd.DataFrame) -> Axes:
 @style()
 def e1_residual(table: pd.DataFrame) -> Axes:
     """Amplification over six blocks, below the transport bound."""
-    curves = table.rename(columns={"bound": r"bound $(1+\rho)^6$"})
-    curves = curves.melt("rho", ["measured", r"bound $(1+\rho)^6$"], "curve", "value")
-    axes = canvas()
-    sns.lineplot(curves, x="rho", y="value", hue="curve", style="curve", markers=True, ax=axes)
+    axes = curves(table, "rho", {"measured": "measured", "bound": r"bound $(1+\rho)^6$"})
     labels = (r"residual gain $\rho$", "amplification over 6 blocks", "E1: residual transport")
     return finished(axes, *labels, inside=True)
 
@@ -127,10 +133,8 @@ def e1_residual(table: pd.DataFrame) -> Axes:
 @style()
 def e2_transport(runs: pd.DataFrame) -> Axes:
     """Pearson with transport over Pearson without, one point a run; above the diagonal transport helps."""
-    axes, (x, y) = canvas(), ("no_transport_pearson", "combined_pearson")
-    sns.scatterplot(with_length(runs), x=x, y=y, hue="precision", style="window length", s=80, ax=axes)
-    values = runs[[x, y]]
-    ends = (min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)
+    values = runs[["no_transport_pearson", "combined_pearson"]]
+    axes, ends = scatter_of_runs(runs, *values), (min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)
     axes.plot(ends, ends, **DASHED)
     axes.set(xlim=ends, ylim=ends, aspect="equal")
     return finished(axes, "Pearson of no_transport", "Pearson of combined", "E2: does transport help?")
@@ -173,8 +177,7 @@ def e3_ranks(counts: pd.DataFrame) -> Axes:
 @style()
 def e3_fidelity(runs: pd.DataFrame) -> Axes:
     """Pairwise accuracy over Spearman, one point a run; the dashed lines are chance."""
-    axes, (x, y) = canvas(), ("spearman", "pairwise_accuracy")
-    sns.scatterplot(with_length(runs), x=x, y=y, hue="precision", style="window length", s=80, ax=axes)
+    axes = scatter_of_runs(runs, "spearman", "pairwise_accuracy")
     axes.axvline(0, **DASHED)
     axes.axhline(0.5, **DASHED)
     labels = ("Spearman of score and exact effect", "pairwise ordering accuracy", "E3: fidelity by run")

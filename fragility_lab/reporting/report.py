@@ -68,9 +68,8 @@ def _in_words(claims: pd.Series) -> str:
 def provenance(experiment: str, records: pd.DataFrame) -> dict[str, str]:
     """What the ``records`` of one ``experiment`` (``RunStore.records``) say, in a few words."""
     executions = records.groupby("precision", sort=False).execution.agg(listed)
-    record = records.reindex(columns=["model", "data", "device_name", "threads", "monitored", "reference"]).apply(
-        listed
-    )
+    columns = ["model", "data", "device_name", "threads", "monitored", "reference"]
+    record = records.reindex(columns=columns).apply(listed)
     return {
         "experiment": experiment,
         "model": record.model,

@@ -39,34 +39,16 @@ def claims(comparison: pd.DataFrame) -> str:
     return markdown(rows, **{name: (heading, "") for name, heading in headings.items()})
 
 
-def signals(tables: Tables) -> str:
-    rows = tables["e2_signals"].copy()
-    rows["above"] = [number(n) if name != "combined" else "–" for name, n in zip(rows.signal, rows.runs_above_combined)]
-    rows["signal"] = [f"`{name}`" for name in rows.signal]
-    return markdown(
-        rows, signal=("signal, mean over runs", ""), pearson=("Pearson", ".3f"), spearman=("Spearman", ".3f"),
-        retrieval=("retrieval", ".3f"), above=("runs above `combined`", ""),
-    )  # fmt: skip
+def signals(tables: Tables) -> pd.DataFrame:
+    rows = tables["e2_signals"]
+    above = [number(n) if name != "combined" else "–" for name, n in zip(rows.signal, rows.runs_above_combined)]
+    return rows.assign(above=above, signal=[f"`{name}`" for name in rows.signal])
 
 
-def policies(runs: pd.DataFrame) -> str:
+def policies(runs: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds of every policy."""
     means = runs.groupby("policy", sort=False).mean(numeric_only=True).reset_index()
-    means["policy"] = [f"`{name}`" for name in means.policy]
-    return markdown(
-        means, policy=("policy", ""), onsets=("onsets", ".1f"), onsets_release_ratio=("onsets at 1.22", ".1f"),
-        max_mismatch=("largest mismatch", ".3e"), final_mismatch=("final mismatch", ".3e"),
-        final_loss=("final loss", ".2f"), actions=("actions", ".1f"),
-        protected_layer_steps=("protected layer-steps", ".0f"),
-    )  # fmt: skip
-
-
-def plans(tables: Tables) -> str:
-    """The mismatch under plans for blocks, relative to no plan, by who chose the blocks."""
-    rows = tables["x1_protection"].query("unit == 'blocks' and budget > 0")
-    wide = rows.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index()
-    chosen_by = ("adjoint", "score", "patching", "greedy", "first", "last", "random")
-    return markdown(wide, budget=("blocks in fp32", ""), **{name: (name, ".2f") for name in chosen_by})
+    return means.assign(policy=[f"`{name}`" for name in means.policy])
 
 
 def by_length(rows: pd.DataFrame, **columns: str) -> str:
@@ -92,7 +74,7 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
     plan = tables["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
     kinds = tables["x1_kinds"].set_index(["precision", "label"]).measured.unstack()
     unplanned = tables["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
-    trained, gates = tables["e5_runs"], tables["e5_gates"]
+    trained, gates, protection = tables["e5_runs"], tables["e5_gates"], tables["x1_protection"]
     uncontrolled = trained[trained.policy == "none"].set_index("seed").max_mismatch
     acting = trained[trained.actions > 0]
     acted = acting[acting.policy == "bgss"]
@@ -105,7 +87,10 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
         "opened": round(float((gates.regime * gates.layer_steps).sum())),
         "plan_errors": (plan.predicted / plan.measured - 1).abs(),
         "kinds": kinds.div(unplanned, axis=0).mean(),
-        "protection": tables["x1_protection"].set_index(["unit", "budget", "chosen_by"]).measured_of_none,
+        "plans": protection.query("unit == 'blocks' and budget > 0")
+        .pivot(index="budget", columns="chosen_by", values="measured_of_none")
+        .reset_index(),
+        "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
         "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
         "other": other_cpu(tables, other),
     }
@@ -116,7 +101,7 @@ def rendered(name: str, tables: Tables, other: Tables) -> str:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    environment.globals |= {"claims": claims, "signals": signals, "policies": policies, "plans": plans}
+    environment.globals |= {"claims": claims, "signals": signals, "policies": policies}
     environment.globals |= {"markdown": markdown, "by_length": by_length}
     environment.filters["number"] = number
     return environment.get_template(name).render(tables=tables, **values(tables, other))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
+AS_THEY_ARE = ["experiment", "quantity", "verdict", "claim", "tested", "remark"]
 BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict", "remark"]
 
 
@@ -71,19 +72,14 @@ def _shown(row) -> dict[str, str]:
         difference = number(row.difference, f"+{digits}")
     sampled = row.sampled and row.runs > 0
     interval = f"{number(row.low, digits)} to {number(row.high, digits)}"
-    return {
-        "experiment": row.experiment,
-        "quantity": row.quantity,
+    texts = {
         "paper": paper,
         "here": here,
         "difference": "–" if pd.isna(row.difference) else difference,
         "interval": interval if sampled and pd.notna(row.low) else "–",
         "runs": number(row.runs) if sampled else "–",
-        "verdict": row.verdict,
-        "claim": row.claim,
-        "tested": row.tested,
-        "remark": row.remark,
     }
+    return texts | {name: getattr(row, name) for name in AS_THEY_ARE}
 
 
 def brief(comparison: pd.DataFrame) -> pd.DataFrame:
