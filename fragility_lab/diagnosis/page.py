@@ -20,7 +20,7 @@ from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import duration, number, percent, quantity
-from fragility_lab.reporting.verdicts import spread
+from fragility_lab.reporting.verdicts import bootstrap
 
 MANY = 24  # bars and rows that a page shows
 TOLERATED = 1.1  # ratio of predicted to measured mismatch
@@ -45,8 +45,10 @@ def price(plan: Plan) -> str:
 
 
 def mean_of(values: pd.Series) -> dict[str, float]:
-    """``spread`` of the finite ``values``, one per window: their mean and its 95 % interval."""
-    return spread(values[np.isfinite(values)])
+    """The mean of the finite ``values``, one per window, and its 95 % interval from ``low`` to ``high``."""
+    finite = values[np.isfinite(values)]
+    low, high = bootstrap(finite)
+    return {"mean": finite.mean(), "low": low, "high": high}
 
 
 def estimate(found: dict[str, float]) -> str:

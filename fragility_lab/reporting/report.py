@@ -12,7 +12,7 @@ import pandas as pd
 from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import data_uri, template
-from fragility_lab.reporting.tables import duration, number, shown, spread_text
+from fragility_lab.reporting.tables import cells, duration, number, shown
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
 from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
 
@@ -113,14 +113,6 @@ def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
             for run in runs[runs.ended.notna() & (runs.ended != "")].itertuples()
         ]
     return found
-
-
-def cells(rows: pd.DataFrame, columns: list[tuple[str, str, str]]) -> list[list[str]]:
-    """The texts of a table whose ``columns`` are (name, label, digits); standard deviations are in ``<name>_sd``."""
-    return [
-        [spread_text(row[name], row.get(f"{name}_sd"), digits) for name, _, digits in columns]
-        for row in rows.to_dict("records")
-    ]
 
 
 def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from fragility_lab.paths import ASSETS, PROJECT
 from fragility_lab.reporting import reruns
 from fragility_lab.reporting.report import read_tables
-from fragility_lab.reporting.tables import number, shown
+from fragility_lab.reporting.tables import cells, number, shown
 
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
@@ -26,17 +26,15 @@ Tables = Mapping[str, pd.DataFrame]
 
 def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
     """``rows`` as a Markdown table; ``columns`` give each column's heading and format (``tables.number``)."""
-    lines = [[heading for heading, _ in columns.values()], ["---"] * len(columns)]
-    for row in rows[[*columns]].itertuples(index=False):
-        lines.append([number(value, digits) for value, (_, digits) in zip(row, columns.values())])
+    texts = cells(rows[[*columns]], [(name, *shape) for name, shape in columns.items()])
+    lines = [[heading for heading, _ in columns.values()], ["---"] * len(columns), *texts]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def claims(comparison: pd.DataFrame) -> str:
     """The paper beside the run, one row per quantity (a table of ``verdicts.compare``)."""
-    headings = {"quantity": "quantity", "paper": "paper", "here": "here", "interval": "interval", "verdict": "verdict"}
     rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–")))
-    return markdown(rows, **{name: (heading, "") for name, heading in headings.items()})
+    return markdown(rows, **{name: (name, "") for name in ("quantity", "paper", "here", "interval", "verdict")})
 
 
 def signals(tables: Tables) -> pd.DataFrame:
@@ -75,6 +73,7 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
     kinds = tables["x1_kinds"].set_index(["precision", "label"]).measured.unstack()
     unplanned = tables["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
     trained, gates, protection = tables["e5_runs"], tables["e5_gates"], tables["x1_protection"]
+    blocks = protection.query("unit == 'blocks' and budget > 0")
     uncontrolled = trained[trained.policy == "none"].set_index("seed").max_mismatch
     acting = trained[trained.actions > 0]
     acted = acting[acting.policy == "bgss"]
@@ -87,9 +86,7 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
         "opened": round(float((gates.regime * gates.layer_steps).sum())),
         "plan_errors": (plan.predicted / plan.measured - 1).abs(),
         "kinds": kinds.div(unplanned, axis=0).mean(),
-        "plans": protection.query("unit == 'blocks' and budget > 0")
-        .pivot(index="budget", columns="chosen_by", values="measured_of_none")
-        .reset_index(),
+        "plans": blocks.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index(),
         "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
         "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
         "other": other_cpu(tables, other),

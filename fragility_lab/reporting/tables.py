@@ -54,6 +54,14 @@ def spread_text(mean: float, sd: float | None, digits: str) -> str:
     return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"
 
 
+def cells(rows: pd.DataFrame, columns: list[tuple[str, str, str]]) -> list[list[str]]:
+    """The texts of a table whose ``columns`` are (name, label, digits); standard deviations are in ``<name>_sd``."""
+    return [
+        [spread_text(row[name], row.get(f"{name}_sd"), digits) for name, _, digits in columns]
+        for row in rows.to_dict("records")
+    ]
+
+
 def shown(comparison: pd.DataFrame) -> pd.DataFrame:
     """The table of ``verdicts.compare`` as readers see it: all text, with counts such as "17 of 18"."""
     return pd.DataFrame([_shown(row) for row in comparison.itertuples()])
