@@ -11,7 +11,7 @@ from fragility_lab.experiments.agreement import (
     retrieval,
     run_agreement,
 )
-from fragility_lab.reporting.bootstrap import spread
+from fragility_lab.reporting.verdicts import bootstrap
 
 
 def windows(mismatch, overflow=None, **signals) -> pd.DataFrame:
@@ -56,18 +56,15 @@ def test_a_run_that_overflowed_everywhere_has_no_correlation():
     assert table.combined_pearson.isna().all()
 
 
-def test_spread_is_the_sample_mean_and_its_interval():
+def test_the_bootstrap_interval_is_around_the_mean_of_the_numbers():
     values = pd.Series([0.1, 0.2, 0.4, 0.3, np.nan])
-    result = spread(values)
-    assert result["mean"] == pytest.approx(0.25)
-    assert result["sd"] == pytest.approx(0.1290994, rel=1e-6)  # sqrt(0.05 / 3)
-    assert result["low"] < 0.25 < result["high"]
-    assert result["runs"] == 4
-    assert spread(values) == result  # the bootstrap is seeded
+    low, high = bootstrap(values)
+    assert 0.1 < low < 0.25 < high < 0.4
+    assert bootstrap(values) == (low, high)  # the draws are seeded
 
 
-def test_spread_of_a_single_run_has_no_interval():
-    assert np.isnan(spread(pd.Series([0.5]))["low"])
+def test_a_single_run_has_no_bootstrap_interval():
+    assert np.isnan(bootstrap(pd.Series([0.5]))).all()
 
 
 def test_trend_bins_hold_equal_counts_in_order_of_risk():

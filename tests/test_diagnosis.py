@@ -40,7 +40,7 @@ from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, obser
 from fragility_lab.diagnosis.request import Forecast, Request, kept_by_blocks
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs
-from fragility_lab.reporting.words import percent, quantity
+from fragility_lab.reporting.tables import percent, quantity
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
 ENOUGH = Forecast(1.0, 1, None)

@@ -10,7 +10,7 @@ import yaml
 
 import fragility_core
 from fragility_lab.paths import OUTPUTS, PROJECT
-from fragility_lab.reporting import results
+from fragility_lab.reporting import report, results
 
 SHOWN = subprocess.run(["git", "ls-files", "*.md"], cwd=PROJECT, capture_output=True, text=True, check=False).stdout
 PAGES = sorted(PROJECT / name for name in SHOWN.split() if (PROJECT / name).is_file()) or [PROJECT / "README.md"]
@@ -40,7 +40,7 @@ def generated(template: str, text: str) -> bool:
     """Whether ``text`` is what ``template`` makes of the committed tables, or of those in the working tree."""
     if text == results.rendered(template, TABLES, OTHER):
         return True
-    present = [results.read(OUTPUTS / name / "tables") for name in (results.RESULTS, results.OTHER)]
+    present = [report.read_tables(name) for name in (results.RESULTS, results.OTHER)]
     return text == results.rendered(template, *present)
 
 
@@ -55,7 +55,7 @@ def test_numbers_of_the_page_follow_the_tables(monkeypatch, tmp_path, capsys):
     assert "mean of a run: 0.900 to 0.900" in page and page != results.rendered("page.md.jinja", TABLES, OTHER)
     monkeypatch.setattr(results, "PAGE", tmp_path / "results.md")
     monkeypatch.setattr(results, "README", tmp_path / "README.md")
-    monkeypatch.setattr(results, "read", lambda folder: moved if folder.parent.name == results.RESULTS else OTHER)
+    monkeypatch.setattr(results, "read_tables", lambda name: moved if name == results.RESULTS else OTHER)
     before = (PROJECT / "README.md").read_text(encoding="utf-8")
     results.README.write_text(before, encoding="utf-8")
     results.main()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fragility_lab.experiments import e1
-from fragility_lab.reporting.published import E1_RELEASE
+from fragility_lab.reporting.claims import E1_RELEASE
 
 RELEASED = json.loads((Path(__file__).parent / "data" / "e1.json").read_text())
 FIELDS = {

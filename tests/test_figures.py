@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from fragility_lab.experiments import e1, e3
+from fragility_lab.lessons import pictures
 from fragility_lab.lessons.widgets import Explorer, slider
 from fragility_lab.paths import PROJECT
 from fragility_lab.reporting import figures
@@ -48,7 +49,7 @@ def test_importing_and_drawing_leave_the_settings_of_matplotlib_alone(runs):
 
 def test_explorers_draw_in_the_style_of_the_figures():
     def draw(x):
-        return figures.panels(), str(matplotlib.rcParams["axes.edgecolor"])
+        return pictures.panels(), str(matplotlib.rcParams["axes.edgecolor"])
 
     assert Explorer(draw, x=slider("x", 0, 1, 1, 0)).drawn()[1] == figures.STYLE["axes.edgecolor"]
 

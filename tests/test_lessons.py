@@ -13,8 +13,9 @@ matplotlib.use("Agg")
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
-from fragility_lab.lessons import attention_error, floating_point, head
-from fragility_lab.lessons.head import DRAWS, KEYS, WIDTH
+from fragility_lab.lessons import attention_error, floating_point, residual_depth
+from fragility_lab.lessons.attention_error import DRAWS, KEYS, WIDTH
+from fragility_lab.lessons.widgets import exercises
 
 formats = st.sampled_from(floating_point.LOW)
 without_deadline = settings(deadline=None, max_examples=30)
@@ -129,7 +130,7 @@ def test_triangle_is_one_half_at_the_middle_of_a_side():
 
 def test_peaked_heads_have_the_margin_and_values_that_cancel():
     margins = torch.tensor([0.5, 3.0])
-    query, key, value = head.peaked(margins, value_scale=4.0)
+    query, key, value = attention_error.peaked(margins, value_scale=4.0)
     assert value.shape == (2, DRAWS, KEYS, WIDTH)
     scores = query @ key.mT / math.sqrt(WIDTH)
     torch.testing.assert_close(scores, (margins.double()[:, None, None, None] * torch.eye(KEYS)).expand_as(scores))
@@ -139,7 +140,7 @@ def test_peaked_heads_have_the_margin_and_values_that_cancel():
 @given(spread=st.floats(0.1, 8), format=formats)
 @without_deadline
 def test_bound_holds_within_the_range_of_a_format(spread, format):
-    table = head.errors(head.stored(head.normal(spread, 50), format), format)
+    table = attention_error.errors(attention_error.stored(attention_error.normal(spread, 50), format), format)
     assert (table.observed <= table.bound).all()
     assert table.relative.to_numpy() == pytest.approx((table.observed / table.context).to_numpy())
 
@@ -150,16 +151,16 @@ def test_bound_is_theorem_attn_by_hand():
     value = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
     chi = 2 * 2 / math.sqrt(2) * 0.5
     norms = theory.attention_norms(query, key, value)
-    assert head.error_bound(norms, "bf16").item() == pytest.approx(2**-8 * (1 + 0 + chi + 1) * 1 * 3)
+    assert attention_error.error_bound(norms, "bf16").item() == pytest.approx(2**-8 * (1 + 0 + chi + 1) * 1 * 3)
 
 
 def test_emulated_head_errs_as_native_bf16_kernels_do():
-    inputs = head.stored(head.normal(1.0, 200), "bf16")
+    inputs = attention_error.stored(attention_error.normal(1.0, 200), "bf16")
     query, key, value = inputs
     native = ((query @ key.mT / math.sqrt(WIDTH)).softmax(-1) @ value).double()
     *_, exact = theory.exact_attention(*inputs)
     native_errors = torch.linalg.matrix_norm(native - exact)
-    table = head.errors(inputs, "bf16")
+    table = attention_error.errors(inputs, "bf16")
     assert native_errors.mean().item() == pytest.approx(table.observed.mean(), rel=0.05)
     assert (native_errors.numpy() <= table.bound).all()
 
@@ -167,17 +168,20 @@ def test_emulated_head_errs_as_native_bf16_kernels_do():
 @pytest.mark.parametrize("format", ["fp16", "bf16", "fp8_e5m2"])  # in fp8_e4m3 some results are subnormal
 def test_values_scaled_by_a_power_of_two_scale_the_error_exactly(format):
     margins = torch.tensor([1.0])
-    one, four = (head.errors(head.stored(head.peaked(margins, scale), format), format) for scale in (1.0, 4.0))
+    one, four = (
+        attention_error.errors(attention_error.stored(attention_error.peaked(margins, scale), format), format)
+        for scale in (1.0, 4.0)
+    )
     np.testing.assert_array_equal(four.observed, 4 * one.observed)
     np.testing.assert_array_equal(four.relative, one.relative)
 
 
 @pytest.mark.parametrize("format", ["fp16", "bf16"])
 def test_every_step_of_the_proof_gives_something_away(format):
-    heads = head.stored(head.normal(2.0, 100), format)
-    steps, table = head.ladder(heads, format), head.errors(heads, format)
-    np.testing.assert_allclose(steps[head.STEPS[0]], table.observed)
-    np.testing.assert_allclose(steps[head.STEPS[-1]], table.bound)
+    heads = attention_error.stored(attention_error.normal(2.0, 100), format)
+    steps, table = attention_error.ladder(heads, format), attention_error.errors(heads, format)
+    np.testing.assert_allclose(steps[attention_error.STEPS[0]], table.observed)
+    np.testing.assert_allclose(steps[attention_error.STEPS[-1]], table.bound)
     assert (steps.diff(axis=1).iloc[:, 1:] >= 0).all(axis=None)
 
 
@@ -188,3 +192,39 @@ def test_readout_names_the_value_scales_that_break_the_bound():
     assert readout.endswith("and 2^16 to 2^20; it is 0.0052 ‖A‖")  # values of a few 2^14 still fit below 65504
     _, readout = attention_error.beyond_range(0.5, "fp8_e4m3")
     assert "fails for values of 2^10;" in readout  # far above, all saturate: the bound exceeds ‖A‖ and allows it
+
+
+# --- Exercises ----------------------------------------------------------------------------------
+
+HALVES = {"target": 0.5, "epsilon_min": 1e-5, "epsilon_max": 1e-2}
+
+# The answers that the library can compute, by lesson and by the place of the exercise in it.
+SOLUTIONS = {
+    ("floating_point", 0): lambda: floating_point.spacing(300, get_format("bf16")),
+    ("floating_point", 2): lambda: floating_point.row_sensitivity(torch.tensor([0.8, 0.2])),
+    ("floating_point", 4): lambda: math.hypot(101, 99) / math.hypot(1, -1),
+    ("attention_error", 0): lambda: get_format("bf16").unit_roundoff / get_format("fp16").unit_roundoff,
+    ("attention_error", 2): lambda: math.log(64),
+    ("attention_error", 4): lambda: 1 / get_format("fp8_e5m2").unit_roundoff,
+    ("layernorm_epsilon", 0): lambda: theory.layernorm_factor(0.04, 0.0),
+    ("layernorm_epsilon", 1): lambda: 2,
+    ("layernorm_epsilon", 2): lambda: theory.layernorm_ratio(10.0, 1e-5, 768, 2**-11),
+    ("layernorm_epsilon", 4): lambda: 2 * (64 * 128) ** 0.5,
+    ("residual_depth", 0): lambda: torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2),
+    ("residual_depth", 1): lambda: theory.downstream_transport(torch.full((13,), 0.2))[0],
+    ("residual_depth", 2): lambda: torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2),
+    ("residual_depth", 3): lambda: 2**10 / residual_depth.course("rotation", 1.0, 10).worst.iloc[-1],
+    ("controller", 0): lambda: theory.layernorm_ratio(0.01, 1e-5, 128, 2**-11),
+    ("controller", 2): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
+    ("controller", 4): lambda: 11 + math.ceil(math.log2(96_000)),
+    ("window", 1): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
+    ("window", 2): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
+}
+
+
+def test_answers_to_the_exercises_are_those_of_the_library():
+    lessons = {lesson for lesson, _ in SOLUTIONS}
+    asked = {(lesson, place): x for lesson in lessons for place, x in enumerate(exercises(lesson))}
+    assert SOLUTIONS.keys() == {key for key, exercise in asked.items() if not exercise.options}
+    for key, solution in SOLUTIONS.items():
+        assert asked[key].solution == pytest.approx(float(solution()), rel=1e-5), key

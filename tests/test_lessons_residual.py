@@ -12,18 +12,18 @@ matplotlib.use("Agg")
 from fragility_core import theory
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
-from fragility_lab.lessons import embedded, residual_depth, stacks
+from fragility_lab.lessons import embedded, residual_depth
 
 without_deadline = settings(deadline=None, max_examples=40)
-kinds = st.sampled_from(list(stacks.KINDS))
+kinds = st.sampled_from(list(residual_depth.KINDS))
 
 
 # --- Stacks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", stacks.KINDS)
+@pytest.mark.parametrize("kind", residual_depth.KINDS)
 def test_every_jacobian_has_the_norm(kind):
-    norms = torch.linalg.matrix_norm(stacks.jacobians(kind, 0.7, 5), 2)
+    norms = torch.linalg.matrix_norm(residual_depth.jacobians(kind, 0.7, 5), 2)
     torch.testing.assert_close(norms, torch.full((5,), 0.7, dtype=torch.float64))
 
 
@@ -31,14 +31,14 @@ def test_every_jacobian_has_the_norm(kind):
 @without_deadline
 def test_singular_values_lie_between_the_bounds(rho, kind):
     low, high = theory.residual_singular_value_bounds(rho)
-    values = stacks.singular_values(stacks.jacobians(kind, rho, 1)[0])
+    values = residual_depth.singular_values(residual_depth.jacobians(kind, rho, 1)[0])
     assert low - 1e-12 <= values.min() and values.max() <= high + 1e-12
 
 
 @given(rho=st.floats(0.05, 0.95), kind=kinds)
 @without_deadline
 def test_a_stack_stays_below_its_bounds(rho, kind):
-    table = stacks.course(kind, rho, 24)
+    table = residual_depth.course(kind, rho, 24)
     assert (table.typical <= table.worst * (1 + 1e-12)).all()
     assert (table.worst <= table.transport * (1 + 1e-12)).all()
     assert (table.condition <= table.condition_bound * (1 + 1e-9)).all()
@@ -46,10 +46,10 @@ def test_a_stack_stays_below_its_bounds(rho, kind):
 
 @pytest.mark.parametrize("rho", [0.2, 0.9])
 def test_courses_in_closed_form(rho):
-    blocks, width = np.arange(1, 49), stacks.WIDTH
+    blocks, width = np.arange(1, 49), residual_depth.WIDTH
     stretched, shrunk = (1 + rho) ** blocks, (1 - rho) ** blocks
     one, both, turn, shrink = (
-        stacks.course(kind, rho, 48)
+        residual_depth.course(kind, rho, 48)
         for kind in ("one direction shared", "half stretch, half shrink", "rotation", "shrink")
     )
     np.testing.assert_allclose(one.transport, stretched)
@@ -66,9 +66,9 @@ def test_courses_in_closed_form(rho):
 
 
 def test_random_course_is_that_of_the_product():
-    factors = torch.eye(stacks.WIDTH) + stacks.jacobians("random", 0.5, 5)
+    factors = torch.eye(residual_depth.WIDTH) + residual_depth.jacobians("random", 0.5, 5)
     product = torch.linalg.multi_dot([*factors.flip(0)])
-    last = stacks.course("random", 0.5, 5).iloc[-1]
+    last = residual_depth.course("random", 0.5, 5).iloc[-1]
     values = torch.linalg.svdvals(product)
     assert last.worst == pytest.approx(values[0].item())
     assert last.condition == pytest.approx((values[0] / values[-1]).item())
@@ -76,7 +76,7 @@ def test_random_course_is_that_of_the_product():
 
 
 def test_condition_numbers_are_asked_for_small_gains_only():
-    assert "condition" not in stacks.course("random", 1.0, 3)
+    assert "condition" not in residual_depth.course("random", 1.0, 3)
 
 
 def test_readout_of_a_block_that_loses_a_direction():

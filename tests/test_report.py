@@ -16,6 +16,7 @@ from fragility_lab.experiments.outcomes import policy_summary
 from fragility_lab.reporting import report
 from fragility_lab.reporting.claims import E2, QUANTITIES, Quantity
 from fragility_lab.reporting.html import inline
+from fragility_lab.reporting.tables import duration
 from fragility_lab.reporting.verdicts import (
     FAILS,
     HOLDS,
@@ -27,7 +28,6 @@ from fragility_lab.reporting.verdicts import (
     interval,
     judge,
 )
-from fragility_lab.reporting.words import duration
 from fragility_lab.running.execute import USED
 
 POLICIES = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss", "bgss_printed")

@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 
 from ipywidgets import Dropdown, FloatSlider, IntSlider, ToggleButtons
 
+from fragility_lab.lessons import pictures
 from fragility_lab.lessons.widgets import Exercise, Explorer, buttons, choice, numbers, slider
 from fragility_lab.reporting import figures
 from fragility_lab.running.execute import notebook_names, notebook_path
@@ -27,7 +28,7 @@ def line(slope: float, colour: str):
     """A draw function that fails for a negative slope."""
     if slope < 0:
         raise ValueError("a slope <is> not negative")
-    left, right = figures.panels()
+    left, right = pictures.panels()
     left.plot([0, 1], [0, slope], color=colour)
     left.set(xlabel="place", ylabel="height", title="a line")
     right.text(0, 0, "a < b")

@@ -26,17 +26,21 @@ class ObservedPass:
     blocks: list[Tensor]
 
 
+@contextmanager
+def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """A list that a pass inside of this context fills with the output of each block, (B, T, d_model)."""
+    seen: list[Tensor] = []
+    with ExitStack() as stack:
+        for path in block_paths(model):
+            hook = model.get_submodule(path).register_forward_hook(lambda m, i, out: seen.append(next(tensors(out))))
+            stack.callback(hook.remove)
+        yield seen
+
+
 @torch.no_grad()
 def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = None) -> ObservedPass:
     """One pass of ``model`` over ``tokens`` (B, T); in the format of ``low``, if given."""
-    blocks: list[Tensor] = []
-    with ExitStack() as stack:
-        for path in block_paths(model):
-            block = model.get_submodule(path)
-            stack.callback(
-                block.register_forward_hook(lambda m, i, output: blocks.append(next(tensors(output)))).remove
-            )
-        stack.enter_context(nullcontext() if low is None else low.running())
+    with block_outputs(model) as blocks, nullcontext() if low is None else low.running():
         final, logits = hidden_and_logits(model, tokens)
     return ObservedPass(logits, final, blocks)
 

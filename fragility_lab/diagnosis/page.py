@@ -18,10 +18,9 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.run import Diagnosis
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures
-from fragility_lab.reporting.bootstrap import spread
 from fragility_lab.reporting.html import data_uri, template
-from fragility_lab.reporting.tables import number
-from fragility_lab.reporting.words import duration, percent, quantity
+from fragility_lab.reporting.tables import duration, number, percent, quantity
+from fragility_lab.reporting.verdicts import bootstrap
 
 MANY = 24  # bars and rows that a page shows
 TOLERATED = 1.1  # ratio of predicted to measured mismatch
@@ -46,8 +45,10 @@ def price(plan: Plan) -> str:
 
 
 def mean_of(values: pd.Series) -> dict[str, float]:
-    """``spread`` of the finite ``values``, one per window: their mean and its 95 % interval."""
-    return spread(values[np.isfinite(values)])
+    """The mean of the finite ``values``, one per window, and its 95 % interval from ``low`` to ``high``."""
+    finite = values[np.isfinite(values)]
+    low, high = bootstrap(finite)
+    return {"mean": finite.mean(), "low": low, "high": high}
 
 
 def estimate(found: dict[str, float]) -> str:
@@ -103,18 +104,9 @@ def snippet(request: Request, plan: Plan) -> str:
     kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
     execution = ', "weights"' * request.weights_only
     attention = f'\nmodel.set_attn_implementation("{request.attention}")' if request.attention != "sdpa" else ""
-    return f"""# From the project's folder, or with PYTHONPATH= set to it.
-from transformers import AutoModelForCausalLM
-
-from fragility_core.protection import Plan, apply
-from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
-
-model = load_model({json.dumps(request.model)}, auto_class=AutoModelForCausalLM){attention}
-tokens = load_tokenizer({json.dumps(request.model)})("Any text.", return_tensors="pt").input_ids.to(model.device)
-plan = Plan({", ".join(kept)})
-low = apply(model, plan{execution})  # raises if a module does not match or its dtype did not change
-with low.running():
-    logits = low.model(tokens).logits"""
+    text = (paths.ASSETS / "diagnosis" / "snippet.txt").read_text(encoding="utf-8").rstrip()
+    model = json.dumps(request.model)
+    return text.format(model=model, attention=attention, plan=", ".join(kept), execution=execution)
 
 
 def alternatives(contributions: Contributions) -> list[list[str]]:

@@ -16,7 +16,7 @@ from fragility_lab.diagnosis.measure import observe
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
 from fragility_lab.inputs.text import select_windows
-from fragility_lab.reporting.words import duration, quantity
+from fragility_lab.reporting.tables import duration, quantity
 
 ATTENTIONS = ("sdpa", "eager")
 REFERENCES = ("auto", "yes", "no")

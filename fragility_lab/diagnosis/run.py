@@ -1,6 +1,7 @@
 """The work: predict every window, make a plan, and measure with and without it if memory allows a reference."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -78,11 +79,8 @@ def predict(low: LowPrecision, model, tokens: Tensor, probes: int) -> adjoint.Pr
     """The prediction for all windows ``tokens`` (B, T), one after the other."""
     estimator = adjoint.Adjoint(low, model, probes)
     found = [estimator(window) for window in progress(tokens.split(1), desc="predicting")]
-    contributions, windows = (
-        pd.concat([getattr(p, name).assign(window=number) for number, p in enumerate(found)], ignore_index=True)
-        for name in ("contributions", "windows")
-    )
-    return replace(found[0], contributions=contributions, windows=windows)
+    tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
+    return replace(found[0], **tables)
 
 
 def measure(low: LowPrecision, model, tokens: Tensor, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -91,8 +89,10 @@ def measure(low: LowPrecision, model, tokens: Tensor, name: str) -> tuple[pd.Dat
         compare(observe(low.model, window, low), observe(model, window), window)
         for window in progress(tokens.split(1), desc=f"measuring {name}")
     ]
-    windows, drift = (
-        pd.concat([table.assign(window=number) for number, table in enumerate(column)], ignore_index=True)
-        for column in zip(*tables)
-    )
+    windows, drift = map(numbered, zip(*tables))
     return windows, drift
+
+
+def numbered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """One table of ``tables`` of one window each, numbered by its column ``window``."""
+    return pd.concat([table.assign(window=number) for number, table in enumerate(tables)], ignore_index=True)

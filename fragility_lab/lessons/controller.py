@@ -3,7 +3,6 @@
 The statistics stay as recorded. Raising epsilon changes neither LayerNorm's output nor anything after it here.
 """
 
-import math
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -15,10 +14,11 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.bgss import State, advance, get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.lessons import record
-from fragility_lab.lessons.widgets import Exercise
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
+from fragility_lab.lessons.pictures import HERE, LIMIT, Picture, finish, panels
+from fragility_lab.lessons.widgets import exercises
+from fragility_lab.reporting.figures import COLOURS, Axes
 
+EXERCISES = exercises("controller")
 RUNS = {"steady": 6e-4, "spiking": 3e-2}  # names of the recorded runs, by their learning rate
 FP16 = get_format("fp16").unit_roundoff
 BASE, CAP = 1e-5, 1e-2  # epsilon before any action, and the largest that the controllers set
@@ -50,34 +50,28 @@ def first_step() -> pd.DataFrame:
     return rows[rows.step == 0]
 
 
-def frozen(block: int, exponent: float) -> tuple[list[Axes], str]:
+def frozen(block: int, exponent: float) -> Picture:
     """Left: M_LN of ``block`` over epsilon. Right: by which share epsilon = 10^``exponent`` lowers G of each block."""
     rows, epsilon = first_step(), 10.0**exponent
     table = raised(rows, epsilon).assign(share=lambda t: t.reduction / rows.risk)
     own, here = rows.iloc[[block]], table.iloc[block]
-    curve, bars = figures.panels(height=3.6)
+    curve, bars = panels(height=3.6)
 
     sweep = np.logspace(-5, 1, 61)
     repeated = own.loc[own.index.repeat(len(sweep))].reset_index(drop=True)
     curve.plot(sweep, raised(repeated, sweep).after / here.before, color="C0")
     curve.plot(epsilon, here.after / here.before, "o", color="C3", markersize=9)
-    curve.axvline(own.variance_1.item(), color="0.2", linestyle="--", linewidth=1)
+    curve.axvline(own.variance_1.item(), **LIMIT)
     curve.text(own.variance_1.item(), 1.03, "σ² ", ha="right", fontsize="small")
     curve.axvline(CAP, color="0.5", linestyle=":", linewidth=1.5)
     curve.text(CAP, 0.02, " cap", fontsize="small")
-    figures.log_scale(curve, "x")
-    curve.set(ylim=(0, 1.12), xlabel="ε", ylabel="M_LN(ε) / M_LN(10⁻⁵)", title=f"LayerNorm magnitude of block {block}")
+    finish(curve, "ε", "M_LN(ε) / M_LN(10⁻⁵)", f"LayerNorm magnitude of block {block}", "x", ylim=(0, 1.12))
 
     bars.bar(rows.layer, table.share, color=["C3" if layer == block else "C0" for layer in rows.layer])
-    bars.plot(
-        rows.layer, rows.dominance, "_", color="0.2", markersize=14, markeredgewidth=2, label="φ, the share of M_LN"
-    )
-    figures.log_scale(bars, "y")
-    bars.set(
-        ylim=(1e-9, 50), xticks=range(0, 12, 2), xlabel="block", ylabel="share of its G",
-        title="by how much raising ε lowers G",
-    )  # fmt: skip
-    bars.legend(frameon=False, fontsize="small", loc="upper right")
+    dashes = {"color": "0.2", "markersize": 14, "markeredgewidth": 2}
+    bars.plot(rows.layer, rows.dominance, "_", label="φ, the share of M_LN", **dashes)
+    labels = ("block", "share of its G", "by how much raising ε lowers G")
+    finish(bars, *labels, "y", "upper right", ylim=(1e-9, 50), xticks=range(0, 12, 2))
     return [curve, bars], (
         f"block {block}, ε from {BASE:g} to {epsilon:.2g}: M_LN falls by {1 - here.after / here.before:.2g}, "
         f"G by {here.share:.2g}, the predicted mismatch by {here.reduction / rows.risk.sum():.2g} (shares of 1); "
@@ -88,7 +82,7 @@ def frozen(block: int, exponent: float) -> tuple[list[Axes], str]:
 # --- How far epsilon is raised ----------------------------------------------------------------------
 
 
-def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> tuple[list[Axes], str]:
+def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> Picture:
     """Over the variance: epsilon after the printed update (left), rho_LN before and after it (right)."""
     rows = first_step()
     width, unit, cap = int(rows.d_model.iloc[0]), 2.0**-precision, 10.0**cap_exponent
@@ -97,23 +91,21 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     epsilon = theory.epsilon_update(BASE, candidate)
     before, after = (theory.layernorm_ratio(variance, e, width, unit) for e in (BASE, epsilon))
     bound = theory.post_update_ratio_bound(variance, width, unit, target=target, epsilon_max=cap)
-    left, right = figures.panels(height=3.8)
+    left, right = panels(height=3.8)
     left.plot(variance[:-1], epsilon[:-1], color="C0")
     left.plot(variance[-1], epsilon[-1], "o", color="C3", markersize=9)
     left.plot(rows.variance_1, np.full(len(rows), 2.2e-6), "|", color="0.2", markersize=12)
     left.text(2e-3, 1.7e-6, "the 12 blocks", fontsize="small", ha="right")
-    left.set(ylim=(1e-6, 2), ylabel="ε after the update", title="ε follows σ² between base and cap")
     right.axhspan(target, 1, color="C2", alpha=0.25, linewidth=0)
     right.plot(variance[:-1], before[:-1], color="0.5", linestyle="--", label="before")
     right.plot(variance[:-1], bound[:-1], color="C3", linewidth=4, alpha=0.4, label="guarantee")
     right.plot(variance[:-1], after[:-1], color="C0", label="after")
     right.plot(variance[-1], after[-1], "o", color="C3", markersize=9)
-    right.set(ylim=(1e-4, 1e4), ylabel="ρ_LN", title="green: where the algorithm acts")
-    right.legend(frameon=False, fontsize="small", loc="upper left")
     for axes in (left, right):
-        figures.log_scale(axes)
-        axes.set(xlim=(1e-6, 1e3), xlabel="σ²")
-        axes.axvline(variance[-1], color="0.2", linestyle=":")
+        axes.axvline(variance[-1], **HERE)
+    scales = {"log": "xy", "xlim": (1e-6, 1e3)}
+    finish(left, "σ²", "ε after the update", "ε follows σ² between base and cap", **scales, ylim=(1e-6, 2))
+    finish(right, "σ²", "ρ_LN", "green: where the algorithm acts", **scales, legend="upper left", ylim=(1e-4, 1e4))
     gate, gives = ("open", "gives") if before[-1] < 1 else ("closed", "would give")
     return [left, right], (
         f"σ² = {variance[-1]:.2g}, u = 2^-{precision}: ρ_LN = {before[-1]:.3g} before, the gate ρ_LN < 1 is {gate}; "
@@ -128,11 +120,11 @@ GATES = ["risk", "dominance", "regime", "cooldown", "budget", "raised"]
 STOPS = {
     "G < τ_G": (0.93, 0.93, 0.93),
     "φ < τ_φ": (0.78, 0.78, 0.78),
-    "ρ_LN ≥ 1": figures.COLOURS[3],
-    "cooldown": figures.COLOURS[9],
-    "beyond budget": figures.COLOURS[8],
-    "at its target": figures.COLOURS[4],
-    "raised": figures.COLOURS[0],
+    "ρ_LN ≥ 1": COLOURS[3],
+    "cooldown": COLOURS[9],
+    "beyond budget": COLOURS[8],
+    "at its target": COLOURS[4],
+    "raised": COLOURS[0],
 }
 PASSED, FAILED, UNDECIDED = (0.75, 0.87, 0.97), (0.98, 0.82, 0.7), (1.0, 1.0, 1.0)
 
@@ -183,7 +175,7 @@ def released(run: str) -> pd.DataFrame:
 
 def playground(
     step: int, precision: int, risk: float, dominance: float, target: float, budget: int, cooldown: int, run: str
-) -> tuple[list[Axes], str]:
+) -> Picture:
     """Left: what stops each block at every inspection, and where the released controller acts. Right: one inspection.
 
     ``risk`` and ``dominance`` are the logarithms to base 10 of the thresholds. ``cooldown`` counts inspections.
@@ -194,13 +186,13 @@ def playground(
     )  # fmt: skip
     seen, acted = inspections(policy, run, precision), released(run)
     stop = np.stack([inspection.stop for inspection in seen], axis=1)  # (layers, inspections)
-    course, now = figures.panels(5.2, 5.2, height=4.2)
+    course, now = panels(5.2, 5.2, height=4.2)
     now.get_figure().subplots_adjust(left=0.02)
     _cells(course, np.array(list(STOPS.values()))[stop], INTERVAL)
     course.plot(acted.step + 1, acted.layer, "o", color="black", markersize=5)
     course.axvline(step - INTERVAL / 2, color="black", linestyle=":")
-    course.set(xlabel="step t", ylabel="block", title="first failed gate (dots: released controller acts)")
-    course.set_yticks(range(0, len(stop), 2))
+    title = "first failed gate (dots: released controller acts)"
+    finish(course, "step t", "block", title, yticks=range(0, len(stop), 2))
     _table(now, seen[step // INTERVAL - 1], policy)
     now.set_title(f"step {step}: pale blue passes, pale orange fails")
     counts = np.bincount(stop.ravel(), minlength=len(STOPS))
@@ -246,50 +238,3 @@ def _table(axes: Axes, inspection: Inspection, policy: PrintedBGSS) -> None:
         label.set_backgroundcolor(shade)
     axes.get_xticklabels()[-1].set_color("white")
     axes.set_yticks([])
-
-
-# --- Exercises ----------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "A block has σ² = 0.01, ε = 10⁻⁵ and d_model = 128, and runs in fp16 (u = 2⁻¹¹). What is its ρ_LN?",
-        theory.layernorm_ratio(0.01, 1e-5, 128, FP16),
-        "ρ_LN = (σ² / ε) · d_model · u, and 128 · 2⁻¹¹ = 1/16.",
-        "ρ_LN = (0.01 / 10⁻⁵) · 128 · 2⁻¹¹ = 1000 / 16 = 62.5. The gate ρ_LN &lt; 1 is closed.",
-    ),
-    Exercise(
-        "When does raising ε lower M_LN noticeably?",
-        "when ε comes near σ²",
-        "In the first figure, compare block 0 with another block.",
-        "f(ε) = (ε + 2σ²) / (σ² + ε)^{3/2} is flat as long as ε is far below σ². So compare ε with σ², and not with "
-        "its old value: a factor of 1000 from 10⁻⁵ to the cap changes nothing if σ² = 10.",
-        ("whenever ε doubles", "when ε comes near σ²", "when G is large", "when u is large"),
-    ),
-    Exercise(
-        "A block has ρ_LN = 0.8 at ε = 10⁻⁵, and ρ* = 1/2. Which ε does the printed update give?",
-        float(
-            theory.epsilon_update(
-                1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, target=0.5, epsilon_min=BASE, epsilon_max=CAP)
-            )
-        ),
-        "The candidate is σ² d_model u / ρ*. Express σ² d_model u by ρ_LN and ε.",
-        "The candidate is σ² d_model u / ρ* = ρ_LN ε / ρ* = 0.8 · 10⁻⁵ / 0.5 = 1.6 · 10⁻⁵. As the gate needs "
-        "ρ_LN &lt; 1, one action raises ε by a factor below 1/ρ*.",
-    ),
-    Exercise(
-        "In the playground, steady run, fp16: lower both thresholds as far as they go. What stops the blocks now?",
-        "ρ_LN ≥ 1",
-        "Which colour fills the left picture, and which gate below the right one has this colour?",
-        "Every G and every φ passes, and the regime gate stops all blocks. To pass, σ² would have to be below "
-        "ε / (d_model u) = 1.6 · 10⁻⁴. The smallest σ² of the run, taking the larger one of each block, is 0.005. "
-        "(In the spiking run φ falls further, and its gate stops some blocks first.)",
-        ("G < τ_G", "φ < τ_φ", "ρ_LN ≥ 1", "the budget"),
-    ),
-    Exercise(
-        "A block has ρ_LN = 96,000 in fp16. Let u = 2⁻ᵏ. From which k on does the block pass the regime gate?",
-        11 + math.ceil(math.log2(96_000)),
-        "ρ_LN is proportional to u, and fp16 has k = 11. How many times must 96,000 be halved?",
-        "96,000 lies between 2¹⁶ and 2¹⁷, so it takes 17 bits more than the 11 of fp16: k = 28. fp32 has only 24. The "
-        "gate asks for a format in which there is nothing left to repair.",
-    ),
-)

@@ -42,13 +42,10 @@ def calls() -> list[BlockCall]:
     """Every block and the arguments that the model calls it with."""
     monitor, window = prepared()
     seen: list[BlockCall] = []
-
-    def keep(module, args, kwargs):
-        seen.append((module, args, kwargs))
-
     with ExitStack() as stack:
         for block in monitor.blocks:
-            stack.callback(block.module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            hook = block.module.register_forward_pre_hook(lambda *call: seen.append(call), with_kwargs=True)
+            stack.callback(hook.remove)
         with torch.no_grad(), monitor.running():
             monitor.model.base_model(window, use_cache=False)
     return seen

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import FORMATS, Format, get_format
-from fragility_lab.lessons.widgets import Exercise
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
+from fragility_lab.lessons.pictures import BESIDE, HERE, LIMIT, Picture, finish, panels, strength
+from fragility_lab.lessons.widgets import exercises
 
+EXERCISES = exercises("floating_point")
 LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 ROWS, KEYS = 400, 16
 
@@ -50,32 +50,31 @@ def relative_errors(x: np.ndarray, format: Format) -> np.ndarray:
     return np.abs(rounded(x, format) - x) / np.abs(x)
 
 
-def neighbours(x: float, format: str) -> tuple[list[Axes], str]:
+def neighbours(x: float, format: str) -> Picture:
     """Left: ``x`` among the numbers of ``format``. Right: relative error of rounding around 1, in units of u."""
     chosen = get_format(format)
     unit, step, nearest = chosen.unit_roundoff, spacing(x, chosen), float(rounded(x, chosen))
     grid = all_numbers(format)
     grid = grid[np.abs(grid - nearest) <= 4 * step]
     own = abs(nearest - x) / x
-    line, error = figures.panels(height=3.2)
+    line, error = panels(height=3.2)
 
     line.plot(grid, np.zeros_like(grid), "|", color="0.2", markersize=26, label="grid")
     line.plot(nearest, 0, "D", color="C0", markersize=8, fillstyle="none", markeredgewidth=2, label="x rounded")
     line.plot([x, x, nearest], [0.45, 0.3, 0.1], color="C3", linewidth=1)
     line.plot(x, 0.45, "o", color="C3", markersize=8, label="x")
-    line.set(yticks=[], ylim=(-0.8, 1.2), xlabel="number line", title=f"{format}: neighbours are {step:.3g} apart here")
+    legend = {"loc": "upper center", "ncols": 3, "frameon": False, "fontsize": "small", "markerscale": 0.5}
+    title = f"{format}: neighbours are {step:.3g} apart here"
+    finish(line, "number line", "", title, legend=legend, yticks=[], ylim=(-0.8, 1.2))
     line.locator_params(axis="x", nbins=5)
-    line.legend(loc="upper center", ncols=3, frameon=False, fontsize="small", markerscale=0.5)
 
     numbers = np.geomspace(0.25, 4, 2001)[1:-1]
     error.plot(np.log2(numbers), relative_errors(numbers, chosen) / unit, color="C0", linewidth=0.8)
-    error.axhline(1, color="0.2", linestyle="--", linewidth=1)
+    error.axhline(1, **LIMIT)
     error.text(-1.95, 1.04, "unit roundoff u", fontsize="small")
     error.plot(np.log2(x), own / unit, "o", color="C3", markersize=8)
-    error.set(
-        xticks=range(-2, 3), xticklabels=["1/4", "1/2", "1", "2", "4"], xlabel="x", ylim=(0, 1.2),
-        ylabel="relative error / u", title="relative error of rounding",
-    )  # fmt: skip
+    ticks = {"xticks": range(-2, 3), "xticklabels": ["1/4", "1/2", "1", "2", "4"]}
+    finish(error, "x", "relative error / u", "relative error of rounding", ylim=(0, 1.2), **ticks)
     return [line, error], (
         f"{format}: {x:.4g} is rounded to {nearest:.6g}, relative error {own:.2e} = {own / unit:.2f} u; "
         f"u = {unit:.3g}, spacing above 1 = {chosen.spacing:.3g}"
@@ -95,21 +94,17 @@ def worst_errors() -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def ranges(exponent: int, format: str) -> tuple[list[Axes], str]:
+def ranges(exponent: int, format: str) -> Picture:
     """The largest relative error of rounding over the magnitude of the rounded number, one line a format."""
     table = worst_errors()
-    (axes,) = figures.panels(8.2, height=3.8, right=1.5)
+    (axes,) = panels(8.2, height=3.8, right=1.5)
     for marker, (name, curve) in zip("osD^", table.groupby("format", sort=False)):
-        strong = {"linewidth": 2.5} if name == format else {"linewidth": 1, "alpha": 0.55}
+        strong = strength(name == format)
         axes.plot(curve.exponent, curve.error.clip(upper=9), marker=marker, markersize=4, label=name, **strong)
-    axes.axvline(exponent, color="0.2", linestyle=":")
+    axes.axvline(exponent, **HERE)
     axes.text(15.5, 4, "overflow", fontsize="small")
-    figures.log_scale(axes, "y")
-    axes.set(
-        ylim=(1e-4, 9), xlabel="binary exponent of x", ylabel="largest relative error",
-        title="inside its range, a format's relative error is at most u",
-    )  # fmt: skip
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    title = "inside its range, a format's relative error is at most u"
+    finish(axes, "binary exponent of x", "largest relative error", title, "y", BESIDE, ylim=(1e-4, 9))
     chosen = get_format(format)
     error = table.error[(table.format == format) & (table.exponent == exponent)].item()
     told = f"{error:.2g} = {error / chosen.unit_roundoff:.3g} u" if np.isfinite(error) else "infinite, by overflow"
@@ -134,26 +129,26 @@ def row_sensitivity(p: Tensor) -> Tensor:
     return theory.softmax_sensitivity(p.unsqueeze(-2))
 
 
-def margins(margin: float, rivals: int) -> tuple[list[Axes], str]:
+def margins(margin: float, rivals: int) -> Picture:
     """Left: the probabilities. Right: ||J(p)||_2 over the margin."""
     p = one_against_many(margin, rivals)
     sweep = torch.linspace(-6, 8, 113, dtype=torch.float64)
     here = row_sensitivity(p).item()
-    bars, line = figures.panels(height=3.4)
+    bars, line = panels(height=3.4)
     bars.bar(np.arange(1 + rivals), p.numpy(), color=["C3"] + ["C0"] * rivals)
     bars.set(xlabel="key", ylabel="probability", ylim=(0, 1), title="softmax of the scores")
     bars.locator_params(axis="x", integer=True)
     line.plot(sweep.numpy(), row_sensitivity(one_against_many(sweep, rivals)).numpy(), color="C0")
     line.plot(margin, here, "o", color="C3", markersize=9)
-    line.axhline(0.5, color="0.2", linestyle="--", linewidth=1)
+    line.axhline(0.5, **LIMIT)
     line.text(8, 0.51, "never above 1/2", fontsize="small", ha="right")
     line.axvline(math.log(rivals), color="0.5", linestyle=":", linewidth=1.5)
-    line.set(ylim=(0, 0.57), xlabel="margin of key 0", ylabel="‖J(p)‖₂", title="sensitivity of softmax")
+    finish(line, "margin of key 0", "‖J(p)‖₂", "sensitivity of softmax", ylim=(0, 0.57))
     told = f"‖J(p)‖₂ = {here:.3f} (at most 0.5); p of key 0 = {p[0]:.3f}, of each rival = {p[1]:.3f}"
     return [bars, line], f"margin {margin:.1f}: {told}"
 
 
-def triangle(score_a: float, score_b: float) -> tuple[list[Axes], str]:
+def triangle(score_a: float, score_b: float) -> Picture:
     """||J(p)||_2 over all probabilities of three keys a, b, c; the score of c is 0."""
     steps = 40
     weights = [(a, b, steps - a - b) for a in range(steps + 1) for b in range(steps + 1 - a)]
@@ -161,7 +156,7 @@ def triangle(score_a: float, score_b: float) -> tuple[list[Axes], str]:
     corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 3**0.5 / 2]], dtype=torch.float64)
     own = torch.tensor([score_a, score_b, 0.0], dtype=torch.float64).softmax(0)
     here = row_sensitivity(own).item()
-    (axes,) = figures.panels(6.4, height=4.6)
+    (axes,) = panels(6.4, height=4.6)
     levels = np.linspace(0, 0.5, 11)
     filled = axes.tricontourf(*(p @ corners).T.numpy(), row_sensitivity(p).numpy(), levels=levels, cmap="viridis")
     axes.get_figure().colorbar(filled, label="‖J(p)‖₂", ticks=levels[::2])
@@ -195,64 +190,19 @@ def rounded_scores(offset: float, spread: float, format: str) -> pd.DataFrame:
     )
 
 
-def score_rounding(offset: float, spread: float, format: str) -> tuple[list[Axes], str]:
+def score_rounding(offset: float, spread: float, format: str) -> Picture:
     """Observed error of softmax over its first-order bound, one point a row of scores."""
     table = rounded_scores(offset, spread, format)
     above = table.observed > table.first_order
-    (axes,) = figures.panels(6.4, height=4.2)
+    (axes,) = panels(6.4, height=4.2)
     axes.plot(table.first_order[~above], table.observed[~above], ".", color="C0", label="below the bound")
     axes.plot(table.first_order[above], table.observed[above], "x", color="C3", label="above it")
     ends = np.array([1e-6, 100])
-    axes.plot(ends, ends, color="0.2", linestyle="--", linewidth=1)
-    figures.log_scale(axes)
-    axes.set(
-        xlim=ends, ylim=(1e-9, 10), xlabel="first-order bound u ‖s‖ ‖J(p)‖₂", ylabel="observed change of p",
-        title="rounding the scores",
-    )  # fmt: skip
-    axes.legend(frameon=False, loc="upper left")
+    axes.plot(ends, ends, **LIMIT)
+    labels = ("first-order bound u ‖s‖ ‖J(p)‖₂", "observed change of p", "rounding the scores")
+    finish(axes, *labels, "xy", {"frameon": False, "loc": "upper left"}, xlim=ends, ylim=(1e-9, 10))
     slack, never = (table.first_order / table.observed).median(), table.observed > table.guaranteed
     return [axes], (
         f"{format}, offset {offset:g}, spread {spread:g}: bound / observed = {slack:.2g} (median); "
         f"above the first-order bound: {above.sum()} of {ROWS}; above u‖s‖/2: {never.sum()}"
     )
-
-
-# --- Exercises ------------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "How far apart are the neighbours of 300 in bf16?",
-        spacing(300, FORMATS["bf16"]),
-        "Between 2^e and 2^(e+1) the spacing is 2u · 2^e. Which e belongs to 300?",
-        "300 lies between 2⁸ and 2⁹, where the spacing is 2u · 2⁸. For bf16 u = 2⁻⁸, so the spacing is 2.",
-    ),
-    Exercise(
-        "Which of these integers can fp16 not hold?",
-        "2049",
-        "Where does the spacing of fp16 become 2?",
-        "fp16 has 11 bits of significand, u = 2⁻¹¹. Up to 2¹¹ = 2048 the spacing is at most 1. From 2048 to 4096 the "
-        "spacing is 2, so 2049 lies half-way between two numbers and is rounded to 2048.",
-        ("1025", "2047", "2049", "4094"),
-    ),
-    Exercise(
-        "Two keys have the probabilities 0.8 and 0.2. What is ‖J(p)‖₂?",
-        row_sensitivity(torch.tensor([0.8, 0.2], dtype=torch.float64)).item(),
-        "Write out J(p) = Diag(p) − p pᵀ: its four entries have the same magnitude.",
-        "For two keys J(p) = p₁p₂ [[1, −1], [−1, 1]], whose norm is 2 p₁ p₂ = 2 · 0.8 · 0.2 = 0.32.",
-    ),
-    Exercise(
-        "Which row of probabilities passes on errors of its scores most strongly?",
-        "(0.5, 0.5, 0, 0)",
-        "Look at the triangle: where is ‖J‖₂ = 1/2?",
-        "A tie of two keys with nothing left for the others reaches 1/2. Four equal keys have only 1/4, and a decided "
-        "row has almost 0. What matters is how much probability a small change can move between two keys.",
-        ("(0.25, 0.25, 0.25, 0.25)", "(0.5, 0.5, 0, 0)", "(0.4, 0.3, 0.2, 0.1)", "(0.97, 0.01, 0.01, 0.01)"),
-    ),
-    Exercise(
-        "Scores (1, −1) become (101, 99): softmax is the same. By what factor does u ‖s‖ ‖J(p)‖₂ grow?",
-        math.hypot(101, 99) / math.hypot(1, -1),
-        "u and J(p) stay the same. Compare ‖s‖ before and after.",
-        "u and J(p) stay the same, ‖s‖ goes from √2 to √(101² + 99²) = 141.4: a factor of 100. Rounding errors are "
-        "relative to the scores, but softmax depends on their differences only.",
-    ),
-)

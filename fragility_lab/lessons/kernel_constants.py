@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 
 from fragility_lab.experiments import calibration
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
+from fragility_lab.lessons.pictures import HERE, SMALL_BESIDE, Picture, finish, panels, strength
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 
@@ -52,21 +51,17 @@ def slack_quantiles(format: str) -> pd.DataFrame:
     return grouped.quantile(np.linspace(0, 1, 301), interpolation="lower").unstack("statement")
 
 
-def statements(exponent: float, statement: str, format: str) -> tuple[list[Axes], str]:
+def statements(exponent: float, statement: str, format: str) -> Picture:
     """The share of draws over the slack that they do not exceed, one line for each statement."""
     quantiles = slack_quantiles(format)
-    (axes,) = figures.panels(8.2, height=4.2, right=2.4)
+    (axes,) = panels(8.2, height=4.2, right=2.4)
     for style, name in zip(["-", "--", "-.", ":", "-", "--"], STATEMENTS.values()):
-        strong = {"linewidth": 2.5} if name == statement else {"linewidth": 1, "alpha": 0.55}
+        strong = strength(name == statement)
         axes.plot(quantiles[name].clip(upper=1e9), quantiles.index, style, label=name, **strong)
     axes.axvline(1, color="C3", linewidth=2)
-    axes.axvline(10**exponent, color="0.2", linestyle=":")
-    figures.log_scale(axes, "x")
-    axes.set(
-        xlim=(0.3, 1e6), ylim=(0, 1), xlabel="bound / observed error", ylabel="share of draws",
-        title=f"{format}: the slack of the statements",
-    )  # fmt: skip
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    axes.axvline(10**exponent, **HERE)
+    labels = ("bound / observed error", "share of draws", f"{format}: the slack of the statements")
+    finish(axes, *labels, "x", SMALL_BESIDE, xlim=(0.3, 1e6), ylim=(0, 1))
     rows = slack_rows(format)
     chosen = rows.slack[rows.statement == statement]
     return [axes], (

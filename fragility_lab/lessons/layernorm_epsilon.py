@@ -8,12 +8,12 @@ import torch
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
-from fragility_lab.lessons import embedded, slack
-from fragility_lab.lessons.rows import FEATURES, STEPS, drawn, errors, ladder, mean_variance, uneven_gamma
-from fragility_lab.lessons.widgets import Exercise
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
+from fragility_lab.lessons import embedded, pictures
+from fragility_lab.lessons.pictures import HERE, LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
+from fragility_lab.lessons.rows import FEATURES, drawn, errors, ladder, mean_variance, uneven_gamma
+from fragility_lab.lessons.widgets import exercises
 
+EXERCISES = exercises("layernorm_epsilon")
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 WIDTHS = ("64", "128", "768", "4096")
 DRAWS = 4
@@ -23,31 +23,28 @@ EPSILONS = 10 ** np.linspace(-8, 1, 13)
 # --- The factor -------------------------------------------------------------------------------
 
 
-def factor(variance_exponent: float, epsilon_exponent: float) -> tuple[list[Axes], str]:
+def factor(variance_exponent: float, epsilon_exponent: float) -> Picture:
     """Left: f(epsilon) and its two limits. Right: output, error bound and their quotient over epsilon."""
     variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
     epsilons = np.geomspace(1e-8, 1e4, 49)
     here = theory.layernorm_factor(variance, epsilon)
-    curve, shares = figures.panels(height=3.8)
+    curve, shares = panels(height=3.8)
     curve.plot(epsilons, np.full_like(epsilons, 2 / variance**0.5), color="0.5", linestyle=":", label="2/σ")
     curve.plot(epsilons, epsilons**-0.5, color="0.5", linestyle="--", label="1/√ε")
     curve.plot(epsilons, theory.layernorm_factor(variance, epsilons), color="C3", label="f(ε)")
     curve.plot(epsilon, here, "o", color="C3", markersize=8)
-    figures.log_scale(curve)
-    curve.set(ylim=(1e-2, 1e4), xlabel="ε", ylabel="f(ε)", title="f(ε), the amplification of LayerNorm")
-    curve.legend(frameon=False, fontsize="small")
+    finish(curve, "ε", "f(ε)", "f(ε), the amplification of LayerNorm", "xy", "best", ylim=(1e-2, 1e4))
 
     scale = (1 + epsilons / variance) ** -0.5
     bound = theory.layernorm_factor(variance, epsilons) / theory.layernorm_factor(variance, 0.0)
     shares.plot(epsilons, bound, color="C3", label="M_LN (absolute error)")
     shares.plot(epsilons, scale, color="C0", linestyle="--", label="‖Z‖ (output)")
     shares.plot(epsilons, bound / scale, color="C2", linestyle="-.", label="C_LN (their quotient)")
-    figures.log_scale(shares, "x")
-    shares.axvline(variance, color="0.2", linestyle="--", linewidth=1)
-    shares.set(ylim=(0, 1.05), xlabel="ε (dashed: ε = σ²)", ylabel="share", title="as a share of the value at ε = 0")
-    shares.legend(frameon=False, fontsize="small", loc="center left")
+    shares.axvline(variance, **LIMIT)
+    title = "as a share of the value at ε = 0"
+    finish(shares, "ε (dashed: ε = σ²)", "share", title, "x", "center left", ylim=(0, 1.05))
     for axes in (curve, shares):
-        axes.axvline(epsilon, color="0.2", linestyle=":")
+        axes.axvline(epsilon, **HERE)
     share = epsilon / variance
     return [curve, shares], (
         f"σ² = {variance:.2g}, ε = {epsilon:.2g} = {share:.2g} σ²: f(ε) = {here:.3g}; against ε = 0 the output shrinks "
@@ -66,24 +63,22 @@ def sweep(variance: float, offset: float, format: str, rounded: str) -> pd.DataF
     return pd.concat([errors(x, gamma, epsilon, format, rounded) for epsilon in EPSILONS])
 
 
-def rounding(
-    variance_exponent: float, offset: float, epsilon_exponent: float, format: str, rounded: str
-) -> tuple[list[Axes], str]:
+def rounding(variance_exponent: float, offset: float, epsilon_exponent: float, format: str, rounded: str) -> Picture:
     """Error of LayerNorm and its bound over epsilon: left absolute, right relative to the output."""
     variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
     table = sweep(variance, offset, format, rounded)
     here = errors(drawn(variance, offset, DRAWS), torch.ones(FEATURES), epsilon, format, rounded).mean()
     mean = table.groupby("epsilon").mean()
-    row = figures.panels(height=3.8)
+    row = panels(height=3.8)
     pairs = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
     for axes, (kind, (observed, bound)) in zip(row, pairs.items()):
         axes.plot(table.epsilon, table[observed], ".", color="C0", markersize=4, label="observed")
         axes.plot(mean.index, mean[bound], color="C3", label="bound")
-        axes.axvline(variance, color="0.2", linestyle="--", linewidth=1)
-        axes.axvline(epsilon, color="0.2", linestyle=":")
-        figures.log_scale(axes)
-        axes.set(ylim=(1e-6, 1e2), xlabel="ε (dashed: ε = σ²)", ylabel=f"{kind} error", title=f"{format}: {kind} error")
-    row[0].legend(frameon=False, ncols=2, loc="upper right", fontsize="small")
+        axes.axvline(variance, **LIMIT)
+        axes.axvline(epsilon, **HERE)
+        legend = TWO_COLUMNS if kind == "absolute" else None
+        labels = ("ε (dashed: ε = σ²)", f"{kind} error", f"{format}: {kind} error")
+        finish(axes, *labels, "xy", legend, ylim=(1e-6, 1e2))
     return row, (
         f"{format}, σ² = {variance:.2g}, mean {offset:g} σ, ε = {epsilon:.2g}, rounded: {rounded}; "
         f"error {here.observed:.2g}, bound {here.bound:.2g}, {here.bound / here.observed:.2g} times as large; "
@@ -91,17 +86,12 @@ def rounding(
     )
 
 
-def looseness(share_exponent: float, offset: float, spread: float, format: str) -> tuple[list[Axes], str]:
-    """Left: bound over observed error of 200 random rows. Right: the factor that each step to u M_LN loses."""
+def looseness(share_exponent: float, offset: float, spread: float, format: str) -> Picture:
+    """``pictures.looseness`` of u M_LN as a bound of 200 random rows."""
     variance = 3.0
     table = ladder(drawn(variance, offset, 200), uneven_gamma(spread), 10**share_exponent * variance, format)
-    ratio = table[STEPS[-1]] / table[STEPS[0]]
-    count, steps = figures.panels(height=3.8)
-    slack.histogram(count, ratio, f"{format}: how loose the bound is")
-    count.set(ylabel="rows")
-    slack.given_away(steps, table)
-    told = slack.describe(ratio, "rows")
-    return [count, steps], f"{format}, ε = {10**share_exponent:.2g} σ², mean {offset:g} σ: {told}"
+    axes, told = pictures.looseness(table, format, "rows", height=3.8)
+    return axes, f"{format}, ε = {10**share_exponent:.2g} σ², mean {offset:g} σ: {told}"
 
 
 # --- The ratio --------------------------------------------------------------------------------
@@ -114,24 +104,20 @@ def gate(epsilon: float, d_model: int, format: str) -> pd.DataFrame:
     return sites.assign(ratio=ratio)
 
 
-def regimes(epsilon_exponent: float, width: str, format: str) -> tuple[list[Axes], str]:
+def regimes(epsilon_exponent: float, width: str, format: str) -> Picture:
     """The lines epsilon = sigma^2 and rho_LN = 1 in the plane of variance and epsilon, and a model's LayerNorms."""
     epsilon, slope = 10**epsilon_exponent, int(width) * get_format(format).unit_roundoff
     sites = gate(epsilon, int(width), format)
     variance, top = np.array([1e-8, 1e3]), 1e3
-    (axes,) = figures.panels(8.2, height=4.2, right=2.4)
+    (axes,) = panels(8.2, height=4.2, right=2.4)
     axes.fill_between(variance, slope * variance, top, color="C0", alpha=0.2, linewidth=0, label="ρ_LN < 1: gate open")
     axes.plot(variance, slope * variance, color="C0", label="ε = d u σ²")
     axes.plot(variance, variance, color="0.2", linestyle="--", label="ε = σ²")
     for site, marker in ((1, "o"), (2, "x")):
         chosen = sites[sites.site == site]
         axes.plot(chosen.variance, np.full(len(chosen), epsilon), marker, color="C3", label=f"LayerNorm {site}")
-    figures.log_scale(axes)
-    axes.set(
-        xlim=variance, ylim=(1e-8, top), xlabel="variance σ²", ylabel="ε",
-        title=f"{format}: where the gate is, and where a model is",
-    )  # fmt: skip
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    title, limits = f"{format}: where the gate is, and where a model is", {"xlim": variance, "ylim": (1e-8, top)}
+    finish(axes, "variance σ²", "ε", title, "xy", SMALL_BESIDE, **limits)
     return [axes], (
         f"{format}, width {width}: ρ_LN < 1 needs ε > {slope:.3g} σ²; at ε = {epsilon:.2g} the {len(sites)} sites have "
         f"ρ_LN from {sites.ratio.min():.2g} to {sites.ratio.max():.2g}; the gate is open at {(sites.ratio < 1).sum()}, "
@@ -148,27 +134,21 @@ def loudness_sweep(epsilon: float, format: str, rounded: str) -> pd.DataFrame:
     return pd.DataFrame([mean_variance(2.0**exponent, epsilon, format, rounded) for exponent in range(-12, 5, 2)])
 
 
-def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str, rounded: str) -> tuple[list[Axes], str]:
+def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str, rounded: str) -> Picture:
     """A quiet and a loud row together: error and both readings of the bound over the scale of the loud row."""
     epsilon = 10**epsilon_exponent
     table = loudness_sweep(epsilon, format, rounded)
     here = mean_variance(2.0**loudness_exponent, epsilon, format, rounded)
     mean = here["bound with the mean variance"]
-    (axes,) = figures.panels(8.2, height=3.8, right=2.6)
-    styles = {"bound": ("-", "C3"), "bound with the mean variance": ("--", "C1"), "observed": (".-", "C0")}
-    names = {"bound": "bound, row by row", "bound with the mean variance": "with the mean variance"}
-    for name, (style, color) in styles.items():
-        axes.plot(table.loudness, table[name], style, color=color, label=names.get(name, name))
-    axes.axvline(here["loudness"], color="0.2", linestyle=":")
-    figures.log_scale(axes)
-    axes.set(
-        ylim=(1e-3, 1e2), xlabel="scale of the loud row", ylabel="error of both rows",
-        title=f"{format}: a quiet row beside a loud one",
-    )  # fmt: skip
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    verdict = (
-        "holds" if here["observed"] <= mean else f"fails, the error is {here['observed'] / mean:.2g} times as large"
-    )
+    (axes,) = panels(8.2, height=3.8, right=2.6)
+    axes.plot(table.loudness, table.bound, "-", color="C3", label="bound, row by row")
+    axes.plot(table.loudness, table["bound with the mean variance"], "--", color="C1", label="with the mean variance")
+    axes.plot(table.loudness, table.observed, ".-", color="C0", label="observed")
+    axes.axvline(here["loudness"], **HERE)
+    labels = ("scale of the loud row", "error of both rows", f"{format}: a quiet row beside a loud one")
+    finish(axes, *labels, "xy", SMALL_BESIDE, ylim=(1e-3, 1e2))
+    over = here["observed"] / mean
+    verdict = "holds" if over <= 1 else f"fails, the error is {over:.2g} times as large"
     return [axes], (
         f"{format}, rounded: {rounded}, loud row ±{here['loudness']:.3g}, ε = {epsilon:.2g}: error "
         f"{here['observed']:.2g}, bound row by row {here['bound']:.2g}, with the mean variance {mean:.2g} ({verdict})"
@@ -188,44 +168,3 @@ def matrix_readings() -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows).rename_axis("block")
-
-
-# --- Exercises --------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "σ² = 0.04 and ε is negligible beside it. How large is f(ε)?",
-        theory.layernorm_factor(0.04, 0.0),
-        "Set ε = 0 in f(ε) = (ε + 2σ²) / (σ² + ε)^{3/2}. σ² = 0.04 means σ = 0.2.",
-        "f(0) = 2σ² / σ³ = 2 / σ = 2 / 0.2 = 10. For a row with ‖x‖ = 1 and γ = 1 the bound is 10 u.",
-    ),
-    Exercise(
-        "C_LN is the bound relative to the output. ε is raised from 0 without limit. By what factor does C_LN fall at "
-        "most?",
-        2.0,
-        "The right-hand picture of the first figure shows C_LN as a share of its value at ε = 0.",
-        "If all γ are equal, C_LN is ‖x‖ / ‖x − μ‖ times (ε + 2σ²) / (ε + σ²), which falls from 2 to 1. The absolute "
-        "bound falls further, but only because the output shrinks.",
-    ),
-    Exercise(
-        "σ² = 10, ε = 10⁻⁵, d = 768, fp16 (u = 2⁻¹¹). How large is ρ_LN?",
-        theory.layernorm_ratio(10.0, 1e-5, 768, get_format("fp16").unit_roundoff),
-        "ρ_LN = (σ² / ε) · d · u, and 2⁻¹¹ = 1/2048.",
-        "ρ_LN = (σ² / ε) d u = 10⁶ · 768 / 2048 = 375,000. The gate opens above ε = 3.75.",
-    ),
-    Exercise(
-        "A LayerNorm in bf16 with d = 768 has ρ_LN = 1.5. Which is larger, ε or σ²?",
-        "ε",
-        "Solve ρ_LN = (σ² / ε) d u for σ² / ε, with u = 2⁻⁸.",
-        "d u = 768 / 256 = 3, so σ² / ε = ρ_LN / 3 = 1/2: ε dominates. The gate needs ε > 3σ² and is closed.",
-        ("ε", "σ²", "ρ_LN does not say"),
-    ),
-    Exercise(
-        "64 rows of 128 features with mean 0, γ = 1 and ε far below every row's variance. How large is M_LN of the "
-        "whole matrix, with a_ln = 1?",
-        2 * (64 * 128) ** 0.5,
-        "First one row: ‖x‖ = σ√128 and f = 2 / σ. Then take the root of the sum of 64 squares.",
-        "Each row has ‖x‖ = σ√128 and f = 2 / σ, hence M_LN = 2√128, whatever its variance. The root of the sum of 64 "
-        "squares is 2√(64 · 128) = 181. M_LN depends on x only where ε or the mean matter.",
-    ),
-)

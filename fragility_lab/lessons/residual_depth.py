@@ -1,47 +1,100 @@
-"""Notebook 4: what residual blocks do to an error, alone, in stacks, and in the embedded checkpoint."""
+"""Notebook 4: what residual blocks do to an error, alone, in stacks, and in the embedded checkpoint.
+
+A block is x -> x + J x with ||J||_2 = rho. A stack is a tensor of Jacobians (L, WIDTH, WIDTH); block 0 is the first.
+"""
+
+from itertools import accumulate
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from fragility_core import theory
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lab.lessons import embedded
-from fragility_lab.lessons.stacks import WIDTH, course, jacobians, singular_values
-from fragility_lab.lessons.widgets import Exercise
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
+from fragility_lab.lessons.pictures import HERE, LIMIT, Picture, finish, panels, strength
+from fragility_lab.lessons.widgets import exercises
 
+EXERCISES = exercises("residual_depth")
 GAINS = torch.linspace(0, 1.5, 31, dtype=torch.float64)
+WIDTH = 16
+EYE = torch.eye(WIDTH, dtype=torch.float64)
+TURN = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+
+# Jacobians of norm 1, equal in all blocks. Every bound of the paper has the same value for all of them.
+EQUAL = {
+    "one direction shared": torch.ones_like(EYE) / WIDTH,
+    "half stretch, half shrink": torch.diag(1 - 2 * (torch.arange(WIDTH).double() % 2)),
+    "rotation": torch.block_diag(*[TURN] * (WIDTH // 2)),
+    "shrink": -EYE,
+}
+KINDS = ("random", *EQUAL)
 
 
-def condition(values: torch.Tensor) -> torch.Tensor:
+def jacobians(kind: str, rho: float, blocks: int) -> Tensor:
+    """J_l with ||J_l||_2 = ``rho``, (blocks, WIDTH, WIDTH), of a ``kind`` of KINDS; random ones differ."""
+    if kind != "random":
+        return rho * EQUAL[kind].expand(blocks, -1, -1)
+    normal = torch.randn(blocks, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return rho * (normal / torch.linalg.matrix_norm(normal, 2)[:, None, None])
+
+
+def singular_values(jacobian: Tensor) -> Tensor:
+    """Singular values of I + J, descending, (..., WIDTH, WIDTH) -> (..., WIDTH)."""
+    return torch.linalg.svdvals(EYE + jacobian)
+
+
+def course(kind: str, rho: float, blocks: int) -> pd.DataFrame:
+    """What a stack does to an error at its input, one row for each depth 1, ..., ``blocks``.
+
+    ``worst`` is ||prod (I + J)||_2, the growth in the worst direction. ``typical`` is the root mean square of the
+    growth over all directions. ``transport`` is prod (1 + rho), which bounds both. Only for rho < 1: ``condition``,
+    kappa of the product, and its ``condition_bound`` (Corollary 1 (`cor:depth`)).
+    """
+    norm, factors = torch.linalg.matrix_norm, EYE + jacobians(kind, rho, blocks)
+    products = torch.stack(list(accumulate(factors, lambda product, factor: factor @ product)))
+    # The gain of a first block is never used, so one block more than the stack has is passed.
+    transport = theory.downstream_transport(torch.full((blocks + 1,), rho, dtype=torch.float64)).flip(0)[1:]
+    table = {
+        "blocks": range(1, blocks + 1),
+        "transport": transport,
+        "worst": norm(products, 2),
+        "typical": norm(products) / WIDTH**0.5,
+    }
+    if rho < 1:
+        # The product's small singular values drown in rounding errors, those of the product of inverses do not.
+        inverses = torch.stack(list(accumulate(torch.linalg.inv(factors), lambda product, factor: product @ factor)))
+        table["condition"] = norm(products, 2) * norm(inverses, 2)
+        gains = torch.full((blocks,), rho, dtype=torch.float64)
+        table["condition_bound"] = theory.residual_condition_bound(gains).cumprod(0)
+    return pd.DataFrame(table)
+
+
+def condition(values: Tensor) -> Tensor:
     """kappa (...) from descending singular values (..., n), infinite if the smallest is zero up to rounding."""
     return torch.where(values[..., -1] > 1e-12, values[..., 0] / values[..., -1], torch.inf)
 
 
-def one_block(rho: float, kind: str) -> tuple[list[Axes], str]:
+def one_block(rho: float, kind: str) -> Picture:
     """Left: singular values of I + J. Right: condition number and its bound over rho."""
     unit = jacobians(kind, 1.0, 1)[0]
     low, high = theory.residual_singular_value_bounds(rho)
     here, sweep = singular_values(rho * unit), singular_values(GAINS[:, None, None] * unit)
     small = GAINS < 1
-    bars, curve = figures.panels(height=3.6)
+    bars, curve = panels(height=3.6)
     bars.bar(range(1, WIDTH + 1), here.numpy(), color="C0")
     for bound, name in ((high, "1 + ρ"), (low, "1 − ρ")):
         bars.axhline(bound, color="C3", linewidth=1.5)
         bars.text(WIDTH + 0.8, bound + 0.04, name, fontsize="small", color="C3")
-    bars.set(
-        xlim=(0, WIDTH + 4), ylim=(-0.55, 2.7), xlabel="number", ylabel="singular value",
-        title="singular values of I + J",
-    )  # fmt: skip
+    limits = {"xlim": (0, WIDTH + 4), "ylim": (-0.55, 2.7)}
+    finish(bars, "number", "singular value", "singular values of I + J", **limits)
 
     curve.plot(GAINS[small], theory.residual_condition_bound(GAINS[small]), color="C3", label="(1 + ρ) / (1 − ρ)")
     curve.plot(GAINS, condition(sweep).clamp_max(1e6), ".-", color="C0", label="κ(I + J)")
-    curve.axvline(1, color="0.2", linestyle="--", linewidth=1)
-    curve.axvline(rho, color="0.2", linestyle=":")
-    figures.log_scale(curve, "y")
-    curve.set(ylim=(0.8, 1e3), xlabel="ρ = ‖J‖₂ (dashed: 1)", ylabel="κ(I + J)", title="condition number of the block")
-    curve.legend(frameon=False, loc="upper left", fontsize="small")
+    curve.axvline(1, **LIMIT)
+    curve.axvline(rho, **HERE)
+    labels = ("ρ = ‖J‖₂ (dashed: 1)", "κ(I + J)", "condition number of the block")
+    finish(curve, *labels, "y", "upper left", ylim=(0.8, 1e3))
     bound = f"bound {theory.residual_condition_bound(rho):.3g}" if rho < 1 else "without a bound, as ρ is not below 1"
     return [bars, curve], (
         f"{kind}, ρ = {rho:.2f}: singular values from {here[-1]:.3g} to {here[0]:.3g}, "
@@ -49,24 +102,20 @@ def one_block(rho: float, kind: str) -> tuple[list[Axes], str]:
     )
 
 
-def depth(rho: float, blocks: int, kind: str) -> tuple[list[Axes], str]:
+def depth(rho: float, blocks: int, kind: str) -> Picture:
     """Left: growth of an error over depth, and prod (1 + rho). Right: condition number, its bound, its substitute."""
     table = course(kind, rho, 48)
     here = table[table.blocks == blocks].iloc[0]
-    growth, conditions = figures.panels(height=3.8)
+    growth, conditions = panels(height=3.8)
     growth.plot(table.blocks, table.transport, color="C3", label="bound ∏(1 + ρ)")
     growth.plot(table.blocks, table.worst, color="C0", label="worst direction")
     growth.plot(table.blocks, table.typical, "--", color="C2", label="typical direction")
-    growth.set(title="growth of an error", ylabel="factor")
     conditions.plot(table.blocks, table.condition_bound, color="C3", label="bound ∏(1 + ρ)/(1 − ρ)")
     conditions.plot(table.blocks, table.condition, color="C0", label="κ of the product")
     conditions.plot(table.blocks, table.transport, "--", color="C1", label="∏(1 + ρ), its substitute")
-    conditions.set(title="condition number", ylabel="κ")
-    for axes in (growth, conditions):
-        figures.log_scale(axes, "y")
-        axes.axvline(blocks, color="0.2", linestyle=":")
-        axes.set(xlabel="blocks")
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
+    for axes, y, title in ((growth, "factor", "growth of an error"), (conditions, "κ", "condition number")):
+        axes.axvline(blocks, **HERE)
+        finish(axes, "blocks", y, title, "y", "upper left")
     return [growth, conditions], (
         f"{kind}, ρ = {rho:.2f}, {blocks} blocks: an error grows at most {here.transport:.3g}-fold by the bound, "
         f"{here.worst:.3g}-fold in the worst direction, {here.typical:.3g}-fold in a typical one; "
@@ -90,66 +139,23 @@ def factors() -> pd.DataFrame:
     return transport.join(embedded.growth(), how="right")
 
 
-def checkpoint(layer: int, estimator: str) -> tuple[list[Axes], str]:
+def checkpoint(layer: int, estimator: str) -> Picture:
     """Left: rho of every block by three estimators. Right: growth of an error of a block, estimated and measured."""
     rho, table = estimates(), factors()
     here = table.loc[layer]
-    gain, growth = figures.panels(height=4.0)
+    gain, growth = panels(height=4.0)
     for name, marker in MARKERS.items():
-        strong = {"linewidth": 2.5} if name == estimator else {"linewidth": 1, "alpha": 0.55}
+        strong = strength(name == estimator)
         gain.plot(rho.index, rho[name], f"{marker}-", markersize=5, label=name, **strong)
         growth.plot(table.index, table[name], f"{marker}-", markersize=5, **strong)
-    gain.axhline(1, color="0.2", linestyle="--", linewidth=1)
-    gain.set(ylim=(0.1, 1e7), ylabel="ρ", title="gain of every block")
+    gain.axhline(1, **LIMIT)
     growth.plot(table.index, table.worst, "^-", color="0.2", markersize=5, label="worst direction (measured)")
     growth.plot(table.index, table.rounding, "*-", color="C3", markersize=8, label="bf16 rounding (measured)")
-    growth.set(ylim=(0.5, 1e12), ylabel="factor", title="growth of an error up to the end")
-    for axes in (gain, growth):
-        figures.log_scale(axes, "y")
-        axes.axvline(layer, color="0.2", linestyle=":")
-        axes.set(xlabel="block", xticks=range(0, len(rho), 2))
-        axes.legend(frameon=False, fontsize="small", loc="upper right")
+    right = ("factor", "growth of an error up to the end", (0.5, 1e12))
+    for axes, (y, title, limits) in ((gain, ("ρ", "gain of every block", (0.1, 1e7))), (growth, right)):
+        axes.axvline(layer, **HERE)
+        finish(axes, "block", y, title, "y", "upper right", ylim=limits, xticks=range(0, len(rho), 2))
     return [gain, growth], (
         f"block {layer}, {estimator}: ρ = {rho[estimator][layer]:.3g}; an error made here grows {here[estimator]:.3g}-"
         f"fold by ∏(1 + ρ), {here.worst:.3g}-fold in the worst direction, {here.rounding:.3g}-fold if bf16 rounds it"
     )
-
-
-# --- Exercises --------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "A block has J = diag(ρ, −ρ) with ρ = 0.5. What is its condition number?",
-        torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2).item(),
-        "κ is the quotient of the largest and the smallest singular value of I + J.",
-        "I + J = diag(1.5, 0.5), so κ = 3 = (1 + ρ) / (1 − ρ): the bound of Theorem 2 (residual blocks) is attained.",
-    ),
-    Exercise(
-        "ρ = 0.2 in each of the 12 blocks after an error. How large is the factor ∏(1 + ρ)?",
-        theory.downstream_transport(torch.full((13,), 0.2, dtype=torch.float64))[0].item(),
-        "All twelve factors are equal.",
-        "1.2¹² = 8.92.",
-    ),
-    Exercise(
-        "J = −I / 2 in three blocks. By what factor does an error change?",
-        torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2).item(),
-        "What is I + J?",
-        "Every block halves the error, so the factor is 1/8. ∏(1 + ρ) = 1.5³ = 3.4, because ρ contains the size of J "
-        "and not its sign.",
-    ),
-    Exercise(
-        "J turns by 90° (‖J‖₂ = 1) in ten blocks. How many times too large is ∏(1 + ρ)?",
-        float(2**10 / course("rotation", 1.0, 10).worst.iloc[-1]),
-        "x and Jx are orthogonal and of equal length. How long is x + Jx?",
-        "x and Jx are orthogonal, so each block multiplies every error by √(1 + ρ²) = √2, and ten blocks by 2⁵. "
-        "∏(1 + ρ) is 2¹⁰, which is 32 times too large.",
-    ),
-    Exercise(
-        "Which estimator of ρ is certain to be no smaller than ‖J‖₂?",
-        "operator_norm",
-        "See the table of the estimators above.",
-        "operator_norm multiplies norms of the parts of a block. power_iteration approaches ‖J‖₂ from below. release "
-        "divides norms of outputs by norms of inputs, and contains no derivative.",
-        TRANSPORTS,
-    ),
-)

@@ -14,8 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import ipywidgets
+import yaml
 from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, ToggleButtons, VBox
 
+from fragility_lab.lessons import pictures
+from fragility_lab.paths import ASSETS
 from fragility_lab.reporting import figures
 
 LABEL = {"description_width": "14em"}
@@ -33,8 +36,6 @@ for (const e of this.closest('.explorer')?.querySelectorAll('[role=slider], .wid
 LOST = """<style>.lost { display: none } .jupyter-widgets-disconnected > .lost { display: block }
 .jupyter-widgets-disconnected > .picture { opacity: 0.4 }</style>
 <p role="alert"><b>The kernel that drew this was restarted or shut down. Run this cell again.</b></p>"""
-
-Draw = Callable[..., tuple[Sequence[figures.Axes], str]]
 
 
 def slider(label: str, low: float, high: float, step: float, start: float) -> FloatSlider | IntSlider:
@@ -65,7 +66,7 @@ class Explorer:
     the numbers to read off. If it raises an exception, the traceback takes the place of the figure.
     """
 
-    def __init__(self, draw: Draw, **controls: ipywidgets.ValueWidget):
+    def __init__(self, draw: Callable[..., pictures.Picture], **controls: ipywidgets.ValueWidget):
         self.draw = draw
         self.controls = controls
         self.picture = HTML().add_class("picture")
@@ -79,8 +80,8 @@ class Explorer:
         """Panels and readout for the present values of the controls as HTML, and the readout alone as text."""
         panels, readout = self.draw(**{name: control.value for name, control in self.controls.items()})
         images = "".join(
-            f'<img src="data:image/svg+xml;base64,{base64.b64encode(figures.svg(axes)).decode("ascii")}" '
-            f'alt="{html.escape(figures.alternative_text(axes))}"{attributes}>'
+            f'<img src="data:image/svg+xml;base64,{base64.b64encode(pictures.svg(axes)).decode("ascii")}" '
+            f'alt="{html.escape(pictures.alternative_text(axes))}"{attributes}>'
             for axes in panels
         )
         return f'<div>{images}</div><p class="readout" aria-live="polite">{html.escape(readout)}</p>', readout
@@ -115,7 +116,7 @@ class Exercise:
     solution: float | str
     hint: str
     explanation: str
-    options: tuple[str, ...] = ()
+    options: Sequence[str] = ()
     tolerance: float = 0.01
 
     def __post_init__(self):
@@ -165,6 +166,12 @@ class Exercise:
         options = f"<ul>{''.join(f'<li>{option}</li>' for option in self.options)}</ul>" if self.options else ""
         text = f"<p>{self.question}</p>{options}{self._details()}"
         return {**self.panel()._repr_mimebundle_(), "text/html": text, "text/plain": self.question}
+
+
+def exercises(lesson: str) -> tuple[Exercise, ...]:
+    """The exercises of the module ``lesson``, in the order of ``fragility_lab/assets/exercises.yaml``."""
+    listed = yaml.safe_load((ASSETS / "exercises.yaml").read_text(encoding="utf-8"))
+    return tuple(Exercise(**texts) for texts in listed[lesson])
 
 
 # --- Answers that are numbers -------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Notebook 6: one window of text through the embedded checkpoint, block by block, in bf16, fp16 and fp32."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import NamedTuple
 
@@ -9,23 +9,24 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
-from fragility_core.models.architectures import Block, blocks
+from fragility_core.models.architectures import Block
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
+from fragility_lab.diagnosis.measure import block_outputs
 from fragility_lab.experiments.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.controller import raised
-from fragility_lab.lessons.widgets import Exercise
-from fragility_lab.reporting import figures
-from fragility_lab.reporting.figures import Axes
+from fragility_lab.lessons.pictures import HERE, TWO_COLUMNS, Picture, finish, panels
+from fragility_lab.lessons.widgets import exercises
+from fragility_lab.paths import ASSETS
 
+EXERCISES = exercises("window")
 FORMATS = ("bf16", "fp16")
 EPSILONS = tuple(10.0**exponent for exponent in range(-5, 2))  # the first is the checkpoint's own
 
@@ -45,18 +46,6 @@ def monitor(format: str) -> Monitor:
     """The monitored model in ``format``, emulated."""
     exact, _ = embedded.prepared()
     return Monitor(lower(exact.model, format, "emulated"))
-
-
-@contextmanager
-def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """A list that a pass over one window fills with the output of each block, (T, d_model)."""
-    seen: list[Tensor] = []
-    with ExitStack() as stack:
-        for block in blocks(model):
-            stack.callback(
-                block.module.register_forward_hook(lambda module, args, output: seen.append(output[0])).remove
-            )
-        yield seen
 
 
 class WindowPass(NamedTuple):
@@ -80,7 +69,7 @@ def passed(format: str) -> WindowPass:
         seen = low(window, final)
     u = low.low.format.unit_roundoff
     layers, windows = score(seen.layers, seen.windows, u)
-    reference, states = torch.stack(reference), torch.stack(states).float()  # (L, T, d_model)
+    reference, states = torch.stack(reference)[:, 0], torch.stack(states)[:, 0].float()  # (L, T, d_model)
     norms = torch.linalg.vector_norm
     magnitude, rho = torch.tensor(layers[["magnitude", "transport"]].to_numpy().T)
     predicted = [
@@ -99,11 +88,11 @@ def passed(format: str) -> WindowPass:
 # --- The window and its drift -----------------------------------------------------------------------
 
 
-def text(block: int, format: str) -> tuple[list[Axes], str]:
+def text(block: int, format: str) -> Picture:
     """The tokens of the window, shaded by the relative error of their hidden states after ``block``."""
     drift, columns = passed(format).token_drift, 8
     shades = np.log10(drift)  # one scale for all blocks, without its dark end, so that letters stay legible
-    (axes,) = figures.panels(9.6, height=3.8)
+    (axes,) = panels(9.6, height=3.8)
     axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.02)
     scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
     cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
@@ -125,28 +114,22 @@ def text(block: int, format: str) -> tuple[list[Axes], str]:
     )
 
 
-def profile(block: int, format: str) -> tuple[list[Axes], str]:
+def profile(block: int, format: str) -> Picture:
     """Left: the terms of M over the blocks. Right: the error of the hidden state, measured and predicted."""
     here = passed(format)
     row = here.layers.iloc[block]
-    terms, drift = figures.panels(height=3.8)
-    for marker, name, label in (
-        ("o", "attention", "attention A"),
-        ("D", "remainder", "remainder"),
-        ("s", "layernorm", "LayerNorm"),
-    ):
+    terms, drift = panels(height=3.8)
+    names = {"attention": "attention A", "remainder": "remainder", "layernorm": "LayerNorm"}
+    for marker, (name, label) in zip("oDs", names.items()):
         terms.plot(here.layers.layer, here.layers[f"{name}_term"], f"{marker}-", markersize=5, label=label)
-    terms.set(ylabel="magnitude", title="terms of M")
     drift.plot(here.predicted_drift, "^-", color="C3", markersize=5, label="predicted")
     drift.plot(here.drift, "o-", color="C0", markersize=5, label="measured")
     drift.axhline(get_format(format).unit_roundoff, color="0.2", linestyle="--", linewidth=1, label="u")
-    drift.set(ylim=(1e-4, 1e3), ylabel="relative error", title="error of the hidden state after the block")
-    terms.set(ylim=(50, 2e6))
-    for axes in (terms, drift):
-        figures.log_scale(axes, "y")
-        axes.axvline(block, color="0.2", linestyle=":")
-        axes.set(xlabel="block", xticks=range(0, len(here.drift), 2))
-        axes.legend(frameon=False, fontsize="small", loc="upper left", ncols=2)
+    right = ("relative error", "error of the hidden state after the block", (1e-4, 1e3))
+    for axes, (y, title, limits) in ((terms, ("magnitude", "terms of M", (50, 2e6))), (drift, right)):
+        axes.axvline(block, **HERE)
+        legend, ticks = TWO_COLUMNS | {"loc": "upper left"}, range(0, len(here.drift), 2)
+        finish(axes, "block", y, title, "y", legend, ylim=limits, xticks=ticks)
     return [terms, drift], (
         f"{format}, block {block}: attention {row.attention_term:.2g}, remainder {row.remainder_term:.2g}, LayerNorm "
         f"{row.layernorm_term:.2g}; after it the hidden state is off by {here.drift[block]:.2g}, "
@@ -158,49 +141,28 @@ def profile(block: int, format: str) -> tuple[list[Axes], str]:
 
 
 def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[str]:
-    """The formulas of the score of one block, with numbers filled in."""
-
-    def layernorm(site: int) -> str:
-        gamma, variance, norm = row[f"gamma_{site}_max"], row[f"variance_{site}"], row[f"input_{site}_norm"]
-        factor = theory.layernorm_factor(variance, row[f"epsilon_{site}"])
-        return (
-            f"M_LN,{site} = max|γ| f(ε) ‖x‖ = {gamma:.3g} · {factor:.3g} · {norm:.3g} "
-            f"= {row[f'layernorm_{site}_term']:.3g};  σ² = {variance:.3g}"
-        )
-
-    s, g = "softmax_sensitivity", row.downstream_transport
-    remainder = [
-        row.attention_out_weight_norm * row.context_norm,
-        row.mlp_in_weight_norm * row.norm_2_norm,
-        row.mlp_out_weight_norm * row.activation_norm,
-    ]
-    return [
-        f"κ_softmax = ‖S‖ / ‖P‖ · d_smx = {row.score_norm:.3g} / {row.probability_norm:.3g} · {row[s]:.3g} "
-        f"= {row.kappa_softmax:.3g}",
-        f"χ_score = ‖Q‖ ‖K‖ / (‖P‖ √d) · d_smx = {row.query_norm:.3g} · {row.key_norm:.3g} / "
-        f"({row.probability_norm:.3g} · {row.head_width**0.5:.3g}) · {row[s]:.3g} = {row.chi_score:.3g}",
-        f"A = (κ_softmax + χ_score) ‖P‖ ‖V‖₂ = ({row.kappa_softmax:.3g} + {row.chi_score:.3g}) · "
-        f"{row.probability_norm:.3g} · {row.value_spectral_norm:.3g} = {row.attention_term:.3g}",
-        layernorm(1),
-        layernorm(2),
-        "M_eff = ‖W_O‖₂ ‖PV‖ + ‖W_in‖₂ ‖x₂‖ + ‖W_out‖₂ ‖g‖ = "
-        + " + ".join(f"{part:.3g}" for part in remainder)
-        + f" = {row.remainder_term:.3g}",
-        f"M = A + M_LN,1 + M_LN,2 + M_eff = {row.magnitude:.3g}",
-        f"∏(1 + ρ) of the later blocks = {g:.3g};  ρ of this one = {row.transport:.3g};  ‖X_L‖ = {final_norm:.3g}",
-        f"G = M / ‖X_L‖ · ∏(1 + ρ) = {row.magnitude:.3g} / {final_norm:.3g} · {g:.3g} = {row.risk:.3g}",
-        f"u G = {unit_roundoff:.3g} · {row.risk:.3g} = {unit_roundoff * row.risk:.3g}",
-        f"φ = (M_LN,1 + M_LN,2) / M = {row.dominance:.3g};  ρ_LN = σ²/ε · d_model u = {row.layernorm_ratio:.3g}",
-    ]
+    """The formulas of the score of one block, ``fragility_lab/assets/block_score.txt``, with numbers filled in."""
+    numbers = row.to_dict() | {
+        "final_norm": final_norm,
+        "unit_roundoff": unit_roundoff,
+        "scaled_risk": unit_roundoff * row.risk,
+        "root_head_width": row.head_width**0.5,
+        "attention_out": row.attention_out_weight_norm * row.context_norm,
+        "mlp_in": row.mlp_in_weight_norm * row.norm_2_norm,
+        "mlp_out": row.mlp_out_weight_norm * row.activation_norm,
+        "factor_1": theory.layernorm_factor(row.variance_1, row.epsilon_1),
+        "factor_2": theory.layernorm_factor(row.variance_2, row.epsilon_2),
+    }
+    return (ASSETS / "block_score.txt").read_text(encoding="utf-8").format_map(numbers).splitlines()
 
 
-def block_score(block: int, format: str) -> tuple[list[Axes], str]:
+def block_score(block: int, format: str) -> Picture:
     """Left: G of every block. Right: the formulas of ``block`` with their numbers."""
     here = passed(format)
     row, risk = here.layers.iloc[block], here.layers.risk
-    bars, page = figures.panels(3.2, 6.8, height=3.8)
+    bars, page = panels(3.2, 6.8, height=3.8)
     bars.bar(here.layers.layer, risk, color=["C3" if layer == block else "C0" for layer in here.layers.layer])
-    bars.set(xlabel="block", ylabel="G", xticks=range(0, len(risk), 2), title="G of every block")
+    finish(bars, "block", "G", "G of every block", xticks=range(0, len(risk), 2))
     page.set_position([0.02, 0.0, 0.98, 0.95])
     page.axis("off")
     lines = formulas(row, here.window.final_norm, get_format(format).unit_roundoff)
@@ -258,75 +220,25 @@ def raised_epsilons() -> pd.DataFrame:
     return pd.DataFrame({name: column.flatten().numpy() for name, column in columns.items()}, index=index)
 
 
-def epsilon(block: int, exponent: int, format: str) -> tuple[list[Axes], str]:
+def epsilon(block: int, exponent: int, format: str) -> Picture:
     """Left: frozen G and measured mismatch over epsilon in ``block``. Right: how far the output itself moves."""
     layers, real = passed(format).layers, raised_epsilons().loc[block]
     row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent
     frozen = 1 - raised(row, np.array(EPSILONS)).reduction / row.risk
     measured = real[format] / real[format].iloc[0]
-    left, right = figures.panels(height=3.8)
+    left, right = panels(height=3.8)
     left.plot(EPSILONS, frozen, "^-", color="C3", markersize=5, label="G of the block, frozen")
     left.plot(EPSILONS, measured, "o-", color="C0", markersize=5, label="mismatch, measured")
-    left.set(
-        ylim=(0, max(1.6, 1.3 * measured.max())), ylabel="relative to ε = 10⁻⁵", title=f"raising ε in block {block}"
-    )
     right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
     right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
-    figures.log_scale(right, "y")
-    right.set(ylim=(1e-6, 100), ylabel="relative change", title="what raising ε costs")
     place = EPSILONS.index(chosen)
     for axes in (left, right):
-        figures.log_scale(axes, "x")
-        axes.axvline(chosen, color="0.2", linestyle=":")
-        axes.set(xlabel="ε of the block")
-        axes.legend(frameon=False, fontsize="small", loc="upper left")
+        axes.axvline(chosen, **HERE)
+    x, top = "ε of the block", max(1.6, 1.3 * measured.max())
+    finish(left, x, "relative to ε = 10⁻⁵", f"raising ε in block {block}", "x", "upper left", ylim=(0, top))
+    finish(right, x, "relative change", "what raising ε costs", "xy", "upper left", ylim=(1e-6, 100))
     return [left, right], (
         f"{format}, ε = {chosen:g} in block {block}: G frozen × {frozen[place]:.2g}, mismatch measured × "
         f"{measured.iloc[place]:.2g}; the output itself changes by {real.change.iloc[place]:.2g}, rounding's share is "
         f"{real[format].iloc[place]:.2g}"
     )
-
-
-# --- Exercises ----------------------------------------------------------------------------------
-
-EXERCISES = (
-    Exercise(
-        "Which block contributes most to the predicted mismatch of this window?",
-        "block 4",
-        "Look at the bars beside the formulas.",
-        "The attention term of block 4 is the second largest. That of block 8 is larger. But three blocks follow block "
-        "8 and seven follow block 4, so that an error of block 4 grows three times as much. Block 11 has a fifteenth "
-        "of the attention term of block 4, and no block follows it.",
-        ("block 0", "block 4", "block 8", "block 11"),
-    ),
-    Exercise(
-        "A LayerNorm has max|γ| = 1.2, σ² = 20 and ‖x‖ = 400, and ε = 10⁻⁵. How large is M_LN, with a_ln = 1?",
-        theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
-        "M_LN = max|γ| f(ε) ‖x‖. How large is f(ε) if ε is far below σ²?",
-        "ε is far below σ², so f(ε) = 2σ² / σ³ = 2 / √20 = 0.447, and M_LN = 1.2 · 0.447 · 400 = 215.",
-    ),
-    Exercise(
-        "Two blocks follow a block, with ρ = 0.5 and ρ = 0.2. By which factor does the score multiply M / ‖X_L‖ of the "
-        "first block?",
-        theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2], dtype=torch.float64))[0].item(),
-        "The factor is ∏(1 + ρ) over the later blocks.",
-        "(1 + 0.5)(1 + 0.2) = 1.8. A block's own ρ does not count, because the score places a block's errors at its "
-        "end.",
-    ),
-    Exercise(
-        "How does the measured error after the last block change from bf16 to fp16?",
-        "about 8 times smaller",
-        "To first order an error is proportional to u.",
-        "The terms and the transport belong to the model and hardly change, but u goes from 2⁻⁸ to 2⁻¹¹. To first "
-        "order every error is proportional to u.",
-        ("about the same", "about 3 times smaller", "about 8 times smaller", "about 64 times smaller"),
-    ),
-    Exercise(
-        "ε of block 0 is raised to 10⁻², in both passes. What changes most?",
-        "the output of the model",
-        "Set the last figure to block 0 and ε = 10⁻², and read its line of numbers.",
-        "In block 0, σ² is below 10⁻². So its LayerNorm divides by a much larger number, and the output moves by half "
-        "its norm. The mismatch moves by ten to twenty percent, as it does whenever other roundings happen.",
-        ("the mismatch", "the frozen G of block 0", "the output of the model", "nothing"),
-    ),
-)

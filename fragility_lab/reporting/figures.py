@@ -14,8 +14,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
 DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
@@ -58,48 +57,6 @@ def png(axes: Axes) -> bytes:
     return buffer.getvalue()
 
 
-@style()
-def svg(axes: Axes) -> bytes:
-    """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text."""
-    buffer = BytesIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
-        axes.get_figure().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
-
-
-def alternative_text(axes: Axes) -> str:
-    """A picture in words: its title, and its axes' labels or, if it has none, the text in it."""
-    shown = f"{axes.get_ylabel()} over {axes.get_xlabel()}" if axes.get_xlabel() else ""
-    parts = [axes.get_title(), shown or "; ".join(text.get_text() for text in axes.texts)]
-    return ": ".join(part.replace("\n", " ") for part in parts if part)
-
-
-@style()
-def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axes]:
-    """One Axes for each of ``widths`` (two of 4.8 by default), each in its own figure, so that narrow pages stack them.
-
-    Widths, ``height`` and the margin ``right`` are in inches. Pyplot does not know the figures, so callbacks
-    leave none open. Margins are fixed, because a layout engine takes longer than the drawing.
-    """
-    row = []
-    for width in widths or (4.8, 4.8):
-        figure = Figure(figsize=(width, height))
-        figure.subplots_adjust(0.85 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height)
-        row.append(figure.add_subplot())
-        row[-1].locator_params(nbins=5)
-    return row
-
-
-def log_scale(axes: Axes, directions: str = "xy") -> None:
-    """Few ticks at powers of ten, in plain text: mathtext takes milliseconds a label."""
-    for direction in directions:
-        axes.set(**{f"{direction}scale": "log"})
-        axis = getattr(axes, f"{direction}axis")
-        axis.set_major_locator(LogLocator(numticks=5))
-        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_minor_locator(NullLocator())
-
-
 def canvas(width: float = 5.6, height: float = 4.0) -> Axes:
     """New Axes in a figure of ``width`` by ``height`` inches."""
     return plt.subplots(figsize=(width, height), layout="constrained")[1]
@@ -132,6 +89,18 @@ def with_length(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(**{"window length": runs.length.astype(str)})
 
 
+def scatter_of_runs(runs: pd.DataFrame, x: str, y: str) -> Axes:
+    """One point a run; colour is the format, shape the window length."""
+    shown = with_length(runs)
+    return sns.scatterplot(shown, x=x, y=y, hue="precision", style="window length", s=80, ax=canvas())
+
+
+def curves(table: pd.DataFrame, x: str, names: dict[str, str]) -> Axes:
+    """The columns that ``names`` lists over column ``x``, by their names in the legend."""
+    lines = table[[x, *names]].rename(columns=names).melt(x, None, "curve")
+    return sns.lineplot(lines, x=x, y="value", hue="curve", style="curve", markers=True, ax=canvas())
+
+
 @style()
 def e1_attention(table: pd.DataFrame) -> Axes:
     """Measured change of the output over the proxy; colour is the value scale, marker the margin."""
@@ -146,11 +115,8 @@ def e1_attention(table: pd.DataFrame) -> Axes:
 @style()
 def e1_layernorm(table: pd.DataFrame) -> Axes:
     """Measured change and M_LN over epsilon, each relative to its largest value."""
-    names = {"measured": "measured change", "theory": r"theory $M_{LN}$"}
-    curves = pd.DataFrame({name: table[column] / table[column].max() for column, name in names.items()})
-    curves = curves.assign(epsilon=table.epsilon).melt("epsilon", var_name="curve")
-    axes = canvas()
-    sns.lineplot(curves, x="epsilon", y="value", hue="curve", style="curve", markers=True, ax=axes)
+    shares = table.assign(**{name: table[name] / table[name].max() for name in ("measured", "theory")})
+    axes = curves(shares, "epsilon", {"measured": "measured change", "theory": r"theory $M_{LN}$"})
     axes.set(xscale="log", yscale="log")
     title = r"E1: both fall as $\varepsilon$ grows"
     return finished(axes, r"LayerNorm $\varepsilon$", "value relative to its largest", title, inside=True)
@@ -159,10 +125,7 @@ def e1_layernorm(table: pd.DataFrame) -> Axes:
 @style()
 def e1_residual(table: pd.DataFrame) -> Axes:
     """Amplification over six blocks, below the transport bound."""
-    curves = table.rename(columns={"bound": r"bound $(1+\rho)^6$"})
-    curves = curves.melt("rho", ["measured", r"bound $(1+\rho)^6$"], "curve", "value")
-    axes = canvas()
-    sns.lineplot(curves, x="rho", y="value", hue="curve", style="curve", markers=True, ax=axes)
+    axes = curves(table, "rho", {"measured": "measured", "bound": r"bound $(1+\rho)^6$"})
     labels = (r"residual gain $\rho$", "amplification over 6 blocks", "E1: residual transport")
     return finished(axes, *labels, inside=True)
 
@@ -170,10 +133,8 @@ def e1_residual(table: pd.DataFrame) -> Axes:
 @style()
 def e2_transport(runs: pd.DataFrame) -> Axes:
     """Pearson with transport over Pearson without, one point a run; above the diagonal transport helps."""
-    axes, (x, y) = canvas(), ("no_transport_pearson", "combined_pearson")
-    sns.scatterplot(with_length(runs), x=x, y=y, hue="precision", style="window length", s=80, ax=axes)
-    values = runs[[x, y]]
-    ends = (min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)
+    values = runs[["no_transport_pearson", "combined_pearson"]]
+    axes, ends = scatter_of_runs(runs, *values), (min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)
     axes.plot(ends, ends, **DASHED)
     axes.set(xlim=ends, ylim=ends, aspect="equal")
     return finished(axes, "Pearson of no_transport", "Pearson of combined", "E2: does transport help?")
@@ -216,8 +177,7 @@ def e3_ranks(counts: pd.DataFrame) -> Axes:
 @style()
 def e3_fidelity(runs: pd.DataFrame) -> Axes:
     """Pairwise accuracy over Spearman, one point a run; the dashed lines are chance."""
-    axes, (x, y) = canvas(), ("spearman", "pairwise_accuracy")
-    sns.scatterplot(with_length(runs), x=x, y=y, hue="precision", style="window length", s=80, ax=axes)
+    axes = scatter_of_runs(runs, "spearman", "pairwise_accuracy")
     axes.axvline(0, **DASHED)
     axes.axhline(0.5, **DASHED)
     labels = ("Spearman of score and exact effect", "pairwise ordering accuracy", "E3: fidelity by run")

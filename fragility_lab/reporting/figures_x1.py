@@ -6,7 +6,6 @@ from matplotlib.axes import Axes
 
 from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style, swarms, with_length
 
-SIGNAL_NAMES = {"adjoint": "adjoint", "combined": "score", "no_transport": "score without transport"}
 SITE_ORDER = (
     "residual", "norm", "projection", "mlp", "scores", "softmax", "context", "attention", "router", "embedding", "head",
 )  # fmt: skip
@@ -32,9 +31,12 @@ def x1_calibration(windows: pd.DataFrame) -> Axes:
 @style()
 def x1_agreement(runs: pd.DataFrame) -> Axes:
     """Pearson with the mismatch of the prediction and of the score, one point a run, by window length."""
-    columns = {f"{signal}_pearson": name for signal, name in SIGNAL_NAMES.items()}
-    table = runs.melt(["precision", "length"], list(columns), "signal", "pearson")
-    table = table.assign(signal=table.signal.map(columns))
+    columns = {
+        "adjoint_pearson": "adjoint",
+        "combined_pearson": "score",
+        "no_transport_pearson": "score without transport",
+    }
+    table = runs[["length", *columns]].rename(columns=columns).melt("length", None, "signal", "pearson")
     return swarms(table, "pearson", "signal", "Pearson with the mismatch", "X1: who predicts which window is hit")
 
 
@@ -42,10 +44,8 @@ def x1_agreement(runs: pd.DataFrame) -> Axes:
 def x1_ranking(runs: pd.DataFrame) -> Axes:
     """Spearman with the patched effect, averaged over realisations, of prediction and score, one point a run."""
     columns = {"adjoint_average": "adjoint", "score_average": "score"}
-    table = runs.melt(["precision", "length"], list(columns), "ranked by", "spearman")
-    table["ranked by"] = table["ranked by"].map(columns)
-    title = "X1: who names the right blocks"
-    return swarms(table, "spearman", "ranked by", "Spearman with the averaged effect", title)
+    table = runs[["length", *columns]].rename(columns=columns).melt("length", None, "ranked by", "spearman")
+    return swarms(table, "spearman", "ranked by", "Spearman with the averaged effect", "X1: who names the right blocks")
 
 
 @style()

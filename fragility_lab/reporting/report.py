@@ -12,10 +12,8 @@ import pandas as pd
 from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import data_uri, template
-from fragility_lab.reporting.published import HARDWARE_PAPER
-from fragility_lab.reporting.tables import number, shown, spread_text
+from fragility_lab.reporting.tables import cells, duration, number, shown
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
-from fragility_lab.reporting.words import duration
 from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
 
 CUSTOM = "-custom"
@@ -70,9 +68,8 @@ def _in_words(claims: pd.Series) -> str:
 def provenance(experiment: str, records: pd.DataFrame) -> dict[str, str]:
     """What the ``records`` of one ``experiment`` (``RunStore.records``) say, in a few words."""
     executions = records.groupby("precision", sort=False).execution.agg(listed)
-    record = records.reindex(columns=["model", "data", "device_name", "threads", "monitored", "reference"]).apply(
-        listed
-    )
+    columns = ["model", "data", "device_name", "threads", "monitored", "reference"]
+    record = records.reindex(columns=columns).apply(listed)
     return {
         "experiment": experiment,
         "model": record.model,
@@ -118,14 +115,6 @@ def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
     return found
 
 
-def cells(rows: pd.DataFrame, columns: list[tuple[str, str, str]]) -> list[list[str]]:
-    """The texts of a table whose ``columns`` are (name, label, digits); standard deviations are in ``<name>_sd``."""
-    return [
-        [spread_text(row[name], row.get(f"{name}_sd"), digits) for name, _, digits in columns]
-        for row in rows.to_dict("records")
-    ]
-
-
 def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
     """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML."""
     comparison = compare(tables)
@@ -136,7 +125,6 @@ def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
         profile=profile,
         command=command(profile, records.get("E2"), os.environ.get(USED)),
         missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
-        hardware=HARDWARE_PAPER,
         provenance=provenances,
         recorded=list(records),
         models=[*provenances.model.unique()] if records else [],

@@ -7,14 +7,14 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fragility_lab.paths import ASSETS, OUTPUTS, PROJECT
+from fragility_lab.paths import ASSETS, PROJECT
 from fragility_lab.reporting import reruns
-from fragility_lab.reporting.tables import number, shown
+from fragility_lab.reporting.report import read_tables
+from fragility_lab.reporting.tables import cells, number, shown
 
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
@@ -24,54 +24,29 @@ FINDINGS = re.compile(r"(?<=<!-- findings: make docs -->\n).*?(?=<!-- end of fin
 Tables = Mapping[str, pd.DataFrame]
 
 
-def read(folder: Path) -> dict[str, pd.DataFrame]:
-    """Every CSV table in ``folder``, by its name without the suffix."""
-    return {path.stem: pd.read_csv(path) for path in folder.glob("*.csv")}
-
-
 def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
     """``rows`` as a Markdown table; ``columns`` give each column's heading and format (``tables.number``)."""
-    lines = [[heading for heading, _ in columns.values()], ["---"] * len(columns)]
-    for row in rows[[*columns]].itertuples(index=False):
-        lines.append([number(value, digits) for value, (_, digits) in zip(row, columns.values())])
+    texts = cells(rows[[*columns]], [(name, *shape) for name, shape in columns.items()])
+    lines = [[heading for heading, _ in columns.values()], ["---"] * len(columns), *texts]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def claims(comparison: pd.DataFrame) -> str:
     """The paper beside the run, one row per quantity (a table of ``verdicts.compare``)."""
-    headings = {"quantity": "quantity", "paper": "paper", "here": "here", "interval": "interval", "verdict": "verdict"}
     rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–")))
-    return markdown(rows, **{name: (heading, "") for name, heading in headings.items()})
+    return markdown(rows, **{name: (name, "") for name in ("quantity", "paper", "here", "interval", "verdict")})
 
 
-def signals(tables: Tables) -> str:
-    rows = tables["e2_signals"].copy()
-    rows["above"] = [number(n) if name != "combined" else "–" for name, n in zip(rows.signal, rows.runs_above_combined)]
-    rows["signal"] = [f"`{name}`" for name in rows.signal]
-    return markdown(
-        rows, signal=("signal, mean over runs", ""), pearson=("Pearson", ".3f"), spearman=("Spearman", ".3f"),
-        retrieval=("retrieval", ".3f"), above=("runs above `combined`", ""),
-    )  # fmt: skip
+def signals(tables: Tables) -> pd.DataFrame:
+    rows = tables["e2_signals"]
+    above = [number(n) if name != "combined" else "–" for name, n in zip(rows.signal, rows.runs_above_combined)]
+    return rows.assign(above=above, signal=[f"`{name}`" for name in rows.signal])
 
 
-def policies(runs: pd.DataFrame) -> str:
+def policies(runs: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds of every policy."""
     means = runs.groupby("policy", sort=False).mean(numeric_only=True).reset_index()
-    means["policy"] = [f"`{name}`" for name in means.policy]
-    return markdown(
-        means, policy=("policy", ""), onsets=("onsets", ".1f"), onsets_release_ratio=("onsets at 1.22", ".1f"),
-        max_mismatch=("largest mismatch", ".3e"), final_mismatch=("final mismatch", ".3e"),
-        final_loss=("final loss", ".2f"), actions=("actions", ".1f"),
-        protected_layer_steps=("protected layer-steps", ".0f"),
-    )  # fmt: skip
-
-
-def plans(tables: Tables) -> str:
-    """The mismatch under plans for blocks, relative to no plan, by who chose the blocks."""
-    rows = tables["x1_protection"].query("unit == 'blocks' and budget > 0")
-    wide = rows.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index()
-    chosen_by = ("adjoint", "score", "patching", "greedy", "first", "last", "random")
-    return markdown(wide, budget=("blocks in fp32", ""), **{name: (name, ".2f") for name in chosen_by})
+    return means.assign(policy=[f"`{name}`" for name in means.policy])
 
 
 def by_length(rows: pd.DataFrame, **columns: str) -> str:
@@ -97,7 +72,8 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
     plan = tables["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
     kinds = tables["x1_kinds"].set_index(["precision", "label"]).measured.unstack()
     unplanned = tables["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
-    trained, gates = tables["e5_runs"], tables["e5_gates"]
+    trained, gates, protection = tables["e5_runs"], tables["e5_gates"], tables["x1_protection"]
+    blocks = protection.query("unit == 'blocks' and budget > 0")
     uncontrolled = trained[trained.policy == "none"].set_index("seed").max_mismatch
     acting = trained[trained.actions > 0]
     acted = acting[acting.policy == "bgss"]
@@ -110,7 +86,8 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
         "opened": round(float((gates.regime * gates.layer_steps).sum())),
         "plan_errors": (plan.predicted / plan.measured - 1).abs(),
         "kinds": kinds.div(unplanned, axis=0).mean(),
-        "protection": tables["x1_protection"].set_index(["unit", "budget", "chosen_by"]).measured_of_none,
+        "plans": blocks.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index(),
+        "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
         "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
         "other": other_cpu(tables, other),
     }
@@ -121,14 +98,14 @@ def rendered(name: str, tables: Tables, other: Tables) -> str:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    environment.globals |= {"claims": claims, "signals": signals, "policies": policies, "plans": plans}
+    environment.globals |= {"claims": claims, "signals": signals, "policies": policies}
     environment.globals |= {"markdown": markdown, "by_length": by_length}
     environment.filters["number"] = number
     return environment.get_template(name).render(tables=tables, **values(tables, other))
 
 
 def main() -> None:
-    tables, other = (read(OUTPUTS / name / "tables") for name in (RESULTS, OTHER))
+    tables, other = read_tables(RESULTS), read_tables(OTHER)
     PAGE.write_text(rendered("page.md.jinja", tables, other), encoding="utf-8")
     findings = rendered("findings.md.jinja", tables, other)
     README.write_text(FINDINGS.sub(lambda _: findings, README.read_text(encoding="utf-8")), encoding="utf-8")

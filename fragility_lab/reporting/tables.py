@@ -1,10 +1,11 @@
-"""Tables as files, and as readers see them: the paper's numbers beside a run's."""
+"""Tables as files, and tables and numbers as readers see them: the paper's beside a run's."""
 
 import re
 from pathlib import Path
 
 import pandas as pd
 
+AS_THEY_ARE = ["experiment", "quantity", "verdict", "claim", "tested", "remark"]
 BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict", "remark"]
 
 
@@ -26,11 +27,39 @@ def number(value, digits: str = "") -> str:
     return f"−{text[1:]}" if text.startswith("-") else text
 
 
+def duration(seconds: float) -> str:
+    """``seconds`` in words, such as "4 min 18 s"."""
+    minutes, remainder = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {remainder} s" if minutes else f"{seconds:.1f} s"
+
+
+def percent(share: float) -> str:
+    """``share`` in percent, with three significant digits."""
+    return number(100 * share, "#.3g").removesuffix(".") + ("\N{NO-BREAK SPACE}%" if pd.notna(share) else "")
+
+
+def quantity(count: float, unit: str = "B") -> str:
+    """``count`` of ``unit`` with a decimal prefix, such as "1.6 MB"; "0" for zero."""
+    for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g}\N{NO-BREAK SPACE}{prefix}{unit}"
+    return f"{count:.0f}\N{NO-BREAK SPACE}{unit}" if count else "0"
+
+
 def spread_text(mean: float, sd: float | None, digits: str) -> str:
     """Mean ± standard deviation, or the mean alone if there is no deviation."""
     if sd is None or pd.isna(sd):
         return number(mean, digits)
     return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"
+
+
+def cells(rows: pd.DataFrame, columns: list[tuple[str, str, str]]) -> list[list[str]]:
+    """The texts of a table whose ``columns`` are (name, label, digits); standard deviations are in ``<name>_sd``."""
+    return [
+        [spread_text(row[name], row.get(f"{name}_sd"), digits) for name, _, digits in columns]
+        for row in rows.to_dict("records")
+    ]
 
 
 def shown(comparison: pd.DataFrame) -> pd.DataFrame:
@@ -51,19 +80,14 @@ def _shown(row) -> dict[str, str]:
         difference = number(row.difference, f"+{digits}")
     sampled = row.sampled and row.runs > 0
     interval = f"{number(row.low, digits)} to {number(row.high, digits)}"
-    return {
-        "experiment": row.experiment,
-        "quantity": row.quantity,
+    texts = {
         "paper": paper,
         "here": here,
         "difference": "–" if pd.isna(row.difference) else difference,
         "interval": interval if sampled and pd.notna(row.low) else "–",
         "runs": number(row.runs) if sampled else "–",
-        "verdict": row.verdict,
-        "claim": row.claim,
-        "tested": row.tested,
-        "remark": row.remark,
     }
+    return texts | {name: getattr(row, name) for name in AS_THEY_ARE}
 
 
 def brief(comparison: pd.DataFrame) -> pd.DataFrame:

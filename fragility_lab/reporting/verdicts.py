@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from fragility_lab.reporting.bootstrap import spread
 from fragility_lab.reporting.claims import QUANTITIES, Quantity
 
 HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
+RESAMPLES = 9999
 LEAST = 3  # with fewer independent runs nothing is shown to hold
 FEW = 6  # with fewer runs a verdict is weak: 5 runs agree by chance 1 time in 16
 REFUTED = ("every", "equal")  # tests that one counterexample refutes
@@ -61,8 +61,16 @@ def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None 
         return wilson(together.sum(), trials)
     if np.ptp(values) == 0:
         return values[0], values[0]
-    spreading = spread(together)
-    return spreading["low"], spreading["high"]
+    return bootstrap(together)
+
+
+def bootstrap(values: pd.Series) -> tuple[float, float]:
+    """95 % bootstrap interval (BCa) of the mean of ``values`` without NaNs; NaN for fewer than three or equal ones."""
+    values = values.dropna().to_numpy()
+    if len(values) < 3 or np.ptp(values) == 0:
+        return np.nan, np.nan
+    found = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, rng=0).confidence_interval
+    return found.low, found.high
 
 
 def wilson(successes: float, trials: int) -> tuple[float, float]:
@@ -118,7 +126,6 @@ def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: 
     """The row of ``quantity`` from the results of ``measured``."""
     runs = len(values)
     paper, second = quantity.paper or (np.nan, None)
-    spread_or_runs = {"paper_runs": second} if quantity.counted else {"paper_sd": second}
     paper = paper / second if quantity.counted else paper
     low, high = interval(values, quantity, windows) if runs else (np.nan, np.nan)
     decided = judge(quantity.test, values, low, high, bound) if runs and quantity.test else ""
@@ -126,9 +133,8 @@ def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: 
         "experiment": quantity.experiment,
         "quantity": quantity.name,
         "paper": paper,
-        "paper_sd": np.nan,
-        "paper_runs": np.nan,
-        **spread_or_runs,
+        "paper_sd": np.nan if quantity.counted else second,
+        "paper_runs": second if quantity.counted else np.nan,
         "mean": values.mean() if runs else np.nan,
         "sd": values.std(ddof=1) if runs > 1 and not quantity.counted else np.nan,
         "difference": values.mean() - paper if runs else np.nan,

@@ -1,0 +1,103 @@
+"""What the pictures of all lessons share: panels, scales, labels and legends, and the slack of a bound."""
+
+from io import BytesIO
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+from fragility_lab.reporting.figures import style
+
+Picture = tuple[list[Axes], str]  # the panels, and a line with the numbers to read off
+
+HERE = {"color": "0.2", "linestyle": ":"}  # a line at the value of a control
+LIMIT = {"color": "0.2", "linestyle": "--", "linewidth": 1}
+BESIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend to the right of the panel
+SMALL_BESIDE = BESIDE | {"fontsize": "small"}
+TWO_COLUMNS = {"frameon": False, "fontsize": "small", "loc": "upper right", "ncols": 2}
+
+
+@style()
+def svg(axes: Axes) -> bytes:
+    """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text."""
+    buffer = BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
+        axes.get_figure().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def alternative_text(axes: Axes) -> str:
+    """A picture in words: its title, and its axes' labels or, if it has none, the text in it."""
+    shown = f"{axes.get_ylabel()} over {axes.get_xlabel()}" if axes.get_xlabel() else ""
+    parts = [axes.get_title(), shown or "; ".join(text.get_text() for text in axes.texts)]
+    return ": ".join(part.replace("\n", " ") for part in parts if part)
+
+
+@style()
+def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axes]:
+    """One Axes for each of ``widths`` (two of 4.8 by default), each in its own figure, so that narrow pages stack them.
+
+    Widths, ``height`` and the margin ``right`` are in inches. Pyplot does not know the figures, so callbacks
+    leave none open. Margins are fixed, because a layout engine takes longer than the drawing.
+    """
+    row = []
+    for width in widths or (4.8, 4.8):
+        figure = Figure(figsize=(width, height))
+        figure.subplots_adjust(0.85 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height)
+        row.append(figure.add_subplot())
+        row[-1].locator_params(nbins=5)
+    return row
+
+
+def log_scale(axes: Axes, directions: str = "xy") -> None:
+    """Few ticks at powers of ten, in plain text: mathtext takes milliseconds a label."""
+    for direction in directions:
+        axes.set(**{f"{direction}scale": "log"})
+        axis = getattr(axes, f"{direction}axis")
+        axis.set_major_locator(LogLocator(numticks=5))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(NullLocator())
+
+
+def finish(axes: Axes, x: str, y: str, title: str, log: str = "", legend: str | dict | None = None, **settings) -> None:
+    """Give ``axes`` labels, a title and ``settings``, a logarithmic scale in the directions ``log``, and a legend.
+
+    ``legend`` is the place of a small legend inside, or the arguments of ``Axes.legend``.
+    """
+    log_scale(axes, log)
+    axes.set(xlabel=x, ylabel=y, title=title, **settings)
+    if legend is not None:
+        axes.legend(**legend if isinstance(legend, dict) else {"frameon": False, "fontsize": "small", "loc": legend})
+
+
+def strength(chosen: bool) -> dict[str, float]:
+    """The style of a curve: the ``chosen`` one is strong, the others are pale."""
+    return {"linewidth": 2.5} if chosen else {"linewidth": 1, "alpha": 0.55}
+
+
+def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> Picture:
+    """Left: a histogram of bound over observed error. Right: the mean factor that each step of the proof loses.
+
+    Each column of ``ladder`` bounds the column before it; the first is the observed error, the last the bound.
+    ``draws`` is the plural noun for its rows.
+    """
+    slack = ladder.iloc[:, -1] / ladder.iloc[:, 0]
+    count, steps = panels(height=height)
+    count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31), color="C0")
+    count.axvline(0, color="C3", linewidth=2)
+    count.axvline(np.log10(slack.median()), **LIMIT)
+    ticks = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 1000"]}
+    finish(count, "bound / observed error", draws, f"{format}: how loose the bound is", **ticks)
+    factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])  # geometric means
+    steps.barh(range(len(factors)), factors, color="C0", height=0.45)
+    for place, (name, factor) in enumerate(factors.items()):
+        steps.text(0.05, place - 0.3, f"{name}: × {factor:.2g}", fontsize="small")
+    limits = {"yticks": [], "ylim": (len(factors) - 0.6, -0.7), "xlim": (0, None)}
+    finish(steps, "factor (mean)", "step", "what each step of the proof loses", **limits)
+    return [count, steps], (
+        f"the bound holds in {(slack >= 1).sum()} of {len(slack)} {draws}; "
+        f"bound / observed: smallest {slack.min():.2g}, median {slack.median():.2g}, largest {slack.max():.2g}"
+    )
