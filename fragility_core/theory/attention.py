@@ -142,11 +142,10 @@ def score_error_bound(score_norm, query_norm, key_norm, head_width, unit_roundof
 def gemm_error_bound(left_norm, right_spectral_norm, unit_roundoff, c_gemm_out):
     """u c'_gemm ||M|| ||V||_2 >= ||fl(M V) - M V|| (Lemma 2 (`lem:gemm-out`)).
 
-    To first order in u. The printed proof needs one perturbation of a row m that explains all its products,
-    fl(m^T V) = (m + dm)^T V. Rounding perturbs each product differently, so no such dm exists, even for a 1 x 1
-    m. What holds is |E| <= gamma |M| |V| entry by entry, and so c'_gemm = sqrt(min(m, d)) gamma / u for V (m, d).
-    The constant depends on the dimensions, and Hadamard matrices V attain the square root. The rounding of the
-    stored result costs 1 only.
+    To first order in u. The printed proof needs one perturbation of a row m that explains all its products, fl(m^T V) =
+    (m + dm)^T V. Rounding perturbs each product differently, so no such dm exists, even for a 1 x 1 m. What holds is
+    |E| <= gamma |M| |V| entry by entry, and so c'_gemm = sqrt(min(m, d)) gamma / u for V (m, d). The constant depends
+    on the dimensions, and Hadamard matrices V attain the square root. The rounding of the stored result costs 1 only.
     """
     return unit_roundoff * c_gemm_out * left_norm * right_spectral_norm
 
