@@ -43,9 +43,10 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Contributions, Plan, apply, baselines, plan
+from fragility_core.protection import Contributions, Plan, apply, plan
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
+from fragility_lab.experiments import baselines
 from fragility_lab.experiments.patching import Patching
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize

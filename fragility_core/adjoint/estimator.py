@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
-from fragility_core.adjoint.overflow import first_nonfinite
 from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape
@@ -21,6 +21,7 @@ from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attenti
 from fragility_core.arithmetic.internals import attention_of, mark_stored, mark_stream, replace_forward, version_of
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, sharing_copy
+from fragility_core.arithmetic.nested import tensors
 from fragility_core.arithmetic.operands import linear_weights, storages
 from fragility_core.models.tree import final_hidden, is_block
 
@@ -38,7 +39,7 @@ class Prediction:
     - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
 
     ``format`` is the name of the format, ``length`` the number of tokens of a window, and ``ran`` has the paths of the
-    modules that ran. Changes in a mixture's choice of experts are not predicted, see ``routing``.
+    modules that ran. Changes in a mixture's choice of experts are not predicted.
     """
 
     contributions: pd.DataFrame
@@ -248,3 +249,27 @@ def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Independent random signs, +1 and -1, of the shape of ``like``."""
     return torch.randint(2, like.shape, generator=generator, device=like.device) * 2.0 - 1
+
+
+@torch.no_grad()
+def first_nonfinite(low: LowPrecision, run: Callable[[nn.Module], object]) -> str | None:
+    """The path of the first module that returns a nonfinite value while ``run`` calls the model; None if none does.
+
+    Modules count in the order in which they return: the innermost one is named.
+    """
+    finite: list[tuple[str, Tensor]] = []
+
+    def recorder(path: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
+            with low.paused():
+                finite.extend((path, x.isfinite().all()) for x in tensors(output))
+
+        return hook
+
+    with ExitStack() as stack:
+        for path, module in low.model.named_modules():
+            stack.callback(module.register_forward_hook(recorder(path)).remove)
+        with low.running():
+            run(low.model)
+    flags = torch.stack([x for _, x in finite]).tolist()  # one transfer from the device
+    return next((path for (path, _), flag in zip(finite, flags) if not flag), None)

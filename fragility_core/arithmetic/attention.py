@@ -14,7 +14,6 @@ The core has three implementations of attention. Each does what the others canno
 transformers knows the attention by name once ``set_attention``, or a context that calls it, has registered it.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,8 +27,6 @@ from transformers.masking_utils import sdpa_mask
 
 from fragility_core.arithmetic.internals import (
     attention_of,
-    current_dispatch_mode,
-    current_function_mode,
     differentiated,
     restored_attention,
     without_function_modes,
@@ -175,17 +172,6 @@ def is_causal(module: nn.Module, options: dict) -> bool:
     return getattr(module, "is_causal", True) if asked is None else asked
 
 
-def scaling_commutes(query: Tensor, scaling: float) -> bool:
-    """Whether the query may be scaled in place of its products, of which there are many more, bit for bit.
-
-    It may in native bf16, by a power of two, since bf16 has the range of fp32. In other formats products may overflow
-    before they are scaled, or the scaled query may be subnormal.
-    """
-    if current_dispatch_mode() is not None or current_function_mode() is not None:
-        return False
-    return query.dtype == torch.bfloat16 and isinstance(scaling, float) and math.frexp(scaling)[0] == 0.5
-
-
 def observed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, score_dtype: torch.dtype | None = None, **options,
@@ -212,16 +198,11 @@ def observed_attention(
     cached = key.shape[2] - rows  # keys before the first query
     query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)
     transposed = key.transpose(-1, -2)
-    scaled_before = scaling_commutes(query, scaling)
-    if scaled_before:
-        query = query * scaling
 
     outputs = []
     for start, stop in row_blocks(rows, batch * heads * key.shape[2], query.device):
         seen = cached + stop if causal else key.shape[2]
-        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen])  # (B, H, C, seen)
-        if not scaled_before:
-            scores = scores * scaling
+        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen]) * scaling  # (B, H, C, seen)
         with without_function_modes():
             dtype = scores.dtype
         maskable, hiding = scores, None

@@ -6,15 +6,35 @@ apart. The residual sums are then checked by value: a block that adds something 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.dataflow import ModuleCall, agree, one_token_pass, reads
 from fragility_core.models.norms import Norm, known_norm
-from fragility_core.models.projections import Projection
 from fragility_core.models.tree import attention_modules, block_paths, is_linear
+
+
+class Projection(NamedTuple):
+    """Linear layers that read one input, taken together; or some output ``features`` of one layer."""
+
+    modules: tuple[nn.Module, ...]
+    features: slice | Tensor = slice(None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight matrix, (out, in) of ``nn.Linear`` or (in, out) of ``Conv1D``."""
+        axis = 1 if isinstance(self.modules[0], Conv1D) else 0
+        weights = [module.weight.detach() for module in self.modules]
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights, axis)
+        return whole[:, self.features] if axis else whole[self.features]
+
+    def of(self, output: Tensor) -> Tensor:
+        """The projection's part of the ``output`` (..., out) of its module."""
+        return output[..., self.features]
 
 
 @dataclass(frozen=True)

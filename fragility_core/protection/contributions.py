@@ -13,9 +13,7 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import embedding_paths, head_paths, is_norm, outermost, within
 from fragility_core.protection import cost
-from fragility_core.protection.baselines import top
-from fragility_core.protection.keep import require_modules
-from fragility_core.protection.plans import KEEPABLE_SITES, Plan
+from fragility_core.protection.keep import KEEPABLE_SITES, Plan, require_modules
 from fragility_core.protection.structure import Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
@@ -160,11 +158,8 @@ class Contributions:
         if unit == "sites":
             choices = map(self._of_sites, combinations(self._sites(), budget))
             return self._priced(min(choices, key=self.remaining))
-        gains = self.gains(unit).gain
-        best = top(gains, budget)
-        if unit == "blocks":
-            return self.of_blocks(best)
-        return self.keep(self.structure.modules[i] for i in best)
+        best = sorted(self._best_first(unit)[:budget])
+        return self.of_blocks(best) if unit == "blocks" else self.keep(self.structure.modules[i] for i in best)
 
     def gains(self, unit: str) -> pd.DataFrame:
         """One row per block, site or module: its ``label``, and its ``gain`` if it alone is kept.
@@ -175,6 +170,9 @@ class Contributions:
         plans = self._single_units(unit)
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
         return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})
+
+    def _best_first(self, unit: str) -> list[int]:
+        return np.argsort(-self.gains(unit).gain, kind="stable").tolist()
 
     def remaining(self, plan: Plan) -> float:
         """The predicted squared relative error under ``plan``, mean over windows."""
@@ -214,8 +212,8 @@ class Contributions:
 
     def _blocks_and_sites(self) -> Iterator[Plan]:
         """The best plan for every number of blocks, and all choices of sites."""
-        order = np.argsort(-self.gains("blocks").gain, kind="stable")
-        yield from (self._of_blocks(tuple(sorted(order[:count].tolist()))) for count in range(len(order) + 1))
+        order = self._best_first("blocks")
+        yield from (self._of_blocks(tuple(sorted(order[:count]))) for count in range(len(order) + 1))
         sites = self._sites()
         yield from (self._of_sites(names) for count in range(len(sites) + 1) for names in combinations(sites, count))
 

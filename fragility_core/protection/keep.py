@@ -1,4 +1,4 @@
-"""Apply a plan: a low-precision model in which chosen parts compute in fp32.
+"""Plans, and how to apply one: a low-precision model in which chosen parts compute in fp32.
 
 Hooks cast tensors where a kept part begins and ends. Type promotion does the rest, natively and emulated: a kernel with
 an fp32 operand gives fp32. Hooks are partial functions of a module, so that a protected model can be pickled.
@@ -6,6 +6,7 @@ an fp32 operand gives fp32. Hooks are partial functions of a module, so that a p
 
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -19,10 +20,38 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
-from fragility_core.protection.plans import Plan
 from fragility_core.protection.structure import scores_can_be_kept
 
 Dtypes = dict[str, list[torch.dtype]]  # by the path of a module
+# The sites that can be kept in fp32, by the names that plans and budgets use.
+KEEPABLE_SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to keep in fp32 in a model that otherwise computes in ``format``.
+
+    - ``modules``: paths of modules that are kept whole.
+    - ``residual``: the residual stream is fp32. Embeddings and residual additions give fp32, norms read it (with
+      rounded weights), and branches compute in the format.
+    - ``scores``: attention computes query times key and the softmax in fp32.
+    - ``weights_only``: only the weights of the model are in the format, and all kernels compute in fp32.
+
+    The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
+    windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
+    for the residual stream, and ``flops`` per token that move from the format to fp32 (``cost.flops``).
+    """
+
+    format: str
+    modules: tuple[str, ...] = ()
+    residual: bool = False
+    scores: bool = False
+    label: str = "nothing"
+    predicted: float | None = None
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    flops: int = 0
+    weights_only: bool = False
 
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
