@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fragility_core.adjoint.products import fast_products
-from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
+from fragility_core.adjoint.recomputed import fast_products
 from fragility_core.adjoint.sites import SUMS
-from fragility_core.adjoint.tape import Tape
+from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
 from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import (
     ASKING_FOR_MODES,

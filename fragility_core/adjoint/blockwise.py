@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fragility_core.adjoint.rounding import finite_error, has_short_range, local_error
+from fragility_core.adjoint.tape import finite_error, has_short_range, local_error
 from fragility_core.arithmetic.attention import future, row_blocks
 from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import softmax_backward

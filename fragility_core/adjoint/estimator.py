@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
-from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
-from fragility_core.adjoint.tape import Tape
+from fragility_core.adjoint.tape import Tape, expected_error, local_error
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import attention_of, mark_stored, mark_stream, replace_forward, version_of
 from fragility_core.arithmetic.lookup import elementwise_modules
@@ -166,29 +165,23 @@ class Adjoint:
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         with self._lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
-            return self._predict(tokens, counted)
+            scopes = [1.0] * len(tokens) if counted is None else counted[..., None]
+            norms = [self._passes(i, tokens[i : i + 1], scope) for i, scope in enumerate(scopes)]
+            contributions = self.tape.contributions(len(tokens), self.probes)
+            inside = self.tape.overflows()
+            for window, place in inside.items():  # an infinity is no small error
+                contributions[window, :, place] = np.nan
+            norms = torch.stack(norms).cpu().double()
+            contributions[~norms.isfinite().numpy()] = np.nan
+            prediction = self._prediction(contributions, norms, tokens.shape[-1])
+            return self._name_overflow(prediction, tokens, inside)
 
-    def _predict(self, tokens: Tensor, counted: Tensor | None) -> Prediction:
-        norms = [
-            self._passes(window, tokens[window : window + 1], None if counted is None else counted[window, :, None])
-            for window in range(len(tokens))
-        ]
-        contributions = self.tape.contributions(len(tokens), self.probes)
-        inside = self.tape.overflows()
-        for window, place in inside.items():  # an infinity is no small error
-            contributions[window, :, place] = np.nan
-        norms = torch.stack(norms).cpu().double()
-        contributions[~norms.isfinite().numpy()] = np.nan
-        prediction = self._prediction(contributions, norms, tokens.shape[-1])
-        return self._name_overflow(prediction, tokens, inside)
-
-    def _passes(self, window: int, tokens: Tensor, counted: Tensor | None) -> Tensor:
-        """Run the forward pass and all backward passes of a window; return ||X_L||, on the device."""
+    def _passes(self, window: int, tokens: Tensor, scope: Tensor | float) -> Tensor:
+        """Run the forward pass and all backward passes of a window; return ||X_L|| over ``scope``, on the device."""
         tape = self.tape
         tape.begin(window)
         with self.arithmetic, torch.enable_grad():
             final = self.output(self.model, tokens)  # (1, T, d)
-        scope = 1.0 if counted is None else counted
         generator = torch.Generator(final.device).manual_seed(self.seed)
         for probe in range(self.probes):
             tape.probe = probe

@@ -13,6 +13,7 @@ from fragility_core.adjoint.tape import Place, Tape
 from fragility_core.models.tree import block_of, is_norm, within
 
 SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
+COLUMNS = ("name", "kind", "site", "layer", "module", "stream", "ends", "block_output")
 NORMS = {"layer_norm", "rms_norm", "group_norm"}
 SOFTMAX = {"softmax", "to"}  # models that compute the softmax in fp32 cast its result down
 
@@ -95,16 +96,10 @@ class Sites:
         - ``ends``, the path of the outermost module whose call ended with this kernel ("" for other kernels);
         - ``block_output``, whether the kernel is the last one of a block.
         """
-        rows = pd.DataFrame(
-            {
-                "name": [place.name for place in self.places],
-                "kind": [place.kind for place in self.places],
-                "site": [self.site(i) for i in range(len(self.places))],
-                "layer": pd.array([block[1] if block else None for block in self.blocks], dtype="Int64"),
-                "module": [place.module for place in self.places],
-                "stream": [place.stream for place in self.places],
-                "ends": [self.ends.get(i, "") for i in range(len(self.places))],
-            }
-        )
-        output = [bool(block and end and within(block[0], end)) for block, end in zip(self.blocks, rows.ends)]
-        return rows.assign(block_output=output)
+        numbers = range(len(self.places))
+        ends = [self.ends.get(i, "") for i in numbers]
+        output = [bool(block and end and within(block[0], end)) for block, end in zip(self.blocks, ends)]
+        layers = pd.array([block[1] if block else None for block in self.blocks], dtype="Int64")
+        sites = [self.site(i) for i in numbers]
+        rows = pd.DataFrame(self.places, columns=Place._fields)
+        return rows.assign(site=sites, layer=layers, ends=ends, block_output=output)[list(COLUMNS)]

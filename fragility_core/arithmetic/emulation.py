@@ -97,7 +97,8 @@ class Emulation(TorchDispatchMode):
         if kernel.is_view or name in self._exact:
             return kernel(*args, **kwargs)
         if self.format.name == "tf32":
-            return self._with_rounded_factors(kernel, args, kwargs)
+            factors = FACTORS.get(name, ())
+            return kernel(*[self._narrow(x) if i in factors else x for i, x in enumerate(args)], **kwargs)
         if name == CAST:
             return self._cast(kernel, args, kwargs)
         if not self._is_low(args, kwargs):
@@ -164,8 +165,3 @@ class Emulation(TorchDispatchMode):
         if narrowed and (self.format.is_storage_only or self.generator is not None):
             return kernel(self._round(args[0].float()), **kwargs)
         return kernel(*args, **kwargs)
-
-    def _with_rounded_factors(self, kernel, args, kwargs):
-        factors = FACTORS.get(kernel.overloadpacket.__name__, ())
-        rounded = [self._narrow(x) if i in factors else x for i, x in enumerate(args)]
-        return kernel(*rounded, **kwargs)

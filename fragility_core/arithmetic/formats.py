@@ -156,18 +156,13 @@ FORMATS: dict[str, Format] = {
         Format("fp8_e5m2", 3, 2.0**-14, 57344.0, _E5M2, _BF16),
     )
 }
-
-
 SCALED: dict[str, Format] = {
     f"{f.name}_scaled": replace(f, name=f"{f.name}_scaled", scaled=True) for f in FORMATS.values() if f.is_storage_only
 }
-
-
 LINEAR: dict[str, Format] = {
-    name: replace(FORMATS["bf16"], name=name, operands=scaled)
-    for name, scaled in ((scaled.name.replace("_scaled", "_linear"), scaled) for scaled in SCALED.values())
+    (name := f.name.replace("scaled", "linear")): replace(FORMATS["bf16"], name=name, operands=f)
+    for f in SCALED.values()
 }
-
 KNOWN = FORMATS | SCALED | LINEAR
 
 

@@ -23,8 +23,6 @@ from fragility_core.models.tree import block_paths, branch_paths, embedding_path
 from fragility_core.protection.structure import scores_can_be_kept
 
 Dtypes = dict[str, list[torch.dtype]]  # by the path of a module
-# The sites that can be kept in fp32, by the names that plans and budgets use.
-KEEPABLE_SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Plan:
 
     The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
     windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
-    for the residual stream, and ``flops`` per token that move from the format to fp32 (``cost.flops``).
+    for the residual stream, and ``flops`` per token that move from the format to fp32 (``structure.flops``).
     """
 
     format: str
@@ -203,18 +201,13 @@ def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tupl
     def floating(values: Any) -> list[torch.dtype]:
         return [x.dtype for x in tensors(values) if x.is_floating_point()]
 
-    def record_received(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        received[path] = floating((args, kwargs))
-
-    def record_returned(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        returned[path] = floating(output)
+    def record(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        received[path], returned[path] = floating((args, kwargs)), floating(output)
 
     with ExitStack() as stack:
         for path in paths:
-            module = low.model.get_submodule(path)
-            before = module.register_forward_pre_hook(partial(record_received, path), with_kwargs=True)
-            stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(partial(record_returned, path)).remove)
+            hook = low.model.get_submodule(path).register_forward_hook(partial(record, path), with_kwargs=True)
+            stack.callback(hook.remove)
         with low.running():
             low.model(tokens, **({"use_cache": False} if isinstance(low.model, PreTrainedModel) else {}))
     return received, returned

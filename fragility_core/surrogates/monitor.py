@@ -66,15 +66,18 @@ class PassRecord:
 
     def stacked(self) -> dict[str, Tensor]:
         """The values of all blocks under each name, (L, ...), with norms of windows (L, B) for those of segments."""
-        values = {name: self._of_all_blocks(name) for name in self.small}
-        norms = {name: _window_norms(values.pop(name)) for name in list(values) if name.endswith("_norm")}
-        return {name: torch.stack(each) for name, each in values.items()} | norms | self.large
-
-    def _of_all_blocks(self, name: str) -> list[Tensor]:
-        measured = self.small[name]
-        complete = len(measured) == self.depth
-        neutral = None if complete else torch.full_like(next(iter(measured.values())), NEUTRAL[name])
-        return [measured.get(layer, neutral) for layer in range(self.depth)]
+        values, norms = {}, {}
+        for name, measured in self.small.items():
+            first = next(iter(measured.values()))
+            neutral = None if len(measured) == self.depth else torch.full_like(first, NEUTRAL[name])
+            each = [measured.get(layer, neutral) for layer in range(self.depth)]
+            if not name.endswith("_norm"):
+                values[name] = torch.stack(each)
+                continue
+            if len({x.shape for x in each}) > 1:  # the number of segments differs with the reach of attention
+                each = [whole_norm(x)[:, None] for x in each]
+            norms[name] = whole_norm(torch.stack(each))
+        return values | norms | self.large
 
     def statistics(self, epsilons: Tensor, width: int) -> dict[str, Tensor]:
         """All statistics, (L, B) each, from the ``epsilons`` (L, 2) of the two norms and ``width`` = d_model.
@@ -97,13 +100,6 @@ class PassRecord:
             stacked[f"variance_{site}"] = variance.mean(-1)
             stacked[f"variance_{site}_min"] = variance.amin(-1)
         return stacked
-
-
-def _window_norms(segments: list[Tensor]) -> Tensor:
-    """Norms (L, B) from the norms of segments, (B, S) of each block. S differs with the reach of attention."""
-    if len({x.shape for x in segments}) > 1:
-        segments = [whole_norm(x)[:, None] for x in segments]
-    return whole_norm(torch.stack(segments))
 
 
 class AttentionStatistics:
@@ -224,7 +220,12 @@ class Monitor:
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         record = PassRecord(len(self.blocks))
-        with self._observing(record, len(tokens)), self.running():
+        with ExitStack() as stack:
+            for layer, block in enumerate(self.blocks):
+                for handle in self._attach(block, layer, record, len(tokens)):
+                    stack.callback(handle.remove)
+                stack.callback(observers.pop, block.attention, None)
+            stack.enter_context(self.running())
             hidden, logits = hidden_and_logits(self.model, tokens) if loss else (final_hidden(self.model, tokens), None)
         epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
         epsilons = epsilons.to(hidden.device, non_blocking=True)
@@ -254,16 +255,6 @@ class Monitor:
         )
         windows = dict(zip(window, values[per_block.numel() :].reshape(len(window), batch)))
         return layers, pd.DataFrame({"window": np.arange(batch)} | windows)
-
-    @contextmanager
-    def _observing(self, record: PassRecord, windows: int) -> Iterator[None]:
-        """Hooks on every site of every block, for one pass over ``windows`` windows."""
-        with ExitStack() as stack:
-            for layer, block in enumerate(self.blocks):
-                for handle in self._attach(block, layer, record, windows):
-                    stack.callback(handle.remove)
-                stack.callback(observers.pop, block.attention, None)
-            yield
 
     def _attach(self, block: Block, layer: int, record: PassRecord, windows: int) -> Iterator[RemovableHandle]:
         """Hooks that write the statistics of ``block`` to ``record``; yields their handles."""

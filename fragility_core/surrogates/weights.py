@@ -38,12 +38,6 @@ def matrices(block: Block) -> dict[str, Tensor]:
     }
 
 
-def score_width(block: Block) -> float:
-    """The d of scores Q K^T / sqrt(d): the width of a head, or scaling^-2 if the model scales otherwise."""
-    usual = math.isclose(block.score_scaling, block.head_width**-0.5)
-    return block.head_width if usual else block.score_scaling**-2
-
-
 class WeightStatistics:
     """Statistics of the weights of ``blocks``: under each name a list with one entry per block.
 
@@ -56,7 +50,11 @@ class WeightStatistics:
         self._constants = {
             "activation_lipschitz": [activation_lipschitz(block.activation) for block in blocks],
             "score_scaling": [block.score_scaling for block in blocks],
-            "head_width": [score_width(block) for block in blocks],
+            # The d of scores Q K^T / sqrt(d): the width of a head, or scaling^-2 if the model scales otherwise.
+            "head_width": [
+                b.head_width if math.isclose(b.score_scaling, b.head_width**-0.5) else b.score_scaling**-2
+                for b in blocks
+            ],
             "d_model": [block.norm_1.gamma.numel() for block in blocks],
         }
         if any(block.parallel for block in blocks):

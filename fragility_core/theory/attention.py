@@ -207,35 +207,22 @@ def softmax_growth(spread: Tensor) -> Tensor:
 
 
 def attention_error_bound_with_remainder(
-    norms: AttentionNorms,
-    spread: Tensor,
-    unit_roundoff: float,
-    *,
-    c_softmax: float,
-    c_gemm: float,
-    c_gemm_out: float,
+    norms: AttentionNorms, spread: Tensor, unit_roundoff: float, *, c_softmax: float, c_gemm: float, c_gemm_out: float,
     underflow: tuple[float, float, float] = (0.0, 0.0, 0.0),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Theorem 1 (`thm:attn`) with its O(u^2) written out: the three stages of Appendix A.2 (`app:attn-proof`).
 
     ``spread`` (...) is at least the largest max - min over a row of S~ - S; sqrt(2) times the score error of a
     row is enough. ``underflow`` is what the three kernels (scores, softmax, P V) may err beyond the standard
     model, in norm. Equals ``attention_error_bound`` up to O(u^2).
     """
-    score_underflow, softmax_underflow, context_underflow = underflow
-    score_error = score_underflow + score_error_bound(
-        norms.score_norm, norms.query_norm, norms.key_norm, norms.head_width, unit_roundoff, c_gemm
-    )
+    n, (score_underflow, softmax_underflow, context_underflow) = norms, underflow
+    scores = score_error_bound(n.score_norm, n.query_norm, n.key_norm, n.head_width, unit_roundoff, c_gemm)
+    score_error = score_underflow + scores
     # The softmax stretches nothing by more than 1/2, whatever the spread; fmin takes 1/2 where the spread is NaN.
-    stretch = torch.fmin(norms.sensitivity * softmax_growth(spread), torch.full_like(norms.sensitivity, 0.5))
-    moved = stretch * score_error
-    probability_error = (
-        moved + softmax_underflow + softmax_error_bound(norms.probability_norm + moved, unit_roundoff, c_softmax)
-    )
-    return (
-        probability_error * norms.value_spectral_norm
-        + gemm_error_bound(
-            norms.probability_norm + probability_error, norms.value_spectral_norm, unit_roundoff, c_gemm_out
-        )
-        + context_underflow
-    )
+    moved = torch.fmin(n.sensitivity * softmax_growth(spread), torch.full_like(n.sensitivity, 0.5)) * score_error
+    softmax = softmax_error_bound(n.probability_norm + moved, unit_roundoff, c_softmax)
+    probability_error = moved + softmax_underflow + softmax
+    wide = n.probability_norm + probability_error
+    context = gemm_error_bound(wide, n.value_spectral_norm, unit_roundoff, c_gemm_out)
+    return probability_error * n.value_spectral_norm + context + context_underflow
