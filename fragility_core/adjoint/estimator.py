@@ -232,10 +232,8 @@ def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
     for path, parameter in rounded.items():
         if path not in exact or exact[path].shape != parameter.shape:
             found = f"the shape {tuple(exact[path].shape)}" if path in exact else "no such parameter"
-            raise ValueError(
-                "the reference must be the model before its weights were rounded, "
-                f"with {path} of shape {tuple(parameter.shape)}, got {found}"
-            )
+            wanted = f"the model before its weights were rounded, with {path} of shape {tuple(parameter.shape)}"
+            raise ValueError(f"the reference must be {wanted}, got {found}")
     return exact
 
 

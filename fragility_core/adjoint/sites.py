@@ -49,22 +49,16 @@ class Sites:
         in_blocks = (i for i, place in enumerate(self.places) if self.blocks[i] and place.kind == "kernel")
         self.first_in_block = next(in_blocks, len(self.places))
         self.attention_branches = {block_of(path)[::2] for path in tape.roles["attention"] if block_of(path)}
+        self.branches = [block[::2] if block else None for block in self.blocks]
         branches = defaultdict(list)
         for i, place in enumerate(self.places):
-            if self._in_attention(i) and place.kind == "kernel" and not self._in_norm(place):
-                branches[self._branch(i)].append(i)
+            if self.branches[i] in self.attention_branches and place.kind == "kernel" and not self._in_norm(place):
+                branches[self.branches[i]].append(i)
         self.attention = {
             i: site
             for indices in branches.values()
             for i, site in zip(indices, attention_sites([self.places[i] for i in indices]))
         }
-
-    def _in_attention(self, i: int) -> bool:
-        return bool(self.blocks[i]) and self._branch(i) in self.attention_branches
-
-    def _branch(self, i: int) -> tuple[str, str]:
-        path, _, branch = self.blocks[i]
-        return path, branch
 
     def _in_norm(self, place: Place) -> bool:
         return is_norm(self.modules[place.module]) or (place.kind == "kernel" and place.name in NORMS)
@@ -83,9 +77,9 @@ class Sites:
             return "router"
         if i in self.attention:
             return self.attention[i]
-        if self._in_attention(i):
+        if self.branches[i] in self.attention_branches:
             return "projection"  # a weight
-        in_block_itself = not self._branch(i)[1]
+        in_block_itself = not self.branches[i][1]
         return "residual" if in_block_itself and place.name in SUMS else "mlp"
 
     def table(self) -> pd.DataFrame:

@@ -139,12 +139,7 @@ def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
     An overflow is no small error; ``Tape.overflows`` reports it. Where it does no harm (masked scores, a saturated
     tanh) the gradient is 0, and 0 times infinity would be NaN.
     """
-    return finite_error(exact - rounded)
-
-
-def finite_error(error: Tensor) -> Tensor:
-    """``error`` with 0 where it is not finite, in place."""
-    return error.nan_to_num_(0.0, 0.0, 0.0)
+    return (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def has_short_range(format: Format) -> bool:

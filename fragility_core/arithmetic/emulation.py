@@ -87,7 +87,9 @@ class Emulation(TorchDispatchMode):
                 return kernel.decompose(*args, **kwargs)
         result = self._rounded(kernel, args, kwargs)
         if self.format.is_storage_only and schema_of(kernel).is_mutable:
-            self._settle(kernel, args, kwargs)
+            for target in written(kernel, args, kwargs):  # copy_ may read wider tensors
+                if target.dtype == self.format.compute_dtype:
+                    target.copy_(self._round(target.float()))
         return result
 
     def _rounded(self, kernel, args, kwargs):
@@ -153,12 +155,6 @@ class Emulation(TorchDispatchMode):
         for source in written(kernel, *wide):
             targets[id(source)].copy_(self._narrow(source))
         return map_tensors(result, lambda x: targets[id(x)] if id(x) in targets else self._narrow(x))
-
-    def _settle(self, kernel, args, kwargs):
-        """Bring what a kernel wrote to tensors of the format onto the grid: ``copy_`` may read wider tensors."""
-        for target in written(kernel, args, kwargs):
-            if target.dtype == self.format.compute_dtype:
-                target.copy_(self._round(target.float()))
 
     def _cast(self, kernel, args, kwargs):
         narrowed = kwargs.get("dtype") == self.format.compute_dtype != args[0].dtype

@@ -12,15 +12,9 @@ from fragility_core import adjoint
 from fragility_core.adjoint.sites import COLUMNS
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.models.tree import embedding_paths, head_paths, is_norm, outermost, within
+from fragility_core.protection import structure
 from fragility_core.protection.keep import Plan, require_modules
-from fragility_core.protection.structure import (
-    FP32_BYTES,
-    KEEPABLE_SITES,
-    Structure,
-    flops,
-    parameter_bytes,
-    stream_width,
-)
+from fragility_core.protection.structure import KEEPABLE_SITES, Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 # A kernel is exact if its squared error is below this share of that before it; a second rounding has 1/4 or more.
@@ -226,10 +220,11 @@ class Contributions:
 
     def _parameter_bytes(self, plan: Plan) -> int:
         norms = self.structure.stream_norms if plan.residual else []  # in fp32 beside an fp32 stream
-        return parameter_bytes(self.model, [*plan.modules, *norms], self.format)
+        return structure.parameter_bytes(self.model, [*plan.modules, *norms], self.format)
 
     def _activation_bytes(self, plan: Plan) -> int:
-        return plan.residual * (FP32_BYTES - self.format.storage.itemsize) * stream_width(self.model)
+        width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
+        return plan.residual * (structure.FP32_BYTES - self.format.storage.itemsize) * width
 
     def _of_blocks(self, numbers: tuple[int, ...]) -> Plan:
         paths = self.structure.blocks
@@ -261,5 +256,5 @@ class Contributions:
             predicted=float(self.predict(plan).predicted.mean()),
             parameter_bytes=self._parameter_bytes(plan),
             activation_bytes=self._activation_bytes(plan),
-            flops=flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
+            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
         )

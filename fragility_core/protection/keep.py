@@ -22,8 +22,6 @@ from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.structure import scores_can_be_kept
 
-Dtypes = dict[str, list[torch.dtype]]  # by the path of a module
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -174,6 +172,11 @@ def check(
     Kept modules receive fp32. They return ``compute_dtype``, or fp32 if they are among ``fp32_outputs``. If the
     residual stream is kept, every block returns fp32.
     """
+
+    def require(path: str, invariant: str, holds: bool, found: object) -> None:
+        if not holds:
+            raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
+
     blocks = block_paths(low.model) if plan.residual else []  # blocks of a vision tower do not run
     received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
     for path in plan.modules:
@@ -188,14 +191,8 @@ def check(
         require(path, "keep the residual stream in fp32", stream == torch.float32, stream)
 
 
-def require(path: str, invariant: str, holds: bool, found: object) -> None:
-    """Raises ValueError unless the invariant ``holds``."""
-    if not holds:
-        raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
-
-
-def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tuple[Dtypes, Dtypes]:
-    """The dtypes of the floating tensors that the modules at ``paths`` receive and return, if they run."""
+def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tuple[dict[str, list], dict[str, list]]:
+    """The dtypes of floating tensors that the modules at ``paths`` receive and return if they run, by path."""
     received, returned = {}, {}
 
     def floating(values: Any) -> list[torch.dtype]:

@@ -146,37 +146,24 @@ def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> 
     return sum(n * (FP32_BYTES - low_bytes(p) * (where == {True})) for p, (n, where) in uses.items() if True in where)
 
 
-def product_weights(module: nn.Module) -> int:
-    """The number of entries of the matrices that ``module`` multiplies by; in a mixture, of all experts."""
-    owners = (m for m in module.modules() if not isinstance(m, nn.Embedding))
-    return sum(p.numel() for m in owners for p in m.parameters(recurse=False) if p.ndim >= 2)
-
-
 def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:
     """Floating-point operations per token that move from the format to fp32, at windows of ``length`` tokens T.
 
-    A matrix of n entries counts 2 n. An attention branch that is kept counts 4 T d more, for query times key and for
+    A matrix of n entries counts 2 n, in a mixture those of all experts. An attention branch that is kept counts 4 T d more, for query times key and for
     probabilities times value, d the width of all heads together. For ``scores`` each other branch counts 2 T d.
-    Masked scores count, elementwise kernels do not.
+    Masked scores count, elementwise kernels do not. d counts as 0 if no configuration gives it.
     """
-    weights = sum(product_weights(structure.model.get_submodule(path)) for path in kept)
+    owners = [m for path in kept for m in structure.model.get_submodule(path).modules()]
+    matrices = (m.parameters(recurse=False) for m in owners if not isinstance(m, nn.Embedding))
+    weights = sum(p.numel() for parameters in matrices for p in parameters if p.ndim >= 2)
     attending = structure.places[structure.places.site.isin(ATTENTION)].module.map(block_of)
     layers = {f"{path}.{branch}" for path, _, branch in attending if branch}
     inside = sum(any(within(layer, path) for path in kept) for layer in layers)
     others = (len(layers) - inside) * scores
-    return 2 * weights + (4 * inside + 2 * others) * length * heads_width(structure.model)
-
-
-def heads_width(model: nn.Module) -> int:
-    """The width of the queries of all heads together; 0 if no configuration gives it."""
-    config = text_config(model)
+    config = text_config(structure.model)
     width, heads = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
-    return heads * (getattr(config, "head_dim", None) or width // max(heads, 1))
-
-
-def stream_width(model: nn.Module) -> int:
-    """d_model; 0 if no configuration gives it."""
-    return getattr(text_config(model), "hidden_size", 0) or 0
+    heads_width = heads * (getattr(config, "head_dim", None) or width // max(heads, 1))
+    return 2 * weights + (4 * inside + 2 * others) * length * heads_width
 
 
 def text_config(model: nn.Module) -> PreTrainedConfig | None:

@@ -277,6 +277,10 @@ class Monitor:
         def attention_site(*call: Tensor) -> dict[str, Tensor]:
             return attention.result() | linear_site("context_norm", "attention_norm", *call)
 
+        def head_norm_site(heads: str, norm: Norm, x: Tensor, _: Tensor) -> dict[str, Tensor]:
+            _, _, scale = normalization_path(norm, x.flatten(1, -2))  # of heads (B, T, H, d)
+            return {f"{heads}_gain": norm.gamma.abs().amax() * scale.amax(-1)}  # the largest
+
         if self.power_iteration:
             yield block.module.register_forward_pre_hook(lambda _, *call: record.calls.append(call), with_kwargs=True)
         yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
@@ -284,7 +288,7 @@ class Monitor:
         yield observe(block.norm_2.module, partial(norm_site, block.norm_2, "2"))
         yield observe(block.mlp_out, partial(linear_site, "activation_norm", "mlp_norm"))
         for heads, norm in block.head_norms.items():
-            yield observe(norm.module, partial(head_norm_site, norm, heads))
+            yield observe(norm.module, partial(head_norm_site, heads, norm))
         if block.up is not None:
             yield observe(block.activation, lambda _, output: {"activated_max": window_max(output)})
             yield observe(block.up.modules[0], lambda _, output: {"up_max": window_max(block.up.of(output))})
@@ -297,12 +301,6 @@ def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Ten
     if site == "2":  # the score does not need the norm of norm_1's output
         measured["norm_2_norm"] = segment_norms(output)
     return measured
-
-
-def head_norm_site(norm: Norm, heads: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """The largest gain, max|gamma| / sqrt(min sigma^2 + epsilon), of a norm of query or key ``heads`` (B, T, H, d)."""
-    _, _, scale = normalization_path(norm, x.flatten(1, -2))
-    return {f"{heads}_gain": norm.gamma.abs().amax() * scale.amax(-1)}
 
 
 def normalization_path(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

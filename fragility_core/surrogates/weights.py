@@ -28,14 +28,8 @@ def matrices(block: Block) -> dict[str, Tensor]:
 
     Gate and up of a gated MLP count as one matrix [W_gate; W_up], whether or not a family stores them as one.
     """
-    return {
-        "query_weight_norm": block.query.weight,
-        "key_weight_norm": block.key.weight,
-        "value_weight_norm": block.value.weight,
-        "attention_out_weight_norm": block.attention_out.weight.detach(),
-        "mlp_in_weight_norm": block.mlp_in.weight,
-        "mlp_out_weight_norm": block.mlp_out.weight.detach(),
-    }
+    names = ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
+    return {f"{name}_weight_norm": getattr(block, name).weight.detach() for name in names}
 
 
 class WeightStatistics:

@@ -127,9 +127,6 @@ def attention_norms(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     )
 
 
-# --- What each kernel adds: Appendix A.1 (`app:kernels-lemmas`) -----------------------------------
-
-
 def score_error_bound(score_norm, query_norm, key_norm, head_width, unit_roundoff, c_gemm):
     """u (||S|| + c_gemm ||Q|| ||K|| / sqrt(d)) >= ||S~ - S||, S~ = fl(Q K^T / sqrt(d)) (Lemma 1 (`lem:score-bound`)).
 
@@ -157,9 +154,6 @@ def softmax_error_bound(probability_norm, unit_roundoff, c_softmax):
     subnormal result does not. In fp8_e4m3 an even row of 1024 keys rounds to zeros, an error of ||P|| = 16 u ||P||.
     """
     return unit_roundoff * c_softmax * probability_norm
-
-
-# --- Theorem 1 (`thm:attn`) -------------------------------------------------------------------------
 
 
 def attention_coefficient(kappa, chi, c_softmax=0.0, c_gemm=1.0, c_gemm_out=0.0):
