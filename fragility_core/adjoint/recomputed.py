@@ -1,6 +1,6 @@
 """The costly parts of a pass, each as one autograd function: products, eager attention, elementwise activations.
 
-Products whose gradients take less time than the library's. The products themselves are the library's own.
+Products are the library's own, but their gradients take less time than the library's:
 
 - Products with weights: gradients are multiplied in bf16 where the device does that fastest. Each of them then has a
   relative error of up to 2^-9. These errors are independent, and average out in the sum of squares over all entries

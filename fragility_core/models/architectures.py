@@ -1,8 +1,8 @@
 """Where the sites of the paper's decomposition lie in a Hugging Face model.
 
-Nothing here knows a family by name. One token goes through the model, and it is recorded what each module reads and
-returns. Which module reads the result of which other tells norms, projections and the MLP's layers
-apart. The residual sums are then checked by value: a block that adds something else is refused, not scored wrongly.
+Nothing here knows a family by name. One token goes through the model, and ``one_token_pass`` records what each module
+reads and returns. Which module reads the result of which other tells norms, projections and the MLP's layers apart. The
+residual sums are then checked by value: a block that adds something else is refused, not scored wrongly.
 """
 
 from contextlib import ExitStack
