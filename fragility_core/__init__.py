@@ -34,23 +34,18 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "FORMATS": "arithmetic.formats",
-    "get_format": "arithmetic.formats",
-    "lower": "arithmetic.lowering",
-    "Monitor": "surrogates.monitor",
-    "Estimator": "surrogates",
-    "score": "surrogates",
-    "POLICIES": "bgss",
-    "get_policy": "bgss",
-    "advance": "bgss",
-    "Adjoint": "adjoint",
-    "Contributions": "protection",
-    "Plan": "protection",
-    "apply": "protection",
-    "final_hidden": "models.tree",
-    "mismatch": "theory",
+_NAMES = {
+    "arithmetic.formats": ("FORMATS", "get_format"),
+    "arithmetic.lowering": ("lower",),
+    "surrogates": ("Estimator", "score"),
+    "surrogates.monitor": ("Monitor",),
+    "bgss": ("POLICIES", "advance", "get_policy"),
+    "adjoint": ("Adjoint",),
+    "protection": ("Contributions", "Plan", "apply"),
+    "models.tree": ("final_hidden",),
+    "theory": ("mismatch",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULES)
 

@@ -5,8 +5,7 @@ from dataclasses import fields
 import pandas as pd
 
 from fragility_core.arithmetic.formats import get_format
-from fragility_core.bgss import Policy, get_policy
-from fragility_core.bgss.registry import policy_class
+from fragility_core.bgss import Policy, get_policy, policy_class
 
 # The release's fields, and the columns of ``surrogates.score`` that they are.
 LAYER_FIELDS = {

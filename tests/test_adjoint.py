@@ -20,9 +20,8 @@ from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.adjoint import Adjoint, estimator, predict
 from fragility_core.adjoint.blockwise import BlockwiseAttention
-from fragility_core.adjoint.products import scaled_dot_product_attention
-from fragility_core.adjoint.recomputed import tabulate
-from fragility_core.adjoint.rounding import ulp
+from fragility_core.adjoint.recomputed import scaled_dot_product_attention, tabulate
+from fragility_core.adjoint.tape import ulp
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lookup import row_of

@@ -31,11 +31,11 @@ from transformers import (
 )
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.routing import ExpertChoices, changed_choices
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
+from fragility_lab.diagnosis.routing import ExpertChoices, changed_choices
 
 TOKENS = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(1))
 SPECIAL = {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

@@ -14,8 +14,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import fragility_core
 from fragility_core.arithmetic import internals, kernels
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, attention_set_to
-from fragility_core.arithmetic.internals import PRIVATE, attention_of, private
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.internals import PRIVATE, attention_of, private, restored_attention
 from fragility_core.arithmetic.nested import map_tensors, tensors
 
 CORE = Path(fragility_core.__file__).parent
@@ -112,9 +112,11 @@ def test_attention_is_restored(tiny_gpt2):
 
 
 def use_observed_attention(model):
-    with attention_set_to(model, OBSERVED_EAGER):
+    with restored_attention(model):
+        set_attention(model, OBSERVED_EAGER)
         assert attention_of(model) == attention_of(model.inside) == OBSERVED_EAGER
-        with attention_set_to(model, "eager"):
+        with restored_attention(model):
+            set_attention(model, "eager")
             assert attention_of(model) == "eager"
         assert attention_of(model) == OBSERVED_EAGER
         raise KeyError

@@ -43,9 +43,10 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Contributions, Plan, apply, baselines, plan
+from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
+from fragility_lab.experiments import baselines
 from fragility_lab.experiments.patching import Patching
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
@@ -444,12 +445,6 @@ def test_a_budget_of_bytes_holds(tiny, budget):
     assert chosen.parameter_bytes + known.length * chosen.activation_bytes <= budget
     assert chosen.scores or "attention" in chosen.label  # scores cost no byte
     assert chosen.residual == (budget >= 2 * 32 * 40)
-
-
-def test_plan_in_one_call(tiny):
-    model, known, tokens = tiny
-    chosen = plan(model, tokens, "bf16", 1, "sites", probes=2)
-    assert chosen == known.plan(1, "sites")
 
 
 # --- Price --------------------------------------------------------------------------------------

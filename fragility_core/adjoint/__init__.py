@@ -23,7 +23,8 @@ Limits:
   is that of a t distribution with p - 1 degrees of freedom.
 - The first order is accurate in bf16 and fp16, and close where fp8 is used in linear layers alone. With every kernel
   in fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
-- A mixture of experts may choose other experts after rounding, which no derivative sees (``routing``).
+- A mixture of experts may choose other experts after rounding, which no derivative sees
+  (``fragility_lab.diagnosis.routing`` counts the changes).
 """
 
 from fragility_core.adjoint.estimator import Adjoint, Prediction, predict

@@ -15,19 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fragility_core.adjoint.products import fast_products
-from fragility_core.adjoint.rounding import has_short_range, local_error, stochastic_error
+from fragility_core.adjoint.recomputed import fast_products
 from fragility_core.adjoint.sites import SUMS
-from fragility_core.adjoint.tape import Tape
+from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
+from fragility_core.arithmetic import internals
 from fragility_core.arithmetic.formats import Format
-from fragility_core.arithmetic.internals import (
-    ASKING_FOR_MODES,
-    is_stream,
-    is_view,
-    mark_stored,
-    mark_stream,
-    stored_as,
-)
+from fragility_core.arithmetic.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_core.arithmetic.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
 from fragility_core.arithmetic.nested import map_tensors
 from fragility_core.arithmetic.operands import storages
@@ -45,9 +38,9 @@ def with_visible_kernels(func: FunctionType) -> FunctionType | None:
 
     ``func`` would hand itself to the mode as a whole. The copy runs, and the mode sees the kernels inside.
     """
-    if not set(ASKING_FOR_MODES) & set(func.__code__.co_names):
+    if not set(internals.ASKING_FOR_MODES) & set(func.__code__.co_names):
         return None
-    names = func.__globals__ | dict.fromkeys(ASKING_FOR_MODES, lambda *tensors: False)
+    names = func.__globals__ | dict.fromkeys(internals.ASKING_FOR_MODES, lambda *tensors: False)
     inside = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     inside.__kwdefaults__ = func.__kwdefaults__
     return inside
@@ -84,11 +77,6 @@ class FunctionCall:
             return ""
         return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
 
-    @property
-    def reads_stream(self) -> bool:
-        """Whether the residual stream is an operand."""
-        return any(map(is_stream, self.floating))
-
     def only_moves(self, y: Tensor) -> bool:
         """Whether the result ``y`` holds numbers that were stored before."""
         if self.name in EXACT_FUNCTIONS:
@@ -97,11 +85,6 @@ class FunctionCall:
             return False
         memory = y.untyped_storage().data_ptr()
         return any(x.untyped_storage().data_ptr() == memory for x in self.floating)
-
-    def promotes_to_low(self) -> bool:
-        """Whether type promotion gives the low dtype."""
-        operands = deciding(self.floating)
-        return bool(operands) and all(map(stored_as, operands))
 
 
 class NotAView(torch.autograd.Function):
@@ -186,8 +169,9 @@ class LowArithmetic(TorchFunctionMode):
         if low:
             call.args = tuple(torch.float32 if x is requested else x for x in call.args)
             call.kwargs = {key: torch.float32 if x is requested else x for key, x in call.kwargs.items()}
-        elif requested is None:
-            low = stored_as(call.args[0]) is not None if call.in_place else call.promotes_to_low()
+        elif requested is None:  # type promotion decides
+            operands = [call.args[0]] if call.in_place else deciding(call.floating)
+            low = bool(operands) and all(map(stored_as, operands))
         if self.linear and call.product == "weights" and self.linear & storages(call.floating):
             call.args, call.kwargs = (map_tensors(given, self._round_operand) for given in (call.args, call.kwargs))
         result = self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
@@ -221,13 +205,14 @@ class LowArithmetic(TorchFunctionMode):
     def _round_result(self, y: Tensor, call: FunctionCall) -> Tensor:
         if not y.is_floating_point():
             return y
+        stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
             if call.name in FILLING:  # the constant may be no number of the format
                 y.data.copy_(self.format.round(y.data))
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
-            return mark_stored(mark_stream(y, call.reads_stream), kind)
+            return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
-        stream = call.name in SUMS and call.reads_stream and is_block(self.tape.path[-1])
+        stream = stream and call.name in SUMS and is_block(self.tape.path[-1])
         return mark_stream(self.round(y, call.name, call.product, stream, constant, call.in_place), stream)
 
     def round(

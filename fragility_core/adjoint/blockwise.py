@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fragility_core.adjoint.rounding import finite_error, has_short_range, local_error
+from fragility_core.adjoint.tape import has_short_range, local_error
 from fragility_core.arithmetic.attention import future, row_blocks
 from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import softmax_backward
@@ -78,7 +78,7 @@ class BlockwiseAttention:
         scores = self.round_scores(score_errors, out=out)
         torch.sub(scores, score_errors, alpha=self.scaling, out=score_errors)
         if has_short_range(self.format):
-            finite_error(score_errors)
+            score_errors.nan_to_num_(0.0, 0.0, 0.0)
         torch.softmax(self.hide(scores, rows), -1, out=errors)
         out.copy_(self.format.round(errors))
         errors.sub_(out)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,14 +14,13 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
-from fragility_core.adjoint.overflow import first_nonfinite
-from fragility_core.adjoint.rounding import expected_error, local_error
 from fragility_core.adjoint.sites import Sites
-from fragility_core.adjoint.tape import Tape
+from fragility_core.adjoint.tape import Tape, expected_error, local_error
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import attention_of, mark_stored, mark_stream, replace_forward, version_of
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, sharing_copy
+from fragility_core.arithmetic.nested import tensors
 from fragility_core.arithmetic.operands import linear_weights, storages
 from fragility_core.models.tree import final_hidden, is_block
 
@@ -38,7 +38,7 @@ class Prediction:
     - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
 
     ``format`` is the name of the format, ``length`` the number of tokens of a window, and ``ran`` has the paths of the
-    modules that ran. Changes in a mixture's choice of experts are not predicted, see ``routing``.
+    modules that ran. Changes in a mixture's choice of experts are not predicted.
     """
 
     contributions: pd.DataFrame
@@ -165,29 +165,23 @@ class Adjoint:
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         with self._lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
-            return self._predict(tokens, counted)
+            scopes = [1.0] * len(tokens) if counted is None else counted[..., None]
+            norms = [self._passes(i, tokens[i : i + 1], scope) for i, scope in enumerate(scopes)]
+            contributions = self.tape.contributions(len(tokens), self.probes)
+            inside = self.tape.overflows()
+            for window, place in inside.items():  # an infinity is no small error
+                contributions[window, :, place] = np.nan
+            norms = torch.stack(norms).cpu().double()
+            contributions[~norms.isfinite().numpy()] = np.nan
+            prediction = self._prediction(contributions, norms, tokens.shape[-1])
+            return self._name_overflow(prediction, tokens, inside)
 
-    def _predict(self, tokens: Tensor, counted: Tensor | None) -> Prediction:
-        norms = [
-            self._passes(window, tokens[window : window + 1], None if counted is None else counted[window, :, None])
-            for window in range(len(tokens))
-        ]
-        contributions = self.tape.contributions(len(tokens), self.probes)
-        inside = self.tape.overflows()
-        for window, place in inside.items():  # an infinity is no small error
-            contributions[window, :, place] = np.nan
-        norms = torch.stack(norms).cpu().double()
-        contributions[~norms.isfinite().numpy()] = np.nan
-        prediction = self._prediction(contributions, norms, tokens.shape[-1])
-        return self._name_overflow(prediction, tokens, inside)
-
-    def _passes(self, window: int, tokens: Tensor, counted: Tensor | None) -> Tensor:
-        """Run the forward pass and all backward passes of a window; return ||X_L||, on the device."""
+    def _passes(self, window: int, tokens: Tensor, scope: Tensor | float) -> Tensor:
+        """Run the forward pass and all backward passes of a window; return ||X_L|| over ``scope``, on the device."""
         tape = self.tape
         tape.begin(window)
         with self.arithmetic, torch.enable_grad():
             final = self.output(self.model, tokens)  # (1, T, d)
-        scope = 1.0 if counted is None else counted
         generator = torch.Generator(final.device).manual_seed(self.seed)
         for probe in range(self.probes):
             tape.probe = probe
@@ -238,13 +232,35 @@ def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
     for path, parameter in rounded.items():
         if path not in exact or exact[path].shape != parameter.shape:
             found = f"the shape {tuple(exact[path].shape)}" if path in exact else "no such parameter"
-            raise ValueError(
-                "the reference must be the model before its weights were rounded, "
-                f"with {path} of shape {tuple(parameter.shape)}, got {found}"
-            )
+            wanted = f"the model before its weights were rounded, with {path} of shape {tuple(parameter.shape)}"
+            raise ValueError(f"the reference must be {wanted}, got {found}")
     return exact
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Independent random signs, +1 and -1, of the shape of ``like``."""
     return torch.randint(2, like.shape, generator=generator, device=like.device) * 2.0 - 1
+
+
+@torch.no_grad()
+def first_nonfinite(low: LowPrecision, run: Callable[[nn.Module], object]) -> str | None:
+    """The path of the first module that returns a nonfinite value while ``run`` calls the model; None if none does.
+
+    Modules count in the order in which they return: the innermost one is named.
+    """
+    finite: list[tuple[str, Tensor]] = []
+
+    def recorder(path: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
+            with low.paused():
+                finite.extend((path, x.isfinite().all()) for x in tensors(output))
+
+        return hook
+
+    with ExitStack() as stack:
+        for path, module in low.model.named_modules():
+            stack.callback(module.register_forward_hook(recorder(path)).remove)
+        with low.running():
+            run(low.model)
+    flags = torch.stack([x for _, x in finite]).tolist()  # one transfer from the device
+    return next((path for (path, _), flag in zip(finite, flags) if not flag), None)

@@ -13,6 +13,7 @@ from fragility_core.adjoint.tape import Place, Tape
 from fragility_core.models.tree import block_of, is_norm, within
 
 SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
+COLUMNS = ("name", "kind", "site", "layer", "module", "stream", "ends", "block_output")
 NORMS = {"layer_norm", "rms_norm", "group_norm"}
 SOFTMAX = {"softmax", "to"}  # models that compute the softmax in fp32 cast its result down
 
@@ -48,22 +49,16 @@ class Sites:
         in_blocks = (i for i, place in enumerate(self.places) if self.blocks[i] and place.kind == "kernel")
         self.first_in_block = next(in_blocks, len(self.places))
         self.attention_branches = {block_of(path)[::2] for path in tape.roles["attention"] if block_of(path)}
+        self.branches = [block[::2] if block else None for block in self.blocks]
         branches = defaultdict(list)
         for i, place in enumerate(self.places):
-            if self._in_attention(i) and place.kind == "kernel" and not self._in_norm(place):
-                branches[self._branch(i)].append(i)
+            if self.branches[i] in self.attention_branches and place.kind == "kernel" and not self._in_norm(place):
+                branches[self.branches[i]].append(i)
         self.attention = {
             i: site
             for indices in branches.values()
             for i, site in zip(indices, attention_sites([self.places[i] for i in indices]))
         }
-
-    def _in_attention(self, i: int) -> bool:
-        return bool(self.blocks[i]) and self._branch(i) in self.attention_branches
-
-    def _branch(self, i: int) -> tuple[str, str]:
-        path, _, branch = self.blocks[i]
-        return path, branch
 
     def _in_norm(self, place: Place) -> bool:
         return is_norm(self.modules[place.module]) or (place.kind == "kernel" and place.name in NORMS)
@@ -82,9 +77,9 @@ class Sites:
             return "router"
         if i in self.attention:
             return self.attention[i]
-        if self._in_attention(i):
+        if self.branches[i] in self.attention_branches:
             return "projection"  # a weight
-        in_block_itself = not self._branch(i)[1]
+        in_block_itself = not self.branches[i][1]
         return "residual" if in_block_itself and place.name in SUMS else "mlp"
 
     def table(self) -> pd.DataFrame:
@@ -95,16 +90,10 @@ class Sites:
         - ``ends``, the path of the outermost module whose call ended with this kernel ("" for other kernels);
         - ``block_output``, whether the kernel is the last one of a block.
         """
-        rows = pd.DataFrame(
-            {
-                "name": [place.name for place in self.places],
-                "kind": [place.kind for place in self.places],
-                "site": [self.site(i) for i in range(len(self.places))],
-                "layer": pd.array([block[1] if block else None for block in self.blocks], dtype="Int64"),
-                "module": [place.module for place in self.places],
-                "stream": [place.stream for place in self.places],
-                "ends": [self.ends.get(i, "") for i in range(len(self.places))],
-            }
-        )
-        output = [bool(block and end and within(block[0], end)) for block, end in zip(self.blocks, rows.ends)]
-        return rows.assign(block_output=output)
+        numbers = range(len(self.places))
+        ends = [self.ends.get(i, "") for i in numbers]
+        output = [bool(block and end and within(block[0], end)) for block, end in zip(self.blocks, ends)]
+        layers = pd.array([block[1] if block else None for block in self.blocks], dtype="Int64")
+        sites = [self.site(i) for i in numbers]
+        rows = pd.DataFrame(self.places, columns=Place._fields)
+        return rows.assign(site=sites, layer=layers, ends=ends, block_output=output)[list(COLUMNS)]

@@ -1,4 +1,4 @@
-"""The record of the passes: where values are rounded, and what each rounding contributes to the final error."""
+"""The record of the passes: where values are rounded, by how much, and what it contributes to the final error."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,8 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import base_of
 from fragility_core.models.tree import within
+
+EXPONENT_BITS = 0x7F800000  # of fp32
 
 
 class Place(NamedTuple):
@@ -68,17 +71,15 @@ class Tape:
         """The place of the kernel that is running."""
         module = self.path[-1]
         self._counts[module, name] += 1
-        place = self._number(Place(module, name, self._counts[module, name] - 1, "kernel", product, stream))
-        self._latest = place, module
-        return place
+        place = Place(module, name, self._counts[module, name] - 1, "kernel", product, stream)
+        number = self.places.setdefault(place, len(self.places))
+        self._latest = number, module
+        return number
 
     def weight(self, path: str) -> int:
         """The place of the parameter or buffer at ``path``."""
         module, _, name = path.rpartition(".")
-        return self._number(Place(module, name, 0, "weight"))
-
-    def _number(self, place: Place) -> int:
-        return self.places.setdefault(place, len(self.places))
+        return self.places.setdefault(Place(module, name, 0, "weight"), len(self.places))
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
@@ -124,3 +125,38 @@ class Tape:
             *where, norms = zip(*records)  # one transfer from the device
             np.add.at(total, tuple(map(list, where)), torch.stack(norms).cpu().double().numpy() ** 2)
         return total
+
+
+def ulp(x: Tensor, format: Format) -> Tensor:
+    """The distance between the numbers of ``format`` around fp32 ``x``; below the smallest normal it is constant."""
+    power_of_two = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)  # the one at or below |x|
+    return power_of_two.clamp_min(format.smallest_normal / format.scale(x)) * format.spacing
+
+
+def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
+    """``exact`` - ``rounded``, and 0 where that is not finite.
+
+    An overflow is no small error; ``Tape.overflows`` reports it. Where it does no harm (masked scores, a saturated
+    tanh) the gradient is 0, and 0 times infinity would be NaN.
+    """
+    return (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def has_short_range(format: Format) -> bool:
+    """Whether a result in fp32 may lie outside of the range of ``format``; bf16 has the range of fp32."""
+    return format.largest < 1e38
+
+
+def expected_error(x: Tensor, format: Format) -> Tensor:
+    """ulp / sqrt(12), the standard deviation of the error of an unknown number that was rounded to nearest to ``x``."""
+    return ulp(x, format) / 12**0.5
+
+
+def stochastic_error(error: Tensor, exact: Tensor, format: Format) -> Tensor:
+    """The standard deviation of stochastic rounding where rounding to nearest has the error ``error``.
+
+    The neighbours of ``exact`` are at distances d and ulp - d. Their probabilities make the mean exact, so that the
+    variance is d (ulp - d).
+    """
+    distance = error.abs()
+    return (distance * (ulp(exact, format) - distance)).clamp_min_(0).sqrt_()

@@ -9,16 +9,15 @@ The core has three implementations of attention. Each does what the others canno
 * ``observed_attention`` here shows its scores to an observer and runs in any arithmetic: natively, emulated, in fp32.
 * ``adjoint.blockwise.BlockwiseAttention`` knows the local error of every rounding, and forms scores again in the
   backward pass. With autograd, ``observed_attention`` would keep all T x T tensors.
-* ``adjoint.products.FusedAttention`` is the library's fused kernel, with gradients by ``BlockwiseAttention``.
+* ``adjoint.recomputed.FusedAttention`` is the library's fused kernel, with gradients by ``BlockwiseAttention``.
 
 transformers knows the attention by name once ``set_attention``, or a context that calls it, has registered it.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, lru_cache, partial
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -26,14 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.arithmetic.internals import (
-    attention_of,
-    current_dispatch_mode,
-    current_function_mode,
-    differentiated,
-    restored_attention,
-    without_function_modes,
-)
+from fragility_core.arithmetic.internals import attention_of, differentiated, restored_attention, without_function_modes
 
 OBSERVED_EAGER = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
@@ -77,43 +69,30 @@ def future(rows: int, device: torch.device) -> Tensor:
 
 
 class Hiding:
-    """Fills the ``hidden`` (boolean) scores in place, by their bits: on a CPU many times as fast as ``masked_fill_``.
+    """Fills ``hidden`` (boolean) scores of ``dtype`` in place, by their bits: many times as fast as ``masked_fill_``.
 
     Autograd cannot follow that. Where derivatives are asked for, ``masked_fill_`` is called.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, hidden: Tensor, dtype: torch.dtype):
-        """``dtype`` is that of the scores."""
-        self.hidden, self.dtype = hidden, dtype
+        lowest = -1 - int(1 / torch.finfo(dtype).eps)  # all bits are 1, except the last one of the exponent
+        with without_function_modes():
+            everything = -hidden.to(INTEGERS[dtype.itemsize])
+            self._bits = (Tensor.bitwise_and_, ~everything), (Tensor.bitwise_or_, everything & lowest)
+        self.hidden = hidden
 
-    @cached_property
-    def _bits(self) -> tuple[Tensor, Tensor]:
-        """Integers: "and" with the first makes hidden scores 0, "or" with the second then the lowest number."""
-        integer = INTEGERS[self.dtype.itemsize]
-        lowest = -1 - int(1 / torch.finfo(self.dtype).eps)  # all bits are 1, except the last one of the exponent
-        with torch.inference_mode(False):
-            everything = -self.hidden.to(integer)
-            return ~everything, everything & lowest
-
-    def zero(self, scores: Tensor) -> None:
-        """Make hidden scores 0."""
-        self._fill(scores, 0, Tensor.bitwise_and_)
-
-    def lower(self, scores: Tensor) -> None:
-        """Make hidden scores, which are 0 by now, the lowest number."""
-        self._fill(scores, torch.finfo(self.dtype).min, Tensor.bitwise_or_)
-
-    def _fill(self, scores: Tensor, number: float, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def fill(self, scores: Tensor, number: float) -> None:
+        """Make hidden scores 0 first, and then, if so asked, the lowest number of their dtype."""
         if differentiated(scores):
             scores.masked_fill_(self.hidden, number)
             return
         with without_function_modes():
-            bits = self._bits[number != 0]
+            change, bits = self._bits[number != 0]
             change(scores.view(bits.dtype), bits)
 
 
 @lru_cache(maxsize=32)
-@torch.inference_mode(False)
 def hiding_future(rows: int, dtype: torch.dtype, device: torch.device) -> Hiding:
     """Hides the ``future``."""
     return Hiding(future(rows, device), dtype)
@@ -135,21 +114,16 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 
 @contextmanager
-def attention_set_to(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """A context in which ``model`` has the attention ``implementation``; then it has its former one again."""
-    with restored_attention(model):
-        set_attention(model, implementation)
-        yield
-
-
-def observing_attention(model: PreTrainedModel) -> AbstractContextManager:
+def observing_attention(model: PreTrainedModel) -> Iterator[None]:
     """A context in which observers see the attention of ``model``; scores that it keeps in fp32 stay so.
 
     Eager GPT-2 keeps them in fp32 where its configuration says ``reorder_and_upcast_attn``.
     """
     implementation = attention_of(model)
     upcast = implementation == "eager" and getattr(model.config, "reorder_and_upcast_attn", False)
-    return attention_set_to(model, FP32_SCORES if upcast or implementation == FP32_SCORES else OBSERVED_EAGER)
+    with restored_attention(model):
+        set_attention(model, FP32_SCORES if upcast or implementation == FP32_SCORES else OBSERVED_EAGER)
+        yield
 
 
 def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) -> None:
@@ -173,17 +147,6 @@ def is_causal(module: nn.Module, options: dict) -> bool:
     """Whether attention is causal, as transformers' sdpa decides: by the option, the module's attribute, or yes."""
     asked = options.get("is_causal")
     return getattr(module, "is_causal", True) if asked is None else asked
-
-
-def scaling_commutes(query: Tensor, scaling: float) -> bool:
-    """Whether the query may be scaled in place of its products, of which there are many more, bit for bit.
-
-    It may in native bf16, by a power of two, since bf16 has the range of fp32. In other formats products may overflow
-    before they are scaled, or the scaled query may be subnormal.
-    """
-    if current_dispatch_mode() is not None or current_function_mode() is not None:
-        return False
-    return query.dtype == torch.bfloat16 and isinstance(scaling, float) and math.frexp(scaling)[0] == 0.5
 
 
 def observed_attention(
@@ -212,16 +175,11 @@ def observed_attention(
     cached = key.shape[2] - rows  # keys before the first query
     query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)
     transposed = key.transpose(-1, -2)
-    scaled_before = scaling_commutes(query, scaling)
-    if scaled_before:
-        query = query * scaling
 
     outputs = []
     for start, stop in row_blocks(rows, batch * heads * key.shape[2], query.device):
         seen = cached + stop if causal else key.shape[2]
-        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen])  # (B, H, C, seen)
-        if not scaled_before:
-            scores = scores * scaling
+        scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen]) * scaling  # (B, H, C, seen)
         with without_function_modes():
             dtype = scores.dtype
         maskable, hiding = scores, None
@@ -230,11 +188,11 @@ def observed_attention(
         elif attention_mask is not None:
             hiding = Hiding(~attention_mask[:, :, start:stop, :seen], dtype)
         if hiding is not None:
-            hiding.zero(maskable)
+            hiding.fill(maskable, 0.0)
         if observer is not None:
             observer.scores(scores)
         if hiding is not None:
-            hiding.lower(maskable)
+            hiding.fill(maskable, torch.finfo(dtype).min)
         probabilities = torch.softmax(scores, -1).to(value.dtype)
         if observer is not None:
             observer.probabilities(start, probabilities)

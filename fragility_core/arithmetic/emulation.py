@@ -87,7 +87,9 @@ class Emulation(TorchDispatchMode):
                 return kernel.decompose(*args, **kwargs)
         result = self._rounded(kernel, args, kwargs)
         if self.format.is_storage_only and schema_of(kernel).is_mutable:
-            self._settle(kernel, args, kwargs)
+            for target in written(kernel, args, kwargs):  # copy_ may read wider tensors
+                if target.dtype == self.format.compute_dtype:
+                    target.copy_(self._round(target.float()))
         return result
 
     def _rounded(self, kernel, args, kwargs):
@@ -97,7 +99,8 @@ class Emulation(TorchDispatchMode):
         if kernel.is_view or name in self._exact:
             return kernel(*args, **kwargs)
         if self.format.name == "tf32":
-            return self._with_rounded_factors(kernel, args, kwargs)
+            factors = FACTORS.get(name, ())
+            return kernel(*[self._narrow(x) if i in factors else x for i, x in enumerate(args)], **kwargs)
         if name == CAST:
             return self._cast(kernel, args, kwargs)
         if not self._is_low(args, kwargs):
@@ -153,19 +156,8 @@ class Emulation(TorchDispatchMode):
             targets[id(source)].copy_(self._narrow(source))
         return map_tensors(result, lambda x: targets[id(x)] if id(x) in targets else self._narrow(x))
 
-    def _settle(self, kernel, args, kwargs):
-        """Bring what a kernel wrote to tensors of the format onto the grid: ``copy_`` may read wider tensors."""
-        for target in written(kernel, args, kwargs):
-            if target.dtype == self.format.compute_dtype:
-                target.copy_(self._round(target.float()))
-
     def _cast(self, kernel, args, kwargs):
         narrowed = kwargs.get("dtype") == self.format.compute_dtype != args[0].dtype
         if narrowed and (self.format.is_storage_only or self.generator is not None):
             return kernel(self._round(args[0].float()), **kwargs)
         return kernel(*args, **kwargs)
-
-    def _with_rounded_factors(self, kernel, args, kwargs):
-        factors = FACTORS.get(kernel.overloadpacket.__name__, ())
-        rounded = [self._narrow(x) if i in factors else x for i, x in enumerate(args)]
-        return kernel(*rounded, **kwargs)

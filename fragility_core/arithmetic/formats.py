@@ -117,21 +117,16 @@ def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, 
     if x.device.type == "cpu" and x.is_contiguous():
         width = max(1, CHUNK_ELEMENTS // copies // 8) * 8  # draws of 64 bits are then used up, whatever the chunks
         parts = zip(*(t.view(copies, -1).split(width, 1) for t in (x, rounded)))
-    for values, out in parts:
-        _round_stochastically(values, format, generator, out)
-    return rounded
-
-
-def _round_stochastically(x: Tensor, format: Format, generator: torch.Generator, out: Tensor) -> None:
-    """Round ``x`` (copies, ...) into ``out``."""
     dropped = 24 - format.significand  # fraction bits of fp32 beyond those of the format
     scale = 2.0**-126 / format.smallest_normal
-    bits = (x * scale).view(torch.int32)
-    bits += random_bits(dropped, x[0], generator)
-    torch.div(bits.bitwise_and_(-1 << dropped).view(torch.float32), scale, out=out)
-    # The mask takes a CPU as long as all of the above. A GPU is not asked: the host would have to wait for its answer.
-    if x.device.type != "cpu" or x.sum().isnan():
-        out.copy_(torch.where(x.isnan(), x, out))
+    for values, out in parts:
+        bits = (values * scale).view(torch.int32)
+        bits += random_bits(dropped, values[0], generator)
+        torch.div(bits.bitwise_and_(-1 << dropped).view(torch.float32), scale, out=out)
+        # The mask takes a CPU as long as all of the above. A GPU is not asked: the host would wait for its answer.
+        if x.device.type != "cpu" or values.sum().isnan():
+            out.copy_(torch.where(values.isnan(), values, out))
+    return rounded
 
 
 def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
@@ -156,18 +151,13 @@ FORMATS: dict[str, Format] = {
         Format("fp8_e5m2", 3, 2.0**-14, 57344.0, _E5M2, _BF16),
     )
 }
-
-
 SCALED: dict[str, Format] = {
     f"{f.name}_scaled": replace(f, name=f"{f.name}_scaled", scaled=True) for f in FORMATS.values() if f.is_storage_only
 }
-
-
 LINEAR: dict[str, Format] = {
-    name: replace(FORMATS["bf16"], name=name, operands=scaled)
-    for name, scaled in ((scaled.name.replace("_scaled", "_linear"), scaled) for scaled in SCALED.values())
+    (name := f.name.replace("scaled", "linear")): replace(FORMATS["bf16"], name=name, operands=f)
+    for f in SCALED.values()
 }
-
 KNOWN = FORMATS | SCALED | LINEAR
 
 

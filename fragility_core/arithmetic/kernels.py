@@ -24,9 +24,7 @@ EXACT_FUNCTIONS = EXACT | {
 
 # Some of these may write a constant that is no number of the format: then the result is rounded. In a format that torch
 # computes in, the kernel itself rounds the constant.
-FILLING = {
-    "where", "masked_fill", "masked_fill_", "fill_", "constant_pad_nd", "__setitem__", "scatter", "scatter_",
-}  # fmt: skip
+FILLING = {"where", "masked_fill", "masked_fill_", "fill_", "constant_pad_nd", "__setitem__", "scatter", "scatter_"}
 
 # Products of which one factor may be a weight.
 WEIGHT_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm"}

@@ -2,13 +2,14 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.backends import mha
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
@@ -29,19 +30,13 @@ def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.M
     """
     model = copy.deepcopy(model)
     if format.name not in ("fp32", "tf32"):
-        stays = stays_fp32(model, format.compute_dtype)
+        patterns = [name.replace("*", ".*") for name in names_kept_in_fp32(model, format.compute_dtype)]
         stored = dict(model.named_parameters()) | (stored_buffers(model, format.compute_dtype) if buffers else {})
         multiplied = linear_weights(model) if format.operands else {}
         for path, x in stored.items():
-            if x.is_floating_point() and not stays(path):
+            if x.is_floating_point() and not any(re.search(pattern, path) for pattern in patterns):
                 x.data = (format.operands if path in multiplied else format).round(x.data)
     return model
-
-
-def stays_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Tells of a parameter's or buffer's path whether ``from_pretrained`` in ``dtype`` leaves it in fp32."""
-    patterns = [re.compile(name.replace("*", ".*")) for name in names_kept_in_fp32(model, dtype)]
-    return lambda path: any(pattern.search(path) for pattern in patterns)
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -70,15 +65,6 @@ def fp32_sums() -> Iterator[None]:
         for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
             stack.callback(setattr, settings, name, getattr(settings, name))
             setattr(settings, name, False)
-        yield
-
-
-@contextmanager
-def single_kernels() -> Iterator[None]:
-    """torch's Transformer encoder layers run kernel by kernel; as one kernel, a whole layer would be rounded once."""
-    with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
         yield
 
 
@@ -123,7 +109,9 @@ class LowPrecision:
             if first is not None and first.is_cuda:
                 stack.enter_context(fp32_sums() if self.emulation is None else sdpa_kernel(TAKING_FP32))
             if self.emulation is not None:
-                stack.enter_context(single_kernels())
+                # Or torch's Transformer encoder layers would run as one kernel, and be rounded once.
+                stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+                mha.set_fastpath_enabled(False)
                 stack.enter_context(self.emulation)
             if self.format.operands and not self.weights_only:
                 generator = None if self.emulation is None else self.emulation.generator

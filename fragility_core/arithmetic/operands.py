@@ -21,17 +21,12 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
     A matrix of all experts has three dimensions. The head and routers that are no linear layers are left out.
     """
-
-    def multiplies(module: nn.Module, parameter: nn.Parameter) -> bool:
-        if is_linear(module):
-            return parameter.ndim == 2
-        return parameter.ndim == 3 and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
-
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
+        if block_of(path) and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
         for name, parameter in module.named_parameters(recurse=False)
-        if block_of(path) and multiplies(module, parameter)
+        if parameter.ndim == (2 if is_linear(module) else 3)
     }
 
 

@@ -9,15 +9,33 @@ the model applies ``state.epsilon`` to it before the next step:
     signal = windows.combined.item()
     state = advance(state, signal, policy.decide(state, layers, signal))
 
-Protocol section 6 lists the policies. ``registry.POLICIES`` has them by name.
+Protocol section 6 lists the policies. ``POLICIES`` has them by name.
 """
 
-from fragility_core.bgss.policy import Policy, replay, trajectory
-from fragility_core.bgss.printed import choose_thresholds
-from fragility_core.bgss.registry import POLICIES, get_policy
+from fragility_core.bgss.policy import Policy, StaticGlobal, Uncontrolled, replay, trajectory
+from fragility_core.bgss.printed import EpsilonBump, PrintedBGSS, choose_thresholds
+from fragility_core.bgss.released import RandomSameBudget, ReleasedBGSS, RiskOnlySameBudget
 from fragility_core.bgss.state import Action, Limits, State, action_table, advance
 
 __all__ = [
     "POLICIES", "Action", "Limits", "Policy", "State", "action_table", "advance", "choose_thresholds", "get_policy",
-    "replay", "trajectory",
+    "policy_class", "replay", "trajectory",
 ]  # fmt: skip
+
+_CLASSES = (Uncontrolled, StaticGlobal, RandomSameBudget, RiskOnlySameBudget, ReleasedBGSS, PrintedBGSS, EpsilonBump)
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _CLASSES}
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The class of policy ``name``. Raises ValueError for an unknown name."""
+    if name not in POLICIES:
+        raise ValueError(f"a policy must be one of {', '.join(POLICIES)}, got {name!r}")
+    return POLICIES[name]
+
+
+def get_policy(name: str, **parameters) -> Policy:
+    """Policy ``name`` with ``parameters``; those not given are the protocol's (section 6).
+
+    Raises ValueError for an unknown name and for values out of range, TypeError for an unknown or missing parameter.
+    """
+    return policy_class(name)(**parameters)

@@ -120,7 +120,7 @@ def columns(rows: pd.DataFrame, layers: int, *names: str) -> np.ndarray:
     order = rows["layer"].tolist()
     if not order or order != [*range(layers)] * (len(order) // layers):
         raise ValueError(f"rows must hold layers 0 to {layers - 1} of each window in order, got layers {order}")
-    return np.stack([rows[name].to_numpy(dtype="float64") for name in names]).reshape(len(names), -1, layers)
+    return rows[list(names)].to_numpy(dtype="float64").T.reshape(len(names), -1, layers)
 
 
 def window_columns(rows: pd.DataFrame, layers: int, *names: str) -> np.ndarray:

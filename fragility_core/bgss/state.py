@@ -89,7 +89,14 @@ def advance(state: State, signal: float, actions: Sequence[Action] = ()) -> Stat
     Protected layer-steps are counted before the actions. A nonfinite signal is not kept. Raises ValueError for
     actions that the limits forbid, that do not raise an epsilon, or that were decided in another state.
     """
-    _check_count(state, actions)
+    limits, layers = state.limits, [action.layer for action in actions]
+    if len(actions) > state.allowance:
+        raise ValueError(
+            f"at step {state.step} the budget allows {state.allowance} more actions ({limits.per_step} a step, "
+            f"{limits.actions} in all, {len(state.actions)} spent), got {len(actions)}: take fewer"
+        )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"a step may act once on a layer, got layers {layers}: merge their actions")
     for action in actions:
         _check(state, action)
     protected = sum(epsilon > state.base_epsilon for epsilon in state.epsilon)
@@ -114,17 +121,6 @@ def raise_epsilons(
         Action(step, int(layer), old[layer], float(epsilon[layer]), float(priority[layer]), int(candidates), until)
         for layer in layers
     )
-
-
-def _check_count(state: State, actions: Sequence[Action]) -> None:
-    limits, layers = state.limits, [action.layer for action in actions]
-    if len(actions) > state.allowance:
-        raise ValueError(
-            f"at step {state.step} the budget allows {state.allowance} more actions ({limits.per_step} a step, "
-            f"{limits.actions} in all, {len(state.actions)} spent), got {len(actions)}: take fewer"
-        )
-    if len(set(layers)) < len(layers):
-        raise ValueError(f"a step may act once on a layer, got layers {layers}: merge their actions")
 
 
 def _check(state: State, action: Action) -> None:

@@ -1,20 +1,47 @@
 """Where the sites of the paper's decomposition lie in a Hugging Face model.
 
-Nothing here knows a family by name. One token goes through the model, and the module ``dataflow`` records what each
-module reads and returns. Which module reads the result of which other tells norms, projections and the MLP's layers
-apart. The residual sums are then checked by value: a block that adds something else is refused, not scored wrongly.
+Nothing here knows a family by name. One token goes through the model, and ``one_token_pass`` records what each module
+reads and returns. Which module reads the result of which other tells norms, projections and the MLP's layers apart. The
+residual sums are then checked by value: a block that adds something else is refused, not scored wrongly.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from fragility_core.models.dataflow import ModuleCall, agree, one_token_pass, reads
 from fragility_core.models.norms import Norm, known_norm
-from fragility_core.models.projections import Projection
 from fragility_core.models.tree import attention_modules, block_paths, is_linear
+
+
+class ModuleCall(NamedTuple):
+    """One call of a module: the hidden state that it read, and the one that it returned."""
+
+    input: Tensor
+    output: Tensor
+
+
+class Projection(NamedTuple):
+    """Linear layers that read one input, taken together; or some output ``features`` of one layer."""
+
+    modules: tuple[nn.Module, ...]
+    features: slice | Tensor = slice(None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight matrix, (out, in) of ``nn.Linear`` or (in, out) of ``Conv1D``."""
+        axis = 1 if isinstance(self.modules[0], Conv1D) else 0
+        weights = [module.weight.detach() for module in self.modules]
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights, axis)
+        return whole[:, self.features] if axis else whole[self.features]
+
+    def of(self, output: Tensor) -> Tensor:
+        """The projection's part of the ``output`` (..., out) of its module."""
+        return output[..., self.features]
 
 
 @dataclass(frozen=True)
@@ -204,11 +231,11 @@ class _Reading:
         activated = self.calls[found[0]].output
         if len(ins) == 1 and reads(self.calls[out], activated):
             return found[0], None
-        halves = [
-            Projection((m,), rows)
-            for m in ins
-            for rows in ((slice(None),) if len(ins) > 1 else half_layouts(self.calls[m].output.shape[-1]))
-        ]
+        halves = [Projection((m,)) for m in ins]
+        if len(ins) == 1:  # a projection to gate and up
+            features = self.calls[ins[0]].output.shape[-1]
+            parts = slice(features // 2, features), slice(0, features // 2)
+            halves = [Projection((ins[0],), part) for part in parts]
         ups = [p for p in halves if agree(self.calls[out].input, activated * p.of(self.calls[p.modules[0]].output))]
         self.require(ups, "an MLP out(activation(in)) or out(activation(gate) * up)")
         return found[0], ups[0]
@@ -226,6 +253,50 @@ def fused_layouts(features: int, heads: int, width: int) -> list[tuple]:
     return layouts
 
 
-def half_layouts(features: int) -> tuple[slice, slice]:
-    """The two halves of a projection to gate and up."""
-    return slice(features // 2, features), slice(0, features // 2)
+def _tensor(value) -> Tensor | None:
+    """``value`` or the first tensor of nested tuples; None where that is no tensor."""
+    while isinstance(value, tuple) and value:
+        value = value[0]
+    return value if torch.is_tensor(value) else None
+
+
+@torch.no_grad()
+def one_token_pass(base: PreTrainedModel, found: list[nn.Module]) -> dict[nn.Module, dict[nn.Module, ModuleCall]]:
+    """For each block of ``found`` the calls of its modules, in the order in which they returned.
+
+    The token is a random vector, since an embedding may be zero. A single token attends to itself alone.
+    """
+    calls: dict[nn.Module, dict[nn.Module, ModuleCall]] = {block: {} for block in found}
+    with ExitStack() as stack:
+        for block in found:
+
+            def record(module, args, kwargs, output, own=calls[block]):
+                read, returned = _tensor(args or kwargs.get("hidden_states")), _tensor(output)
+                if read is not None and returned is not None:
+                    own[module] = ModuleCall(read, returned)
+
+            for module in block.modules():
+                stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+        for module in base.modules():  # with dropout, sums would not add up
+            stack.callback(setattr, module, "training", module.training)
+        base.eval()
+        table = base.get_input_embeddings().weight
+        token = torch.randn(1, 1, table.shape[-1], generator=torch.Generator().manual_seed(0))
+        base(inputs_embeds=token.to(table), use_cache=False)
+    return calls
+
+
+def reads(call: ModuleCall, tensor: Tensor) -> bool:
+    """Whether ``call`` read ``tensor`` or a view of it. Equal values in other memory do not count."""
+    return call.input.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def agree(x: Tensor, *parts: Tensor) -> bool:
+    """Whether ``x`` is the sum of ``parts`` up to roundings in its dtype. Entries that overflowed are left out."""
+    x, parts = x.flatten(), [part.flatten() for part in parts]
+    if any(part.shape != x.shape for part in parts):
+        return False
+    fine = torch.finfo(x.dtype)
+    allowed = 2 * fine.eps * sum(part.float().abs() for part in parts) + fine.tiny
+    apart = (x.float() - sum(part.float() for part in parts)).abs()
+    return bool(((apart <= allowed) | ~(apart.isfinite() & allowed.isfinite())).all())

@@ -1,7 +1,6 @@
 """Normalization layers, recognised by what they compute, not by the name of their class."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +29,11 @@ class Norm:
     @property
     def eps(self) -> float:
         """The module's present epsilon."""
-        return getattr(self.module, self._epsilon)
+        return getattr(self.module, epsilon_name(self.module))
 
     @eps.setter
     def eps(self, epsilon: float) -> None:
-        setattr(self.module, self._epsilon, epsilon)
-
-    @cached_property
-    def _epsilon(self) -> str:
-        return epsilon_name(self.module)
+        setattr(self.module, epsilon_name(self.module), epsilon)
 
 
 def epsilon_name(module: nn.Module) -> str | None:

@@ -8,9 +8,8 @@ A module that is *kept* has its fp32 parameters. Its inputs are cast to fp32, an
 All its roundings vanish except that of the output, which the cast makes.
 """
 
-from fragility_core.protection import baselines
-from fragility_core.protection.contributions import Contributions, plan
-from fragility_core.protection.keep import apply
-from fragility_core.protection.plans import KEEPABLE_SITES, Plan
+from fragility_core.protection.contributions import Contributions
+from fragility_core.protection.keep import Plan, apply
+from fragility_core.protection.structure import KEEPABLE_SITES
 
-__all__ = ["KEEPABLE_SITES", "Contributions", "Plan", "apply", "baselines", "plan"]
+__all__ = ["KEEPABLE_SITES", "Contributions", "Plan", "apply"]

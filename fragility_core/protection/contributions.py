@@ -6,22 +6,19 @@ from itertools import combinations
 
 import numpy as np
 import pandas as pd
-from torch import Tensor, nn
+from torch import nn
 
 from fragility_core import adjoint
+from fragility_core.adjoint.sites import COLUMNS
 from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import embedding_paths, head_paths, is_norm, outermost, within
-from fragility_core.protection import cost
-from fragility_core.protection.baselines import top
-from fragility_core.protection.keep import require_modules
-from fragility_core.protection.plans import KEEPABLE_SITES, Plan
-from fragility_core.protection.structure import Structure
+from fragility_core.protection import structure
+from fragility_core.protection.keep import Plan, require_modules
+from fragility_core.protection.structure import KEEPABLE_SITES, Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 # A kernel is exact if its squared error is below this share of that before it; a second rounding has 1/4 or more.
 NEARLY_EXACT = 1 / 8
-PLACE_COLUMNS = ["place", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output"]
 
 
 class Contributions:
@@ -46,7 +43,7 @@ class Contributions:
             )
         self.windows = finite.reset_index(drop=True)
         self.rows = prediction.contributions[prediction.contributions.window.isin(finite.window)]
-        places = self.rows[PLACE_COLUMNS].drop_duplicates("place").sort_values("place")
+        places = self.rows[["place", *COLUMNS]].drop_duplicates("place").sort_values("place")
         self.structure = Structure(model, places.reset_index(drop=True), prediction.ran)
         squares = self.rows.c2 / self.rows.window.map(finite.set_index("window").final_norm ** 2)
         samples = len(finite) * (self.rows.probe.max() + 1)
@@ -55,8 +52,6 @@ class Contributions:
         self._modules = self.structure.places.module
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
         self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
-
-    # --- Which roundings vanish ------------------------------------------------------------------
 
     def vanishing(self, plan: Plan) -> np.ndarray:
         """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
@@ -111,8 +106,6 @@ class Contributions:
         left = self.structure.places.place[~self.vanishing(plan)]
         return adjoint.predict(self.rows[self.rows.place.isin(left)], self.windows)
 
-    # --- Plans -----------------------------------------------------------------------------------
-
     def keep(self, modules: Iterable[str] = (), residual: bool = False, scores: bool = False, label: str = "") -> Plan:
         """The plan that keeps these parts, with its predicted mismatch and its price.
 
@@ -160,11 +153,8 @@ class Contributions:
         if unit == "sites":
             choices = map(self._of_sites, combinations(self._sites(), budget))
             return self._priced(min(choices, key=self.remaining))
-        gains = self.gains(unit).gain
-        best = top(gains, budget)
-        if unit == "blocks":
-            return self.of_blocks(best)
-        return self.keep(self.structure.modules[i] for i in best)
+        best = sorted(self._best_first(unit)[:budget])
+        return self.of_blocks(best) if unit == "blocks" else self.keep(self.structure.modules[i] for i in best)
 
     def gains(self, unit: str) -> pd.DataFrame:
         """One row per block, site or module: its ``label``, and its ``gain`` if it alone is kept.
@@ -175,6 +165,9 @@ class Contributions:
         plans = self._single_units(unit)
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
         return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})
+
+    def _best_first(self, unit: str) -> list[int]:
+        return np.argsort(-self.gains(unit).gain, kind="stable").tolist()
 
     def remaining(self, plan: Plan) -> float:
         """The predicted squared relative error under ``plan``, mean over windows."""
@@ -214,8 +207,8 @@ class Contributions:
 
     def _blocks_and_sites(self) -> Iterator[Plan]:
         """The best plan for every number of blocks, and all choices of sites."""
-        order = np.argsort(-self.gains("blocks").gain, kind="stable")
-        yield from (self._of_blocks(tuple(sorted(order[:count].tolist()))) for count in range(len(order) + 1))
+        order = self._best_first("blocks")
+        yield from (self._of_blocks(tuple(sorted(order[:count]))) for count in range(len(order) + 1))
         sites = self._sites()
         yield from (self._of_sites(names) for count in range(len(sites) + 1) for names in combinations(sites, count))
 
@@ -227,10 +220,11 @@ class Contributions:
 
     def _parameter_bytes(self, plan: Plan) -> int:
         norms = self.structure.stream_norms if plan.residual else []  # in fp32 beside an fp32 stream
-        return cost.parameter_bytes(self.model, [*plan.modules, *norms], self.format)
+        return structure.parameter_bytes(self.model, [*plan.modules, *norms], self.format)
 
     def _activation_bytes(self, plan: Plan) -> int:
-        return plan.residual * (cost.FP32_BYTES - self.format.storage.itemsize) * cost.stream_width(self.model)
+        width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
+        return plan.residual * (structure.FP32_BYTES - self.format.storage.itemsize) * width
 
     def _of_blocks(self, numbers: tuple[int, ...]) -> Plan:
         paths = self.structure.blocks
@@ -246,21 +240,15 @@ class Contributions:
 
     def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         sites = self.structure.sites
-        if wrong := [name for name in names if name not in sites]:
-            raise ValueError(
-                f"sites to keep must be among those of this model, {', '.join(sites)}, got {', '.join(wrong)}"
-            )
+        if wrong := ", ".join(name for name in names if name not in sites):
+            raise ValueError(f"sites to keep must be among those of this model, {', '.join(sites)}, got {wrong}")
         return sites
 
-    def _plan(
-        self, modules: Collection[str] = (), residual: bool = False, scores: bool = False, label: str = ""
-    ) -> Plan:
+    def _plan(self, modules: Collection[str] = (), residual=False, scores=False, label: str = "") -> Plan:
         words = [f"{len(modules)} modules"] if len(modules) > 4 else list(modules)
-        words += ["residual"] * residual + ["scores"] * scores
-        return Plan(
-            self.format.name, tuple(modules), residual, scores, label or ", ".join(words) or "nothing",
-            weights_only=not self._kernels_round,
-        )  # fmt: skip
+        label = label or ", ".join([*words, *["residual"] * residual, *["scores"] * scores]) or "nothing"
+        weights_only = not self._kernels_round
+        return Plan(self.format.name, tuple(modules), residual, scores, label, weights_only=weights_only)
 
     def _priced(self, plan: Plan) -> Plan:
         return replace(
@@ -268,18 +256,5 @@ class Contributions:
             predicted=float(self.predict(plan).predicted.mean()),
             parameter_bytes=self._parameter_bytes(plan),
             activation_bytes=self._activation_bytes(plan),
-            flops=cost.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
+            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
         )
-
-
-def plan(
-    model: nn.Module, windows: Tensor, format: str, budget: int, unit: str = "blocks", probes: int = 1,
-    execution: str = "auto",
-) -> Plan:  # fmt: skip
-    """The plan with the least predicted error that keeps ``budget`` units of the fp32 ``model`` in fp32.
-
-    ``windows`` (B, T) are token ids on the model's device. For units and errors see ``Contributions.plan``, for
-    ``probes`` see ``Adjoint``. For several budgets, make a ``Contributions`` once and call its ``plan``.
-    """
-    prediction = adjoint.Adjoint(lower(model, format, execution), model, probes)(windows)
-    return Contributions(model, prediction).plan(budget, unit)

@@ -1,4 +1,4 @@
-"""Apply a plan: a low-precision model in which chosen parts compute in fp32.
+"""Plans, and how to apply one: a low-precision model in which chosen parts compute in fp32.
 
 Hooks cast tensors where a kept part begins and ends. Type promotion does the rest, natively and emulated: a kernel with
 an fp32 operand gives fp32. Hooks are partial functions of a module, so that a protected model can be pickled.
@@ -6,6 +6,7 @@ an fp32 operand gives fp32. Hooks are partial functions of a module, so that a p
 
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -19,10 +20,34 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
-from fragility_core.protection.plans import Plan
 from fragility_core.protection.structure import scores_can_be_kept
 
-Dtypes = dict[str, list[torch.dtype]]  # by the path of a module
+
+@dataclass(frozen=True)
+class Plan:
+    """What to keep in fp32 in a model that otherwise computes in ``format``.
+
+    - ``modules``: paths of modules that are kept whole.
+    - ``residual``: the residual stream is fp32. Embeddings and residual additions give fp32, norms read it (with
+      rounded weights), and branches compute in the format.
+    - ``scores``: attention computes query times key and the softmax in fp32.
+    - ``weights_only``: only the weights of the model are in the format, and all kernels compute in fp32.
+
+    The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
+    windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
+    for the residual stream, and ``flops`` per token that move from the format to fp32 (``structure.flops``).
+    """
+
+    format: str
+    modules: tuple[str, ...] = ()
+    residual: bool = False
+    scores: bool = False
+    label: str = "nothing"
+    predicted: float | None = None
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    flops: int = 0
+    weights_only: bool = False
 
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
@@ -147,6 +172,11 @@ def check(
     Kept modules receive fp32. They return ``compute_dtype``, or fp32 if they are among ``fp32_outputs``. If the
     residual stream is kept, every block returns fp32.
     """
+
+    def require(path: str, invariant: str, holds: bool, found: object) -> None:
+        if not holds:
+            raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
+
     blocks = block_paths(low.model) if plan.residual else []  # blocks of a vision tower do not run
     received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
     for path in plan.modules:
@@ -161,31 +191,20 @@ def check(
         require(path, "keep the residual stream in fp32", stream == torch.float32, stream)
 
 
-def require(path: str, invariant: str, holds: bool, found: object) -> None:
-    """Raises ValueError unless the invariant ``holds``."""
-    if not holds:
-        raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
-
-
-def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tuple[Dtypes, Dtypes]:
-    """The dtypes of the floating tensors that the modules at ``paths`` receive and return, if they run."""
+def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tuple[dict[str, list], dict[str, list]]:
+    """The dtypes of floating tensors that the modules at ``paths`` receive and return if they run, by path."""
     received, returned = {}, {}
 
     def floating(values: Any) -> list[torch.dtype]:
         return [x.dtype for x in tensors(values) if x.is_floating_point()]
 
-    def record_received(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        received[path] = floating((args, kwargs))
-
-    def record_returned(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        returned[path] = floating(output)
+    def record(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        received[path], returned[path] = floating((args, kwargs)), floating(output)
 
     with ExitStack() as stack:
         for path in paths:
-            module = low.model.get_submodule(path)
-            before = module.register_forward_pre_hook(partial(record_received, path), with_kwargs=True)
-            stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(partial(record_returned, path)).remove)
+            hook = low.model.get_submodule(path).register_forward_hook(partial(record, path), with_kwargs=True)
+            stack.callback(hook.remove)
         with low.running():
             low.model(tokens, **({"use_cache": False} if isinstance(low.model, PreTrainedModel) else {}))
     return received, returned

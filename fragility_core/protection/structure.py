@@ -1,4 +1,4 @@
-"""The parts of a model that can be kept in fp32, found from its tree of modules and from the kernels that ran."""
+"""The parts of a model that can be kept in fp32, found from its modules and the kernels that ran, and their price."""
 
 from collections.abc import Collection
 from functools import cached_property
@@ -6,31 +6,29 @@ from functools import cached_property
 import pandas as pd
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
+from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import can_set_attention
 from fragility_core.arithmetic.lowering import sharing_copy
 from fragility_core.arithmetic.nested import tensors
-from fragility_core.models.tree import (
-    attention_modules,
-    block_of,
-    block_paths,
-    embedding_paths,
-    head_paths,
-    is_block,
-    norm_paths,
-    within,
-)
+from fragility_core.arithmetic.operands import linear_weights
+from fragility_core.models import tree
+from fragility_core.models.tree import block_of, embedding_paths, within
 
+# The sites that can be kept in fp32, by the names that plans and budgets use.
+KEEPABLE_SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}
 TRIAL_TOKENS = 8
+FP32_BYTES = 4
 
 
 @torch.no_grad()
 def scores_can_be_kept(model: nn.Module) -> bool:
     """Whether the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
-    if not (can_set_attention(model) and attention_modules(model)):
+    if not (can_set_attention(model) and tree.attention_modules(model)):
         return False
     own, kept = sharing_copy(model).eval(), sharing_copy(model).eval()
     tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
@@ -55,22 +53,22 @@ class Structure:
     @cached_property
     def blocks(self) -> list[str]:
         """Paths of the blocks; those of a vision tower do not run over text."""
-        return [path for path in block_paths(self.model) if path in self.ran]
+        return [path for path in tree.block_paths(self.model) if path in self.ran]
 
     @cached_property
     def modules(self) -> list[str]:
         """Paths of the modules that own parameters, without embeddings and head."""
-        excluded = {*embedding_paths(self.model), *head_paths(self.model)}
+        excluded = {*embedding_paths(self.model), *tree.head_paths(self.model)}
         owning = self.ran & set(self.places.module[self.places.kind == "weight"]) - excluded - {""}
-        return [path for path, _ in self.model.named_modules() if path in owning and not is_block(path)]
+        return [path for path, _ in self.model.named_modules() if path in owning and not tree.is_block(path)]
 
     @cached_property
     def sites(self) -> dict[str, tuple[str, ...]]:
         """The modules of every site that can be kept in this model; residual stream and scores have none."""
         found = {
-            "norms": [path for path in norm_paths(self.model) if path in self.ran],
+            "norms": [path for path in tree.norm_paths(self.model) if path in self.ran],
             "embedding": [path for path in embedding_paths(self.model) if path in self.ran],
-            "head": head_paths(self.model),
+            "head": tree.head_paths(self.model),
             "attention": self._branches_of(ATTENTION),
             "mlp": self._branches_of(MLP),
         }
@@ -86,11 +84,8 @@ class Structure:
         parts = (block_of(path) for path in self.places.module[self.places.site.isin(sites)])
         paths = dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch)
         branches = {path: self.model.get_submodule(path) for path in paths}
-        return [
-            path
-            for path, module in branches.items()
-            if next(module.parameters(), None) is not None and not isinstance(module, nn.ModuleList)
-        ]
+        owning = (path for path, module in branches.items() if not isinstance(module, nn.ModuleList))
+        return [path for path in owning if next(branches[path].parameters(), None) is not None]
 
     @cached_property
     def stream_sums(self) -> pd.Series:
@@ -124,10 +119,55 @@ class Structure:
         """
         followed = self.places.site.shift(-1)
         found = []
-        for path in norm_paths(self.model):
+        for path in tree.norm_paths(self.model):
             rows = self.places.index[(self.places.module == path) & (self.places.kind == "kernel")]
             block = block_of(path)
             outside = block is None or f"{block[0]}.{block[2]}" == path
             if len(rows) and outside and followed[rows[-1]] != "residual":
                 found.append(path)
         return found
+
+
+def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> int:
+    """Bytes that are added to the low-precision model if the parameters of the modules ``kept`` are stored in fp32.
+
+    If a module outside of ``kept`` shares a parameter (a tied head), the parameter is stored twice.
+    """
+    multiplied = {id(p) for p in linear_weights(model).values()} if format.operands else set()
+    uses: dict[int, tuple[int, set[bool]]] = {}
+    for path, module in model.named_modules():
+        inside = any(within(path, module_path) for module_path in kept)
+        for parameter in module.parameters(recurse=False):
+            uses.setdefault(id(parameter), (parameter.numel(), set()))[1].add(inside)
+
+    def low_bytes(parameter: int) -> int:
+        return (format.operands if parameter in multiplied else format).storage.itemsize
+
+    return sum(n * (FP32_BYTES - low_bytes(p) * (where == {True})) for p, (n, where) in uses.items() if True in where)
+
+
+def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:
+    """Floating-point operations per token that move from the format to fp32, at windows of ``length`` tokens T.
+
+    A matrix of n entries counts 2 n, in a mixture those of all experts. An attention branch that is kept counts 4 T d more, for query times key and for
+    probabilities times value, d the width of all heads together. For ``scores`` each other branch counts 2 T d.
+    Masked scores count, elementwise kernels do not. d counts as 0 if no configuration gives it.
+    """
+    owners = [m for path in kept for m in structure.model.get_submodule(path).modules()]
+    matrices = (m.parameters(recurse=False) for m in owners if not isinstance(m, nn.Embedding))
+    weights = sum(p.numel() for parameters in matrices for p in parameters if p.ndim >= 2)
+    attending = structure.places[structure.places.site.isin(ATTENTION)].module.map(block_of)
+    layers = {f"{path}.{branch}" for path, _, branch in attending if branch}
+    inside = sum(any(within(layer, path) for path in kept) for layer in layers)
+    others = (len(layers) - inside) * scores
+    config = text_config(structure.model)
+    width, heads = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
+    heads_width = heads * (getattr(config, "head_dim", None) or width // max(heads, 1))
+    return 2 * weights + (4 * inside + 2 * others) * length * heads_width
+
+
+def text_config(model: nn.Module) -> PreTrainedConfig | None:
+    """The configuration for text, of the model or of one inside it; None if there is none."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    found = next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
+    return None if found is None else found.get_text_config()

@@ -66,15 +66,18 @@ class PassRecord:
 
     def stacked(self) -> dict[str, Tensor]:
         """The values of all blocks under each name, (L, ...), with norms of windows (L, B) for those of segments."""
-        values = {name: self._of_all_blocks(name) for name in self.small}
-        norms = {name: _window_norms(values.pop(name)) for name in list(values) if name.endswith("_norm")}
-        return {name: torch.stack(each) for name, each in values.items()} | norms | self.large
-
-    def _of_all_blocks(self, name: str) -> list[Tensor]:
-        measured = self.small[name]
-        complete = len(measured) == self.depth
-        neutral = None if complete else torch.full_like(next(iter(measured.values())), NEUTRAL[name])
-        return [measured.get(layer, neutral) for layer in range(self.depth)]
+        values, norms = {}, {}
+        for name, measured in self.small.items():
+            first = next(iter(measured.values()))
+            neutral = None if len(measured) == self.depth else torch.full_like(first, NEUTRAL[name])
+            each = [measured.get(layer, neutral) for layer in range(self.depth)]
+            if not name.endswith("_norm"):
+                values[name] = torch.stack(each)
+                continue
+            if len({x.shape for x in each}) > 1:  # the number of segments differs with the reach of attention
+                each = [whole_norm(x)[:, None] for x in each]
+            norms[name] = whole_norm(torch.stack(each))
+        return values | norms | self.large
 
     def statistics(self, epsilons: Tensor, width: int) -> dict[str, Tensor]:
         """All statistics, (L, B) each, from the ``epsilons`` (L, 2) of the two norms and ``width`` = d_model.
@@ -97,13 +100,6 @@ class PassRecord:
             stacked[f"variance_{site}"] = variance.mean(-1)
             stacked[f"variance_{site}_min"] = variance.amin(-1)
         return stacked
-
-
-def _window_norms(segments: list[Tensor]) -> Tensor:
-    """Norms (L, B) from the norms of segments, (B, S) of each block. S differs with the reach of attention."""
-    if len({x.shape for x in segments}) > 1:
-        segments = [whole_norm(x)[:, None] for x in segments]
-    return whole_norm(torch.stack(segments))
 
 
 class AttentionStatistics:
@@ -224,7 +220,12 @@ class Monitor:
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         record = PassRecord(len(self.blocks))
-        with self._observing(record, len(tokens)), self.running():
+        with ExitStack() as stack:
+            for layer, block in enumerate(self.blocks):
+                for handle in self._attach(block, layer, record, len(tokens)):
+                    stack.callback(handle.remove)
+                stack.callback(observers.pop, block.attention, None)
+            stack.enter_context(self.running())
             hidden, logits = hidden_and_logits(self.model, tokens) if loss else (final_hidden(self.model, tokens), None)
         epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
         epsilons = epsilons.to(hidden.device, non_blocking=True)
@@ -255,16 +256,6 @@ class Monitor:
         windows = dict(zip(window, values[per_block.numel() :].reshape(len(window), batch)))
         return layers, pd.DataFrame({"window": np.arange(batch)} | windows)
 
-    @contextmanager
-    def _observing(self, record: PassRecord, windows: int) -> Iterator[None]:
-        """Hooks on every site of every block, for one pass over ``windows`` windows."""
-        with ExitStack() as stack:
-            for layer, block in enumerate(self.blocks):
-                for handle in self._attach(block, layer, record, windows):
-                    stack.callback(handle.remove)
-                stack.callback(observers.pop, block.attention, None)
-            yield
-
     def _attach(self, block: Block, layer: int, record: PassRecord, windows: int) -> Iterator[RemovableHandle]:
         """Hooks that write the statistics of ``block`` to ``record``; yields their handles."""
         paused, write, allocate = self.low.paused, partial(record.write, layer), partial(record.allocate, layer)
@@ -286,6 +277,10 @@ class Monitor:
         def attention_site(*call: Tensor) -> dict[str, Tensor]:
             return attention.result() | linear_site("context_norm", "attention_norm", *call)
 
+        def head_norm_site(heads: str, norm: Norm, x: Tensor, _: Tensor) -> dict[str, Tensor]:
+            _, _, scale = normalization_path(norm, x.flatten(1, -2))  # of heads (B, T, H, d)
+            return {f"{heads}_gain": norm.gamma.abs().amax() * scale.amax(-1)}  # the largest
+
         if self.power_iteration:
             yield block.module.register_forward_pre_hook(lambda _, *call: record.calls.append(call), with_kwargs=True)
         yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
@@ -293,7 +288,7 @@ class Monitor:
         yield observe(block.norm_2.module, partial(norm_site, block.norm_2, "2"))
         yield observe(block.mlp_out, partial(linear_site, "activation_norm", "mlp_norm"))
         for heads, norm in block.head_norms.items():
-            yield observe(norm.module, partial(head_norm_site, norm, heads))
+            yield observe(norm.module, partial(head_norm_site, heads, norm))
         if block.up is not None:
             yield observe(block.activation, lambda _, output: {"activated_max": window_max(output)})
             yield observe(block.up.modules[0], lambda _, output: {"up_max": window_max(block.up.of(output))})
@@ -306,12 +301,6 @@ def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Ten
     if site == "2":  # the score does not need the norm of norm_1's output
         measured["norm_2_norm"] = segment_norms(output)
     return measured
-
-
-def head_norm_site(norm: Norm, heads: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """The largest gain, max|gamma| / sqrt(min sigma^2 + epsilon), of a norm of query or key ``heads`` (B, T, H, d)."""
-    _, _, scale = normalization_path(norm, x.flatten(1, -2))
-    return {f"{heads}_gain": norm.gamma.abs().amax() * scale.amax(-1)}
 
 
 def normalization_path(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

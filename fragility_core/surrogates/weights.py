@@ -28,20 +28,8 @@ def matrices(block: Block) -> dict[str, Tensor]:
 
     Gate and up of a gated MLP count as one matrix [W_gate; W_up], whether or not a family stores them as one.
     """
-    return {
-        "query_weight_norm": block.query.weight,
-        "key_weight_norm": block.key.weight,
-        "value_weight_norm": block.value.weight,
-        "attention_out_weight_norm": block.attention_out.weight.detach(),
-        "mlp_in_weight_norm": block.mlp_in.weight,
-        "mlp_out_weight_norm": block.mlp_out.weight.detach(),
-    }
-
-
-def score_width(block: Block) -> float:
-    """The d of scores Q K^T / sqrt(d): the width of a head, or scaling^-2 if the model scales otherwise."""
-    usual = math.isclose(block.score_scaling, block.head_width**-0.5)
-    return block.head_width if usual else block.score_scaling**-2
+    names = ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
+    return {f"{name}_weight_norm": getattr(block, name).weight.detach() for name in names}
 
 
 class WeightStatistics:
@@ -56,7 +44,11 @@ class WeightStatistics:
         self._constants = {
             "activation_lipschitz": [activation_lipschitz(block.activation) for block in blocks],
             "score_scaling": [block.score_scaling for block in blocks],
-            "head_width": [score_width(block) for block in blocks],
+            # The d of scores Q K^T / sqrt(d): the width of a head, or scaling^-2 if the model scales otherwise.
+            "head_width": [
+                b.head_width if math.isclose(b.score_scaling, b.head_width**-0.5) else b.score_scaling**-2
+                for b in blocks
+            ],
             "d_model": [block.norm_1.gamma.numel() for block in blocks],
         }
         if any(block.parallel for block in blocks):

@@ -127,9 +127,6 @@ def attention_norms(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     )
 
 
-# --- What each kernel adds: Appendix A.1 (`app:kernels-lemmas`) -----------------------------------
-
-
 def score_error_bound(score_norm, query_norm, key_norm, head_width, unit_roundoff, c_gemm):
     """u (||S|| + c_gemm ||Q|| ||K|| / sqrt(d)) >= ||S~ - S||, S~ = fl(Q K^T / sqrt(d)) (Lemma 1 (`lem:score-bound`)).
 
@@ -142,11 +139,10 @@ def score_error_bound(score_norm, query_norm, key_norm, head_width, unit_roundof
 def gemm_error_bound(left_norm, right_spectral_norm, unit_roundoff, c_gemm_out):
     """u c'_gemm ||M|| ||V||_2 >= ||fl(M V) - M V|| (Lemma 2 (`lem:gemm-out`)).
 
-    To first order in u. The printed proof needs one perturbation of a row m that explains all its products,
-    fl(m^T V) = (m + dm)^T V. Rounding perturbs each product differently, so no such dm exists, even for a 1 x 1
-    m. What holds is |E| <= gamma |M| |V| entry by entry, and so c'_gemm = sqrt(min(m, d)) gamma / u for V (m, d).
-    The constant depends on the dimensions, and Hadamard matrices V attain the square root. The rounding of the
-    stored result costs 1 only.
+    To first order in u. The printed proof needs one perturbation of a row m that explains all its products, fl(m^T V) =
+    (m + dm)^T V. Rounding perturbs each product differently, so no such dm exists, even for a 1 x 1 m. What holds is
+    |E| <= gamma |M| |V| entry by entry, and so c'_gemm = sqrt(min(m, d)) gamma / u for V (m, d). The constant depends
+    on the dimensions, and Hadamard matrices V attain the square root. The rounding of the stored result costs 1 only.
     """
     return unit_roundoff * c_gemm_out * left_norm * right_spectral_norm
 
@@ -158,9 +154,6 @@ def softmax_error_bound(probability_norm, unit_roundoff, c_softmax):
     subnormal result does not. In fp8_e4m3 an even row of 1024 keys rounds to zeros, an error of ||P|| = 16 u ||P||.
     """
     return unit_roundoff * c_softmax * probability_norm
-
-
-# --- Theorem 1 (`thm:attn`) -------------------------------------------------------------------------
 
 
 def attention_coefficient(kappa, chi, c_softmax=0.0, c_gemm=1.0, c_gemm_out=0.0):
@@ -208,35 +201,22 @@ def softmax_growth(spread: Tensor) -> Tensor:
 
 
 def attention_error_bound_with_remainder(
-    norms: AttentionNorms,
-    spread: Tensor,
-    unit_roundoff: float,
-    *,
-    c_softmax: float,
-    c_gemm: float,
-    c_gemm_out: float,
+    norms: AttentionNorms, spread: Tensor, unit_roundoff: float, *, c_softmax: float, c_gemm: float, c_gemm_out: float,
     underflow: tuple[float, float, float] = (0.0, 0.0, 0.0),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Theorem 1 (`thm:attn`) with its O(u^2) written out: the three stages of Appendix A.2 (`app:attn-proof`).
 
     ``spread`` (...) is at least the largest max - min over a row of S~ - S; sqrt(2) times the score error of a
     row is enough. ``underflow`` is what the three kernels (scores, softmax, P V) may err beyond the standard
     model, in norm. Equals ``attention_error_bound`` up to O(u^2).
     """
-    score_underflow, softmax_underflow, context_underflow = underflow
-    score_error = score_underflow + score_error_bound(
-        norms.score_norm, norms.query_norm, norms.key_norm, norms.head_width, unit_roundoff, c_gemm
-    )
+    n, (score_underflow, softmax_underflow, context_underflow) = norms, underflow
+    scores = score_error_bound(n.score_norm, n.query_norm, n.key_norm, n.head_width, unit_roundoff, c_gemm)
+    score_error = score_underflow + scores
     # The softmax stretches nothing by more than 1/2, whatever the spread; fmin takes 1/2 where the spread is NaN.
-    stretch = torch.fmin(norms.sensitivity * softmax_growth(spread), torch.full_like(norms.sensitivity, 0.5))
-    moved = stretch * score_error
-    probability_error = (
-        moved + softmax_underflow + softmax_error_bound(norms.probability_norm + moved, unit_roundoff, c_softmax)
-    )
-    return (
-        probability_error * norms.value_spectral_norm
-        + gemm_error_bound(
-            norms.probability_norm + probability_error, norms.value_spectral_norm, unit_roundoff, c_gemm_out
-        )
-        + context_underflow
-    )
+    moved = torch.fmin(n.sensitivity * softmax_growth(spread), torch.full_like(n.sensitivity, 0.5)) * score_error
+    softmax = softmax_error_bound(n.probability_norm + moved, unit_roundoff, c_softmax)
+    probability_error = moved + softmax_underflow + softmax
+    wide = n.probability_norm + probability_error
+    context = gemm_error_bound(wide, n.value_spectral_norm, unit_roundoff, c_gemm_out)
+    return probability_error * n.value_spectral_norm + context + context_underflow

@@ -9,12 +9,11 @@ epsilon)), and v / (v + epsilon) is concave, so by Jensen's inequality the mean 
 of squares. Where inputs or the centring are rounded too, M_LN with the mean variance is not a bound: a row of
 small variance then errs by more than the mean variance says.
 
-RMSNorm, which the paper does not treat, has the mean square s^2 = ||x||^2 / d_model in the place of the variance.
-Its path Z(x) = Diag(gamma) x / r with r = sqrt(s^2 + epsilon) has the Jacobian Diag(gamma) (I / r - x x^T /
-(d_model r^3)), and ||x x^T||_2 / d_model = s^2. The triangle inequality by which the paper bounds LayerNorm's
-Jacobian gives the same factor f of s^2. So the score takes ``layernorm_magnitude`` of the mean square for such a
-norm. Nothing cancels in an RMSNorm: every entry errs by at most a_ln u of itself, and u M_LN bounds the error
-with no order left out.
+RMSNorm, which the paper does not treat, has the mean square s^2 = ||x||^2 / d_model in the place of the variance. Its
+path Z(x) = Diag(gamma) x / r with r = sqrt(s^2 + epsilon) has the Jacobian Diag(gamma) (I / r - x x^T / (d_model r^3)),
+and ||x x^T||_2 / d_model = s^2. The triangle inequality by which the paper bounds LayerNorm's Jacobian gives the same
+factor f of s^2. So the score takes ``layernorm_magnitude`` of the mean square for such a norm. Nothing cancels in an
+RMSNorm: every entry errs by at most a_ln u of itself, and u M_LN bounds the error with no order left out.
 """
 
 from typing import NamedTuple

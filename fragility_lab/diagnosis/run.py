@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fragility_core import adjoint
-from fragility_core.adjoint.routing import changed_choices
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_lab.diagnosis.measure import Ranges, compare, observe
 from fragility_lab.diagnosis.request import Forecast, Request
+from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.progress import progress
 

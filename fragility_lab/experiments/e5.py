@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fragility_core.arithmetic.formats import get_format
-from fragility_core.bgss import Policy, State, advance, get_policy, replay
-from fragility_core.bgss.registry import policy_class
+from fragility_core.bgss import Policy, State, advance, get_policy, policy_class, replay
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.pool import Advance, Worker

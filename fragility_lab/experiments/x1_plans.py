@@ -18,8 +18,9 @@ from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Contributions, Plan, apply, baselines
+from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.theory import mismatch
+from fragility_lab.experiments import baselines
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
 from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.pool import Advance
