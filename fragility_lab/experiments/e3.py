@@ -5,13 +5,12 @@ measures what the block really costs (``fragility_lab.experiments.patching``).
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
@@ -20,7 +19,7 @@ from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, R
 from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
-from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.loading import Inputs, require_at_least
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
 WINDOW = [*IDENTITY, "window"]
@@ -41,8 +40,7 @@ class PatchSpec(DerivedSpec):
             raise ValueError(f"windows must be between 1 and E2's {self.source.windows}, got {self.windows}")
         if not 0 <= self.noisy_windows <= self.windows:
             raise ValueError(f"noisy_windows must be between 0 and windows, got {self.noisy_windows} of {self.windows}")
-        if self.realisations < 1:
-            raise ValueError(f"realisations must be at least 1, got {self.realisations}")
+        require_at_least(1, realisations=self.realisations)
 
     @property
     def size(self) -> int:
@@ -60,7 +58,7 @@ class Patches(DerivedWorker):
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         super().__init__(inputs, store, source)
-        self.patching = cache(partial(_patching, inputs.model))
+        self.patching = cache(lambda *how: Patching(inputs.model, lower(inputs.model, *how)))
 
     def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
@@ -85,7 +83,7 @@ class Patches(DerivedWorker):
     @torch.no_grad()
     def _effects(self, source: RunSpec, start: int, realisations: int) -> pd.DataFrame:
         """Effects of patching every block of one window, to nearest and in ``realisations`` of stochastic rounding."""
-        tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
+        tokens = self.window(source, start)
         reference = final_hidden(self.inputs.model, tokens)
         patching = self.patching(source.precision, source.execution)
         effects = patch_effects(patching(tokens), reference).drop(columns="window")
@@ -94,10 +92,6 @@ class Patches(DerivedWorker):
             patched = patching.stochastic(start * realisations + number)(tokens)
             effects[f"{REALISATION}{number}"] = patch_effects(patched, reference).exact_reduction
         return effects
-
-
-def _patching(model: PreTrainedModel, precision: str, execution: str) -> Patching:
-    return Patching(model, lower(model, precision, execution))
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:

@@ -24,7 +24,7 @@ from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
 from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
-from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.loading import Inputs, require_at_least
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class PlanSpec(DerivedSpec):
     def __post_init__(self):
         if self.tokens < self.source.length:
             raise ValueError(f"tokens must make a window of {self.source.length} at least, got {self.tokens}")
-        if min(self.probes, self.draws) < 1:
-            raise ValueError(f"probes and draws must be at least 1, got {self.probes} and {self.draws}")
+        require_at_least(1, probes=self.probes, draws=self.draws)
 
     @property
     def windows(self) -> int:
