@@ -9,7 +9,7 @@ import torch
 
 from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, outcomes, runs
-from fragility_lab.experiments.events import SpikeRule
+from fragility_lab.experiments.outcomes import SpikeRule
 from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest

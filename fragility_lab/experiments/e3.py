@@ -6,6 +6,7 @@ measures what the block really costs (``fragility_lab.experiments.patching``).
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -140,10 +141,8 @@ def rank_counts(rows: pd.DataFrame) -> pd.DataFrame:
     """How often a block of each rank by the score has each rank by its exact effect; ties split evenly."""
     depth = rows.layer.nunique()
     counts = np.zeros((depth, depth))
-    finite = rows[np.isfinite(rows.proxy_rank) & np.isfinite(rows.exact_rank)]
-    for proxy in (np.floor, np.ceil):
-        for exact in (np.floor, np.ceil):
-            at = proxy(finite.proxy_rank).astype(int) - 1, exact(finite.exact_rank).astype(int) - 1
-            np.add.at(counts, at, 0.25)
+    known = rows[["proxy_rank", "exact_rank"]].dropna()
+    for proxy, exact in product((np.floor, np.ceil), repeat=2):
+        np.add.at(counts, (proxy(known.proxy_rank).astype(int) - 1, exact(known.exact_rank).astype(int) - 1), 0.25)
     labels = range(1, depth + 1)
     return pd.DataFrame(counts, pd.Index(labels, name="proxy_rank"), pd.Index(labels, name="exact_rank"))

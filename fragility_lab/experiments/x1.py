@@ -186,15 +186,11 @@ def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:
     return c2.div(c2.sum(axis=1), axis=0).groupby(by).mean()
 
 
-def layer_contributions(estimates: pd.DataFrame) -> pd.DataFrame:
-    """c^2 of every block of every window without the block's output, which a patched block rounds too."""
-    inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]
-    return inside.groupby([*WINDOW, "layer"]).c2.sum().reset_index()
-
-
 def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
     """The windows of ``patches``, and by name what ranks their blocks: (W, L), and (R, W, L) for ``realisations``."""
-    rows = patches.merge(layer_contributions(estimates), on=[*WINDOW, "layer"]).sort_values([*WINDOW, "layer"])
+    place = [*WINDOW, "layer"]
+    inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]  # a patched block rounds its output too
+    rows = patches.merge(inside.groupby(place).c2.sum().reset_index(), on=place).sort_values(place)
     columns = {"adjoint": "c2", "score": "risk", "single": "exact_reduction"}
     scores = {name: rows[column].to_numpy().reshape(-1, rows.layer.nunique()) for name, column in columns.items()}
     noisy = rows.filter(like=REALISATION).to_numpy().T

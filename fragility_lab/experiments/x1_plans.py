@@ -92,19 +92,14 @@ class Trial:
     def __init__(self, worker: Plans, spec: PlanSpec, rows: pd.DataFrame):
         """``rows`` are those of E2 for the windows."""
         self.model, self.spec = worker.model, spec
-        starts = rows[rows.layer == 0].start
-        length = spec.source.length
-        self.tokens = torch.stack([worker.inputs.stream[s : s + length] for s in starts]).to(worker.inputs.device)
+        self.tokens = torch.cat([worker.window(spec.source, start) for start in rows[rows.layer == 0].start])
         self.reference = self._hidden(worker.inputs.model)
         low = lower(self.model, spec.source.precision, spec.source.execution)
-        prediction = Adjoint(low, probes=spec.probes)(self.tokens)
-        self.contributions = Contributions(self.model, prediction)
+        self.contributions = Contributions(self.model, Adjoint(low, probes=spec.probes)(self.tokens))
         self.risks = rows.groupby("layer").risk.mean().to_numpy()
         patching = Patching(worker.inputs.model, low)
-        effects = [
-            patch_effects(patching(window[None]), reference[None])
-            for window, reference in zip(self.tokens, self.reference)
-        ]
+        windows = zip(self.tokens, self.reference)
+        effects = [patch_effects(patching(window[None]), reference[None]) for window, reference in windows]
         self.effects = pd.concat(effects).groupby("layer").exact_reduction.mean().to_numpy()
         self.depth = len(self.risks)
         self._measured: dict[tuple, float] = {}
@@ -135,8 +130,8 @@ class Trial:
             yield "sites", budget, "adjoint", self.contributions.plan(budget, "sites")
             for sites in combinations(available, budget):
                 yield "sites", budget, "each", self.contributions.of_sites(sites)
-        head_and_norms = [site for site in ("head", "norms") if site in available]
-        yield "sites", len(head_and_norms), "head and norms", self.contributions.of_sites(head_and_norms)
+        both = [site for site in ("head", "norms") if site in available]
+        yield "sites", len(both), "head and norms", self.contributions.of_sites(both)
 
     def _choices(self, budget: int) -> Iterator[tuple[str, Sequence[int]]]:
         best = self.contributions.gains("blocks").gain

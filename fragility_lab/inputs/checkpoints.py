@@ -1,7 +1,7 @@
 """Load models and tokenizers by hub name or local path, or the embedded checkpoint."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import datasets
@@ -39,18 +39,14 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """No progress bars while loading or saving takes its seconds: they would stay in the notebook."""
-    bars = []  # to show again
-    if logging.is_progress_bar_enabled():
-        logging.disable_progress_bar()
-        bars.append(logging.enable_progress_bar)
-    if not datasets.are_progress_bars_disabled():
-        datasets.disable_progress_bars()
-        bars.append(datasets.enable_progress_bars)
-    try:
+    with ExitStack() as stack:
+        if logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        if not datasets.are_progress_bars_disabled():
+            stack.callback(datasets.enable_progress_bars)
+            datasets.disable_progress_bars()
         yield
-    finally:
-        for enable in bars:
-            enable()
 
 
 def default_device() -> str:

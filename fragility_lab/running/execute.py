@@ -22,7 +22,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import DeadKernelError
 
 from fragility_lab import paths
-from fragility_lab.running.progress import TERMINAL
+from fragility_lab.running.environment import TERMINAL
 
 SMOKE = "smoke"
 USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
