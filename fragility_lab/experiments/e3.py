@@ -48,12 +48,6 @@ class PatchSpec(DerivedSpec):
         return self.source.length * (self.windows + self.noisy_windows * self.realisations)
 
 
-def worst_windows(rows: pd.DataFrame, count: int) -> pd.DataFrame:
-    """The ``count`` windows of highest mismatch of one run, highest first, ties by window, without overflows."""
-    windows = window_rows(rows)
-    return windows[~windows.overflow].sort_values(["mismatch", "window"], ascending=[False, True]).head(count)
-
-
 class Patches(DerivedWorker):
     """Computes the runs of E3; runs of one precision share its model."""
 
@@ -64,12 +58,13 @@ class Patches(DerivedWorker):
     def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
 
-        Raises FileNotFoundError where E2's run is missing.
+        The windows are those of highest mismatch without an overflow, highest first, ties by window. Raises
+        FileNotFoundError where E2's run is missing.
         """
         rows = self.source.require(spec.source)
-        worst = worst_windows(rows, spec.windows)
+        windows = window_rows(rows).query("not overflow").sort_values(["mismatch", "window"], ascending=[False, True])
         frames = []
-        for place, window in enumerate(worst.itertuples()):
+        for place, window in enumerate(windows.head(spec.windows).itertuples()):
             realisations = spec.realisations if place < spec.noisy_windows else 0
             effects = self._effects(spec.source, window.start, realisations)
             frames.append(effects.assign(window=window.window, place=place, source_mismatch=window.mismatch))
@@ -105,25 +100,26 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
 # --- Views of the rows ------------------------------------------------------------------------
 
 
+def by_block(rows: pd.DataFrame, *columns: str) -> list[np.ndarray]:
+    """The ``columns`` as matrices (W, L), windows by blocks, and the effects of all realisations (R, W, L)."""
+    depth = rows.layer.nunique()
+    noisy = rows.filter(like=REALISATION).to_numpy().T
+    matrices = [rows[name].to_numpy().reshape(-1, depth) for name in columns]
+    return [*matrices, noisy.reshape(len(noisy), len(rows) // depth, depth)]
+
+
 def window_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per window: how alike score and exact effect rank its blocks, and the noise floor where measured.
 
-    ``noise_floor`` is the agreement of the effects under stochastic rounding with the exact ones,
-    ``between_realisations`` that of two stochastic roundings with each other (``rankings.noise_floor``). Raises
-    ValueError where there are no rows because every window overflowed.
+    For the noise floor see ``rankings.noise_floor``. Raises ValueError where there are no rows because every window
+    overflowed.
     """
     if rows.empty:
         raise ValueError("E3 needs windows with a finite mismatch, got none: every window of E2's runs overflowed")
     windows = rows[rows.layer == 0][[*WINDOW, "base_mismatch", "recompute_gap"]].reset_index(drop=True)
-    depth = rows.layer.nunique()
-    risk, exact = (rows[name].to_numpy().reshape(-1, depth) for name in ("risk", "exact_reduction"))
-    noisy = [name for name in rows if name.startswith(REALISATION)]
-    table = windows.assign(layers=depth, **rankings.agreement(risk, exact))
-    if noisy:
-        realisations = rows[noisy].to_numpy().T.reshape(len(noisy), -1, depth)
-        floor = rankings.noise_floor(realisations, exact)
-        table = table.assign(noise_floor=floor["with_nearest"], between_realisations=floor["between_realisations"])
-    return table
+    risk, exact, realisations = by_block(rows, "risk", "exact_reduction")
+    floor = rankings.noise_floor(realisations, exact) if len(realisations) else {}
+    return windows.assign(layers=rows.layer.nunique(), **rankings.agreement(risk, exact), **floor)
 
 
 def run_table(windows: pd.DataFrame) -> pd.DataFrame:

@@ -243,15 +243,13 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
     if not path.exists():
         return None
     try:
-        # ``save`` wrote the file next to the results, so it is as trustworthy as the code.
-        record = torch.load(path, weights_only=False)
+        record = torch.load(path, weights_only=False)  # ``save`` wrote it: the file is as trustworthy as the code
+        valid = spec.is_current(record.get("provenance", {})) or keeps_stale()
+        problem = "" if valid else "was left by other code or other versions of packages"
     except (OSError, RuntimeError, EOFError, UnpicklingError, ImportError, AttributeError) as cause:
-        warnings.warn(f"{path.name} cannot be read, its run starts again ({cause})", stacklevel=2)
-        return None
-    if not spec.is_current(record.get("provenance", {})) and not keeps_stale():
-        warnings.warn(
-            f"{path.name} was left by other code or other versions of packages, its run starts again", stacklevel=2
-        )
+        problem = f"cannot be read ({cause})"
+    if problem:
+        warnings.warn(f"{path.name} {problem}, its run starts again", stacklevel=2)
         return None
     training.load_state(record["training"])
     torch.set_rng_state(record["random"])

@@ -17,7 +17,6 @@ STEP_COLUMNS = [
 ACTION_COLUMNS = [
     *RUN, "step", "layer", "epsilon", "new_epsilon", "priority", "risk", "dominance", "layernorm_ratio", "transport",
 ]  # fmt: skip
-LOSS_SPIKE_RATIO = 1.2
 
 
 # --- Events in the series of mismatches and losses of a run ----------------------------------------
@@ -120,7 +119,7 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
                 "peak_ratio": np.nanmax(relative_to_recent(mismatch, rule), initial=0.0),
                 "mean_mismatch": finite.mean() if len(finite) else np.nan,
                 "final_loss": run.shadow_loss.iloc[-1],
-                "loss_spikes": len(onsets(run.shadow_loss.to_numpy(), SpikeRule(ratio=LOSS_SPIKE_RATIO))),
+                "loss_spikes": len(onsets(run.shadow_loss.to_numpy(), SpikeRule(ratio=1.2))),
                 "actions": int(run.actions.sum()),
                 "protected_layer_steps": int(run.protected.sum()),
                 "ended": ended,

@@ -23,7 +23,7 @@ from fragility_core.theory import mismatch
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.agreement import by_run, signal_agreement
 from fragility_lab.experiments.e2 import DerivedSpec, DerivedWorker, window_rows
-from fragility_lab.experiments.e3 import REALISATION, WINDOW
+from fragility_lab.experiments.e3 import WINDOW, by_block
 from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
@@ -191,10 +191,7 @@ def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.D
     place = [*WINDOW, "layer"]
     inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]  # a patched block rounds its output too
     rows = patches.merge(inside.groupby(place).c2.sum().reset_index(), on=place).sort_values(place)
-    columns = {"adjoint": "c2", "score": "risk", "single": "exact_reduction"}
-    scores = {name: rows[column].to_numpy().reshape(-1, rows.layer.nunique()) for name, column in columns.items()}
-    noisy = rows.filter(like=REALISATION).to_numpy().T
-    scores["realisations"] = noisy.reshape(len(noisy), *scores["single"].shape)
+    scores = dict(zip(("adjoint", "score", "single", "realisations"), by_block(rows, "c2", "risk", "exact_reduction")))
     return rows[rows.layer == 0][WINDOW].reset_index(drop=True), scores
 
 

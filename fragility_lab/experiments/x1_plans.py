@@ -134,18 +134,16 @@ class Trial:
         yield "sites", len(both), "head and norms", self.contributions.of_sites(both)
 
     def _choices(self, budget: int) -> Iterator[tuple[str, Sequence[int]]]:
+        of_blocks = self.contributions.of_blocks
         best = self.contributions.gains("blocks").gain
         yield "adjoint", baselines.top(best, budget)
         yield "first", baselines.first(self.depth, budget)
         yield "last", baselines.last(self.depth, budget)
         yield "score", baselines.top(self.risks, budget)
         yield "patching", baselines.top(self.effects, budget)
-        yield "greedy", baselines.greedy(self._measure_blocks, self.depth, budget)
+        yield "greedy", baselines.greedy(lambda numbers: self.measure(of_blocks(numbers)), self.depth, budget)
         for numbers in baselines.drawn(self.depth, budget, self.spec.draws):
             yield "random", numbers
-
-    def _measure_blocks(self, numbers: Sequence[int]) -> float:
-        return self.measure(self.contributions.of_blocks(numbers))
 
 
 # --- Views of the rows ------------------------------------------------------------------------
@@ -156,12 +154,9 @@ def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws.
     """
-    run = list(IDENTITY)
-    none = rows[rows.chosen_by == "none"].set_index(run).measured
-    at = pd.MultiIndex.from_frame(rows[run])
-    rows = rows.assign(
-        of_none=rows.measured / none.reindex(at).to_numpy(), error=(rows.predicted / rows.measured - 1).abs()
-    )
+    by_run = rows.measured.where(rows.chosen_by == "none").groupby([rows[name] for name in IDENTITY])
+    none = by_run.transform("max")  # of the one value that there is
+    rows = rows.assign(of_none=rows.measured / none, error=(rows.predicted / rows.measured - 1).abs())
     by = rows.groupby(["unit", "budget", "chosen_by"], sort=False)
     return by.agg(
         measured_of_none=("of_none", "mean"), lowest=("of_none", "min"), highest=("of_none", "max"),

@@ -66,9 +66,13 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
     Raises OSError, which says how to go on, where the model is not found or lacks weights. Raises ValueError for
-    weights that are not finite, and where torch multiplies fp32 matrices in less than fp32.
+    weights that are not finite, and where torch may multiply fp32 matrices in TF32 or bf16.
     """
-    require_fp32_products()
+    if (precision := torch.get_float32_matmul_precision()) != "highest":  # the reference itself would drift
+        raise ValueError(
+            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
+            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+        )
     try:
         with quiet_loading():
             model, info = auto_class.from_pretrained(
@@ -85,16 +89,6 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
     return model.eval().requires_grad_(False).to(device or default_device())
-
-
-def require_fp32_products() -> None:
-    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference itself would drift."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        raise ValueError(
-            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
-            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
-        )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

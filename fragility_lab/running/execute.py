@@ -52,8 +52,7 @@ def notebook_path(name: str) -> Path:
 
 def profile_names() -> list[str]:
     """All profiles, the committed defaults first."""
-    folders = sorted(path.name for path in paths.PROFILES.iterdir() if path.is_dir())
-    return [SMOKE, *(name for name in folders if name != SMOKE)]
+    return [SMOKE, *sorted(path.name for path in paths.PROFILES.iterdir() if path.is_dir())]
 
 
 def profile_values(profile: str, name: str) -> dict[str, Any]:
