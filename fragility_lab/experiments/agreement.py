@@ -34,14 +34,20 @@ def signal_agreement(kept: pd.DataFrame, signal: str) -> dict[str, float]:
 
 
 def by_run(windows: pd.DataFrame, summary: Callable[[pd.DataFrame], dict]) -> pd.DataFrame:
-    """One row per run in ``windows``: its columns ``IDENTITY``, and the ``summary`` of its windows."""
-    runs = windows.groupby(list(IDENTITY), sort=True)
-    return pd.DataFrame([dict(zip(IDENTITY, identity)) | summary(group) for identity, group in runs])
+    """One row per run in ``windows``: its columns ``IDENTITY``, and the ``summary`` of its windows.
+
+    Windows that overflowed have no finite mismatch. They are left out and counted.
+    """
+    rows = []
+    for identity, run in windows.groupby(list(IDENTITY), sort=True):
+        kept = run[~run.overflow]
+        counts = {"windows": len(kept), "overflowed": len(run) - len(kept)}
+        rows.append(dict(zip(IDENTITY, identity)) | counts | summary(kept))
+    return pd.DataFrame(rows)
 
 
-def _run_agreement(windows: pd.DataFrame) -> dict[str, float]:
-    kept = windows[~windows.overflow]
-    row = {"windows": len(kept), "overflowed": len(windows) - len(kept)}
+def _run_agreement(kept: pd.DataFrame) -> dict[str, float]:
+    row = {}
     for signal in SIGNALS:
         row |= signal_agreement(kept, signal)
     for measure in MEASURES:
@@ -50,10 +56,7 @@ def _run_agreement(windows: pd.DataFrame) -> dict[str, float]:
 
 
 def agreement_by_run(windows: pd.DataFrame) -> pd.DataFrame:
-    """One row per run in ``windows``: Pearson, Spearman and retrieval of every signal against the mismatch.
-
-    Windows that overflowed have no finite mismatch. They are left out and counted.
-    """
+    """Pearson, Spearman and retrieval of every signal against the mismatch (``by_run``)."""
     return by_run(windows, _run_agreement)
 
 

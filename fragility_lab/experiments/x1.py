@@ -146,9 +146,8 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
     return by_run(windows, _run_agreement)
 
 
-def _run_agreement(windows: pd.DataFrame) -> dict[str, float]:
-    kept = windows[~windows.overflow]
-    row = {"windows": len(kept), "overflowed": len(windows) - len(kept), "mean_ratio": kept.ratio.mean()}
+def _run_agreement(kept: pd.DataFrame) -> dict[str, float]:
+    row = {"mean_ratio": kept.ratio.mean()}
     for signal in COMPARED:
         row |= signal_agreement(kept, signal)
     return row | _noise(kept)

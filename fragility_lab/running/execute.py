@@ -93,8 +93,6 @@ def checked(notebook: str, known: dict[str, Any], name: str, value: Any) -> Any:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    if default is None:
-        return True
     if type(default) is float:
         return type(value) in (int, float)  # not bool, which is an int to isinstance
     if type(value) is not type(default):
