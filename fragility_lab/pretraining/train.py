@@ -119,17 +119,12 @@ def evaluate(model: GPT2LMHeadModel, stream: np.ndarray, config: TrainingConfig)
 
 
 def train(
-    model: GPT2LMHeadModel,
-    stream: np.ndarray,
-    monitored: dict[str, np.ndarray],
-    config: TrainingConfig,
-    folder: Path | None = None,
+    model: GPT2LMHeadModel, stream: np.ndarray, monitored: dict[str, np.ndarray], config: TrainingConfig, folder: Path
 ) -> pd.DataFrame:
     """Train ``model`` and leave it with the weights of the best validation loss; returns the log.
 
     ``monitored`` maps names to token streams and must contain "validation". Their losses are logged every
-    ``evaluation_interval`` steps, one row per evaluation. Where ``folder`` is given, the log is kept there as
-    ``log.csv`` while training.
+    ``evaluation_interval`` steps, one row per evaluation. ``folder`` holds the log so far as ``log.csv``.
     """
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
@@ -166,8 +161,7 @@ def train(
             if losses["validation_loss"] < best:
                 best = losses["validation_loss"]
                 weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            if folder is not None:
-                pd.DataFrame(log).to_csv(folder / "log.csv", index=False)
+            pd.DataFrame(log).to_csv(folder / "log.csv", index=False)
     model.load_state_dict(weights)
     return pd.DataFrame(log)
 

@@ -126,8 +126,7 @@ def unmet() -> list[str]:
 
 
 def main() -> None:
-    missing = unmet()
-    if missing:
+    if missing := unmet():
         sys.exit("packages missing here: " + ", ".join(missing))
 
 
