@@ -5,12 +5,7 @@ import pandas as pd
 import pytest
 
 from fragility_core.surrogates import SIGNALS
-from fragility_lab.experiments.agreement import (
-    agreement_by_run,
-    binned_trend,
-    retrieval,
-    run_agreement,
-)
+from fragility_lab.experiments.agreement import agreement_by_run, binned_trend, retrieval
 from fragility_lab.reporting.verdicts import bootstrap
 
 
@@ -24,7 +19,7 @@ def windows(mismatch, overflow=None, **signals) -> pd.DataFrame:
 
 def test_perfect_and_inverted_signals():
     m = np.arange(1.0, 17)
-    row = run_agreement(windows(m, combined=2 * m + 1, no_transport=-(m**3)))
+    row = agreement_by_run(windows(m, combined=2 * m + 1, no_transport=-(m**3))).iloc[0]
     assert row.combined_pearson == pytest.approx(1)
     assert row.no_transport_spearman == pytest.approx(-1)
     assert row.delta_spearman == pytest.approx(2)
@@ -45,7 +40,7 @@ def test_ties_go_to_the_earlier_window():
 def test_overflowed_windows_are_left_out_and_counted():
     m = np.arange(1.0, 17)
     overflow = m > 14
-    row = run_agreement(windows(np.where(overflow, np.nan, m), overflow=overflow, combined=m))
+    row = agreement_by_run(windows(np.where(overflow, np.nan, m), overflow=overflow, combined=m)).iloc[0]
     assert (row.windows, row.overflowed) == (14, 2)
     assert row.combined_pearson == pytest.approx(1)
 

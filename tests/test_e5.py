@@ -9,7 +9,7 @@ import torch
 
 from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, outcomes, runs
-from fragility_lab.experiments.events import SpikeRule
+from fragility_lab.experiments.outcomes import SpikeRule
 from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
@@ -128,7 +128,7 @@ def test_an_unreadable_checkpoint_is_started_over(inputs, tmp_path):
     (spec,) = e5.specifications(SETTING, [policy], (0,), inputs)
     path = RunStore(tmp_path / "broken").path(spec).with_suffix(".checkpoint")
     path.write_bytes(b"no checkpoint")
-    with pytest.warns(UserWarning, match="cannot be read, its run starts again"):
+    with pytest.warns(UserWarning, match=r"cannot be read .*, its run starts again"):
         again = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken")
     pd.testing.assert_frame_equal(whole, again, check_exact=True)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fragility_lab.experiments.events import SpikeRule, onsets, ratio_of_rate, relative_to_recent
+from fragility_lab.experiments.outcomes import SpikeRule, onsets, ratio_of_rate, relative_to_recent
 
 SHORT = SpikeRule(ratio=1.5, recent=3, warmup=4, separation=5)
 

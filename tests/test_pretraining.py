@@ -95,13 +95,13 @@ def test_short_corpus_is_an_error():
         next(train.batches(np.zeros(100, dtype=np.uint16), train.TrainingConfig()))
 
 
-def test_training_learns_a_pattern_and_keeps_the_best_weights():
+def test_training_learns_a_pattern_and_keeps_the_best_weights(tmp_path):
     stream = np.tile(np.arange(16, dtype=np.uint16), 200)
     config = train.TrainingConfig(
         steps=12, batch_windows=4, micro_batch=2, context=32, evaluation_interval=4, evaluation_windows=4
     )
     model = train.new_model(vocabulary=16, context=32, seed=0)
-    log = train.train(model, stream, {"validation": stream}, config)
+    log = train.train(model, stream, {"validation": stream}, config, tmp_path)
     assert log.step.tolist() == [4, 8, 12]
     assert log.tokens.tolist() == [512, 1024, 1536]
     assert log.validation_loss.min() < 0.8 * math.log(16)

@@ -106,13 +106,13 @@ def test_noise_floor_is_the_mean_over_pairs():
     realisations = np.array([[[1.0, 2, 3, 4]], [[1.0, 2, 4, 3]], [[4.0, 3, 2, 1]]])  # (R = 3, W = 1, L = 4)
     floor = noise_floor(realisations, [[1.0, 2, 3, 4]])
     assert floor["between_realisations"] == pytest.approx([(0.8 - 1 - 0.8) / 3])
-    assert floor["with_nearest"] == pytest.approx([(1 + 0.8 - 1) / 3])
+    assert floor["noise_floor"] == pytest.approx([(1 + 0.8 - 1) / 3])
 
 
 def test_one_realisation_has_no_pair():
     floor = noise_floor([[[1.0, 2, 3]]], [[1.0, 3, 2]])
     assert np.isnan(floor["between_realisations"]).all()
-    assert floor["with_nearest"] == pytest.approx([0.5])
+    assert floor["noise_floor"] == pytest.approx([0.5])
 
 
 def test_independent_effects_have_a_floor_near_zero_and_noisy_ones_below_one():
@@ -131,5 +131,5 @@ def test_a_score_without_noise_reaches_the_ceiling(noise, noise_of_nearest):
     realisations = effects + noise * rng.normal(size=(2, 4000, 12))
     nearest = effects + noise_of_nearest * rng.normal(size=(4000, 12))
     floor = {name: values.mean() for name, values in noise_floor(realisations, nearest).items()}
-    ceiling = floor["with_nearest"] / floor["between_realisations"] ** 0.5
+    ceiling = floor["noise_floor"] / floor["between_realisations"] ** 0.5
     assert spearman(effects, nearest).mean() == pytest.approx(ceiling, abs=0.03)

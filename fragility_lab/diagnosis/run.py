@@ -15,7 +15,7 @@ from fragility_lab.diagnosis.measure import Ranges, compare, observe
 from fragility_lab.diagnosis.request import Forecast, Request
 from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.inputs.loading import Inputs
-from fragility_lab.running.progress import progress
+from fragility_lab.running.environment import progress
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """How well signals predict the mismatch: correlations and retrieval, by run and by signal."""
 
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,7 @@ from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.e2 import IDENTITY, window_rows
 
+MEASURES = ("pearson", "spearman", "retrieval")
 RETRIEVED = 0.125  # share of the windows that count as the worst
 
 
@@ -22,48 +24,47 @@ def retrieval(signal: pd.Series, mismatch: pd.Series) -> float:
 
 def signal_agreement(kept: pd.DataFrame, signal: str) -> dict[str, float]:
     """Pearson, Spearman and retrieval of the column ``signal`` against the mismatch of the windows ``kept``."""
-    enough = len(kept) > 2
+    if len(kept) < 3:
+        return {f"{signal}_{measure}": np.nan for measure in MEASURES}
     return {
-        f"{signal}_pearson": stats.pearsonr(kept[signal], kept.mismatch).statistic if enough else np.nan,
-        f"{signal}_spearman": stats.spearmanr(kept[signal], kept.mismatch).statistic if enough else np.nan,
-        f"{signal}_retrieval": retrieval(kept[signal], kept.mismatch) if enough else np.nan,
+        f"{signal}_pearson": stats.pearsonr(kept[signal], kept.mismatch).statistic,
+        f"{signal}_spearman": stats.spearmanr(kept[signal], kept.mismatch).statistic,
+        f"{signal}_retrieval": retrieval(kept[signal], kept.mismatch),
     }
 
 
-def run_agreement(windows: pd.DataFrame) -> pd.Series:
-    """Pearson, Spearman and retrieval of every signal against the mismatch of one run's windows.
+def by_run(windows: pd.DataFrame, summary: Callable[[pd.DataFrame], dict]) -> pd.DataFrame:
+    """One row per run in ``windows``: its columns ``IDENTITY``, and the ``summary`` of its windows.
 
     Windows that overflowed have no finite mismatch. They are left out and counted.
     """
-    kept = windows[~windows.overflow]
-    row = {"windows": len(kept), "overflowed": len(windows) - len(kept)}
+    rows = []
+    for identity, run in windows.groupby(list(IDENTITY), sort=True):
+        kept = run[~run.overflow]
+        counts = {"windows": len(kept), "overflowed": len(run) - len(kept)}
+        rows.append(dict(zip(IDENTITY, identity)) | counts | summary(kept))
+    return pd.DataFrame(rows)
+
+
+def _run_agreement(kept: pd.DataFrame) -> dict[str, float]:
+    row = {}
     for signal in SIGNALS:
         row |= signal_agreement(kept, signal)
-    for measure in ("pearson", "spearman", "retrieval"):
+    for measure in MEASURES:
         row[f"delta_{measure}"] = row[f"combined_{measure}"] - row[f"no_transport_{measure}"]
-    row["mean_mismatch"] = kept.mismatch.mean()
-    row["mean_combined"] = kept.combined.mean()
-    return pd.Series(row)
+    return row | {"mean_mismatch": kept.mismatch.mean(), "mean_combined": kept.combined.mean()}
 
 
 def agreement_by_run(windows: pd.DataFrame) -> pd.DataFrame:
-    """One row per run in ``windows``: ``run_agreement``."""
-    rows = [
-        dict(zip(IDENTITY, identity)) | run_agreement(group).to_dict()
-        for identity, group in windows.groupby(list(IDENTITY), sort=True)
-    ]
-    table = pd.DataFrame(rows)
-    return table.astype({"windows": int, "overflowed": int})
+    """Pearson, Spearman and retrieval of every signal against the mismatch (``by_run``)."""
+    return by_run(windows, _run_agreement)
 
 
 def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per signal: means over the rows of ``agreement_by_run``, and in how many runs it beats ``combined``."""
-    measures = ("pearson", "spearman", "retrieval")
-    table = pd.DataFrame(
-        [{"signal": signal} | {m: runs[f"{signal}_{m}"].mean() for m in measures} for signal in SIGNALS]
-    )
+    means = [{"signal": signal} | {m: runs[f"{signal}_{m}"].mean() for m in MEASURES} for signal in SIGNALS]
     better = [int((runs[f"{signal}_pearson"] > runs.combined_pearson).sum()) for signal in SIGNALS]
-    return table.assign(runs_above_combined=better, runs=len(runs)).set_index("signal")
+    return pd.DataFrame(means).assign(runs_above_combined=better, runs=len(runs)).set_index("signal")
 
 
 def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:
@@ -90,7 +91,7 @@ def compare_estimators(rows: pd.DataFrame) -> pd.DataFrame:
         runs = agreement_by_run(signals)
         table.append(
             {"layernorm": layernorm, "transport": transport}
-            | {name: runs[name].mean() for name in ("combined_pearson", "combined_spearman", "combined_retrieval")}
+            | {f"combined_{measure}": runs[f"combined_{measure}"].mean() for measure in MEASURES}
             | {"median_ratio": (signals.combined / signals.mismatch).median()}
         )
     return pd.DataFrame(table)

@@ -8,6 +8,7 @@ import torch
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import Format, get_format
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_lab.experiments.kernel_samples import (
     arithmetic,
     device_of,
@@ -68,12 +69,16 @@ def attention_terms(sample: pd.DataFrame, format: Format) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def layernorm_terms(sample: pd.DataFrame, format: Format) -> pd.DataFrame:
-    """The same as ``attention_terms`` for Proposition 1 (`prop:ln`) and the draws of ``sample_layernorm``."""
-    s, u = sample, format.unit_roundoff
-    unit = theory.layernorm_error_bound(s.gamma_max, s.variance, s.epsilon, s.input_norm, u, a_ln=1.0)
-    cell = s[["family", "shape"]]
-    return cell.assign(constant="a_ln", observed=s.layernorm_error, free=s.layernorm_underflow, unit=unit)
+def _kernel_terms(low: LowPrecision, attention: pd.DataFrame, seed: int) -> pd.DataFrame:
+    """``attention_terms`` of the sample ``attention``, and the same for Proposition 1 (`prop:ln`)."""
+    s = sample_layernorm(low, seed)
+    unit = theory.layernorm_error_bound(
+        s.gamma_max, s.variance, s.epsilon, s.input_norm, low.format.unit_roundoff, a_ln=1.0
+    )
+    layernorm = s[["family", "shape"]].assign(
+        constant="a_ln", observed=s.layernorm_error, free=s.layernorm_underflow, unit=unit
+    )
+    return pd.concat([attention_terms(attention, low.format), layernorm], ignore_index=True)
 
 
 def calibrate_constants(format: str, device: str = "cpu", execution: str = "auto", seed: int = 0) -> pd.DataFrame:
@@ -85,23 +90,13 @@ def calibrate_constants(format: str, device: str = "cpu", execution: str = "auto
     shapes; in fp32 they grow with the lengths of the sums. Raises ValueError as ``lower`` does.
     """
     low = arithmetic(format, device, execution)
-    attention = attention_terms(sample_attention(low, seed), low.format)
-    layernorm = layernorm_terms(sample_layernorm(low, seed), low.format)
-    terms = pd.concat([attention, layernorm], ignore_index=True)
+    terms = _kernel_terms(low, sample_attention(low, seed), seed)
     terms["value"] = ((terms.observed - terms.free) / terms.unit).clip(lower=0)
     grouped = terms.groupby("constant").value
-    attained = terms.loc[grouped.idxmax()].set_index("constant").assign(sample=grouped.size())
-    table = (
-        attained.loc[list(CONSTANTS)]
-        .reset_index()
-        .assign(
-            statement=list(CONSTANTS.values()),
-            format=low.format.name,
-            execution=low.execution,
-            device=str(device_of(low)),
-        )
-    )
-    return table[["constant", "statement", "format", "execution", "device", "value", "sample", "family", "shape"]]
+    attained = terms.loc[grouped.idxmax()].set_index("constant").assign(sample=grouped.size()).loc[list(CONSTANTS)]
+    table = attained.assign(statement=pd.Series(CONSTANTS), format=low.format.name, execution=low.execution)
+    columns = ["constant", "statement", "format", "execution", "device", "value", "sample", "family", "shape"]
+    return table.assign(device=str(device_of(low))).reset_index()[columns]
 
 
 def constant_values(calibrated: pd.DataFrame) -> dict[str, float]:
@@ -123,9 +118,8 @@ def bound_slack(
     """
     low = arithmetic(format, device, execution)
     constants = constants or constant_values(calibrate_constants(format, device, execution))
-    attention, layernorm = sample_attention(low, seed), sample_layernorm(low, seed)
-    stacks = sample_stacks(low, seed)
-    terms = pd.concat([attention_terms(attention, low.format), layernorm_terms(layernorm, low.format)])
+    attention, stacks = sample_attention(low, seed), sample_stacks(low, seed)
+    terms = _kernel_terms(low, attention, seed)
     kernels = terms[["family", "shape", "observed"]].assign(
         statement=terms.constant.map(CONSTANTS), bound=terms.free + terms.constant.map(constants) * terms.unit
     )

@@ -2,14 +2,14 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Self
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
@@ -20,7 +20,7 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.experiments.pool import Advance, Worker
 from fragility_lab.experiments.runs import RunStore, Specification
-from fragility_lab.inputs.loading import Inputs, load, require_values
+from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.inputs.text import select_windows
 
 LEAST = 3  # windows of a correlation
@@ -63,9 +63,7 @@ class RunSpec(Specification):
 
     def __post_init__(self):
         get_format(self.precision)
-        for name in ("length", "windows", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_at_least(1, length=self.length, windows=self.windows, batch=self.batch)
         choices = {"layernorm": LAYERNORM_TERMS, "transport": TRANSPORTS, "execution": ("native", "emulated")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -121,8 +119,7 @@ def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
     require_values(precisions=grid.precisions, lengths=grid.lengths, seeds=grid.seeds)
     if grid.windows < LEAST:
         raise ValueError(f"a correlation needs at least {LEAST} windows, got {grid.windows}")
-    if grid.batch_tokens < 1:
-        raise ValueError(f"batch_tokens must be at least 1, got {grid.batch_tokens}")
+    require_at_least(1, batch_tokens=grid.batch_tokens)
     inputs = load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
     blocks(inputs.model)
     return inputs
@@ -151,7 +148,11 @@ class Passes(Worker):
 
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)
-        self.monitor = cache(partial(_monitor, inputs.model))
+        self.monitor = cache(
+            lambda precision, execution, transport: Monitor(
+                lower(inputs.model, precision, execution), power_iteration=transport == "power_iteration"
+            )
+        )
         self._hidden: dict[int, Tensor] = {}
         self._selection: Hashable = None
 
@@ -191,16 +192,16 @@ class Passes(Worker):
         return rows.assign(**spec.identity)
 
 
-def _monitor(model: nn.Module, precision: str, execution: str, transport: str) -> Monitor:
-    return Monitor(lower(model, precision, execution), power_iteration=transport == "power_iteration")
-
-
 class DerivedWorker(Worker):
     """Computes runs on windows of E2's runs, which are in the folder ``source``."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         super().__init__(inputs, store)
         self.source = RunStore(source)
+
+    def window(self, source: RunSpec, start: int) -> Tensor:
+        """Tokens (1, T), on the device, of the window of ``source`` that starts at token ``start``."""
+        return self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
 
 
 def window_rows(runs: pd.DataFrame) -> pd.DataFrame:

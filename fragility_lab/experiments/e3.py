@@ -5,13 +5,13 @@ measures what the block really costs (``fragility_lab.experiments.patching``).
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden
@@ -20,7 +20,7 @@ from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, R
 from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
-from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.loading import Inputs, require_at_least
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
 WINDOW = [*IDENTITY, "window"]
@@ -41,18 +41,11 @@ class PatchSpec(DerivedSpec):
             raise ValueError(f"windows must be between 1 and E2's {self.source.windows}, got {self.windows}")
         if not 0 <= self.noisy_windows <= self.windows:
             raise ValueError(f"noisy_windows must be between 0 and windows, got {self.noisy_windows} of {self.windows}")
-        if self.realisations < 1:
-            raise ValueError(f"realisations must be at least 1, got {self.realisations}")
+        require_at_least(1, realisations=self.realisations)
 
     @property
     def size(self) -> int:
         return self.source.length * (self.windows + self.noisy_windows * self.realisations)
-
-
-def worst_windows(rows: pd.DataFrame, count: int) -> pd.DataFrame:
-    """The ``count`` windows of highest mismatch of one run, highest first, ties by window, without overflows."""
-    windows = window_rows(rows)
-    return windows[~windows.overflow].sort_values(["mismatch", "window"], ascending=[False, True]).head(count)
 
 
 class Patches(DerivedWorker):
@@ -60,17 +53,18 @@ class Patches(DerivedWorker):
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         super().__init__(inputs, store, source)
-        self.patching = cache(partial(_patching, inputs.model))
+        self.patching = cache(lambda *how: Patching(inputs.model, lower(inputs.model, *how)))
 
     def run(self, spec: PatchSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows per window and block: effects of patching, the score's risk, and their ranks.
 
-        Raises FileNotFoundError where E2's run is missing.
+        The windows are those of highest mismatch without an overflow, highest first, ties by window. Raises
+        FileNotFoundError where E2's run is missing.
         """
         rows = self.source.require(spec.source)
-        worst = worst_windows(rows, spec.windows)
+        windows = window_rows(rows).query("not overflow").sort_values(["mismatch", "window"], ascending=[False, True])
         frames = []
-        for place, window in enumerate(worst.itertuples()):
+        for place, window in enumerate(windows.head(spec.windows).itertuples()):
             realisations = spec.realisations if place < spec.noisy_windows else 0
             effects = self._effects(spec.source, window.start, realisations)
             frames.append(effects.assign(window=window.window, place=place, source_mismatch=window.mismatch))
@@ -85,7 +79,7 @@ class Patches(DerivedWorker):
     @torch.no_grad()
     def _effects(self, source: RunSpec, start: int, realisations: int) -> pd.DataFrame:
         """Effects of patching every block of one window, to nearest and in ``realisations`` of stochastic rounding."""
-        tokens = self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
+        tokens = self.window(source, start)
         reference = final_hidden(self.inputs.model, tokens)
         patching = self.patching(source.precision, source.execution)
         effects = patch_effects(patching(tokens), reference).drop(columns="window")
@@ -94,10 +88,6 @@ class Patches(DerivedWorker):
             patched = patching.stochastic(start * realisations + number)(tokens)
             effects[f"{REALISATION}{number}"] = patch_effects(patched, reference).exact_reduction
         return effects
-
-
-def _patching(model: PreTrainedModel, precision: str, execution: str) -> Patching:
-    return Patching(model, lower(model, precision, execution))
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
@@ -110,25 +100,26 @@ def ranked(rows: pd.DataFrame) -> pd.DataFrame:
 # --- Views of the rows ------------------------------------------------------------------------
 
 
+def by_block(rows: pd.DataFrame, *columns: str) -> list[np.ndarray]:
+    """The ``columns`` as matrices (W, L), windows by blocks, and the effects of all realisations (R, W, L)."""
+    depth = rows.layer.nunique()
+    noisy = rows.filter(like=REALISATION).to_numpy().T
+    matrices = [rows[name].to_numpy().reshape(-1, depth) for name in columns]
+    return [*matrices, noisy.reshape(len(noisy), len(rows) // depth, depth)]
+
+
 def window_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per window: how alike score and exact effect rank its blocks, and the noise floor where measured.
 
-    ``noise_floor`` is the agreement of the effects under stochastic rounding with the exact ones,
-    ``between_realisations`` that of two stochastic roundings with each other (``rankings.noise_floor``). Raises
-    ValueError where there are no rows because every window overflowed.
+    For the noise floor see ``rankings.noise_floor``. Raises ValueError where there are no rows because every window
+    overflowed.
     """
     if rows.empty:
         raise ValueError("E3 needs windows with a finite mismatch, got none: every window of E2's runs overflowed")
     windows = rows[rows.layer == 0][[*WINDOW, "base_mismatch", "recompute_gap"]].reset_index(drop=True)
-    depth = rows.layer.nunique()
-    risk, exact = (rows[name].to_numpy().reshape(-1, depth) for name in ("risk", "exact_reduction"))
-    noisy = [name for name in rows if name.startswith(REALISATION)]
-    table = windows.assign(layers=depth, **rankings.agreement(risk, exact))
-    if noisy:
-        realisations = rows[noisy].to_numpy().T.reshape(len(noisy), -1, depth)
-        floor = rankings.noise_floor(realisations, exact)
-        table = table.assign(noise_floor=floor["with_nearest"], between_realisations=floor["between_realisations"])
-    return table
+    risk, exact, realisations = by_block(rows, "risk", "exact_reduction")
+    floor = rankings.noise_floor(realisations, exact) if len(realisations) else {}
+    return windows.assign(layers=rows.layer.nunique(), **rankings.agreement(risk, exact), **floor)
 
 
 def run_table(windows: pd.DataFrame) -> pd.DataFrame:
@@ -146,10 +137,8 @@ def rank_counts(rows: pd.DataFrame) -> pd.DataFrame:
     """How often a block of each rank by the score has each rank by its exact effect; ties split evenly."""
     depth = rows.layer.nunique()
     counts = np.zeros((depth, depth))
-    finite = rows[np.isfinite(rows.proxy_rank) & np.isfinite(rows.exact_rank)]
-    for proxy in (np.floor, np.ceil):
-        for exact in (np.floor, np.ceil):
-            at = proxy(finite.proxy_rank).astype(int) - 1, exact(finite.exact_rank).astype(int) - 1
-            np.add.at(counts, at, 0.25)
+    known = rows[["proxy_rank", "exact_rank"]].dropna()
+    for proxy, exact in product((np.floor, np.ceil), repeat=2):
+        np.add.at(counts, (proxy(known.proxy_rank).astype(int) - 1, exact(known.exact_rank).astype(int) - 1), 0.25)
     labels = range(1, depth + 1)
     return pd.DataFrame(counts, pd.Index(labels, name="proxy_rank"), pd.Index(labels, name="exact_rank"))

@@ -6,12 +6,11 @@ force, and the action decided there. The tables of ``outcomes`` are views of the
 
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +25,7 @@ from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.pool import Advance, Worker
 from fragility_lab.experiments.runs import RunStore, Specification, written_whole
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
-from fragility_lab.inputs.loading import Inputs, load, require_values
+from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.inputs.text import select_windows
 from fragility_lab.running.environment import keeps_stale
 
@@ -49,9 +48,7 @@ class Setting:
     transport: str = "release"
 
     def __post_init__(self):
-        for name in ("length", "windows", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_at_least(1, length=self.length, windows=self.windows, steps=self.steps)
         if not 0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
 
@@ -83,11 +80,6 @@ class TrainingSpec(Specification):
         return get_policy(self.policy, **dict(self.parameters))
 
 
-def parameters_of(policy: Policy) -> tuple[tuple[str, float], ...]:
-    """Names and values of the parameters of ``policy``."""
-    return tuple(asdict(policy).items())
-
-
 def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
     """Load and check the language model and text of ``setting``, before any work (see ``inputs.loading.load``).
 
@@ -104,16 +96,9 @@ def specifications(
 ) -> list[TrainingSpec]:
     """One specification per policy and seed; raises ValueError where there are none."""
     require_values(policies=policies, seeds=seeds)
+    there = inputs.device.type, inputs.execution(setting.precision), inputs.digest
     return [
-        TrainingSpec(
-            setting=setting,
-            policy=policy.name,
-            parameters=parameters_of(policy),
-            seed=seed,
-            device=inputs.device.type,
-            execution=inputs.execution(setting.precision),
-            inputs=inputs.digest,
-        )
+        TrainingSpec(setting, policy.name, tuple(asdict(policy).items()), seed, *there)
         for policy, seed in product(policies, seeds)
     ]
 
@@ -124,28 +109,24 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
     Each policy gets those of ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that no
     policy has, and for a missing parameter that a policy needs.
     """
-    known = {f.name for name in names for f in fields(policy_class(name))}
-    if unknown := sorted(parameters.keys() - known):
+    known = [fields(policy_class(name)) for name in names]
+    taken = {f.name for its in known for f in its}
+    if unknown := sorted(parameters.keys() - taken):
         raise ValueError(
-            f"policy parameters must be among those of the chosen policies, {', '.join(sorted(known))}, "
+            f"policy parameters must be among those of the chosen policies, {', '.join(sorted(taken))}, "
             f"got {', '.join(unknown)}"
         )
-    own = {
-        "base_epsilon": blocks(inputs.model)[0].norm_1.eps,
-        "unit_roundoff": get_format(setting.precision).unit_roundoff,
-    }
-    return [_policy(name, own | parameters) for name in names]
-
-
-def _policy(name: str, parameters: Mapping[str, Any]) -> Policy:
-    known = fields(policy_class(name))
-    missing = [f.name for f in known if f.default is MISSING and f.name not in parameters]
-    if missing:
-        raise ValueError(
-            f"policy {name!r} needs {', '.join(missing)}, for which the paper gives no value: "
-            f"pass them as policy parameters, e.g. {{{missing[0]!r}: 0.5}}"
-        )
-    return get_policy(name, **{f.name: parameters[f.name] for f in known if f.name in parameters})
+    unit_roundoff = get_format(setting.precision).unit_roundoff
+    given = {"base_epsilon": blocks(inputs.model)[0].norm_1.eps, "unit_roundoff": unit_roundoff} | parameters
+    chosen = []
+    for name, its in zip(names, known):
+        if missing := [f.name for f in its if f.default is MISSING and f.name not in given]:
+            raise ValueError(
+                f"policy {name!r} needs {', '.join(missing)}, for which the paper gives no value: "
+                f"pass them as policy parameters, e.g. {{{missing[0]!r}: 0.5}}"
+            )
+        chosen.append(get_policy(name, **{f.name: given[f.name] for f in its if f.name in given}))
+    return chosen
 
 
 def training_windows(stream: Tensor, setting: Setting, seed: int) -> Tensor:
@@ -162,8 +143,7 @@ class Mitigation(Worker):
     def __init__(self, inputs: Inputs, store: RunStore, checkpoint_interval: int = 64):
         """Raises ValueError for an interval below 1 step."""
         super().__init__(inputs, store)
-        if checkpoint_interval < 1:
-            raise ValueError(f"checkpoint_interval must be at least 1 step, got {checkpoint_interval}")
+        require_at_least(1, checkpoint_interval=checkpoint_interval)
         self.interval = checkpoint_interval
 
     def run(self, spec: TrainingSpec, advance_by: Advance) -> pd.DataFrame:
@@ -182,7 +162,7 @@ class Mitigation(Worker):
         """
         policy = spec.build_policy()
         uncontrolled = get_policy("none", base_epsilon=policy.base_epsilon)
-        rows = self.store.load(replace(spec, policy="none", parameters=parameters_of(uncontrolled)))
+        rows = self.store.load(replace(spec, policy="none", parameters=tuple(asdict(uncontrolled).items())))
         if rows is None or rows.event.any():
             return None
         layers = rows.assign(window=rows.step)
@@ -220,7 +200,7 @@ def one_step(
     rate = warmed_up(setting.learning_rate, state.step, setting.warmup_steps)
     loss, gradient_norm = training.train_step(tokens, rate)
     seen = {"step": state.step, "learning_rate": rate, "loss": loss, "gradient_norm": gradient_norm}
-    actions, signal = (), float("nan")
+    actions, signal = (), np.nan
     rows = pd.DataFrame({"layer": range(state.layers)})
     if np.isfinite([loss, gradient_norm]).all():
         rows, windows = training.observe(tokens)
@@ -228,12 +208,10 @@ def one_step(
         signal = float(window.combined)
         actions = policy.decide(state, rows, signal)
         rows, seen = rows.drop(columns="window"), seen | window.to_dict()
-    chosen = {action.layer: action for action in actions}
-    decided = [chosen.get(layer) for layer in range(state.layers)]
     rows = rows.assign(
         epsilon=state.epsilon,
-        new_epsilon=[action.new_epsilon if action else float("nan") for action in decided],
-        priority=[action.priority if action else float("nan") for action in decided],
+        new_epsilon=rows.layer.map({action.layer: action.new_epsilon for action in actions}),
+        priority=rows.layer.map({action.layer: action.priority for action in actions}),
         **seen,
         event=nonfinite(seen),
     )
@@ -251,12 +229,9 @@ def nonfinite(seen: dict[str, float]) -> str:
 
 def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State, rows: list[pd.DataFrame]) -> None:
     """Write everything that the rest of the run depends on."""
-    random_states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        random_states["cuda"] = torch.cuda.get_rng_state_all()
     record = {
         "provenance": spec.provenance(), "training": training.state(), "controller": state, "rows": rows,
-        "random": random_states,
+        "random": torch.get_rng_state(), "random_on_gpus": torch.cuda.get_rng_state_all(),  # none without a GPU
     }  # fmt: skip
     with written_whole(path) as partial:
         torch.save(record, partial)
@@ -267,18 +242,15 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
     if not path.exists():
         return None
     try:
-        # ``save`` wrote the file next to the results, so it is as trustworthy as the code.
-        record = torch.load(path, weights_only=False)
+        record = torch.load(path, weights_only=False)  # ``save`` wrote it: the file is as trustworthy as the code
+        valid = spec.is_current(record.get("provenance", {})) or keeps_stale()
+        problem = "" if valid else "was left by other code or other versions of packages"
     except (OSError, RuntimeError, EOFError, UnpicklingError, ImportError, AttributeError) as cause:
-        warnings.warn(f"{path.name} cannot be read, its run starts again ({cause})", stacklevel=2)
-        return None
-    if not spec.is_current(record.get("provenance", {})) and not keeps_stale():
-        warnings.warn(
-            f"{path.name} was left by other code or other versions of packages, its run starts again", stacklevel=2
-        )
+        problem = f"cannot be read ({cause})"
+    if problem:
+        warnings.warn(f"{path.name} {problem}, its run starts again", stacklevel=2)
         return None
     training.load_state(record["training"])
-    torch.set_rng_state(record["random"]["cpu"])
-    if "cuda" in record["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(record["random"]["cuda"])
+    torch.set_rng_state(record["random"])
+    torch.cuda.set_rng_state_all(record["random_on_gpus"])
     return record["controller"], record["rows"]

@@ -1,11 +1,13 @@
-"""What the policies of E5 achieved, from the rows of its runs (protocol section 6)."""
+"""What the policies of E5 achieved: events, and other results from the rows of its runs (protocol section 6)."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from fragility_core.bgss import trajectory
 from fragility_core.bgss.printed import PrintedBGSS
-from fragility_lab.experiments.events import SpikeRule, onsets, ratio_of_rate, relative_to_recent
+from fragility_lab.inputs.loading import require_at_least
 
 RUN = ["policy", "seed"]
 STEP_COLUMNS = [
@@ -15,7 +17,63 @@ STEP_COLUMNS = [
 ACTION_COLUMNS = [
     *RUN, "step", "layer", "epsilon", "new_epsilon", "priority", "risk", "dominance", "layernorm_ratio", "transport",
 ]  # fmt: skip
-LOSS_SPIKE_RATIO = 1.2
+
+
+# --- Events in the series of mismatches and losses of a run ----------------------------------------
+
+
+@dataclass(frozen=True)
+class SpikeRule:
+    """When a value of a series is a spike. Raises ValueError for parameters out of range."""
+
+    ratio: float = 1.22  # a spike is above this times the median of the last ``recent`` finite values
+    recent: int = 12
+    warmup: int = 24  # number of finite values before the first spike
+    separation: int = 16  # a later spike within this many steps belongs to the same event
+
+    def __post_init__(self):
+        if not self.ratio > 0:
+            raise ValueError(f"ratio must be positive, got {self.ratio}")
+        require_at_least(1, recent=self.recent, warmup=self.warmup, separation=self.separation)
+
+
+def relative_to_recent(values: np.ndarray, rule: SpikeRule) -> np.ndarray:
+    """Each of ``values`` (steps,) divided by the median of the last finite values before it. NaN in the warm-up."""
+    series = pd.Series(values, dtype="float64")
+    medians = series[np.isfinite(series)].rolling(rule.recent, min_periods=1).median()[rule.warmup - 1 :]
+    return (series / medians.reindex(series.index).ffill().shift()).to_numpy()
+
+
+def onsets(values: np.ndarray, rule: SpikeRule = SpikeRule()) -> list[int]:
+    """Steps at which an event begins: spikes at least ``separation`` steps after the onset before."""
+    return _separated(np.flatnonzero(relative_to_recent(values, rule) > rule.ratio), rule.separation)
+
+
+def _separated(spikes: np.ndarray, separation: int) -> list[int]:
+    steps: list[int] = []
+    for step in spikes:
+        if not steps or step - steps[-1] >= separation:
+            steps.append(int(step))
+    return steps
+
+
+def ratio_of_rate(runs: list[np.ndarray], target: float, rule: SpikeRule = SpikeRule()) -> float:
+    """The ratio at which the mean number of onsets over ``runs`` is nearest to ``target``.
+
+    Ratios are tried from 1 in steps of 0.005. Of several equally near ratios the largest is returned. Raises
+    ValueError if no ratio gives an onset.
+    """
+    relative = [relative_to_recent(values, rule) for values in runs]
+    peak = max(np.nanmax(ratios, initial=1.0) for ratios in relative)
+    if peak <= 1:
+        raise ValueError("a value must be above the median of those before it, got none: use longer runs")
+    grid = np.arange(1, peak + 0.005, 0.005)
+    counts = [[len(_separated(np.flatnonzero(r > ratio), rule.separation)) for r in relative] for ratio in grid]
+    distance = np.abs(np.mean(counts, axis=1) - target)
+    return round(float(grid[np.flatnonzero(distance == distance.min())[-1]]), 3)
+
+
+# --- Views of the rows ------------------------------------------------------------------------
 
 
 def step_rows(rows: pd.DataFrame, base_epsilon: float) -> pd.DataFrame:
@@ -43,10 +101,9 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
     """
     table = []
     for (policy, seed), run in steps.groupby(RUN, sort=False):
-        mismatch = run.mismatch.to_numpy()
+        mismatch, ended = run.mismatch.to_numpy(), run.event.iloc[-1]
         finite = mismatch[np.isfinite(mismatch)]
         starts = onsets(mismatch, rule)
-        ended = run.event.iloc[-1]
         end = {len(run) - 1} if ended else set()  # one event, also where the end is an onset
         table.append(
             {
@@ -62,7 +119,7 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
                 "peak_ratio": np.nanmax(relative_to_recent(mismatch, rule), initial=0.0),
                 "mean_mismatch": finite.mean() if len(finite) else np.nan,
                 "final_loss": run.shadow_loss.iloc[-1],
-                "loss_spikes": len(onsets(run.shadow_loss.to_numpy(), SpikeRule(ratio=LOSS_SPIKE_RATIO))),
+                "loss_spikes": len(onsets(run.shadow_loss.to_numpy(), SpikeRule(ratio=1.2))),
                 "actions": int(run.actions.sum()),
                 "protected_layer_steps": int(run.protected.sum()),
                 "ended": ended,
@@ -80,7 +137,7 @@ def policy_summary(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def chosen_ratio(steps: pd.DataFrame, target: float = 12.0) -> float:
-    """The spike ratio at which policy ``none`` has about ``target`` onsets per run (``events.ratio_of_rate``).
+    """The spike ratio at which policy ``none`` has about ``target`` onsets per run (``ratio_of_rate``).
 
     It is the release's ratio where the mismatch of ``none`` never rises above the median of the values before.
     """

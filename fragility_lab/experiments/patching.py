@@ -111,14 +111,8 @@ def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:
     ``reduction_fraction`` is ``exact_reduction`` / ``base_mismatch``. An overflow gives nonfinite values.
     """
     base, *rest = mismatch(patched, reference).cpu().double().numpy()  # (B,) each, one transfer
-    depth, count = len(rest), len(base)
-    effects = pd.DataFrame(
-        {
-            "window": np.repeat(np.arange(count), depth),
-            "layer": np.tile(np.arange(depth), count),
-            "base_mismatch": np.repeat(base, depth),
-            "patched_mismatch": np.stack(rest, 1).ravel(),
-        }
-    )
+    places = pd.MultiIndex.from_product([range(len(base)), range(len(rest))], names=["window", "layer"])
+    measured = {"base_mismatch": np.repeat(base, len(rest)), "patched_mismatch": np.stack(rest, 1).ravel()}
+    effects = pd.DataFrame(measured, places).reset_index()
     reduction = effects.base_mismatch - effects.patched_mismatch
     return effects.assign(exact_reduction=reduction, reduction_fraction=reduction / effects.base_mismatch)

@@ -27,8 +27,7 @@ import torch
 
 from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs
-from fragility_lab.running.environment import device_name, keeps_stale
-from fragility_lab.running.progress import progress
+from fragility_lab.running.environment import device_name, keeps_stale, progress
 
 Advance = Callable[[int], None]
 FINISHED = -1  # reported in place of units of progress: a run is finished

@@ -61,16 +61,14 @@ def noise_floor(realisations: ArrayLike, nearest: ArrayLike) -> dict[str, np.nda
     """Spearman's correlation (...) between effects that were measured in equally good roundings.
 
     ``realisations`` (R, ..., L) are effects under stochastic rounding, ``nearest`` (..., L) effects under rounding to
-    nearest. ``with_nearest`` is the mean correlation of a realisation with ``nearest``. A score with that correlation
+    nearest. ``noise_floor`` is the mean correlation of a realisation with ``nearest``. A score with that correlation
     predicts the effects as well as another measurement does. ``between_realisations`` is the mean over pairs of
     realisations, NaN for a single one. A score that knew the effects without noise would have a correlation with
-    ``nearest`` of about with_nearest / sqrt(between_realisations) (Spearman 1904, attenuation).
+    ``nearest`` of about noise_floor / sqrt(between_realisations) (Spearman 1904, attenuation).
     """
     realisations = np.asarray(realisations)
     first, second = np.triu_indices(len(realisations), 1)
     pairs = spearman(realisations[first], realisations[second])
-    with_nearest = spearman(realisations, np.broadcast_to(nearest, realisations.shape)).mean(0)
-    return {
-        "between_realisations": pairs.mean(0) if len(first) else np.full_like(with_nearest, np.nan),
-        "with_nearest": with_nearest,
-    }
+    floor = spearman(realisations, np.broadcast_to(nearest, realisations.shape)).mean(0)
+    between = pairs.mean(0) if len(first) else np.full_like(floor, np.nan)
+    return {"noise_floor": floor, "between_realisations": between}

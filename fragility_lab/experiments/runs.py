@@ -105,13 +105,14 @@ class RunStore:
         except (OSError, pa.ArrowInvalid) as cause:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
-        if _record(table.schema).get("specification") != json.loads(spec._json()):
+        record = _record(table.schema)
+        if record.get("specification") != json.loads(spec._json()):
             warnings.warn(
                 f"{path.name} must hold the run that its name says, but holds another one and is computed again",
                 stacklevel=2,
             )
             return None
-        return None if self.is_stale(spec) and not keeps_stale() else table.to_pandas()
+        return table.to_pandas() if spec.is_current(record) or keeps_stale() else None
 
     def is_stale(self, spec: Specification) -> bool:
         """Whether the run of ``spec`` is finished, but was computed by other code or other versions of packages."""

@@ -6,7 +6,7 @@ same batch is compared with a pass of the master, so the mismatch is due to roun
 
 import copy
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import pandas as pd
 import torch
@@ -41,11 +41,6 @@ def fuse_activations(model: PreTrainedModel) -> PreTrainedModel:
 def warmed_up(rate: float, step: int, warmup_steps: int) -> float:
     """Learning rate at ``step``, counted from 0, with a linear warm-up over ``warmup_steps``."""
     return rate * min(1.0, (step + 1) / max(1, warmup_steps))
-
-
-def repeatable_attention(device: torch.device) -> AbstractContextManager:
-    """Context of an attention with the same gradients in every run. A GPU's fused kernels sum in no fixed order."""
-    return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
 
 
 class ShadowTraining:
@@ -85,7 +80,8 @@ class ShadowTraining:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.master.train()
-        with repeatable_attention(tokens.device):
+        # A GPU's fused attention kernels sum in no fixed order.
+        with sdpa_kernel(SDPBackend.MATH) if tokens.device.type == "cuda" else nullcontext():
             loss = window_losses(self.master(tokens, use_cache=False).logits, tokens).mean()
             loss.backward()
         norm = clip_grad_norm_(self.master.parameters(), self.clip)

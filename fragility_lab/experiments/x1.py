@@ -5,7 +5,7 @@ Like the score, the predictor needs the low-precision pass alone: no full-precis
 
 import copy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,12 @@ from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import SIGNALS
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import rankings
-from fragility_lab.experiments.agreement import signal_agreement
-from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, window_rows
-from fragility_lab.experiments.e3 import REALISATION, WINDOW
+from fragility_lab.experiments.agreement import by_run, signal_agreement
+from fragility_lab.experiments.e2 import DerivedSpec, DerivedWorker, window_rows
+from fragility_lab.experiments.e3 import WINDOW, by_block
 from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
-from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.loading import Inputs, require_at_least
 
 SITE_COLUMNS = ["site", "layer", "block_output"]
 OUTSIDE = -1  # the layer of what belongs to no block
@@ -44,10 +44,8 @@ class EstimateSpec(DerivedSpec):
     redraws: int = 0  # how often every window is measured again with other roundings
 
     def __post_init__(self):
-        if self.probes < 1:
-            raise ValueError(f"probes must be at least 1, got {self.probes}")
-        if self.redraws < 0:
-            raise ValueError(f"redraws must be at least 0, got {self.redraws}")
+        require_at_least(1, probes=self.probes)
+        require_at_least(0, redraws=self.redraws)
 
     @property
     def size(self) -> int:
@@ -59,8 +57,8 @@ class Estimates(DerivedWorker):
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         super().__init__(inputs, store, source)
-        self.estimator = cache(partial(_estimator, inputs.model))
-        self.redrawn = cache(partial(_redrawn, inputs.model))
+        self.estimator = cache(lambda *how, probes: Adjoint(_lowered(inputs.model, *how), probes=probes))
+        self.redrawn = cache(lambda *how: _redrawn(inputs.model, *how))
 
     def run(self, spec: EstimateSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows, one per window and place: c^2 (mean over probes), and the window's prediction and mismatch.
@@ -71,10 +69,10 @@ class Estimates(DerivedWorker):
         """
         rows = self.source.require(spec.source)
         windows = window_rows(rows)
-        estimator = self.estimator(spec.source.precision, spec.source.execution, spec.probes)
+        estimator = self.estimator(spec.source.precision, spec.source.execution, probes=spec.probes)
         frames = []
         for window in windows[~windows.overflow].itertuples():
-            tokens = self.inputs.stream[None, window.start : window.start + spec.source.length].to(self.inputs.device)
+            tokens = self.window(spec.source, window.start)
             frame = _places(estimator(tokens)).assign(window=window.window, mismatch=window.mismatch)
             frames.append(frame.assign(**self._measured_again(spec, tokens)))
             advance(spec.source.length * (1 + spec.redraws))
@@ -91,10 +89,6 @@ class Estimates(DerivedWorker):
                 hidden = final_hidden(low.model, tokens)
             measured[f"{REDRAWN}{number}"] = mismatch(hidden, final_hidden(model, tokens)).item()
         return measured
-
-
-def _estimator(model: nn.Module, precision: str, execution: str, probes: int) -> Adjoint:
-    return Adjoint(_lowered(model, precision, execution), probes=probes)
 
 
 def _redrawn(model: nn.Module, precision: str, execution: str, number: int) -> tuple[nn.Module, LowPrecision]:
@@ -149,14 +143,14 @@ def window_table(estimates: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 def run_table(windows: pd.DataFrame) -> pd.DataFrame:
     """One row per run: agreement of prediction and score with the mismatch, overflows left out and counted."""
-    rows = []
-    for identity, group in windows.groupby(list(IDENTITY), sort=True):
-        kept = group[~group.overflow]
-        row = {"windows": len(kept), "overflowed": len(group) - len(kept), "mean_ratio": kept.ratio.mean()}
-        for signal in COMPARED:
-            row |= signal_agreement(kept, signal)
-        rows.append(dict(zip(IDENTITY, identity)) | row | _noise(kept))
-    return pd.DataFrame(rows)
+    return by_run(windows, _run_agreement)
+
+
+def _run_agreement(kept: pd.DataFrame) -> dict[str, float]:
+    row = {"mean_ratio": kept.ratio.mean()}
+    for signal in COMPARED:
+        row |= signal_agreement(kept, signal)
+    return row | _noise(kept)
 
 
 def _noise(windows: pd.DataFrame) -> dict[str, float]:
@@ -191,19 +185,12 @@ def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:
     return c2.div(c2.sum(axis=1), axis=0).groupby(by).mean()
 
 
-def layer_contributions(estimates: pd.DataFrame) -> pd.DataFrame:
-    """c^2 of every block of every window without the block's output, which a patched block rounds too."""
-    inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]
-    return inside.groupby([*WINDOW, "layer"]).c2.sum().reset_index()
-
-
 def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
     """The windows of ``patches``, and by name what ranks their blocks: (W, L), and (R, W, L) for ``realisations``."""
-    rows = patches.merge(layer_contributions(estimates), on=[*WINDOW, "layer"]).sort_values([*WINDOW, "layer"])
-    columns = {"adjoint": "c2", "score": "risk", "single": "exact_reduction"}
-    scores = {name: rows[column].to_numpy().reshape(-1, rows.layer.nunique()) for name, column in columns.items()}
-    noisy = rows.filter(like=REALISATION).to_numpy().T
-    scores["realisations"] = noisy.reshape(len(noisy), *scores["single"].shape)
+    place = [*WINDOW, "layer"]
+    inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]  # a patched block rounds its output too
+    rows = patches.merge(inside.groupby(place).c2.sum().reset_index(), on=place).sort_values(place)
+    scores = dict(zip(("adjoint", "score", "single", "realisations"), by_block(rows, "c2", "risk", "exact_reduction")))
     return rows[rows.layer == 0][WINDOW].reset_index(drop=True), scores
 
 

@@ -25,7 +25,7 @@ from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
 from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
-from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.loading import Inputs, require_at_least
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class PlanSpec(DerivedSpec):
     def __post_init__(self):
         if self.tokens < self.source.length:
             raise ValueError(f"tokens must make a window of {self.source.length} at least, got {self.tokens}")
-        if min(self.probes, self.draws) < 1:
-            raise ValueError(f"probes and draws must be at least 1, got {self.probes} and {self.draws}")
+        require_at_least(1, probes=self.probes, draws=self.draws)
 
     @property
     def windows(self) -> int:
@@ -94,19 +93,14 @@ class Trial:
     def __init__(self, worker: Plans, spec: PlanSpec, rows: pd.DataFrame):
         """``rows`` are those of E2 for the windows."""
         self.model, self.spec = worker.model, spec
-        starts = rows[rows.layer == 0].start
-        length = spec.source.length
-        self.tokens = torch.stack([worker.inputs.stream[s : s + length] for s in starts]).to(worker.inputs.device)
+        self.tokens = torch.cat([worker.window(spec.source, start) for start in rows[rows.layer == 0].start])
         self.reference = self._hidden(worker.inputs.model)
         low = lower(self.model, spec.source.precision, spec.source.execution)
-        prediction = Adjoint(low, probes=spec.probes)(self.tokens)
-        self.contributions = Contributions(self.model, prediction)
+        self.contributions = Contributions(self.model, Adjoint(low, probes=spec.probes)(self.tokens))
         self.risks = rows.groupby("layer").risk.mean().to_numpy()
         patching = Patching(worker.inputs.model, low)
-        effects = [
-            patch_effects(patching(window[None]), reference[None])
-            for window, reference in zip(self.tokens, self.reference)
-        ]
+        windows = zip(self.tokens, self.reference)
+        effects = [patch_effects(patching(window[None]), reference[None]) for window, reference in windows]
         self.effects = pd.concat(effects).groupby("layer").exact_reduction.mean().to_numpy()
         self.depth = len(self.risks)
         self._measured: dict[tuple, float] = {}
@@ -137,22 +131,20 @@ class Trial:
             yield "sites", budget, "adjoint", self.contributions.plan(budget, "sites")
             for sites in combinations(available, budget):
                 yield "sites", budget, "each", self.contributions.of_sites(sites)
-        head_and_norms = [site for site in ("head", "norms") if site in available]
-        yield "sites", len(head_and_norms), "head and norms", self.contributions.of_sites(head_and_norms)
+        both = [site for site in ("head", "norms") if site in available]
+        yield "sites", len(both), "head and norms", self.contributions.of_sites(both)
 
     def _choices(self, budget: int) -> Iterator[tuple[str, Sequence[int]]]:
+        of_blocks = self.contributions.of_blocks
         best = self.contributions.gains("blocks").gain
         yield "adjoint", baselines.top(best, budget)
         yield "first", baselines.first(self.depth, budget)
         yield "last", baselines.last(self.depth, budget)
         yield "score", baselines.top(self.risks, budget)
         yield "patching", baselines.top(self.effects, budget)
-        yield "greedy", baselines.greedy(self._measure_blocks, self.depth, budget)
+        yield "greedy", baselines.greedy(lambda numbers: self.measure(of_blocks(numbers)), self.depth, budget)
         for numbers in baselines.drawn(self.depth, budget, self.spec.draws):
             yield "random", numbers
-
-    def _measure_blocks(self, numbers: Sequence[int]) -> float:
-        return self.measure(self.contributions.of_blocks(numbers))
 
 
 # --- Views of the rows ------------------------------------------------------------------------
@@ -163,12 +155,9 @@ def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
 
     One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws.
     """
-    run = list(IDENTITY)
-    none = rows[rows.chosen_by == "none"].set_index(run).measured
-    at = pd.MultiIndex.from_frame(rows[run])
-    rows = rows.assign(
-        of_none=rows.measured / none.reindex(at).to_numpy(), error=(rows.predicted / rows.measured - 1).abs()
-    )
+    by_run = rows.measured.where(rows.chosen_by == "none").groupby([rows[name] for name in IDENTITY])
+    none = by_run.transform("max")  # of the one value that there is
+    rows = rows.assign(of_none=rows.measured / none, error=(rows.predicted / rows.measured - 1).abs())
     by = rows.groupby(["unit", "budget", "chosen_by"], sort=False)
     return by.agg(
         measured_of_none=("of_none", "mean"), lowest=("of_none", "min"), highest=("of_none", "max"),

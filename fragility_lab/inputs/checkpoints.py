@@ -1,7 +1,7 @@
 """Load models and tokenizers by hub name or local path, or the embedded checkpoint."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import datasets
@@ -39,18 +39,14 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """No progress bars while loading or saving takes its seconds: they would stay in the notebook."""
-    bars = []  # to show again
-    if logging.is_progress_bar_enabled():
-        logging.disable_progress_bar()
-        bars.append(logging.enable_progress_bar)
-    if not datasets.are_progress_bars_disabled():
-        datasets.disable_progress_bars()
-        bars.append(datasets.enable_progress_bars)
-    try:
+    with ExitStack() as stack:
+        if logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        if not datasets.are_progress_bars_disabled():
+            stack.callback(datasets.enable_progress_bars)
+            datasets.disable_progress_bars()
         yield
-    finally:
-        for enable in bars:
-            enable()
 
 
 def default_device() -> str:
@@ -70,9 +66,13 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
     Raises OSError, which says how to go on, where the model is not found or lacks weights. Raises ValueError for
-    weights that are not finite, and where torch multiplies fp32 matrices in less than fp32.
+    weights that are not finite, and where torch may multiply fp32 matrices in TF32 or bf16.
     """
-    require_fp32_products()
+    if (precision := torch.get_float32_matmul_precision()) != "highest":  # the reference itself would drift
+        raise ValueError(
+            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
+            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+        )
     try:
         with quiet_loading():
             model, info = auto_class.from_pretrained(
@@ -89,16 +89,6 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
     return model.eval().requires_grad_(False).to(device or default_device())
-
-
-def require_fp32_products() -> None:
-    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference itself would drift."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        raise ValueError(
-            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
-            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
-        )
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -51,8 +51,7 @@ def load(
     a text with fewer windows than asked for, a tokenizer of another vocabulary, or an unknown precision.
     """
     config = checkpoints.load_config(model).get_text_config()
-    if windows < 1:
-        raise ValueError(f"windows must be at least 1, got {windows}")
+    require_at_least(1, windows=windows)
     if min(lengths) < 1:
         raise ValueError(f"windows must have at least 1 token, got lengths {list(lengths)}")
     context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative
@@ -79,6 +78,13 @@ def digest(model: PreTrainedModel, stream: Tensor) -> str:
         sha.update(name.encode())
         sha.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()[:16]
+
+
+def require_at_least(least: int, **values: int) -> None:
+    """Raises ValueError for a value below ``least``."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def require_values(**axes: Sequence) -> None:

@@ -2,6 +2,9 @@
 
 A *document* is the documentation of one source file, in source order. It consists of docstrings, long comments and long
 string constants, which also hold the help of C extensions. No file is imported or executed.
+
+``python -m fragility_lab.pretraining.corpus`` freezes the two embedded texts. The committed ones were made once, with
+the CPython named in assets/README.md. Another CPython gives other texts.
 """
 
 import ast
@@ -15,7 +18,11 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
+from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
+
+TRAINING_CHARACTERS = 900_000  # of the frozen text: more than 150,000 tokens of the embedded tokenizer
 STANDARD_LIBRARY = "stdlib"
 SHORTEST_DOCSTRING = 40  # characters; a shorter docstring repeats the name it documents
 SHORTEST_COMMENT = 200  # characters; a longer comment block is prose
@@ -89,10 +96,7 @@ def source_files(package: str) -> Iterator[tuple[Path, str]]:
 def documents(packages: Iterable[str]) -> Iterator[Document]:
     """Documentation of every file of the named packages."""
     for package in packages:
-        for path, source in source_files(package):
-            document = read_document(path, source)
-            if document is not None:
-                yield document
+        yield from filter(None, (read_document(*file) for file in source_files(package)))
 
 
 def descriptions() -> Iterator[Document]:
@@ -146,3 +150,25 @@ def training_documents(packages: Iterable[str], protected: Iterable[str]) -> lis
     keep = Deduplicator(protected)
     found = [keep(document) for document in (*documents(packages), *descriptions())]
     return sorted((document for document in found if document.text.strip()), key=order)
+
+
+def freeze() -> None:
+    """Write the language reference for evaluation, and for training documentation that shares no passage with it.
+
+    The topics of the reference overlap ("compound" holds all of "if"), so some passages occur several times.
+    """
+    evaluation = "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
+    EVALUATION_TEXT.write_text(evaluation, encoding="utf-8")
+    keep, parts, size = Deduplicator([evaluation]), [], 0
+    for document in sorted(documents([STANDARD_LIBRARY]), key=order):
+        if "/test" in document.source:
+            continue
+        if size >= TRAINING_CHARACTERS:
+            break
+        parts.append(keep(document).text)
+        size += len(parts[-1])
+    TRAINING_TEXT.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    freeze()

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fragility_lab.inputs.checkpoints import quiet_loading
-from fragility_lab.running.progress import progress
+from fragility_lab.running.environment import progress
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -93,8 +94,8 @@ def batches(stream: np.ndarray, config: TrainingConfig) -> Iterator[torch.Tensor
         count = (len(stream) - start - 1) // width
         order = generator.permutation(count)
         for first in range(0, count - config.batch_windows + 1, config.batch_windows):
-            rows = [stream[start + i * width :][: width + 1] for i in order[first : first + config.batch_windows]]
-            yield torch.from_numpy(np.stack(rows).astype(np.int64))
+            starts = start + order[first : first + config.batch_windows] * width
+            yield torch.from_numpy(sliding_window_view(stream, width + 1)[starts].astype(np.int64))
 
 
 def language_loss(model: GPT2LMHeadModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -109,27 +110,21 @@ def language_loss(model: GPT2LMHeadModel, tokens: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def evaluate(model: GPT2LMHeadModel, stream: np.ndarray, config: TrainingConfig) -> float:
     """Mean loss over the first ``evaluation_windows`` windows of ``stream``."""
-    width = config.context
-    count = min(config.evaluation_windows, (len(stream) - 1) // width)
-    rows = np.stack([stream[i * width :][: width + 1] for i in range(count)]).astype(np.int64)
+    windows = sliding_window_view(stream, config.context + 1)[:: config.context][: config.evaluation_windows]
+    parts = torch.from_numpy(windows.astype(np.int64)).split(config.micro_batch)
     model.eval()
-    losses = [language_loss(model, part).item() for part in torch.from_numpy(rows).split(config.micro_batch)]
+    losses = [language_loss(model, part).item() for part in parts]
     model.train()
     return float(np.mean(losses))
 
 
 def train(
-    model: GPT2LMHeadModel,
-    stream: np.ndarray,
-    monitored: dict[str, np.ndarray],
-    config: TrainingConfig,
-    folder: Path | None = None,
+    model: GPT2LMHeadModel, stream: np.ndarray, monitored: dict[str, np.ndarray], config: TrainingConfig, folder: Path
 ) -> pd.DataFrame:
     """Train ``model`` and leave it with the weights of the best validation loss; returns the log.
 
     ``monitored`` maps names to token streams and must contain "validation". Their losses are logged every
-    ``evaluation_interval`` steps, one row per evaluation. Where ``folder`` is given, the log is kept there as
-    ``log.csv`` while training.
+    ``evaluation_interval`` steps, one row per evaluation. ``folder`` holds the log so far as ``log.csv``.
     """
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
@@ -166,8 +161,7 @@ def train(
             if losses["validation_loss"] < best:
                 best = losses["validation_loss"]
                 weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            if folder is not None:
-                pd.DataFrame(log).to_csv(folder / "log.csv", index=False)
+            pd.DataFrame(log).to_csv(folder / "log.csv", index=False)
     model.load_state_dict(weights)
     return pd.DataFrame(log)
 

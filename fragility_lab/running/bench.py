@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from fragility_core.adjoint import Adjoint
@@ -35,14 +35,7 @@ from fragility_lab.experiments.shadow import ShadowTraining
 from fragility_lab.inputs.checkpoints import default_device, load_model
 from fragility_lab.running.environment import device_name
 
-LENGTHS = (128, 512, 1024)
-TIME_LIMITS = {128: 1.2, 512: 1.2, 1024: 1.5}
-EMULATION_LIMIT = 1.6
-MEMORY_LIMIT = 1.3
-TRAINING_LENGTH, TRAINING_LIMIT = 256, 2.5
-PATCHING_LENGTH, PATCHING_LIMIT = 512, 0.75
-ESTIMATE_LIMITS = {512: 3.5, 1024: 5.0}
-ESTIMATE_MEMORY_LIMIT = 1.5
+ALONE = ("plain", "monitored", "training forward", "estimate")  # what is measured in a process of its own
 
 
 def random_gpt2() -> GPT2Model:
@@ -51,9 +44,9 @@ def random_gpt2() -> GPT2Model:
     return GPT2Model(GPT2Config()).eval().requires_grad_(False).to(default_device())
 
 
-def random_tokens(length: int, vocabulary: int = 50000) -> Tensor:
-    """One window (1, length) of random tokens."""
-    return torch.randint(vocabulary, (1, length), device=default_device())
+def random_tokens(length: int) -> Tensor:
+    """One window (1, length) of random tokens, which the embedded checkpoint has too."""
+    return torch.randint(4096, (1, length), device=default_device())
 
 
 def medians(
@@ -95,7 +88,7 @@ def time_passes(repetitions: int) -> pd.DataFrame:
     plain, unobserved = copy.deepcopy(model).bfloat16(), lower(model, "bf16")
     emulated, monitor = lower(model, "fp16", "emulated"), Monitor(lower(model, "bf16"))
     rows = []
-    for length in LENGTHS:
+    for length, limit in ((128, 1.2), (512, 1.2), (1024, 1.5)):
         tokens = random_tokens(length)
         calls = {
             "plain bf16": partial(plain, tokens),
@@ -104,46 +97,40 @@ def time_passes(repetitions: int) -> pd.DataFrame:
             "plain fp32": partial(model, tokens),
             "emulated fp16": partial(plain_pass, emulated, tokens),
         }
-        seconds = medians(calls, repetitions * max(LENGTHS) // length)  # short passes scatter more
-        for slow, fast, limit in (
-            ("monitored bf16", "plain bf16", TIME_LIMITS[length]),
+        seconds = medians(calls, repetitions * 1024 // length)  # short passes scatter more
+        for slow, fast, most in (
+            ("monitored bf16", "plain bf16", limit),
             ("monitored bf16", "unobserved bf16", float("nan")),
-            ("emulated fp16", "plain fp32", EMULATION_LIMIT),
+            ("emulated fp16", "plain fp32", 1.6),
         ):
-            rows.append(compared(f"{slow} / {fast}", length, seconds[slow], seconds[fast], limit))
+            rows.append(compared(f"{slow} / {fast}", length, seconds[slow], seconds[fast], most))
     return pd.DataFrame(rows)
 
 
 def time_patching(repetitions: int) -> pd.DataFrame:
     """Base and all L patched passes of one window over L plain passes with the library's default attention."""
-    model = load_model("embedded")
-    tokens = random_tokens(PATCHING_LENGTH, model.config.vocab_size)
-    rows = []
+    model, tokens, rows = load_model("embedded"), random_tokens(512), []
     for format in ("bf16", "fp16"):
         plain, patching = lower(model, format), Patching(model, lower(model, format))
-        calls = {"patched": partial(patching, tokens), "plain": partial(plain_pass, plain, tokens)}
-        seconds = medians(calls, repetitions)
+        seconds = medians({"E3": partial(patching, tokens), "plain": partial(plain_pass, plain, tokens)}, repetitions)
         name = f"E3: all patched forwards / (L x plain), {format} {plain.execution}"
-        base = len(patching.pairs) * seconds["plain"]
-        rows.append(compared(name, PATCHING_LENGTH, seconds["patched"], base, PATCHING_LIMIT))
+        rows.append(compared(name, 512, seconds["E3"], len(patching.pairs) * seconds["plain"], 0.75))
     return pd.DataFrame(rows)
 
 
 def time_training_step(repetitions: int) -> pd.DataFrame:
     """A step of E5 (training, shadow copy, monitored pass, reference) over a bare fp32 training step."""
-    model = load_model("embedded", auto_class=AutoModelForCausalLM)
+    model, tokens = load_model("embedded", auto_class=AutoModelForCausalLM), random_tokens(256)
     shadowed, bare = ShadowTraining(model, "fp16"), ShadowTraining(model, "fp16")
     bare.master = copy.deepcopy(model).requires_grad_(True)  # as the library ships it
     bare.optimizer = torch.optim.AdamW(bare.master.parameters(), weight_decay=0.0, fused=True)
-    tokens = random_tokens(TRAINING_LENGTH, model.config.vocab_size)
 
     def step() -> None:
         shadowed.train_step(tokens, 1e-5)
         shadowed.observe(tokens)
 
     seconds = medians({"E5": step, "bare": lambda: bare.train_step(tokens, 1e-5)}, 2 * repetitions)
-    row = compared("E5 step / training step", TRAINING_LENGTH, seconds["E5"], seconds["bare"], TRAINING_LIMIT)
-    return pd.DataFrame([row])
+    return pd.DataFrame([compared("E5 step / training step", 256, seconds["E5"], seconds["bare"], 2.5)])
 
 
 def time_estimate(repetitions: int) -> pd.DataFrame:
@@ -153,11 +140,12 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
-    for length, limit in ESTIMATE_LIMITS.items():
-        tokens = random_tokens(length, model.config.vocab_size)
+    for length, limit in ((512, 3.5), (1024, 5.0)):
+        tokens = random_tokens(length)
         calls = {"plain": torch.no_grad()(partial(model, tokens, use_cache=False))}
         for format, implementation in product(("bf16", "fp16"), ("sdpa", OBSERVED_EAGER)):
-            calls[f"{format}, {implementation}"] = partial(estimator(model, format, implementation), tokens)
+            low = attending(lower(model, format), implementation)
+            calls[f"{format}, {implementation}"] = partial(Adjoint(low, model), tokens)
         seconds = medians(calls, repetitions, clock)
         base = seconds.pop("plain")
         for name, taken in seconds.items():
@@ -166,39 +154,32 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def estimator(model: nn.Module, format: str, implementation: str) -> Adjoint:
-    """The estimator for ``model`` in ``format`` with an attention implementation."""
-    low = lower(model, format)
+def attending(low: LowPrecision, implementation: str) -> LowPrecision:
+    """``low`` with another attention implementation."""
     set_attention(low.model, implementation)
-    return Adjoint(low, model)
+    return low
 
 
-def growth_of_estimate(kind: str, length: int = 1024) -> float:
-    """MiB that one "estimate" or "training forward" takes on top of the loaded models (fp32, and bf16)."""
-    model = load_model("embedded")
-    low = lower(model, "bf16")
-    set_attention(low.model, OBSERVED_EAGER)
-    tokens = random_tokens(length, model.config.vocab_size)
-    _reset_peak()
-    before = _peak()
-    if kind == "estimate":
-        Adjoint(low, model)(tokens)
+def memory_of(kind: str) -> float:
+    """MiB of one bf16 pass of one window; ``kind`` is one of ALONE.
+
+    A "plain" (eager) or "monitored" pass counts with the loaded model. An "estimate" or a "training forward" counts
+    without the loaded models (fp32 and bf16).
+    """
+    if kind in ("plain", "monitored"):
+        low = lower(random_gpt2(), "bf16")
+        if kind == "plain":
+            low.model.set_attn_implementation("eager")
+        call = Monitor(low) if kind == "monitored" else partial(plain_pass, low)
     else:
-        model.requires_grad_(True)(tokens)
-    return _peak() - before
-
-
-def peak_of_pass(kind: str, length: int = 1024) -> float:
-    """Peak MiB during one bf16 pass ("plain" eager or "monitored"), the loaded model included."""
-    low = lower(random_gpt2(), "bf16")
-    if kind == "plain":
-        low.model.set_attn_implementation("eager")
-    call = Monitor(low) if kind == "monitored" else low.model
-    tokens = random_tokens(length)
+        model = load_model("embedded")
+        low = attending(lower(model, "bf16"), OBSERVED_EAGER)
+        call = model.requires_grad_(True) if kind == "training forward" else lambda given: Adjoint(low, model)(given)
+    tokens = random_tokens(1024)
     _reset_peak()
-    with torch.no_grad(), low.running():
-        call(tokens)
-    return _peak()
+    loaded = 0.0 if kind in ("plain", "monitored") else _peak()
+    call(tokens)
+    return _peak() - loaded
 
 
 def _reset_peak() -> None:
@@ -217,34 +198,27 @@ def _peak() -> float:
     return int(status["VmHWM"].split()[0]) / 2**10
 
 
-MEASURED_ALONE = {
-    "plain": peak_of_pass, "monitored": peak_of_pass,
-    "training forward": growth_of_estimate, "estimate": growth_of_estimate,
-}  # fmt: skip
-
-
 def memory_passes() -> pd.DataFrame:
     """Memory of the monitored pass over the plain eager pass, and of an estimate; each in a fresh process."""
     command = [sys.executable, "-m", __spec__.name, "--peak"]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    peaks = {
-        kind: float(subprocess.check_output([*command, kind], env=environment, text=True)) for kind in MEASURED_ALONE
-    }
-    pairs = ("monitored", "plain", MEMORY_LIMIT), ("estimate", "training forward", ESTIMATE_MEMORY_LIMIT)
-    rows = [
-        compared(f"{large} / {small}, peak", 1024, peaks[large], peaks[small], limit, "MiB")
-        for large, small, limit in pairs
-    ]
-    return pd.DataFrame(rows)
+    given = {"env": os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, "text": True}
+    peaks = {kind: float(subprocess.check_output([*command, kind], **given)) for kind in ALONE}
+    pairs = ("monitored", "plain", 1.3), ("estimate", "training forward", 1.5)
+    return pd.DataFrame(
+        [
+            compared(f"{large} / {small}, peak", 1024, peaks[large], peaks[small], limit, "MiB")
+            for large, small, limit in pairs
+        ]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--peak", choices=MEASURED_ALONE, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", choices=ALONE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak:
-        print(MEASURED_ALONE[arguments.peak](arguments.peak))
+        print(memory_of(arguments.peak))
         return
     print(f"GPT-2's size, random weights, {device_name(default_device())}, torch {torch.__version__}")
     print(time_passes(arguments.repetitions).round(3).to_string(index=False))

@@ -21,6 +21,7 @@ from fragility_lab.paths import PROJECT
 RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
 FOLLOWED = ("fragility_lab.experiments.", "fragility_lab.inputs.")  # imports that the numbers of a run depend on
+TERMINAL = "FRAGILITY_TERMINAL"  # in the environment of kernels whose stderr is a terminal's
 STALE = "FRAGILITY_STALE"  # in the environment: "keep" takes stale runs as they are; `make` sets it from STALE=
 
 
@@ -93,6 +94,15 @@ def device_name(device: str) -> str:
     return f"{platform.machine()} CPU, {threads} thread{'s' * (threads != 1)}"
 
 
+def progress(*args, **kwargs):
+    """A tqdm bar with the arguments of ``tqdm.tqdm``, in the form that its reader can see."""
+    if os.environ.get(TERMINAL):
+        from tqdm import tqdm
+    else:
+        from tqdm.auto import tqdm
+    return tqdm(*args, **kwargs)
+
+
 def unmet() -> list[str]:
     """Requirements of pyproject.toml that this interpreter's packages do not satisfy."""
     try:
@@ -116,8 +126,7 @@ def unmet() -> list[str]:
 
 
 def main() -> None:
-    missing = unmet()
-    if missing:
+    if missing := unmet():
         sys.exit("packages missing here: " + ", ".join(missing))
 
 

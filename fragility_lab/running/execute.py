@@ -22,7 +22,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import DeadKernelError
 
 from fragility_lab import paths
-from fragility_lab.running.progress import TERMINAL
+from fragility_lab.running.environment import TERMINAL
 
 SMOKE = "smoke"
 USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
@@ -52,8 +52,7 @@ def notebook_path(name: str) -> Path:
 
 def profile_names() -> list[str]:
     """All profiles, the committed defaults first."""
-    folders = sorted(path.name for path in paths.PROFILES.iterdir() if path.is_dir())
-    return [SMOKE, *(name for name in folders if name != SMOKE)]
+    return [SMOKE, *sorted(path.name for path in paths.PROFILES.iterdir() if path.is_dir())]
 
 
 def profile_values(profile: str, name: str) -> dict[str, Any]:
@@ -94,8 +93,6 @@ def checked(notebook: str, known: dict[str, Any], name: str, value: Any) -> Any:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    if default is None:
-        return True
     if type(default) is float:
         return type(value) in (int, float)  # not bool, which is an int to isinstance
     if type(value) is not type(default):
