@@ -19,8 +19,8 @@ Limits:
 
 - The prediction is the mean over realisations of the rounding errors. The error of a single pass scatters about it.
 - Errors that are alike add up to more than independent ones. This happens in a channel that has nearly the same large
-  value at every position. The standard error does not show it: it is the scatter of the probes alone. With p probes it
-  is that of a t distribution with p - 1 degrees of freedom.
+  value at every position. The standard error does not show this, since it is the scatter of the probes alone. With
+  p probes, the error of the estimate over its standard error follows a t distribution with p - 1 degrees of freedom.
 - The first order is accurate in bf16 and fp16, and close where fp8 is used in linear layers alone. With every kernel
   in fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
 - A mixture of experts may choose other experts after rounding, which no derivative sees

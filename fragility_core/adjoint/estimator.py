@@ -161,7 +161,7 @@ class Adjoint:
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
         if any(version_of(parameter) != version for parameter, version in self._versions):
             raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
-        if not tokens.numel():
+        if tokens.ndim < 2 or not tokens.numel():
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         with self._lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted

@@ -105,9 +105,10 @@ def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, 
     """fp32 ``x`` rounded at random to one of its two neighbours in ``format``, without bias; inf and NaN stay.
 
     The probability of a neighbour is 1 minus its relative distance (Croci et al. 2022, doi:10.1098/rsos.211631). The
-    format drops some of the fraction bits of fp32. As many random bits are added to those, may carry, and the sum is
-    cut. Before, ``x`` is scaled so that subnormals of the format are subnormals of fp32. That rounds bits below fp32's
-    smallest number to nearest: an error of half a unit of the last random bit. The exponent has no upper bound.
+    format drops some of the fraction bits of fp32. Random bits are added to these. The sum may carry into the bits that
+    stay. Then the dropped bits are set to 0. Before, ``x`` is scaled so that subnormals of the format are subnormals of
+    fp32. That rounds bits below fp32's smallest number to nearest: an error of half a unit of the last random bit. The
+    exponent has no upper bound.
 
     The first dimension may hold ``copies`` of one batch, one after another. They get the same random bits.
     """

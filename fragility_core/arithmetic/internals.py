@@ -35,7 +35,7 @@ PRIVATE = {
     "torch.Tensor._version": "whether weights have changed since they were read",
     "torch._C._functorch.is_functorch_wrapped_tensor": "derivatives by torch.func need kernels that it can follow",
     "torch.utils._pytree.tree_leaves": "tensors in named tuples and in outputs of models",
-    "torch.utils._pytree.tree_map_only": "the same, changed",
+    "torch.utils._pytree.tree_map_only": "changes the tensors in named tuples and in outputs of models",
     "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
     "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
     "transformers.PreTrainedModel._from_config": "which buffers a model made in 16 bits has in them",
@@ -160,6 +160,6 @@ def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
 def replace_forward(module: nn.Module, forward: Callable) -> None:
     """Let ``module`` run ``forward`` in place of its own, which no hook can prevent from running.
 
-    A module around it would do, too, but the paths of modules would change.
+    Wrapping the module would also work, but would change the paths of modules.
     """
     module.forward = forward

@@ -22,7 +22,11 @@ __all__ = [
     "policy_class", "replay", "trajectory",
 ]  # fmt: skip
 
-_CLASSES = (Uncontrolled, StaticGlobal, RandomSameBudget, RiskOnlySameBudget, ReleasedBGSS, PrintedBGSS, EpsilonBump)
+_CLASSES = (
+    Uncontrolled, StaticGlobal,
+    RandomSameBudget, RiskOnlySameBudget, ReleasedBGSS,
+    PrintedBGSS, EpsilonBump,
+)  # fmt: skip
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _CLASSES}
 
 

@@ -14,7 +14,7 @@ from fragility_core.bgss.state import Action, Limits, State, action_table, advan
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """When to raise LayerNorm's epsilon, and in which blocks. The base class never raises it.
+    """When to raise LayerNorm's epsilon, and in which blocks. The base class takes no action.
 
     The fields are the policy's parameters. Raises ValueError for values out of range.
     """
@@ -50,8 +50,8 @@ class Policy(ABC):
         """The actions of a monitored step. They apply from the next step on; this call changes nothing.
 
         ``rows`` are the block rows of one window as ``surrogates.score`` returns them. ``signal`` is the
-        ``combined`` of that window. A nonfinite value leads to no action. Raises ValueError for rows of more
-        than one window, or in another order.
+        ``combined`` of that window. A nonfinite value leads to no action. Where a policy acts, it
+        raises ValueError for rows of more than one window, or in another order.
         """
         return ()
 

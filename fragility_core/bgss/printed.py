@@ -45,7 +45,7 @@ class Printed(Policy):
         Eq. (23) (`eq:alg-eps-cand`) and Eq. (24) (`eq:alg-eps-update`). ``ratio`` is the rho_LN that was measured under
         ``epsilon``, each (layers,).
         """
-        candidate = theory.epsilon_candidate(
+        candidate = theory.epsilon_candidate(  # ratio times epsilon is sigma^2 d_model u already
             ratio * epsilon, 1, 1, target=self.target_ratio, epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max
         )
         return theory.epsilon_update(np.array(state.epsilon), candidate)

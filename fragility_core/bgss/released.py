@@ -1,4 +1,4 @@
-"""The release's controller and its three policies of equal budget (protocol section 6).
+"""The release's controller, and two policies that share its budget (protocol section 6).
 
 The controller acts at steps whose signal is high among the earlier signals. It chooses the layers of highest
 priority and multiplies their epsilon.

@@ -38,7 +38,7 @@ class Action:
 
 @dataclass(frozen=True)
 class State:
-    """A controller at ``step``, the number of monitored steps before it.
+    """A controller at monitored ``step``, counted from 0; -1 is before the first one.
 
     Epsilons, counts and cooldowns follow from ``actions``, so they cannot contradict it. A state holds plain numbers
     only. It can be pickled with the rest of a training run.

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import nn
 
 from fragility_core import adjoint
@@ -17,7 +18,8 @@ from fragility_core.protection.keep import Plan, require_modules
 from fragility_core.protection.structure import KEEPABLE_SITES, Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
-# A kernel is exact if its squared error is below this share of that before it; a second rounding has 1/4 or more.
+# The last kernel counts as exact if its squared error is below this share of that of the kernel before it. A second
+# rounding has at least 1/4.
 NEARLY_EXACT = 1 / 8
 
 
@@ -31,8 +33,14 @@ class Contributions:
         """``prediction`` is for ``model`` in low precision, ``model`` itself is in fp32.
 
         ``model`` gives its modules and the shapes of its parameters, and runs over a few tokens. Windows whose
-        prediction is not finite are left out. Raises ValueError if no window is left.
+        prediction is not finite are left out. Raises ValueError if no window is left, for a model without the modules
+        of the prediction, and for one that is not in fp32.
         """
+        modules, dtypes = dict(model.named_modules()), {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if missing := sorted(prediction.ran - modules.keys()):
+            raise ValueError(f"a plan needs the model of the prediction, got one without {', '.join(missing[:3])}")
+        if dtypes != {torch.float32}:
+            raise ValueError(f"a plan needs the fp32 model that was lowered, got {', '.join(sorted(map(str, dtypes)))}")
         self.model, self.format, self.length = model, get_format(prediction.format), prediction.length
         finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
         if finite.empty:
@@ -102,7 +110,14 @@ class Contributions:
         return np.flatnonzero(self._inside(path) & self.structure.places.kind.eq("kernel").to_numpy())
 
     def predict(self, plan: Plan) -> pd.DataFrame:
-        """The ``predicted`` mismatch of every window under ``plan``, and its ``standard_error``."""
+        """The ``predicted`` mismatch of every window under ``plan``, and its ``standard_error``.
+
+        Raises ValueError for a plan of another format, or of parts that this model does not have.
+        """
+        if plan.format != self.format.name:
+            raise ValueError(f"a plan must be for the format of the prediction, {self.format.name}, got {plan.format}")
+        require_modules(self.model, plan.modules)
+        self._require_sites(["residual"] * plan.residual + ["scores"] * plan.scores)
         left = self.structure.places.place[~self.vanishing(plan)]
         return adjoint.predict(self.rows[self.rows.place.isin(left)], self.windows)
 
@@ -140,7 +155,7 @@ class Contributions:
         """
         if unit not in UNITS:
             raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
-        if not isinstance(budget, int):
+        if not isinstance(budget, int | np.integer) or isinstance(budget, bool):
             raise ValueError(f"a budget must be a whole number, got {budget!r}")
         if unit == "bytes":
             if budget < 0:
@@ -160,7 +175,10 @@ class Contributions:
         """One row per block, site or module: its ``label``, and its ``gain`` if it alone is kept.
 
         A gain is the share of the predicted squared error that vanishes. Gains add up over units that do not overlap.
+        Raises ValueError for another unit.
         """
+        if unit not in UNITS[:-1]:
+            raise ValueError(f"gains are those of {', '.join(UNITS[:-1])}, got {unit!r}")
         total = self.relative.sum()
         plans = self._single_units(unit)
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]

@@ -98,7 +98,7 @@ def keep_stream(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[s
 
 
 def clamp_mask(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Raise an additive mask to the ``lowest`` number of the format: beside an fp32 stream it holds fp32's lowest."""
+    """Raise an additive mask to the ``lowest`` number of the format; with an fp32 stream it holds fp32's lowest."""
     mask = kwargs.get("attention_mask")
     additive = mask is not None and mask.dtype == torch.float32
     return args, kwargs | {"attention_mask": mask.clamp_min(lowest)} if additive else kwargs

@@ -100,8 +100,8 @@ class Structure:
     def stream_can_be_kept(self) -> bool:
         """Whether the stream begins with an embedding, and every block reads it through norms and then adds to it.
 
-        A stream that a norm replaces (after a block, or before the first one) is rounded there in any case, and so is
-        one that branches read directly.
+        A stream that a norm replaces (after a block, or before the first one) is rounded there in any case. A
+        stream that branches read directly is rounded, too.
         """
         kernels = self.places[self.places.kind == "kernel"]
         if kernels.empty or not embedding_paths(self.model):  # weights alone are rounded, or no embedding
@@ -149,8 +149,9 @@ def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> 
 def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:
     """Floating-point operations per token that move from the format to fp32, at windows of ``length`` tokens T.
 
-    A matrix of n entries counts 2 n, in a mixture those of all experts. An attention branch that is kept counts 4 T d more, for query times key and for
-    probabilities times value, d the width of all heads together. For ``scores`` each other branch counts 2 T d.
+    A matrix of n entries counts 2 n, in a mixture those of all experts. An attention branch that is kept counts 4 T d
+    more, for query times key and for probabilities times value, d the width of all heads together. For ``scores`` each
+    other branch counts 2 T d.
     Masked scores count, elementwise kernels do not. d counts as 0 if no configuration gives it.
     """
     owners = [m for path in kept for m in structure.model.get_submodule(path).modules()]

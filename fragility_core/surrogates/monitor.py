@@ -29,7 +29,7 @@ from fragility_core.surrogates.transport import branch_jacobian_norm
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 
-# Values for blocks without norms of queries and keys, or without a gated MLP. Their transport is the same with them.
+# Values for blocks without norms of queries and keys, or without a gated MLP: they leave the transport unchanged.
 NEUTRAL = {"query_gain": 1.0, "key_gain": 1.0, "up_max": 1.0, "activated_max": 0.0}
 
 
@@ -215,8 +215,10 @@ class Monitor:
 
         With ``reference``, the fp32 hidden states (B, T, d_model) of the same windows, the window rows have the
         ``mismatch``. With ``loss`` (models with a head) they have the mean next-token cross entropy in nats. Raises
-        ValueError for a model in training mode.
+        ValueError for a model in training mode, and for tokens of another shape.
         """
+        if tokens.ndim != 2 or not tokens.numel():
+            raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         record = PassRecord(len(self.blocks))

@@ -194,8 +194,9 @@ def softmax_growth(spread: Tensor) -> Tensor:
     """(e^r - 1) / r >= 1: what the first order of the softmax leaves out, in closed form; not in the paper.
 
     ||softmax(s + ds) - softmax(s)|| <= ||J(p)||_2 ||ds|| (e^r - 1) / r for every ds, where ``spread`` r =
-    max(ds) - min(ds). Proof: between s and s + t ds no p_i grows by more than e^{tr}. The variance that J stands
-    for is at most the second moment about any centre, so ||J(p(t))||_2 <= e^{tr} ||J(p)||_2. Integrate over t.
+    max(ds) - min(ds). Proof: between s and s + t ds no p_i grows by more than e^{tr}. v^T J(p) v is the
+    variance of v under p, so it is at most the second moment of v about any point. Hence ||J(p(t))||_2 <=
+    e^{tr} ||J(p)||_2. Integrate over t.
     """
     return torch.where(spread == 0, 1.0, torch.expm1(spread) / spread)
 
