@@ -715,6 +715,8 @@ def test_an_estimate_of_other_weights_is_refused(tiny_gpt2, tiny_tokens):
         Adjoint(low, low.model)
     with pytest.raises(ValueError, match=r"windows must hold tokens \(B, T\), got shape \(2, 0\)"):
         Adjoint(low)(tiny_tokens[:2, :0])
+    with pytest.raises(ValueError, match=r"windows must hold tokens \(B, T\), got shape \(40,\)"):
+        Adjoint(low)(tiny_tokens[0])
 
 
 def test_threads_wait_for_each_other(tiny_gpt2, tiny_tokens):

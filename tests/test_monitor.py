@@ -672,6 +672,12 @@ def test_models_without_a_head(tiny_gpt2, tiny_tokens):
     pd.testing.assert_frame_equal(without.layers, with_head.layers)
 
 
+@pytest.mark.parametrize("shape", [(40,), (0, 40), (2, 0)])
+def test_windows_of_another_shape_are_refused(tiny_gpt2, shape):
+    with pytest.raises(ValueError, match=r"windows must hold tokens \(B, T\), got shape"):
+        Monitor(lower(tiny_gpt2, "bf16"))(torch.zeros(shape, dtype=torch.long))
+
+
 def test_training_mode_is_refused(tiny_gpt2, tiny_tokens):
     monitor = Monitor(lower(tiny_gpt2.train(), "bf16"))
     with pytest.raises(ValueError, match=r"needs the model in eval mode, got training mode: call model.eval\(\)"):

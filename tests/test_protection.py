@@ -659,6 +659,10 @@ def test_a_module_that_does_not_run_is_refused():
         (lambda known: known.plan(-1, "bytes"), "a budget of bytes must be at least 0, got -1"),
         (lambda known: known.plan(1, "heads"), "a budget counts one of blocks, sites, modules, bytes, got 'heads'"),
         (lambda known: known.plan(1.5), "a budget must be a whole number, got 1.5"),
+        (lambda known: known.plan(True), "a budget must be a whole number, got True"),
+        (lambda known: known.gains("bytes"), "gains are those of blocks, sites, modules, got 'bytes'"),
+        (lambda known: known.predict(Plan("fp16")), "for the format of the prediction, bf16, got fp16"),
+        (lambda known: known.predict(Plan("bf16", ("head",))), "one of the model's with parameters, got 'head'"),
         (lambda known: known.of_blocks([3]), r"blocks must be between 0 and 2, got \[3\]"),
         (lambda known: known.of_sites(["softmax"]), "sites to keep must be among those of this model, .*, got softmax"),
         (
@@ -729,3 +733,14 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
         measured = mismatch(logits(low.model, tiny_tokens), logits(model, tiny_tokens)).mean().item()
     assert head.predicted < 0.98 * known.keep().predicted
     assert head.predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_contributions_are_those_of_the_model_that_was_lowered(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "bf16")
+    prediction = adjoint.Adjoint(low)(tiny_tokens[:1])
+    with pytest.raises(ValueError, match=r"a plan needs the fp32 model that was lowered, got torch.bfloat16"):
+        Contributions(low.model, prediction)
+    shallow = random_model(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101), AutoModelForCausalLM)
+    with pytest.raises(ValueError, match=r"the model of the prediction, got one without transformer.h.2, "):
+        Contributions(shallow, prediction)
+    assert Contributions(tiny_gpt2, prediction).plan(np.int64(1)).modules
