@@ -18,9 +18,10 @@ WEIGHTS_ONLY =
 REFERENCE =
 PROBES =
 SEED =
+STEPS =
 WITH =
 STALE =
-export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED WITH
+export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 
@@ -49,8 +50,9 @@ EXECUTE = $(PYTHON) -m fragility_lab.running.execute
 PARALLEL = --numprocesses logical --maxprocesses 4
 
 # Results of a model or text of one's own do not mix with those of the profile; RESULTS=name on the command line
-# keeps those of several apart.
-export RESULTS := $(PROFILE)$(if $(MODEL)$(DATA),-custom)
+# keeps those of several apart. Those of another embedded checkpoint have its name.
+SHIPPED := $(if $(DATA),,$(filter $(MODEL),$(notdir $(wildcard fragility_lab/assets/checkpoints/*))))
+export RESULTS := $(or $(and $(filter embedded,$(PROFILE)),$(SHIPPED)),$(PROFILE)$(if $(MODEL)$(DATA),-custom))
 
 # The values come through the shell's variables, so that spaces and quotes in them survive.
 GIVEN = --profile "$$PROFILE" -p "profile=$$RESULTS" \
@@ -92,8 +94,8 @@ compare: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH
 	@$(PYTHON) -m fragility_lab.reporting.reruns "$$RESULTS" "$$WITH"
 
 .PHONY: pretrain
-pretrain: $(ENVIRONMENT)  ## train the embedded checkpoint again (two hours on two CPU cores)
-	@$(EXECUTE) pretrain_embedded $(GIVEN)
+pretrain: $(ENVIRONMENT)  ## train an embedded checkpoint again (two hours on two CPU cores; STEPS= for fewer)
+	@$(EXECUTE) pretrain_embedded $(GIVEN) $${STEPS:+-p "steps=$$STEPS"}
 
 .PHONY: test
 test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults

@@ -9,7 +9,7 @@ NOTEBOOKS = PROJECT / "notebooks"
 PROFILES = NOTEBOOKS / "profiles"
 OUTPUTS = PROJECT / "outputs"
 
-EMBEDDED_CHECKPOINT = ASSETS / "checkpoint"
+CHECKPOINTS = ASSETS / "checkpoints"
 EVALUATION_TEXT = ASSETS / "evaluation.txt"
 TRAINING_TEXT = ASSETS / "training.txt"
 RECORDED_RUNS = ASSETS / "e5_recorded.parquet"

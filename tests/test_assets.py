@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, tokenize
-from fragility_lab.paths import ASSETS, EMBEDDED_CHECKPOINT, EVALUATION_TEXT, TRAINING_TEXT
+from fragility_lab.paths import ASSETS, CHECKPOINTS, EVALUATION_TEXT, TRAINING_TEXT
 
-RECORD = json.loads((EMBEDDED_CHECKPOINT / "record.json").read_text())
+RECORD = json.loads((CHECKPOINTS / "embedded" / "record.json").read_text())
 PASSAGE = 20  # words
 
 
@@ -20,7 +20,7 @@ def passages(text: str) -> set[tuple[str, ...]]:
 
 
 def test_weights_are_the_recorded_ones():
-    weights = (EMBEDDED_CHECKPOINT / "model.safetensors").read_bytes()
+    weights = (CHECKPOINTS / "embedded" / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == RECORD["sha256"]
 
 

@@ -58,7 +58,7 @@ from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.shadow import ShadowTraining, set_epsilons
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import load
-from fragility_lab.paths import EMBEDDED_CHECKPOINT
+from fragility_lab.paths import CHECKPOINTS
 
 HEADS, WIDTH, TOKENS = 4, 32, 20
 BASE = {
@@ -481,7 +481,7 @@ def test_shadow_training_of_a_llama(tokens):
 
 def test_e2_of_a_llama(tmp_path):
     """From a folder with a model and a tokenizer to the runs' tables, as in ``make reproduce MODEL=...``."""
-    shutil.copytree(EMBEDDED_CHECKPOINT, tmp_path / "llama", ignore=shutil.ignore_patterns("model*", "*config.json"))
+    shutil.copytree(CHECKPOINTS / "embedded", tmp_path / "llama", ignore=shutil.ignore_patterns("model*", "*config.json"))
     tokenizer = load_tokenizer("embedded")
     tokenizer.save_pretrained(tmp_path / "llama")
     LlamaModel(LlamaConfig(**GROUPED | {"vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "llama")

@@ -9,7 +9,7 @@ from tiny import TINY, random_gpt2
 from transformers import AutoModel, AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, OPTConfig
 
 from fragility_lab.inputs.checkpoints import default_device, load_config, load_model, load_tokenizer, resolve
-from fragility_lab.paths import EMBEDDED_CHECKPOINT
+from fragility_lab.paths import CHECKPOINTS
 
 
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
@@ -22,7 +22,7 @@ def test_a_local_model_is_loaded_in_fp32_for_evaluation(auto_class, reference_mo
 
 
 def test_the_embedded_default_has_a_name():
-    assert resolve("embedded") == str(EMBEDDED_CHECKPOINT)
+    assert resolve("embedded") == str(CHECKPOINTS / "embedded")
     assert resolve("gpt2") == "gpt2"
 
 

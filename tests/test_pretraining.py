@@ -100,7 +100,7 @@ def test_training_learns_a_pattern_and_keeps_the_best_weights(tmp_path):
     config = train.TrainingConfig(
         steps=12, batch_windows=4, micro_batch=2, context=32, evaluation_interval=4, evaluation_windows=4
     )
-    model = train.new_model(vocabulary=16, context=32, seed=0)
+    model = train.new_model("embedded", vocabulary=16, context=32, seed=0)
     log = train.train(model, stream, {"validation": stream}, config, tmp_path)
     assert log.step.tolist() == [4, 8, 12]
     assert log.tokens.tolist() == [512, 1024, 1536]

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from fragility_lab.paths import EMBEDDED_CHECKPOINT, PROJECT
+from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 PACKAGES = ("fragility_core", "fragility_lab")
 SOURCES = {
@@ -95,7 +95,7 @@ def test_prediction_and_plan_run_on_the_bare_package():
     from transformers import AutoModelForCausalLM
     from fragility_core import Adjoint, Contributions, Monitor, apply, final_hidden, get_policy, lower, mismatch, score
 
-    model = AutoModelForCausalLM.from_pretrained({str(EMBEDDED_CHECKPOINT)!r}).eval()
+    model = AutoModelForCausalLM.from_pretrained({str(CHECKPOINTS / "embedded")!r}).eval()
     tokens = torch.arange(64).view(2, 32)
     low = lower(model, "bf16")
     known = Contributions(model, Adjoint(low, model)(tokens))

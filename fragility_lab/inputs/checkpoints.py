@@ -1,4 +1,4 @@
-"""Load models and tokenizers by hub name or local path, or the embedded checkpoint."""
+"""Load models and tokenizers by hub name or local path, or an embedded checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from fragility_lab.paths import EMBEDDED_CHECKPOINT
+from fragility_lab.paths import CHECKPOINTS
 
-EMBEDDED = "embedded"
+EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
 NEEDED = {
     "model": "a local copy of a decoder saved as safetensors (save_pretrained)",
     "tokenizer": "a folder that holds the model's tokenizer too (tokenizer.save_pretrained)",
@@ -21,8 +21,13 @@ NEEDED = {
 
 
 def resolve(name: str) -> str:
-    """The folder or hub name that ``name`` stands for ("embedded" is the shipped checkpoint)."""
-    return str(EMBEDDED_CHECKPOINT) if name == EMBEDDED else name
+    """The folder or hub name that ``name`` stands for: the folder of an embedded checkpoint, or ``name`` itself."""
+    return str(CHECKPOINTS / name) if name in embedded_checkpoints() else name
+
+
+def embedded_checkpoints() -> list[str]:
+    """The names of the checkpoints that ship with the project."""
+    return sorted(folder.name for folder in CHECKPOINTS.iterdir())
 
 
 def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:

@@ -1,6 +1,6 @@
-"""Train the embedded checkpoint: a byte-level BPE tokenizer and a small GPT-2.
+"""Train the embedded checkpoints: a byte-level BPE tokenizer, a small GPT-2 and a small Llama.
 
-Sources: Sennrich et al. 2016 (BPE), Radford et al. 2019 (GPT-2), Loshchilov & Hutter 2019
+Sources: Sennrich et al. 2016 (BPE), Radford et al. 2019 (GPT-2), Touvron et al. 2023 (Llama), Loshchilov & Hutter 2019
 (AdamW, cosine decay).
 """
 
@@ -18,7 +18,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast,
+)  # fmt: skip
 
 from fragility_lab.inputs.checkpoints import quiet_loading
 from fragility_lab.running.environment import progress
@@ -59,16 +61,28 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
     return np.concatenate([np.array([*encoding.ids, end], dtype=np.uint16) for encoding in encodings])
 
 
-def new_model(vocabulary: int, context: int, seed: int) -> GPT2LMHeadModel:
-    """A GPT-2 of 12 blocks, width 128 and 4 heads, with the library's random initial weights."""
+def new_model(checkpoint: str, vocabulary: int, context: int, seed: int) -> PreTrainedModel:
+    """The model of the embedded ``checkpoint``: 12 blocks of width 128, with the library's random initial weights.
+
+    "embedded" is a GPT-2 with 4 heads; "embedded-llama" a Llama with 4 query and 2 key-value heads and a head of its
+    own. Raises ValueError for other names.
+    """
+    shared = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     torch.manual_seed(seed)
-    # The fused tanh GELU is the function that GPT-2's configuration calls gelu_new.
-    config = GPT2Config(
-        n_layer=12, n_embd=128, n_head=4, n_positions=context, vocab_size=vocabulary,
-        activation_function="gelu_pytorch_tanh", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    if checkpoint == "embedded":
+        # The fused tanh GELU is the function that GPT-2's configuration calls gelu_new.
+        config = GPT2Config(
+            n_layer=12, n_embd=128, n_head=4, n_positions=context, activation_function="gelu_pytorch_tanh",
+            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **shared,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config)
+    if checkpoint == "embedded-llama":
+        config = LlamaConfig(
+            num_hidden_layers=12, hidden_size=128, intermediate_size=352, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=False, **shared,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+    raise ValueError(f"the checkpoint must be embedded or embedded-llama, got {checkpoint!r}")
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
@@ -98,7 +112,7 @@ def batches(stream: np.ndarray, config: TrainingConfig) -> Iterator[torch.Tensor
             yield torch.from_numpy(sliding_window_view(stream, width + 1)[starts].astype(np.int64))
 
 
-def language_loss(model: GPT2LMHeadModel, tokens: torch.Tensor) -> torch.Tensor:
+def language_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Mean next-token cross entropy in nats; ``tokens`` has shape (B, T + 1)."""
     device = next(model.parameters()).device
     tokens = tokens.to(device)
@@ -108,7 +122,7 @@ def language_loss(model: GPT2LMHeadModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: GPT2LMHeadModel, stream: np.ndarray, config: TrainingConfig) -> float:
+def evaluate(model: PreTrainedModel, stream: np.ndarray, config: TrainingConfig) -> float:
     """Mean loss over the first ``evaluation_windows`` windows of ``stream``."""
     windows = sliding_window_view(stream, config.context + 1)[:: config.context][: config.evaluation_windows]
     parts = torch.from_numpy(windows.astype(np.int64)).split(config.micro_batch)
@@ -119,7 +133,7 @@ def evaluate(model: GPT2LMHeadModel, stream: np.ndarray, config: TrainingConfig)
 
 
 def train(
-    model: GPT2LMHeadModel, stream: np.ndarray, monitored: dict[str, np.ndarray], config: TrainingConfig, folder: Path
+    model: PreTrainedModel, stream: np.ndarray, monitored: dict[str, np.ndarray], config: TrainingConfig, folder: Path
 ) -> pd.DataFrame:
     """Train ``model`` and leave it with the weights of the best validation loss; returns the log.
 
@@ -167,7 +181,7 @@ def train(
 
 
 def save_checkpoint(
-    model: GPT2LMHeadModel,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     log: pd.DataFrame,
@@ -175,7 +189,8 @@ def save_checkpoint(
     provenance: dict,
 ) -> dict:
     """Write model, tokenizer, ``log.csv`` and ``record.json``; return the record."""
-    model.config.activation_function = "gelu_new"
+    if isinstance(model, GPT2LMHeadModel):
+        model.config.activation_function = "gelu_new"
     with quiet_loading():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
