@@ -95,17 +95,23 @@ def test_short_corpus_is_an_error():
         next(train.batches(np.zeros(100, dtype=np.uint16), train.TrainingConfig()))
 
 
-def test_training_learns_a_pattern_and_keeps_the_best_weights(tmp_path):
+@pytest.mark.parametrize("checkpoint", ["embedded", "embedded-llama"])
+def test_training_learns_a_pattern_and_keeps_the_best_weights(checkpoint, tmp_path):
     stream = np.tile(np.arange(16, dtype=np.uint16), 200)
     config = train.TrainingConfig(
         steps=12, batch_windows=4, micro_batch=2, context=32, evaluation_interval=4, evaluation_windows=4
     )
-    model = train.new_model("embedded", vocabulary=16, context=32, seed=0)
+    model = train.new_model(checkpoint, vocabulary=16, context=32, seed=0)
     log = train.train(model, stream, {"validation": stream}, config, tmp_path)
     assert log.step.tolist() == [4, 8, 12]
     assert log.tokens.tolist() == [512, 1024, 1536]
     assert log.validation_loss.min() < 0.8 * math.log(16)
     assert train.evaluate(model, stream, config) == pytest.approx(log.validation_loss.min(), rel=1e-5)
+
+
+def test_new_models_are_the_embedded_ones():
+    with pytest.raises(ValueError, match="must be embedded or embedded-llama, got 'gpt2'"):
+        train.new_model("gpt2", vocabulary=16, context=32, seed=0)
 
 
 def test_tokenizer_is_byte_level_and_lossless():

@@ -446,9 +446,9 @@ def test_notebooks_show_a_page_below_a_link_to_it():
 
 def test_results_of_a_model_of_ones_own_have_a_report(tables, figures):
     """The Makefile keeps them in a folder beside the profile's, whose name reaches the report."""
-    (suffix,) = re.findall(r"^export RESULTS := .*,(-\w+)\)$", (paths.PROJECT / "Makefile").read_text(), re.M)
+    assert f",{report.CUSTOM})" in (paths.PROJECT / "Makefile").read_text()
     tables["e2_records"] = records().assign(model="my-gpt2")
-    html = report.page(f"laptop{suffix}", tables, figures)
+    html = report.page(f"laptop{report.CUSTOM}", tables, figures)
     assert "make reproduce PROFILE=laptop MODEL=my-gpt2" in html
 
 
