@@ -481,7 +481,9 @@ def test_shadow_training_of_a_llama(tokens):
 
 def test_e2_of_a_llama(tmp_path):
     """From a folder with a model and a tokenizer to the runs' tables, as in ``make reproduce MODEL=...``."""
-    shutil.copytree(CHECKPOINTS / "embedded", tmp_path / "llama", ignore=shutil.ignore_patterns("model*", "*config.json"))
+    shutil.copytree(
+        CHECKPOINTS / "embedded", tmp_path / "llama", ignore=shutil.ignore_patterns("model*", "*config.json")
+    )
     tokenizer = load_tokenizer("embedded")
     tokenizer.save_pretrained(tmp_path / "llama")
     LlamaModel(LlamaConfig(**GROUPED | {"vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "llama")

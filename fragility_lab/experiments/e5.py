@@ -16,13 +16,14 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.bgss import Policy, State, advance, get_policy, policy_class, replay
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.pool import Advance, Worker
+from fragility_lab.experiments.realisations import moved
 from fragility_lab.experiments.runs import RunStore, Specification, written_whole
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
@@ -46,9 +47,14 @@ class Setting:
     clip: float = 1.0
     layernorm: str = "release"
     transport: str = "release"
+    initial: str = "trained"  # the checkpoint's weights, or "random": drawn anew with the seed of each run
+    realisation: int = 0  # of rounding: above 0, the initial weights are moved by half a unit roundoff of the shadow
 
     def __post_init__(self):
         require_at_least(1, length=self.length, windows=self.windows, steps=self.steps)
+        require_at_least(0, realisation=self.realisation)
+        if self.initial not in ("trained", "random"):
+            raise ValueError(f"initial must be trained or random, got {self.initial!r}")
         if not 0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
 
@@ -137,6 +143,17 @@ def training_windows(stream: Tensor, setting: Setting, seed: int) -> Tensor:
     return windows[order]
 
 
+def initial_model(model: PreTrainedModel, setting: Setting, seed: int) -> PreTrainedModel:
+    """The model that a run starts from: ``model``, or one of its architecture with random weights drawn by ``seed``."""
+    if setting.initial == "random":
+        torch.manual_seed(seed)
+        there = next(model.parameters())
+        model = AutoModelForCausalLM.from_config(model.config, dtype=there.dtype).to(there.device)
+    if setting.realisation:
+        model = moved(model, get_format(setting.precision).unit_roundoff / 2, setting.realisation)
+    return model
+
+
 class Mitigation(Worker):
     """Computes the runs of E5, each from its last checkpoint where there is one."""
 
@@ -173,7 +190,7 @@ class Mitigation(Worker):
         windows = training_windows(self.inputs.stream, setting, spec.seed)
         policy = spec.build_policy()
         estimator = Estimator(setting.layernorm, setting.transport)
-        shadow = self.inputs.model, setting.precision, spec.execution, estimator
+        shadow = initial_model(self.inputs.model, setting, spec.seed), setting.precision, spec.execution, estimator
         training = ShadowTraining(*shadow, setting.weight_decay, setting.clip)
         torch.manual_seed(spec.seed)
         path = self.store.path(spec).with_suffix(".checkpoint")

@@ -3,7 +3,6 @@
 Like the score, the predictor needs the low-precision pass alone: no full-precision weights, no second pass.
 """
 
-import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from fragility_lab.experiments.agreement import by_run, signal_agreement
 from fragility_lab.experiments.e2 import DerivedSpec, DerivedWorker, window_rows
 from fragility_lab.experiments.e3 import WINDOW, by_block
 from fragility_lab.experiments.pool import Advance
+from fragility_lab.experiments.realisations import moved
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
 
@@ -96,12 +96,8 @@ def _redrawn(model: nn.Module, precision: str, execution: str, number: int) -> t
 
     The moved model computes nearly the same function, but rounds everything differently: to nearest, as in E2.
     """
-    moved = copy.deepcopy(model)
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(number)
-    for weight in moved.parameters():
-        noise = torch.randn(weight.shape, generator=generator, device=weight.device)
-        weight.data *= 1 + get_format(precision).unit_roundoff / 2 * noise
-    return moved, _lowered(moved, precision, execution)
+    other = moved(model, get_format(precision).unit_roundoff / 2, number)
+    return other, _lowered(other, precision, execution)
 
 
 def _lowered(model: nn.Module, precision: str, execution: str) -> LowPrecision:

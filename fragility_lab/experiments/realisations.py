@@ -1,0 +1,20 @@
+"""Other realisations of rounding: the same function, nearly, with other rounding errors."""
+
+import copy
+
+import torch
+from torch import nn
+
+
+def moved(model: nn.Module, scale: float, number: int) -> nn.Module:
+    """A copy of ``model`` whose weights are multiplied by 1 + ``scale`` z, with z standard normal.
+
+    With half a unit roundoff as ``scale``, the copy computes nearly the same function but rounds everything
+    differently. ``number`` seeds the draw: each number is another realisation.
+    """
+    copied = copy.deepcopy(model)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(number)
+    for weight in copied.parameters():
+        noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+        weight.data *= 1 + scale * noise
+    return copied
