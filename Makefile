@@ -79,6 +79,11 @@ calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's wind
 	@$(EXECUTE) x1_calibrated_predictor $(GIVEN)
 	@$(EXECUTE) report $(GIVEN)
 
+.PHONY: seeds
+seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say, and the report (ten core-minutes a seed)
+	@$(EXECUTE) e5_seeds $(GIVEN)
+	@$(EXECUTE) report $(GIVEN)
+
 ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
     $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"} \
     $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"} $${REFERENCE:+-p "reference=$$REFERENCE"} \

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fragility_core.bgss import get_policy
-from fragility_lab.experiments import e5, outcomes, runs
+from fragility_lab.experiments import e5, evidence, outcomes, runs
 from fragility_lab.experiments.outcomes import SpikeRule
 from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.runs import RunStore
@@ -228,6 +228,62 @@ def test_summaries_by_hand():
     assert outcomes.chosen_ratio(both, target=0.5) > 1
 
 
+def test_random_weights_are_drawn_by_the_seed_of_the_run(inputs):
+    """Two seeds start from different models, neither of them the checkpoint's; a seed from the same one each time."""
+    setting = replace(SETTING, initial="random")
+    first, again, other = (e5.initial_model(inputs.model, setting, seed) for seed in (0, 0, 1))
+    weights = [torch.cat([p.flatten() for p in model.parameters()]) for model in (first, again, other, inputs.model)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2]) and not torch.equal(weights[0], weights[3])
+    assert e5.initial_model(inputs.model, SETTING, 0) is inputs.model
+
+
+def test_another_realisation_moves_all_weights_by_half_a_unit_roundoff(inputs):
+    before = [p.detach().clone() for p in inputs.model.parameters()]
+    moved = e5.initial_model(inputs.model, replace(SETTING, realisation=3), 0)
+    assert all(torch.equal(p, kept) for p, kept in zip(inputs.model.parameters(), before))
+    factors = torch.cat([(p / kept)[kept != 0] - 1 for p, kept in zip(moved.parameters(), before)])
+    assert factors.std().item() == pytest.approx(2.0**-12, rel=0.05)
+    other = e5.initial_model(inputs.model, replace(SETTING, realisation=4), 0)
+    assert not torch.equal(next(other.parameters()), next(moved.parameters()))
+
+
+def test_firing_steps_are_those_at_which_a_controller_would_act(inputs, tmp_path):
+    policy = get_policy("bgss", warmup_steps=3, trigger_quantile=0.5)
+    rows = run_policies(SETTING, e5.policies(["none"], SETTING, inputs), [0], inputs, tmp_path)
+    signals = rows[rows.layer == 0].combined.to_numpy()
+    expected = [step for step in range(3, 10) if signals[step] >= np.median(signals[:step])]
+    assert outcomes.firing_steps(policy, signals) == expected
+    assert outcomes.firing_steps(policy, np.arange(10.0)) == list(range(3, 10))
+    assert outcomes.firing_steps(policy, -np.arange(10.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("signal", "loss", "fires", "falls"), [(1.0, -1.0, 2, 2), (1.0, 1.0, 2, 0), (-1.0, -1.0, 0, 2)]
+)
+def test_regime_counts_the_runs_like_the_papers(signal, loss, fires, falls):
+    steps = pd.DataFrame({"seed": np.repeat([0, 1], 60), "step": [*range(60)] * 2, "mismatch": 1.0, "event": ""})
+    steps = steps.assign(combined=signal * steps.step, loss=loss * steps.step)
+    found = outcomes.regime(steps, get_policy("bgss"), layers=12)
+    assert (found["runs"], found["fires_as_in_the_paper"], found["loss_falls"], found["ended"]) == (2, fires, falls, 0)
+    assert found["fires"] == (60 - 24) * (fires > 0)
+
+
+def test_evidence_computes_only_the_runs_that_its_table_lacks(inputs, tmp_path, monkeypatch):
+    policies = e5.policies(["none", "bgss"], SETTING, inputs)
+    specs = e5.specifications(SETTING, policies, [0, 1], inputs)
+    first = evidence.summaries(specs[:2], inputs, tmp_path / "a")
+    both = evidence.summaries(specs, inputs, tmp_path / "b", known=first)
+    assert both.policy.tolist() == ["none", "none", "bgss", "bgss"] and both.seed.tolist() == [0, 1, 0, 1]
+    assert len(list((tmp_path / "b").glob("*.parquet"))) == 2
+    pd.testing.assert_frame_equal(both[:2], first)
+    assert both.run.tolist() == [spec.digest for spec in specs]
+    stale = both.assign(code="older", max_mismatch=7.0)
+    assert (evidence.summaries(specs, inputs, tmp_path / "b", known=stale).max_mismatch < 7).all()
+    monkeypatch.setenv("FRAGILITY_STALE", "keep")
+    assert (evidence.summaries(specs, inputs, tmp_path / "c", known=stale).max_mismatch == 7).all()
+
+
 def test_windows_are_selected_then_shuffled(inputs):
     windows = e5.training_windows(inputs.stream, SETTING, seed=0)
     again = e5.training_windows(inputs.stream, SETTING, seed=0)
@@ -251,7 +307,13 @@ def test_impossible_settings_are_refused_before_any_work(change, message):
         e5.load_inputs(replace(e5.Setting("embedded", "embedded"), **change))
 
 
-@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("learning_rate", 0.0), ("learning_rate", float("inf"))])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 0), ("learning_rate", 0.0), ("learning_rate", float("inf")), ("initial", "drawn"),
+        ("realisation", -1),
+    ],
+)  # fmt: skip
 def test_bad_settings_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} must be"):
         replace(SETTING, **{name: value})

@@ -138,6 +138,16 @@ def test_e5_events_shows_means_and_deviations(policies):
     np.testing.assert_allclose(horizontal[:, 0], [4 - 2**0.5, 4 + 2**0.5])
 
 
+def test_e5_looks_shows_an_interval_a_look_and_the_bound():
+    looks = {"runs": [8, 16] * 2, "mean": [1.0, 0.5, 2.0, 2.5], "low": 0.0, "high": 3.0, "bound": 0.0}
+    course = pd.DataFrame(looks | {"quantity": ["a"] * 2 + ["b"] * 2, "experiment": "E5", "smallest": 0.5})
+    first = figures.e5_looks(course)
+    panels = [axes for axes in first.figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in panels] == ["a", "b"]
+    assert first.lines[0].get_xydata().tolist() == [[8, 1], [16, 0.5]]
+    assert first.figure.get_supxlabel() == "number of seeds"
+
+
 def test_e5_course_has_a_panel_a_policy_over_the_course_of_none():
     steps = pd.DataFrame(
         {"policy": ["none", "bgss"] * 4, "seed": [0] * 4 + [1] * 4, "step": [0, 0, 1, 1] * 2,

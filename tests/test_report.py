@@ -20,10 +20,12 @@ from fragility_lab.reporting.tables import duration
 from fragility_lab.reporting.verdicts import (
     FAILS,
     HOLDS,
+    NO_DIFFERENCE,
     NOT_RUN,
     TESTS,
     UNDECIDED,
     VERDICTS,
+    by_look,
     compare,
     interval,
     judge,
@@ -158,6 +160,53 @@ def test_bound_may_depend_on_the_table():
     assert compare({"t": table.assign(layers=1)}, [quantity]).iloc[0].verdict == FAILS
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.4, 0.4, NO_DIFFERENCE), (-0.4, -0.1, NO_DIFFERENCE), (-0.6, 0.4, UNDECIDED), (-0.9, -0.1, HOLDS),
+        (0.6, 0.9, FAILS),
+    ],
+)  # fmt: skip
+def test_an_interval_within_the_smallest_effect_is_no_difference(low, high, verdict):
+    assert judge("below", np.array([low, high]), low, high, bound=0.0, smallest=0.5) == verdict
+
+
+def seeds(count: int, mean: float) -> pd.DataFrame:
+    """Runs of two policies whose largest mismatches differ by ``mean``, and by 1 from seed to seed."""
+    noise = np.random.default_rng(0).normal(size=count)
+    runs = pd.DataFrame({"seed": np.repeat(range(count), 2), "policy": ["bgss", "random_same_budget"] * count})
+    return runs.assign(max_mismatch=np.ravel(np.column_stack([10 + mean + noise, np.full(count, 10.0)])))
+
+
+def test_a_plan_of_looks_ends_with_the_first_that_decides():
+    quantity = Quantity("E5", "x", "e5_runs", "max_mismatch_bgss - max_mismatch_random", claim="c", test="below")
+    tables = {"e5_runs": seeds(3, -100), "e5_seeds": seeds(30, -0.7)}
+    looks = by_look(quantity, tables)
+    assert [row["runs"] for row in looks] == [8, 16, 24]
+    verdicts = [row["verdict"] for row in looks]
+    first = verdicts.index(HOLDS)
+    row = compare(tables, [quantity]).iloc[0]
+    assert (row.verdict, row.runs) == (HOLDS, looks[first]["runs"]) and first > 0
+    values = looks[0]["mean"] + np.random.default_rng(0).normal(size=8)
+    wide, narrow = (np.ptp(interval(values, quantity, confidence=level)) for level in (1 - 0.05 / 8, 0.95))
+    assert wide > 1.2 * narrow
+
+
+def test_fewer_seeds_than_the_plan_starts_with_are_one_look():
+    quantity = Quantity("E5", "x", "e5_runs", "max_mismatch_bgss - max_mismatch_random", claim="c", test="below")
+    assert [row["runs"] for row in by_look(quantity, {"e5_seeds": seeds(5, -1)})] == [5]
+    assert [row["runs"] for row in by_look(quantity, {"e5_runs": seeds(5, -1)})] == [5]
+
+
+def test_the_smallest_effect_may_depend_on_the_table():
+    quantity = Quantity(
+        "E5", "x", "e5_runs", "max_mismatch_bgss - max_mismatch_random", claim="c", test="below",
+        smallest="0.5 * max_mismatch_random",
+    )  # fmt: skip
+    row = compare({"e5_runs": seeds(8, -0.1)}, [quantity]).iloc[0]
+    assert (row.verdict, row.smallest) == (NO_DIFFERENCE, 5.0)
+
+
 # --- A whole run, made up -------------------------------------------------------------------------
 
 
@@ -183,7 +232,7 @@ def records(**columns) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def complete() -> dict[str, pd.DataFrame]:
-    """A run of everything in which the claims of E2 fail and those of E5 hold, but not in the second setting."""
+    """A run of everything in which the claims of E2 fail and those of E5 hold, but not with six actions."""
     ramp = np.linspace(0.9, 1.1, 6)
     e2 = pd.DataFrame({quantity.values: -quantity.paper[0] * ramp for quantity in E2 if not quantity.counted})
     e2 = e2.assign(
@@ -194,16 +243,16 @@ def complete() -> dict[str, pd.DataFrame]:
     e3 = e3.assign(layers=12, recompute_gap=1e-7 * ramp, base_mismatch=1e-3, noise_floor=0.9)
     estimators = pd.DataFrame({"layernorm": ["release", "paper"], "transport": "release"})
     agreement = {"combined_pearson": [0.41, 0.39], "combined_spearman": 0.3, "combined_retrieval": 0.2}
-    spiking = mitigation(-1.0).astype({"ended": object})
-    spiking.loc[(spiking.policy == "none") & (spiking.seed == 1), "ended"] = "nonfinite loss"
+    scarce = mitigation(-1.0).astype({"ended": object})
+    scarce.loc[(scarce.policy == "none") & (scarce.seed == 1), "ended"] = "nonfinite loss"
     gates = {"risk": 0.5, "dominance": 0.5, "regime": 0.0, "eligible": 0.0, "raised": 0.0}
     return {f"e1_{name}": table for name, table in e1.sweeps().items()} | {
-        "e2_runs": e2, "e3_runs": e3, "e5_runs": mitigation(1.0), "e5_spiking_runs": spiking,
+        "e2_runs": e2, "e3_runs": e3, "e5_runs": mitigation(1.0), "e5_scarce_runs": scarce,
         "e2_estimators": estimators.assign(**agreement, median_ratio=2e4), "e2_records": records(),
         "e3_records": records(), "e5_records": records(),
         "e5_gates": pd.DataFrame([{"policy": "bgss_printed", "seed": 0, "layer_steps": 3072} | gates]),
         "e5_policies": policy_summary(mitigation(1.0)).reset_index(),
-        "e5_spiking_policies": policy_summary(spiking).reset_index(),
+        "e5_scarce_policies": policy_summary(scarce).reset_index(),
     }  # fmt: skip
 
 
@@ -230,7 +279,7 @@ def test_claims_are_judged_in_both_directions(compared):
     assert e5.loc["Largest mismatch, BGSS − risk-only", ["verdict", "mean"]].tolist() == [HOLDS, pytest.approx(-1.1)]
     assert e5.loc["Protected layer-steps, BGSS − static", "mean"] == 2742 - 3072
     assert e5.loc["Final mismatch, BGSS − risk-only", "verdict"] == FAILS  # the paper: a slight cost
-    assert verdicts_of("E5, second setting", compared) == {FAILS, HOLDS}
+    assert verdicts_of("E5, six actions", compared) == {FAILS, HOLDS}
 
 
 def test_every_number_of_the_paper_is_there(compared):
@@ -255,7 +304,7 @@ def test_every_claim_has_a_verdict_and_a_number_has_none(compared):
 
 
 def test_quantities_are_well_formed():
-    assert {quantity.experiment for quantity in QUANTITIES} == {"E1", "E2", "E3", "E5", "E5, second setting"}
+    assert {quantity.experiment for quantity in QUANTITIES} == {"E1", "E2", "E3", "E5", "E5, six actions"}
     assert len({(quantity.experiment, quantity.name) for quantity in QUANTITIES}) == len(QUANTITIES)
     for quantity in QUANTITIES:
         assert (quantity.test in TESTS) == bool(quantity.claim), quantity.name
@@ -370,11 +419,11 @@ def test_page_says_what_was_run(html):
     assert "NVIDIA H100" in text
     assert "eager monitored, sdpa for the reference" in text
     assert "torch 2.13.0" in text
-    assert "second setting, none, seed 1: nonfinite loss at step 255" in text
+    assert "six actions, none, seed 1: nonfinite loss at step 255" in text
     assert "In E2 2 of 578 windows overflowed" in text
     assert "regime gate ρLN < 1 lets 0.00 % of them through" in text
     assert "mean Pearson 0.390 instead of 0.410" in text
-    assert "The chosen ratio is 1.05" in text
+    assert "from runs of policy none alone: 1.05" in text
     assert "make reproduce PROFILE=smoke" in text
 
 

@@ -24,7 +24,7 @@ __all__ = ["forced_epsilon", "forced_protection", "protected_layer_steps"]
 def forced_protection(blocks: int, per_step: int, cooldown: int, budget: int) -> bool:
     """Whether the limits force which blocks are protected and for how many layer-steps: c >= P and A >= N.
 
-    Raises ValueError for ``blocks`` or ``per_step`` below 1.
+    The condition is not in the paper. Raises ValueError for ``blocks`` or ``per_step`` below 1.
     """
     if min(blocks, per_step) < 1:
         raise ValueError(f"blocks and actions a step must be at least 1, got {blocks} and {per_step}: give both")
@@ -32,9 +32,9 @@ def forced_protection(blocks: int, per_step: int, cooldown: int, budget: int) ->
 
 
 def forced_epsilon(blocks: int, per_step: int, cooldown: int, budget: int) -> bool:
-    """Whether the limits also force the final epsilon of every block: protection is forced, and A a multiple of N.
+    """Whether the limits also force the final epsilon of every block: A is a multiple of N, too.
 
-    Raises ValueError for ``blocks`` or ``per_step`` below 1.
+    The condition is not in the paper. Raises ValueError for ``blocks`` or ``per_step`` below 1.
     """
     return forced_protection(blocks, per_step, cooldown, budget) and budget % blocks == 0
 
@@ -42,7 +42,7 @@ def forced_epsilon(blocks: int, per_step: int, cooldown: int, budget: int) -> bo
 def protected_layer_steps(blocks: int, per_step: int, first: int, steps: int) -> int:
     """Layer-steps above the base epsilon in a run of ``steps``, where protection is forced: sum of min(N, k b).
 
-    Actions decided at step t apply from step t + 1 on, and the trigger fires from step ``first`` on. With the limits of
-    the paper (12 blocks, 2 a step, first step 24, 256 steps) this is 2742, the number in its table of E5.
+    The formula is not in the paper; its number is: the limits of the paper (12 blocks, 2 a step, first step 24, 256
+    steps) give the 2742 of its table of E5. Actions decided at step t apply from step t + 1 on.
     """
     return sum(min(blocks, k * per_step) for k in range(1, steps - first))

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from fragility_core.bgss import trajectory
+from fragility_core.bgss import advance, trajectory
 from fragility_core.bgss.printed import PrintedBGSS
+from fragility_core.bgss.released import Released
 from fragility_lab.inputs.loading import require_at_least
 
 RUN = ["policy", "seed"]
@@ -149,6 +150,41 @@ def peak_ratio(steps: pd.DataFrame) -> float:
     """The largest ratio of a mismatch to the median of those just before, under policy ``none``."""
     runs = steps[steps.policy == "none"].groupby("seed").mismatch
     return max(np.nanmax(relative_to_recent(run.to_numpy(), SpikeRule()), initial=0.0) for _, run in runs)
+
+
+def firing_steps(policy: Released, signals: np.ndarray) -> list[int]:
+    """Steps at which the trigger of ``policy`` fires on the ``signals`` (steps,) of a run without actions."""
+    state, fired = policy.start(layers=1), []
+    for signal in signals:
+        fired += [state.step] * policy.triggered(state, signal)
+        state = advance(state, signal)
+    return fired
+
+
+def regime(steps: pd.DataFrame, policy: Released, layers: int) -> dict[str, float]:
+    """Whether runs of policy ``none`` leave ``policy`` the occasions that the controllers have in the paper.
+
+    ``steps`` are rows of ``step_rows``; ``layers`` is the number of blocks. Counts of runs: the trigger fires at each
+    of the first steps, up to a round over all blocks; the loss falls; the run ended early. Means over runs: firing
+    steps and onsets at the release's ratio.
+    """
+    first, window = policy.warmup_steps, 8
+    needed = set(range(first, first - (-layers // policy.max_actions_per_step)))
+    found = []
+    for _, run in steps.groupby("seed", sort=False):
+        fired = firing_steps(policy, run.combined.to_numpy())
+        early = run.loss[first - window : first + window].mean()
+        found.append(
+            {
+                "fires": len(fired), "onsets": len(onsets(run.mismatch.to_numpy())),
+                "fires_as_in_the_paper": needed <= {*fired}, "loss_falls": run.loss[-2 * window :].mean() < early,
+                "ended": run.event.iloc[-1] != "", "final_loss": run.loss[-2 * window :].mean(),
+                "max_mismatch": run.mismatch.max(),
+            }
+        )  # fmt: skip
+    counted = ["fires_as_in_the_paper", "loss_falls", "ended"]
+    table = pd.DataFrame(found)
+    return {"runs": len(table)} | table[counted].sum().to_dict() | table.drop(columns=counted).mean().to_dict()
 
 
 def gate_rates(policy: PrintedBGSS, rows: pd.DataFrame) -> pd.DataFrame:

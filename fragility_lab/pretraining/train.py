@@ -19,8 +19,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional
 from transformers import (
-    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast,
-)  # fmt: skip
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from fragility_lab.inputs.checkpoints import quiet_loading
 from fragility_lab.running.environment import progress

@@ -26,8 +26,9 @@ class Quantity:
     ``values`` is a pandas expression over the table called ``table``; it gives one value per run. A table with a column
     ``policy`` first gets one row per seed (``verdicts.by_seed``). ``paper`` is (mean, standard deviation or None), or
     (runs, all runs) for ``counted`` quantities. ``test`` is a key of ``verdicts.TESTS``: it compares the mean with
-    ``bound``, a number or an expression over the same table. ``digits`` is the format of the numbers. Quantities that
-    are not ``sampled`` (E1: the same in every run) have no interval.
+    ``bound``, a number or an expression over the same table. ``smallest`` is the smallest effect of interest, likewise:
+    a mean that is nearer to the bound makes no difference that matters. ``digits`` is the format of the numbers.
+    Quantities that are not ``sampled`` (E1: the same in every run) have no interval.
     """
 
     experiment: str
@@ -38,6 +39,7 @@ class Quantity:
     claim: str = ""
     test: str = ""
     bound: str = "0"
+    smallest: str = "0"
     digits: str = ".3f"
     counted: bool = False
     sampled: bool = True
@@ -49,15 +51,16 @@ def read() -> tuple[Quantity, ...]:
     return tuple(_quantity(**row) for row in table.to_dict("records"))
 
 
-def _quantity(paper: str, paper_sd: str, paper_runs: str, bound: str, **texts: str) -> Quantity:
+def _quantity(paper: str, paper_sd: str, paper_runs: str, bound: str, smallest: str, **texts: str) -> Quantity:
     second = paper_sd or paper_runs
     numbers = (float(paper), float(second) if second else None) if paper else None
     sampled = texts["experiment"] != "E1"
-    return Quantity(paper=numbers, bound=bound or "0", counted=paper_runs != "", sampled=sampled, **texts)
+    compared = {"bound": bound or "0", "smallest": smallest or "0"}
+    return Quantity(paper=numbers, **compared, counted=paper_runs != "", sampled=sampled, **texts)
 
 
 QUANTITIES = read()
-E1, E2, E3, E5, E5_SECOND = (
+E1, E2, E3, E5, E5_SCARCE = (
     tuple(quantity for quantity in QUANTITIES if quantity.experiment == name)
-    for name in ("E1", "E2", "E3", "E5", "E5, second setting")
+    for name in ("E1", "E2", "E3", "E5", "E5, six actions")
 )

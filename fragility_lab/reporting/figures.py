@@ -3,6 +3,7 @@
 Importing this module changes no setting of matplotlib. Whatever draws does so inside of ``style``.
 """
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -258,6 +259,33 @@ def e5_course(steps: pd.DataFrame, title: str = "E5: mismatch over training") ->
     figure.supxlabel("training step", fontsize="medium")
     figure.supylabel("mismatch" if rows == 1 else "mismatch, mean over seeds", fontsize="medium")
     figure.suptitle(f"{title} (grey: none)" if len(table.columns) > 1 else title, fontsize="medium")
+    return grid[0, 0]
+
+
+@style()
+def e5_looks(course: pd.DataFrame) -> Axes:
+    """Mean and interval of each claim over the number of seeds; one panel a claim (rows of ``verdicts.by_look``)."""
+    panels = list(course.groupby("quantity", sort=False))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(3.1 * columns, 2.1 * rows + 0.4), sharex=True, squeeze=False, layout="constrained"
+    )
+    for axes, (name, looks) in zip(grid.flat, panels):
+        around = looks[["low", "high"]].sub(looks["mean"], axis=0).abs().to_numpy().T
+        last = looks.iloc[-1]
+        axes.errorbar(looks.runs, looks["mean"], yerr=around, fmt="o", markersize=4, capsize=3, color=COLOURS[0])
+        axes.axhline(last.bound, **DASHED)
+        if last.smallest > 0:
+            axes.axhspan(last.bound - last.smallest, last.bound + last.smallest, color="0.9", zorder=0)
+        axes.set(xlim=(0, course.runs.max() + course.runs.min()), xticks=sorted(course.runs.unique()))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        axes.set_title("\n".join(textwrap.wrap(name, 34)), fontsize="small")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel("number of seeds", fontsize="medium")
+    figure.supylabel("mean over seeds, with interval", fontsize="medium")
+    figure.suptitle(f"{course.experiment.iloc[0]}: mean and interval at each look", fontsize="medium")
     return grid[0, 0]
 
 

@@ -13,7 +13,7 @@ from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import cells, duration, number, shown
-from fragility_lab.reporting.verdicts import FAILS, HOLDS, NOT_RUN, UNDECIDED, compare
+from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, compare
 from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
 
 CUSTOM = "-custom"
@@ -49,12 +49,15 @@ def _sentence(experiment: str, claims: pd.DataFrame) -> str:
     tested = claims[claims.verdict != NOT_RUN]
     if tested.empty:
         return f"{experiment} was not run."
-    second = tested.experiment.str.contains(",")
-    named = tested.claim + second.map({True: " (second setting)", False: ""})
+    variant = tested.experiment.str.partition(", ")[2]
+    named = tested.claim + variant.map(lambda name: f" ({name})" if name else "")
     held, failed = named[tested.verdict == HOLDS], named[tested.verdict == FAILS]
     parts = [f"{len(held)} of {len(tested)} claims hold" + _in_words(held)]
     if len(failed):
         parts.append(f"{len(failed)} {'does' if len(failed) == 1 else 'do'} not hold" + _in_words(failed))
+    alike = named[tested.verdict == NO_DIFFERENCE]
+    if len(alike):
+        parts.append(f"{len(alike)} make{'s' * (len(alike) == 1)} no difference that matters" + _in_words(alike))
     undecided = int((tested.verdict == UNDECIDED).sum())
     if undecided:
         parts.append(f"{undecided} {'is' if undecided == 1 else 'are'} undecided")
@@ -106,7 +109,7 @@ def command(results: str, records: pd.DataFrame | None, profile: str | None = No
 def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
     """Runs of E5 that ended early, and why."""
     found = []
-    for name, setting in (("e5_runs", ""), ("e5_spiking_runs", "second setting, ")):
+    for name, setting in (("e5_runs", ""), ("e5_scarce_runs", "six actions, ")):
         runs = tables.get(name, pd.DataFrame(columns=["ended"]))
         found += [
             f"{setting}{run.policy}, seed {run.seed}: {run.ended} at step {run.steps - 1}"

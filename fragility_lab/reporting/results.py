@@ -15,6 +15,7 @@ from fragility_lab.paths import ASSETS, PROJECT
 from fragility_lab.reporting import reruns
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
+from fragility_lab.reporting.verdicts import VERDICTS
 
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
@@ -31,10 +32,11 @@ def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def claims(comparison: pd.DataFrame) -> str:
-    """The paper beside the run, one row per quantity (a table of ``verdicts.compare``)."""
-    rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–")))
-    return markdown(rows, **{name: (name, "") for name in ("quantity", "paper", "here", "interval", "verdict")})
+def claims(comparison: pd.DataFrame, seeds: bool = False) -> str:
+    """The paper beside the run, one row per quantity (a table of ``verdicts.compare``); with numbers of ``seeds``."""
+    rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–"))).assign(seeds=comparison.runs.to_numpy())
+    columns = ("quantity", "paper", "here", "interval", *["seeds"] * seeds, "verdict")
+    return markdown(rows, **{name: (name, "") for name in columns})
 
 
 def signals(tables: Tables) -> pd.DataFrame:
@@ -72,17 +74,16 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
     plan = tables["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
     kinds = tables["x1_kinds"].set_index(["precision", "label"]).measured.unstack()
     unplanned = tables["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
-    trained, gates, protection = tables["e5_runs"], tables["e5_gates"], tables["x1_protection"]
+    gates, protection = tables["e5_gates"], tables["x1_protection"]
     blocks = protection.query("unit == 'blocks' and budget > 0")
-    uncontrolled = trained[trained.policy == "none"].set_index("seed").max_mismatch
-    acting = trained[trained.actions > 0]
-    acted = acting[acting.policy == "bgss"]
+    trained = tables["e5_seeds_claims"]
+    achieved = trained[(trained.experiment == "E5") & ~trained.quantity.str.startswith("Protected")]
     return {
         "signal": signal,
         "attention_share": windows.attention_only / windows.combined,
-        "acting": acting,
-        "as_uncontrolled": int((acting.max_mismatch == acting.seed.map(uncontrolled)).sum()),
-        "actions_by_seed": [number(n, ".0f") for n in acted.sort_values("seed").actions],
+        "achieved": achieved,
+        "counts": {verdict: int((achieved.verdict == verdict).sum()) for verdict in VERDICTS},
+        "seeds": tables["e5_seeds"].seed.nunique(),
         "opened": round(float((gates.regime * gates.layer_steps).sum())),
         "plan_errors": (plan.predicted / plan.measured - 1).abs(),
         "kinds": kinds.div(unplanned, axis=0).mean(),

@@ -1,12 +1,18 @@
 """Verdicts on the paper's claims: one table, with the same few tests for every experiment.
 
 A claim about a mean is decided by the 95 % bootstrap interval of the mean over runs; an interval that includes the
-bound decides nothing. Runs of several formats on the same windows are resampled together. A claim about most runs
-holds if Wilson's interval of their share lies above 1/2. It does not hold if at most half of these runs agree with it.
+bound decides nothing. An interval within the smallest effect of interest of the bound shows that there is no difference
+that matters (two one-sided tests, Schuirmann 1987). Runs of several formats on the same windows are resampled
+together. A claim about most runs holds if Wilson's interval of their share lies above 1/2. It does not hold if at most
+half of these runs agree with it.
+
+E5's claims are judged by a sequential plan: after 8 seeds, 16, and so on to 64. The first look that decides a claim is
+its verdict. The intervals of all looks together keep 95 % (Bonferroni): each is one of 1 - 0.05/8.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -14,10 +20,16 @@ from scipy import stats
 
 from fragility_lab.reporting.claims import QUANTITIES, Quantity
 
-HOLDS, FAILS, UNDECIDED, NOT_RUN = VERDICTS = ("holds", "does not hold", "undecided", "not run")
+HOLDS, FAILS, NO_DIFFERENCE, UNDECIDED, NOT_RUN = VERDICTS = (
+    "holds", "does not hold", "no difference that matters", "undecided", "not run",
+)  # fmt: skip
+CONFIDENCE = 0.95
+LOOKS = range(8, 65, 8)  # numbers of seeds after which E5's claims are judged
+SEEDS = {"e5_runs": "e5_seeds", "e5_scarce_runs": "e5_scarce_seeds"}  # tables with the runs of all seeds
 RESAMPLES = 9999
 LEAST = 3  # with fewer independent runs nothing is shown to hold
 FEW = 6  # with fewer runs a verdict is weak: 5 runs agree by chance 1 time in 16
+DECIDED = (HOLDS, FAILS, NO_DIFFERENCE)
 REFUTED = ("every", "equal")  # tests that one counterexample refutes
 WINDOWS = ["length", "seed"]  # what determines the windows of a run
 
@@ -28,11 +40,12 @@ TESTS = {
 }  # fmt: skip
 
 
-def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) -> str:
+def judge(test: str, values: np.ndarray, low: float, high: float, bound: float, smallest: float = 0.0) -> str:
     """The verdict of ``test`` on ``values`` (runs,), whose mean has the interval from ``low`` to ``high``.
 
-    Without an interval (NaN) no claim holds, but one counterexample refutes a claim about every run. If all values
-    equal the bound, only "equal" holds: where no run differs, nothing is better.
+    An interval of more than a point within ``smallest`` of the bound shows no difference that matters. Without an
+    interval (NaN) no claim holds, but one counterexample refutes a claim about every run. If all values equal the
+    bound, only "equal" holds: where no run differs, nothing is better.
     """
     holds, fails = {
         "above": (low > bound, high < bound),
@@ -42,11 +55,15 @@ def judge(test: str, values: np.ndarray, low: float, high: float, bound: float) 
         "every": (not np.isnan(low) and values.all(), not values.all()),
         "most": (low > 0.5, not np.isnan(low) and values.mean() <= 0.5),
     }[test]
+    if bound - smallest < low < high < bound + smallest:
+        return NO_DIFFERENCE
     return HOLDS if holds else FAILS if fails else UNDECIDED
 
 
-def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None = None) -> tuple[float, float]:
-    """95 % interval of the mean of ``values`` (runs,): bootstrap, or Wilson's for counts; NaN for too few runs.
+def interval(
+    values: np.ndarray, quantity: Quantity, windows: np.ndarray | None = None, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Interval of the mean of ``values`` (runs,): bootstrap, or Wilson's for counts; NaN for too few runs.
 
     Runs with equal ``windows`` (runs,) are resampled together, and are one trial of a count. Without ``windows``, all
     runs differ.
@@ -58,24 +75,24 @@ def interval(values: np.ndarray, quantity: Quantity, windows: np.ndarray | None 
     if trials < LEAST:
         return np.nan, np.nan
     if quantity.counted:
-        return wilson(together.sum(), trials)
+        return wilson(together.sum(), trials, confidence)
     if np.ptp(values) == 0:
         return values[0], values[0]
-    return bootstrap(together)
+    return bootstrap(together, confidence)
 
 
-def bootstrap(values: pd.Series) -> tuple[float, float]:
-    """95 % bootstrap interval (BCa) of the mean of ``values`` without NaNs; NaN for fewer than three or equal ones."""
+def bootstrap(values: pd.Series, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Bootstrap interval (BCa) of the mean of ``values`` without NaNs; NaN for fewer than three or equal ones."""
     values = values.dropna().to_numpy()
     if len(values) < 3 or np.ptp(values) == 0:
         return np.nan, np.nan
-    found = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, rng=0).confidence_interval
-    return found.low, found.high
+    sampled = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, confidence_level=confidence, rng=0)
+    return sampled.confidence_interval.low, sampled.confidence_interval.high
 
 
-def wilson(successes: float, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share (Wilson 1927); ``successes`` may be fractional if a trial is a mean."""
-    z = stats.norm.ppf(0.975)
+def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Wilson's interval of a share (Wilson 1927); ``successes`` may be fractional if a trial is a mean."""
+    z = stats.norm.ppf((1 + confidence) / 2)
     share = successes / trials
     centre, half = share + z**2 / (2 * trials), z * np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     low, high = ((centre + sign * half) / (1 + z**2 / trials) for sign in (-1, 1))
@@ -91,26 +108,34 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
     return wide
 
 
-def measured(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray, int, float]:
-    """The values (runs,) of ``quantity``, the numbers (runs,) of their sets of windows, the count of runs that are not
-    finite, and the claim's bound. There are no values if ``tables`` lack a table or column that they need.
-    """
-    nothing = np.empty(0)
-    table = tables.get(quantity.table)
+@dataclass(frozen=True)
+class Measured:
+    """What the runs say of a quantity; without values where there is no run of it."""
+
+    values: np.ndarray = field(default_factory=lambda: np.empty(0))  # (runs,)
+    windows: np.ndarray = field(default_factory=lambda: np.empty(0))  # (runs,), numbers of their sets of windows
+    left_out: int = 0  # runs that are not finite
+    bound: float = np.nan  # of the claim
+    smallest: float = 0.0  # effect of interest
+
+
+def measured(quantity: Quantity, table: pd.DataFrame | None) -> Measured:
+    """The values of ``quantity`` in ``table``; none if it is missing or lacks a column that they need."""
     if table is None:
-        return nothing, nothing, 0, np.nan
+        return Measured()
     table = by_seed(table) if "policy" in table else table
     used = [name for name in table if re.search(rf"\b{name}\b", quantity.values)]
     finite = table[np.isfinite(table[used]).all(axis=1)]
     if finite.empty:
-        return nothing, nothing, len(table), np.nan
+        return Measured(left_out=len(table))
+    texts = quantity.values, quantity.bound, quantity.smallest
     try:
-        values, bound = (np.atleast_1d(finite.eval(text)) for text in (quantity.values, quantity.bound))
+        values, bound, smallest = (np.atleast_1d(finite.eval(text)) for text in texts)
     except pd.errors.UndefinedVariableError:  # a policy or statistic that this profile does not have
-        return nothing, nothing, 0, np.nan
+        return Measured()
     shared = len(values) == len(finite) and {*WINDOWS} <= {*finite}
     windows = finite.groupby(WINDOWS).ngroup().to_numpy() if shared else np.arange(len(values))
-    return values, windows, len(table) - len(finite), float(np.mean(bound))
+    return Measured(values, windows, len(table) - len(finite), float(np.mean(bound)), float(np.mean(smallest)))
 
 
 def compare(tables: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity] = QUANTITIES) -> pd.DataFrame:
@@ -119,16 +144,38 @@ def compare(tables: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity] =
     ``tables`` are those of a run by name (``e2_runs`` ...); a quantity without its table is "not run". A count is given
     as its share of the runs; ``paper_runs`` is the number of runs of the paper.
     """
-    return pd.DataFrame([_row(quantity, *measured(quantity, tables)) for quantity in quantities])
+    return pd.DataFrame([_judged(quantity, tables) for quantity in quantities])
 
 
-def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: int, bound: float) -> dict:
-    """The row of ``quantity`` from the results of ``measured``."""
+def _judged(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> dict:
+    """The row of ``quantity`` at the first look that decides its claim, or at the last one."""
+    rows = by_look(quantity, tables)
+    return next((row for row in rows if row["verdict"] in DECIDED), rows[-1])
+
+
+def by_look(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> list[dict]:
+    """The row of ``quantity`` after every look of the plan; there is one look where no plan was run.
+
+    A plan was run where ``tables`` have the runs of all seeds (``SEEDS``). The runs of fewer seeds than the first look
+    needs are one look.
+    """
+    seeds = tables.get(SEEDS.get(quantity.table, ""))
+    if seeds is None:
+        return [_row(quantity, measured(quantity, tables.get(quantity.table)))]
+    known = sorted(seeds.seed.unique())
+    counts = [count for count in LOOKS if count <= len(known)] or [len(known)]
+    looks = (seeds[seeds.seed.isin(known[:count])] for count in counts)
+    return [_row(quantity, measured(quantity, look), 1 - (1 - CONFIDENCE) / len(LOOKS)) for look in looks]
+
+
+def _row(quantity: Quantity, found: Measured, confidence: float = CONFIDENCE) -> dict:
+    """The row of ``quantity`` from what was measured."""
+    values, windows, bound = found.values, found.windows, found.bound
     runs = len(values)
     paper, second = quantity.paper or (np.nan, None)
     paper = paper / second if quantity.counted else paper
-    low, high = interval(values, quantity, windows) if runs else (np.nan, np.nan)
-    decided = judge(quantity.test, values, low, high, bound) if runs and quantity.test else ""
+    low, high = interval(values, quantity, windows, confidence) if runs else (np.nan, np.nan)
+    decided = judge(quantity.test, values, low, high, bound, found.smallest) if runs and quantity.test else ""
     return {
         "experiment": quantity.experiment,
         "quantity": quantity.name,
@@ -144,9 +191,11 @@ def _row(quantity: Quantity, values: np.ndarray, windows: np.ndarray, left_out: 
         "sampled": quantity.sampled,
         "digits": quantity.digits,
         "claim": quantity.claim,
+        "bound": bound,
+        "smallest": found.smallest,
         "tested": TESTS[quantity.test].format(f"{bound:.3g}") if decided else "",
         "verdict": decided if runs else NOT_RUN,
-        "remark": remark(quantity, values, len(np.unique(windows)), left_out, decided, bound),
+        "remark": remark(quantity, values, len(np.unique(windows)), found.left_out, decided, bound),
     }
 
 
