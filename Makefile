@@ -21,6 +21,7 @@ SEED =
 STEPS =
 WITH =
 STALE =
+OPTIONS := $(FORMAT)$(BUDGET)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(PROBES)$(SEED)
 export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
@@ -49,10 +50,10 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb notebooks/*/*.ipynb)
 EXECUTE = $(PYTHON) -m fragility_lab.running.execute
 PARALLEL = --numprocesses logical --maxprocesses 4
 
-# Results of a model or text of one's own do not mix with those of the profile; RESULTS=name on the command line
-# keeps those of several apart. Those of another embedded checkpoint have its name.
+# Results of a model or text of one's own, or of another diagnosis, do not mix with those of the profile; RESULTS=name
+# on the command line keeps those of several apart. Those of another embedded checkpoint have its name.
 SHIPPED := $(if $(DATA),,$(filter $(MODEL),$(notdir $(wildcard fragility_lab/assets/checkpoints/*))))
-export RESULTS := $(or $(and $(filter embedded,$(PROFILE)),$(SHIPPED)),$(PROFILE)$(if $(MODEL)$(DATA),-custom))
+export RESULTS := $(or $(and $(filter embedded,$(PROFILE)),$(SHIPPED)),$(PROFILE)$(if $(MODEL)$(DATA)$(OPTIONS),-custom))
 
 # The values come through the shell's variables, so that spaces and quotes in them survive.
 GIVEN = --profile "$$PROFILE" -p "profile=$$RESULTS" \

@@ -748,3 +748,16 @@ def test_mixed_precision_rounds_what_is_low(tiny_gpt2, tiny_tokens):
         parameter.copy_(exact)
     kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).contributions
     assert kernels[kernels.module.str.endswith("ln_f")].c2.eq(0).all()
+
+
+def test_a_model_that_was_not_lowered_is_refused(tiny_gpt2):
+    with pytest.raises(TypeError, match=r'such as lower\(model, "bf16"\), got a GPT2LMHeadModel'):
+        Adjoint(tiny_gpt2)
+
+
+def test_inference_mode_changes_nothing(tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, get_format("bf16"))
+    expected = Adjoint(low, tiny_gpt2)(tiny_tokens)
+    with torch.inference_mode():
+        found = Adjoint(low, tiny_gpt2)(tiny_tokens)
+    pd.testing.assert_frame_equal(found.windows, expected.windows)

@@ -836,6 +836,7 @@ def test_rows_that_are_not_one_window_are_refused(name, rows, message):
         ("bgss_printed", {"risk_threshold": -1.0}, "risk_threshold .* must be at least 0 and finite"),
         ("bgss_printed", {"dominance_threshold": 2.0}, "dominance_threshold .* must lie between 0 and 1"),
         ("bgss_printed", {"budget": -1}, "budget .* must be at least 0 and finite"),
+        ("bgss_printed", {"budget": 1.5}, "budget .* must be an integer, got 1.5"),
         ("bgss_printed", {"cooldown": -1}, "cooldown .* must be at least 0 and finite"),
     ],
 )

@@ -761,3 +761,32 @@ def test_score_of_several_observations(tiny_gpt2, tiny_tokens):
     )
     assert layers.risk.tolist() == pytest.approx(pd.concat([frame for frame, _ in each]).risk.tolist())
     assert windows.combined.tolist() == pytest.approx(pd.concat([frame for _, frame in each]).combined.tolist())
+
+
+def test_a_monitor_needs_a_lowered_model_whose_kernels_round(tiny_gpt2):
+    with pytest.raises(TypeError, match=r'such as lower\(model, "bf16"\), got a GPT2LMHeadModel'):
+        Monitor(tiny_gpt2)
+    with pytest.raises(ValueError, match="needs kernels whose results are rounded, but here weights alone are in bf16"):
+        Monitor(lower(tiny_gpt2, "bf16", "weights"))
+
+
+def test_inference_mode_changes_nothing(tiny_gpt2, tiny_tokens):
+    monitor = Monitor(lower(tiny_gpt2, "fp16"))
+    expected = monitor(tiny_tokens)
+    with torch.inference_mode():
+        found = monitor(tiny_tokens)
+    pd.testing.assert_frame_equal(found.layers, expected.layers)
+
+
+@pytest.mark.parametrize(
+    ("rows", "unit_roundoff", "estimator", "error", "message"),
+    [
+        (0, 2**-11, Estimator(), ValueError, "a score needs at least one window, got none"),
+        (None, -1.0, Estimator(), ValueError, "must lie strictly between 0 and 1, got -1.0"),
+        (None, 2**-11, "paper", TypeError, "an estimator is given as Estimator"),
+    ],
+)
+def test_a_score_refuses_what_it_cannot_use(tiny_gpt2, tiny_tokens, rows, unit_roundoff, estimator, error, message):
+    observed = Monitor(lower(tiny_gpt2, "fp16"))(tiny_tokens)
+    with pytest.raises(error, match=message):
+        score(observed.layers[:rows], observed.windows[:rows], unit_roundoff, estimator)

@@ -131,7 +131,7 @@ def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family,
     assert {"residual", "norms", "attention", "mlp", "scores", "embedding"} <= known.structure.sites.keys()
     most = [site for site in known.structure.sites if site != "mlp"]
     choices = [["attention", "mlp"], ["norms"], ["scores"], ["residual", "norms"], most]
-    for chosen in (known.of_blocks([1]), *map(known.of_sites, choices)):
+    for chosen in (known.keep(blocks=[1]), *(known.keep(sites=names) for names in choices)):
         again = contributions(model, tiny_tokens, probes=2, low=apply(model, chosen))
         rounding, left = again.structure.places[again.relative > 0], known.relative > 0
         expected = known.structure.places[left & ~known.vanishing(chosen)]
@@ -147,7 +147,7 @@ def test_plans_are_predicted_as_measured_in_every_family(family):
     model.set_attn_implementation("eager")
     tokens = torch.randint(101, (24, 64), generator=torch.Generator().manual_seed(5))
     known = contributions(model, tokens, probes=4)
-    for chosen in (known.keep(), known.plan(1, "blocks"), known.of_sites(["residual"])):
+    for chosen in (known.keep(), known.plan(1, "blocks"), known.keep(sites=["residual"])):
         ratio = chosen.predicted / measured(model, chosen, tokens).mean()
         assert ratio == pytest.approx(1, abs=0.1), chosen.label
 
@@ -156,7 +156,7 @@ def test_attention_kept_in_fp32_rounds_neither_scores_nor_probabilities(tiny_tok
     model = random_model(FAMILIES["gpt2"])
     attention.set_attention(model, attention.OBSERVED_EAGER)
     known = contributions(model, tiny_tokens)
-    again = contributions(model, tiny_tokens, low=apply(model, known.of_sites(["attention"])))
+    again = contributions(model, tiny_tokens, low=apply(model, known.keep(sites=["attention"])))
     inside = {"scores", "softmax", "context"}
     assert inside <= set(known.structure.places.site[known.relative > 0])
     assert not inside & set(again.structure.places.site[again.relative > 0])
@@ -172,7 +172,7 @@ def rounding_kernels(places, chosen: Plan) -> int:
 def test_a_kept_block_keeps_its_output_rounding(tiny):
     _, known, _ = tiny
     places = known.structure.places
-    gone = known.vanishing(known.of_blocks([1]))
+    gone = known.vanishing(known.keep(blocks=[1]))
     inside = places.layer.eq(1).fillna(False).to_numpy(dtype=bool)
     assert (gone == (inside & ~places.block_output)).all()
     assert places.kind[gone].eq("weight").any()
@@ -190,9 +190,9 @@ def test_a_stream_that_branches_read_without_a_norm_is_not_offered(tiny_tokens):
     known = contributions(random_model(Olmo2Config(**GATED)), tiny_tokens[:1])
     assert "residual" not in known.structure.sites
     with pytest.raises(ValueError, match="sites to keep must be among those of this model, norms, .*, got residual"):
-        known.of_sites(["residual"])
+        known.keep(sites=["residual"])
     with pytest.raises(ValueError, match="got residual"):
-        known.keep(residual=True)
+        known.keep(sites="residual")
 
 
 def test_a_post_norm_stream_is_neither_offered_nor_applied(tiny_tokens):
@@ -213,7 +213,7 @@ def test_the_language_part_of_a_vision_model_is_planned_for(tiny_tokens):
     model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
     known = contributions(model, tiny_tokens[:2].clamp_max(90))
     assert known.structure.blocks == [f"model.language_model.layers.{number}" for number in range(3)]
-    residual = known.of_sites(["residual"])
+    residual = known.keep(sites=["residual"])
     assert residual.activation_bytes == 2 * 32
     apply(model, residual)
     with pytest.raises(TypeError, match="the score does not cover Gemma3DecoderLayer: it needs"):
@@ -224,14 +224,14 @@ def test_a_protected_model_can_be_asked_again(tiny):
     """Beside an fp32 stream norms have fp32 weights that are rounded; only those of kept modules are exact."""
     model, known, tokens = tiny
     for names in (["residual"], ["norms", "embedding"]):
-        chosen = known.of_sites(names)
+        chosen = known.keep(sites=names)
         again = adjoint.Adjoint(apply(model, chosen), model, probes=2)(tokens)
         assert again.windows.predicted.mean() == pytest.approx(chosen.predicted, rel=0.03)
 
 
 def test_a_protected_model_can_be_pickled(tiny):
     model, known, tokens = tiny
-    low = apply(model, known.of_sites(["residual", "norms", "scores"]), "native")
+    low = apply(model, known.keep(sites=["residual", "norms", "scores"]), "native")
     again = pickle.loads(pickle.dumps(low.model))
     assert again(tokens).logits.equal(low.model(tokens).logits)
 
@@ -250,7 +250,7 @@ def test_modules_that_return_mappings_are_kept(tiny_tokens):
 
     wrapper = Wrapper().eval().requires_grad_(False)
     known = contributions(wrapper, tiny_tokens)
-    assert known.of_sites(["residual"]).activation_bytes == 2 * 32  # of the model inside
+    assert known.keep(sites=["residual"]).activation_bytes == 2 * 32  # of the model inside
     low = apply(wrapper, known.keep(["inner"]))
     assert low.model(tiny_tokens).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"must run itself, got 'inner.layers', which only holds others: name"):
@@ -314,7 +314,7 @@ def test_embeddings_that_are_scaled_exactly_are_promised_no_gain(width):
     model = random_model(config)
     tokens = torch.randint(101, (16, 40), generator=torch.Generator().manual_seed(5))
     known = contributions(model, tokens, probes=4)
-    chosen = known.of_sites(["embedding"])
+    chosen = known.keep(sites=["embedding"])
     assert chosen.predicted / measured(model, chosen, tokens).mean() == pytest.approx(1, abs=0.06)
     assert (chosen.predicted == known.keep().predicted) == (width == 64)
 
@@ -341,9 +341,9 @@ def test_a_module_that_runs_several_times_is_cast_back_each_time():
         linear.weight.mul_(3)
     tokens = torch.randint(101, (24, 40), generator=torch.Generator().manual_seed(5))
     known = contributions(model, tokens, probes=4)
-    chosen = known.of_blocks([0])
+    chosen = known.keep(blocks=[0])
     assert (~known.vanishing(chosen) & known.structure.places.layer.eq(0).fillna(False).to_numpy(bool)).sum() == 6
-    for tried in (known.keep(), chosen, known.of_sites(["norms"])):
+    for tried in (known.keep(), chosen, known.keep(sites=["norms"])):
         assert tried.predicted / measured(model, tried, tokens).mean() == pytest.approx(1, abs=0.06), tried.label
 
 
@@ -361,7 +361,7 @@ def test_predicted_mismatch_is_that_measured(embedded, format):
     model, tokens = embedded
     known = contributions(model, tokens, format)
     plans = [known.keep(), *(known.plan(k) for k in (2, 4)), *(known.plan(k, "sites") for k in (1, 2, 3))]
-    plans += [known.of_sites(["residual"]), known.of_sites(["scores"]), known.plan(100_000, "bytes")]
+    plans += [known.keep(sites=["residual"]), known.keep(sites=["scores"]), known.plan(100_000, "bytes")]
     for chosen in {(p.modules, p.residual, p.scores): p for p in plans}.values():
         found = measured(model, chosen, tokens).mean()
         assert chosen.predicted == pytest.approx(found, rel=0.04), chosen.label
@@ -399,7 +399,7 @@ def test_a_kept_block_is_a_patched_one(tiny, layer):
     low = lower(model, "bf16")
     patched = Patching(model, low)(tokens)[1 + layer]
     attention.set_attention(model, attention.OBSERVED_EAGER)
-    kept = apply(model, known.of_blocks([layer]))
+    kept = apply(model, known.keep(blocks=[layer]))
     with torch.no_grad(), kept.running():
         final = final_hidden(kept.model, tokens)
     assert (final == patched).float().mean() > 0.98
@@ -414,10 +414,10 @@ def test_a_kept_block_is_a_patched_one(tiny, layer):
 def test_blocks_are_additive_and_more_is_never_worse(tiny, first, second):
     _, known, _ = tiny
     total, gains = known.remaining(known.keep()), known.gains("blocks").gain
-    left = known.remaining(known.of_blocks(first))
+    left = known.remaining(known.keep(blocks=first))
     assert left == pytest.approx(total * (1 - gains[list(first)].sum()))
-    assert known.remaining(known.of_blocks(first | second)) <= left
-    windows = known.predict(known.of_blocks(first))
+    assert known.remaining(known.keep(blocks=first | second)) <= left
+    windows = known.predict(known.keep(blocks=first))
     assert left == pytest.approx((windows.predicted**2).mean())
 
 
@@ -425,9 +425,8 @@ def test_blocks_are_additive_and_more_is_never_worse(tiny, first, second):
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_no_choice_of_as_many_units_leaves_less(tiny, unit, count):
     _, known, _ = tiny
-    make = {"blocks": known.of_blocks, "sites": known.of_sites, "modules": known.keep}[unit]
     units = {"blocks": range(3)}.get(unit) or getattr(known.structure, unit)
-    least = min(known.remaining(make(choice)) for choice in itertools.combinations(units, count))
+    least = min(known.remaining(known.keep(**{unit: choice})) for choice in itertools.combinations(units, count))
     assert known.remaining(known.plan(count, unit)) == pytest.approx(least)
 
 
@@ -454,37 +453,37 @@ def test_cost_by_hand(tiny):
     _, known, _ = tiny
     width, length = 32, 40
     matrices, vectors = 12 * width**2, 13 * width
-    block = known.of_blocks([1])
+    block = known.keep(blocks=[1])
     assert block.parameter_bytes == 2 * (matrices + vectors)
     assert block.flops == 2 * matrices + 4 * length * width
-    assert known.of_sites(["scores"]).flops == 3 * 2 * length * width
-    assert known.of_sites(["attention", "scores"]).flops == 3 * (2 * 4 * width**2 + 4 * length * width)
-    assert known.of_sites(["norms"]).parameter_bytes == 2 * 7 * 2 * width
-    assert known.of_sites(["residual"]).activation_bytes == 2 * width
-    assert known.of_sites(["residual"]).parameter_bytes == known.of_sites(["norms"]).parameter_bytes  # widened
-    assert known.of_sites(["residual"]).flops == 0
+    assert known.keep(sites=["scores"]).flops == 3 * 2 * length * width
+    assert known.keep(sites=["attention", "scores"]).flops == 3 * (2 * 4 * width**2 + 4 * length * width)
+    assert known.keep(sites=["norms"]).parameter_bytes == 2 * 7 * 2 * width
+    assert known.keep(sites=["residual"]).activation_bytes == 2 * width
+    assert known.keep(sites=["residual"]).parameter_bytes == known.keep(sites=["norms"]).parameter_bytes  # widened
+    assert known.keep(sites=["residual"]).flops == 0
 
 
 def test_linear_layers_in_fp8_are_stored_in_one_byte(tiny):
     model, _, tokens = tiny
     known = contributions(model, tokens, "fp8_e4m3_linear")
     matrices, vectors = 12 * 32**2, 13 * 32
-    assert known.of_blocks([1]).parameter_bytes == 3 * matrices + 2 * vectors
-    assert known.of_sites(["norms"]).parameter_bytes == 2 * 7 * 2 * 32
+    assert known.keep(blocks=[1]).parameter_bytes == 3 * matrices + 2 * vectors
+    assert known.keep(sites=["norms"]).parameter_bytes == 2 * 7 * 2 * 32
 
 
 def test_a_tied_head_is_stored_a_second_time_unless_both_are_kept(tiny):
     _, known, _ = tiny
     table = 101 * 32
-    assert known.of_sites(["head"]).parameter_bytes == 4 * table
+    assert known.keep(sites=["head"]).parameter_bytes == 4 * table
     positions = 2 * 64 * 32
-    assert known.of_sites(["head", "embedding"]).parameter_bytes == 2 * table + positions
+    assert known.keep(sites=["head", "embedding"]).parameter_bytes == 2 * table + positions
 
 
 @pytest.mark.parametrize("sites", [["head"], ["embedding"], ["head", "embedding"], ["norms", "head"], ["residual"]])
 def test_the_price_in_bytes_is_what_the_protected_model_takes(sites, tiny):
     model, known, _ = tiny
-    chosen = known.of_sites(sites)
+    chosen = known.keep(sites=sites)
 
     def stored(low):
         return sum(p.numel() * p.element_size() for p in low.model.parameters())
@@ -497,7 +496,7 @@ def test_the_price_in_bytes_is_what_the_protected_model_takes(sites, tiny):
 
 def test_kept_parameters_are_the_models_and_the_rest_is_rounded(tiny):
     model, known, tokens = tiny
-    low = apply(model, known.of_sites(["residual", "norms", "head"]))
+    low = apply(model, known.keep(sites=["residual", "norms", "head"]))
     exact = model.state_dict()
     for name, value in low.model.state_dict().items():
         kept = "ln_" in name or name == "lm_head.weight"
@@ -573,7 +572,7 @@ def test_every_site_that_is_offered_can_be_kept(config, tiny_tokens):
     known = contributions(model, tiny_tokens[:1])
     assert known.structure.sites
     for site in known.structure.sites:
-        apply(model, known.of_sites([site]))
+        apply(model, known.keep(sites=[site]))
 
 
 def test_a_stream_that_is_fp32_already_is_not_rounded_at_kept_blocks(tiny_tokens):
@@ -583,16 +582,16 @@ def test_a_stream_that_is_fp32_already_is_not_rounded_at_kept_blocks(tiny_tokens
     model = AutoModel.from_config(config).eval().requires_grad_(False)
     known = contributions(model, tiny_tokens, probes=2)
     for count in (1, 2, 3):
-        plan = known.of_blocks(range(count))
+        plan = known.keep(blocks=range(count))
         assert measured(model, plan, tiny_tokens).mean() == pytest.approx(plan.predicted, rel=0.15)
 
 
 def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_tokens):
     """The cast back rounds the entries as the table was rounded. Embeddings gain only beside an fp32 stream."""
     known = contributions(tiny_gpt2.transformer, tiny_tokens[:1])
-    assert known.of_sites(["embedding"]).predicted == known.keep().predicted
-    assert known.of_sites(["embedding", "residual"]).predicted < known.of_sites(["residual"]).predicted
-    kept, plain = apply(tiny_gpt2.transformer, known.of_sites(["embedding"])), lower(tiny_gpt2.transformer, "bf16")
+    assert known.keep(sites=["embedding"]).predicted == known.keep().predicted
+    assert known.keep(sites=["embedding", "residual"]).predicted < known.keep(sites=["residual"]).predicted
+    kept, plain = apply(tiny_gpt2.transformer, known.keep(sites=["embedding"])), lower(tiny_gpt2.transformer, "bf16")
     assert torch.equal(final_hidden(kept.model, tiny_tokens), final_hidden(plain.model, tiny_tokens))
 
 
@@ -618,7 +617,7 @@ def test_a_norm_with_a_gain_of_one_still_casts_its_result(tiny_tokens):
             parameter.mul_(6)
     known = contributions(model, tiny_tokens, probes=4)
     for sites in (["norms"], ["residual"]):
-        plan = known.of_sites(sites)
+        plan = known.keep(sites=sites)
         assert plan.predicted == pytest.approx(measured(model, plan, tiny_tokens).mean(), rel=0.12)
 
 
@@ -663,8 +662,9 @@ def test_a_module_that_does_not_run_is_refused():
         (lambda known: known.gains("bytes"), "gains are those of blocks, sites, modules, got 'bytes'"),
         (lambda known: known.predict(Plan("fp16")), "for the format of the prediction, bf16, got fp16"),
         (lambda known: known.predict(Plan("bf16", ("head",))), "one of the model's with parameters, got 'head'"),
-        (lambda known: known.of_blocks([3]), r"blocks must be between 0 and 2, got \[3\]"),
-        (lambda known: known.of_sites(["softmax"]), "sites to keep must be among those of this model, .*, got softmax"),
+        (lambda known: known.keep(blocks=[3]), r"blocks must be between 0 and 2, got \[3\]"),
+        (lambda known: known.keep(sites="softmax"), "sites to keep must be among those of this model, .*, got softmax"),
+        (lambda known: Plan("bf16", "h.0"), "the modules of a plan must be a tuple of paths, got 'h.0'"),
         (
             lambda known: known.keep(["h.0"]),
             "a module to keep must be one of the model's with parameters, got 'h.0'",
@@ -727,7 +727,7 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
 
     model = random_model(FAMILIES["llama"], AutoModelForCausalLM)
     known = Contributions(model, adjoint.Adjoint(lower(model, "bf16"), model, probes=8, output=logits)(tiny_tokens))
-    head = known.of_sites(["head"])
+    head = known.keep(sites=["head"])
     low = apply(model, head)
     with torch.no_grad(), low.running():
         measured = mismatch(logits(low.model, tiny_tokens), logits(model, tiny_tokens)).mean().item()

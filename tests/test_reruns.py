@@ -47,10 +47,15 @@ def test_what_is_printed(outputs, capsys):
     assert "verdict (mine)" in head and "undecided" in row
 
 
-@pytest.mark.parametrize(("second", "message"), [
-    ("nowhere", "got 'nowhere', which has none.*: empty, mine, theirs"), ("", "got ''"), ("mine", "got 'mine' twice"),
-    ("empty", "judged the same claims, got none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("nowhere", "got 'nowhere', which has none.*: empty, mine, theirs"),
+        ("", "got none: make compare WITH="),
+        ("mine", "got 'mine' twice"),
+        ("empty", "judged the same claims, got none"),
+    ],
+)
 def test_results_that_cannot_be_compared(outputs, second, message):
     with pytest.raises(ValueError, match=message):
         reruns.main("mine", second)

@@ -247,4 +247,4 @@ def test_table_says_how_far_predictions_are_off(plans):
 def test_contributions_of_a_plan_are_those_of_its_label(inputs):
     windows = inputs.stream[None, :16]
     contributions = Contributions(inputs.model, estimator(inputs, "bf16", 1)(windows))
-    assert contributions.of_blocks((0, 1)).predicted < contributions.of_blocks(()).predicted
+    assert contributions.keep(blocks=(0, 1)).predicted < contributions.keep().predicted

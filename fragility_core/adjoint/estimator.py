@@ -19,7 +19,7 @@ from fragility_core.adjoint.tape import Tape, expected_error, local_error
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import attention_of, mark_stored, mark_stream, replace_forward, version_of
 from fragility_core.arithmetic.lookup import elementwise_modules
-from fragility_core.arithmetic.lowering import LowPrecision, sharing_copy
+from fragility_core.arithmetic.lowering import LowPrecision, require_low, sharing_copy
 from fragility_core.arithmetic.nested import tensors
 from fragility_core.arithmetic.operands import linear_weights, storages
 from fragility_core.models.tree import final_hidden, is_block
@@ -73,6 +73,7 @@ class Adjoint:
     weights. No pass in full precision is needed.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, low: LowPrecision, reference: nn.Module | None = None, probes: int = 1, seed: int = 0,
         output: Callable[[nn.Module, Tensor], Tensor] = final_hidden,
@@ -84,9 +85,11 @@ class Adjoint:
         from ``seed``. ``output`` gives the tensor (B, ...) whose error is predicted, and may call the model in any way:
         ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``. Weights are read once, here.
 
-        Raises ValueError for a format that rounds no results (fp32, tf32), for a model without parameters in the
-        format, for fewer than one probe, and for a reference that is not in fp32 or has other parameters.
+        Raises TypeError for a model that was not lowered. Raises ValueError for a format that rounds no results (fp32,
+        tf32), for a model without parameters in the format, for fewer than one probe, and for a reference that is not
+        in fp32 or has other parameters.
         """
+        require_low(low)
         if low.format.compute_dtype == torch.float32:
             raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
         if probes < 1:

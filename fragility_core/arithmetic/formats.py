@@ -162,8 +162,10 @@ LINEAR: dict[str, Format] = {
 KNOWN = FORMATS | SCALED | LINEAR
 
 
-def get_format(name: str) -> Format:
-    """The format called ``name``, one of KNOWN; raises ValueError naming those."""
+def get_format(name: str | Format) -> Format:
+    """The format called ``name``, one of KNOWN, or the format itself; raises ValueError naming those."""
+    if isinstance(name, Format):
+        return name
     if name not in KNOWN:
         raise ValueError(f"a format must be one of {', '.join(KNOWN)}, got {name!r}")
     return KNOWN[name]

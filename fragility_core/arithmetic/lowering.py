@@ -123,7 +123,13 @@ class LowPrecision:
         return nullcontext() if self.emulation is None else self.emulation.paused()
 
 
-def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecision:
+def require_low(low: object) -> None:
+    """Raises TypeError unless ``low`` is what ``lower`` returns."""
+    if not isinstance(low, LowPrecision):
+        raise TypeError(f'a model in low precision is needed, such as lower(model, "bf16"), got a {type(low).__name__}')
+
+
+def lower(model: nn.Module, format: str | Format, execution: str = "auto") -> LowPrecision:
     """``model`` in low precision: native where its device has the kernels, else emulated.
 
     ``execution`` may insist on "native" or "emulated". With "weights", parameters alone are rounded and kernels compute
@@ -141,7 +147,7 @@ def lower(model: nn.Module, format: str, execution: str = "auto") -> LowPrecisio
     if execution == "weights":
         return LowPrecision(rounded_copy(model, chosen, buffers=False).float(), chosen, None, weights_only=True)
     if execution == "native" and (chosen.is_storage_only or chosen.name == "tf32"):
-        raise ValueError(f'no device computes a whole model in {format}: use execution="emulated" or "auto"')
+        raise ValueError(f'no device computes a whole model in {chosen.name}: use execution="emulated" or "auto"')
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError(f"a model must have parameters to be lowered, got a {type(model).__name__} without")

@@ -3,7 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import ClassVar
 
 import numpy as np
@@ -24,6 +25,10 @@ class Policy(ABC):
     base_epsilon: float = 1e-5
 
     def __post_init__(self):
+        for field in fields(self):
+            if field.type is int:
+                count = getattr(self, field.name)
+                self._require(field.name, isinstance(count, Integral) and not isinstance(count, bool), "be an integer")
         self._require("base_epsilon", 0 < self.base_epsilon < math.inf, "be positive and finite")
 
     def _require(self, parameter: str, holds: bool, invariant: str) -> None:

@@ -1,6 +1,6 @@
 """The best plan for any budget, from one prediction."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
@@ -121,23 +121,15 @@ class Contributions:
         left = self.structure.places.place[~self.vanishing(plan)]
         return adjoint.predict(self.rows[self.rows.place.isin(left)], self.windows)
 
-    def keep(self, modules: Iterable[str] = (), residual: bool = False, scores: bool = False, label: str = "") -> Plan:
-        """The plan that keeps these parts, with its predicted mismatch and its price.
+    def keep(
+        self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = (), label: str = ""
+    ) -> Plan:
+        """The plan that keeps all of these, with its predicted mismatch and its price.
 
-        Raises ValueError for a module that the model does not have, and for a stream or scores that cannot be kept.
+        ``modules`` are paths, ``blocks`` numbers from 0, ``sites`` some of ``KEEPABLE_SITES``. Raises ValueError for
+        those that the model does not have.
         """
-        modules = outermost((modules,) if isinstance(modules, str) else tuple(modules))
-        require_modules(self.model, modules)
-        self._require_sites(["residual"] * residual + ["scores"] * scores)
-        return self._priced(self._plan(modules, residual, scores, label))
-
-    def of_blocks(self, numbers: Iterable[int]) -> Plan:
-        """The plan that keeps the blocks of these ``numbers``, from 0; raises ValueError for other numbers."""
-        return self._priced(self._of_blocks(tuple(dict.fromkeys(numbers))))
-
-    def of_sites(self, names: Iterable[str]) -> Plan:
-        """The plan that keeps these of ``KEEPABLE_SITES``; raises ValueError for sites that the model does not have."""
-        return self._priced(self._of_sites(tuple(dict.fromkeys(names))))
+        return self._priced(self._plan(modules, blocks, sites, label))
 
     def plan(self, budget: int, unit: str = "blocks") -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
@@ -166,10 +158,10 @@ class Contributions:
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
         if unit == "sites":
-            choices = map(self._of_sites, combinations(self._sites(), budget))
+            choices = (self._plan(sites=names) for names in combinations(self._sites(), budget))
             return self._priced(min(choices, key=self.remaining))
         best = sorted(self._best_first(unit)[:budget])
-        return self.of_blocks(best) if unit == "blocks" else self.keep(self.structure.modules[i] for i in best)
+        return self.keep(blocks=best) if unit == "blocks" else self.keep(self.structure.modules[i] for i in best)
 
     def gains(self, unit: str) -> pd.DataFrame:
         """One row per block, site or module: its ``label``, and its ``gain`` if it alone is kept.
@@ -193,26 +185,26 @@ class Contributions:
 
     def _single_units(self, unit: str) -> list[Plan]:
         if unit == "blocks":
-            return [self._of_blocks((number,)) for number in range(len(self.structure.blocks))]
+            return [self._plan(blocks=[number]) for number in range(len(self.structure.blocks))]
         if unit == "sites":
-            return [self._of_sites((site,)) for site in self._sites()]
+            return [self._plan(sites=[site]) for site in self._sites()]
         return [self._plan((path,)) for path in self.structure.modules]
 
     def _greedy(self, budget: int) -> Plan:
         """Of the units that fit, the one that removes the most error per byte, again and again."""
-        units = [
-            self._plan((path,), path in self._embeddings and self._kernels_round)
-            for path in (*self.structure.modules, *self._embeddings)
-        ]
-        units += [self._of_sites((site,)) for site in ("residual", "scores") if site in self.structure.sites]
+        streams = [site for site in ("residual", "scores") if site in self.structure.sites]
+        with_stream = self._embeddings if self._kernels_round and "residual" in streams else ()
+        modules = (*self.structure.modules, *self._embeddings)
+        units = [self._plan([path], sites=["residual"] * (path in with_stream)) for path in modules]
+        units += [self._plan(sites=[site]) for site in streams]
         vanishing = np.stack([self.vanishing(unit) for unit in units])  # (units, places)
-        streams = np.array([unit.residual for unit in units])
+        streaming = np.array([unit.residual for unit in units])
         parameters = np.array([self._parameter_bytes(unit) for unit in units])
-        stream_bytes = self._activation_bytes(self._plan(residual=True)) * self.length
+        stream_bytes = self._stream_bytes * self.length
         chosen: list[int] = []
         while True:
-            removed, stream = vanishing[chosen].any(0), streams[chosen].any()
-            price = parameters + stream_bytes * (streams & ~stream)
+            removed, stream = vanishing[chosen].any(0), streaming[chosen].any()
+            price = parameters + stream_bytes * (streaming & ~stream)
             gain = (vanishing & ~removed) @ self.relative
             fits = parameters[chosen].sum() + stream_bytes * stream + price <= budget
             gain_per_byte = np.where(fits & (gain > 0), gain / np.maximum(price, 1), 0)
@@ -220,41 +212,31 @@ class Contributions:
                 break
             chosen.append(int(gain_per_byte.argmax()))
         kept = [units[i] for i in sorted(chosen)]
-        modules = [path for unit in kept for path in unit.modules]
-        return self._plan(modules, any(u.residual for u in kept), any(u.scores for u in kept))
+        sites = [site for site in ("residual", "scores") if any(getattr(unit, site) for unit in kept)]
+        return self._plan([path for unit in kept for path in unit.modules], sites=sites)
 
     def _blocks_and_sites(self) -> Iterator[Plan]:
         """The best plan for every number of blocks, and all choices of sites."""
         order = self._best_first("blocks")
-        yield from (self._of_blocks(tuple(sorted(order[:count]))) for count in range(len(order) + 1))
+        yield from (self._plan(blocks=sorted(order[:count])) for count in range(len(order) + 1))
         sites = self._sites()
-        yield from (self._of_sites(names) for count in range(len(sites) + 1) for names in combinations(sites, count))
+        yield from (self._plan(sites=names) for count in range(len(sites) + 1) for names in combinations(sites, count))
 
     def _sites(self) -> list[str]:
         return [site for site in KEEPABLE_SITES if site in self.structure.sites]
 
     def _bytes(self, plan: Plan) -> int:
-        return self._parameter_bytes(plan) + self._activation_bytes(plan) * self.length
+        return self._parameter_bytes(plan) + plan.residual * self._stream_bytes * self.length
 
     def _parameter_bytes(self, plan: Plan) -> int:
         norms = self.structure.stream_norms if plan.residual else []  # in fp32 beside an fp32 stream
         return structure.parameter_bytes(self.model, [*plan.modules, *norms], self.format)
 
-    def _activation_bytes(self, plan: Plan) -> int:
+    @property
+    def _stream_bytes(self) -> int:
+        """What an fp32 residual stream takes more, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
-        return plan.residual * (structure.FP32_BYTES - self.format.storage.itemsize) * width
-
-    def _of_blocks(self, numbers: tuple[int, ...]) -> Plan:
-        paths = self.structure.blocks
-        if wrong := [n for n in numbers if not 0 <= n < len(paths)]:
-            raise ValueError(f"blocks must be between 0 and {len(paths) - 1}, got {wrong}")
-        label = f"block{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}" if numbers else ""
-        return self._plan([paths[n] for n in numbers], label=label)
-
-    def _of_sites(self, names: tuple[str, ...]) -> Plan:
-        sites = self._require_sites(names)
-        modules = outermost([path for name in names for path in sites[name]])
-        return self._plan(modules, "residual" in names, "scores" in names, ", ".join(names))
+        return (structure.FP32_BYTES - self.format.storage.itemsize) * width
 
     def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         sites = self.structure.sites
@@ -262,17 +244,27 @@ class Contributions:
             raise ValueError(f"sites to keep must be among those of this model, {', '.join(sites)}, got {wrong}")
         return sites
 
-    def _plan(self, modules: Collection[str] = (), residual=False, scores=False, label: str = "") -> Plan:
-        words = [f"{len(modules)} modules"] if len(modules) > 4 else list(modules)
-        label = label or ", ".join([*words, *["residual"] * residual, *["scores"] * scores]) or "nothing"
-        weights_only = not self._kernels_round
-        return Plan(self.format.name, tuple(modules), residual, scores, label, weights_only=weights_only)
+    def _plan(
+        self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = (), label: str = ""
+    ) -> Plan:
+        named, sites = ((x,) if isinstance(x, str) else tuple(dict.fromkeys(x)) for x in (modules, sites))
+        modules, blocks, paths = outermost(named), tuple(dict.fromkeys(blocks)), self.structure.blocks
+        if wrong := [n for n in blocks if not 0 <= n < len(paths)]:
+            raise ValueError(f"blocks must be between 0 and {len(paths) - 1}, got {wrong}")
+        inside = self._require_sites(sites)
+        words = [f"{len(modules)} modules"] if len(modules) > 4 else [*modules]
+        numbered = [f"block{'s' * (len(blocks) != 1)} {', '.join(map(str, blocks))}"] * bool(blocks)
+        kept = outermost([*modules, *(paths[n] for n in blocks), *(path for site in sites for path in inside[site])])
+        return Plan(
+            self.format.name, kept, "residual" in sites, "scores" in sites,
+            label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self._kernels_round,
+        )  # fmt: skip
 
     def _priced(self, plan: Plan) -> Plan:
         return replace(
             plan,
             predicted=float(self.predict(plan).predicted.mean()),
             parameter_bytes=self._parameter_bytes(plan),
-            activation_bytes=self._activation_bytes(plan),
+            activation_bytes=plan.residual * self._stream_bytes,
             flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
         )

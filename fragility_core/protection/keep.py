@@ -36,6 +36,7 @@ class Plan:
     The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
     windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
     for the residual stream, and ``flops`` per token that move from the format to fp32 (``structure.flops``).
+    Raises ValueError for a text in place of paths.
     """
 
     format: str
@@ -48,6 +49,10 @@ class Plan:
     activation_bytes: int = 0
     flops: int = 0
     weights_only: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.modules, str):
+            raise ValueError(f"the modules of a plan must be a tuple of paths, got {self.modules!r}: put it in a tuple")
 
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:

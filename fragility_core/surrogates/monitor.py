@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.attention import observers, observing_attention
-from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.lowering import LowPrecision, require_low
 from fragility_core.models.architectures import Block, blocks
 from fragility_core.models.norms import Norm
 from fragility_core.models.tree import final_hidden, hidden_and_logits
@@ -177,9 +177,15 @@ class Monitor:
     def __init__(self, low: LowPrecision, power_iteration: bool = False):
         """``power_iteration`` also measures ||J_f||_2 of every block (Appendix A.7 (`app:estimation`), option i).
 
-        Raises TypeError for an architecture whose blocks are not known, and ValueError for a format that rounds linear
-        layers to another format.
+        Raises TypeError for a model that was not lowered and for an architecture whose blocks are not known, and
+        ValueError for a format that rounds linear layers to another format and for weights alone in the format.
         """
+        require_low(low)
+        if low.weights_only:
+            raise ValueError(
+                "the score needs kernels whose results are rounded, but here weights alone are in "
+                f"{low.format.name}: predict its mismatch with fragility_core.adjoint.Adjoint"
+            )
         if low.format.operands is not None:
             raise ValueError(
                 f"the score has one unit roundoff for all of a model, got {low.format.name}, whose linear layers have "
@@ -209,6 +215,7 @@ class Monitor:
         with observing_attention(self.model), self.low.running():
             yield
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(self, tokens: Tensor, reference: Tensor | None = None, loss: bool = False) -> Observation:
         """Monitor one pass over ``tokens`` (B, T).

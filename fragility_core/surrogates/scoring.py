@@ -95,7 +95,9 @@ def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator
 def require_order(layers: pd.DataFrame, windows: pd.DataFrame) -> None:
     """Raises ValueError unless ``layers`` holds all blocks, in order, of each of ``windows``, in their order."""
     count = len(windows)
-    depth = max(1, len(layers) // max(1, count))
+    if not count:
+        raise ValueError("a score needs at least one window, got none: take the tables of a Monitor's observation")
+    depth = max(1, len(layers) // count)
     in_order = len(layers) == count * depth and np.array_equal(layers["layer"], np.tile(np.arange(depth), count))
     if not in_order or not np.array_equal(layers["window"], np.repeat(windows["window"], depth)):
         raise ValueError(
@@ -118,9 +120,14 @@ def score(
     ``attention_only``, ``layernorm_only`` and ``remainder_only`` keep one part of M; ``transport_only`` has M = 1;
     ``norm_only`` has M = 1 and lacks the product, which leaves the division by ||X_L||.
 
-    A nonfinite statistic makes all risks and signals of its window nonfinite. Raises ValueError where the rows of
-    ``layers`` are not those of ``windows``, and for an unknown estimator.
+    A nonfinite statistic makes all risks and signals of its window nonfinite. Raises TypeError for
+    an estimator that is no ``Estimator``. Raises ValueError for tables without rows, where the rows of ``layers`` are
+    not those of ``windows``, for a unit roundoff that is not positive and for an unknown estimator.
     """
+    if not isinstance(estimator, Estimator):
+        raise TypeError(f'an estimator is given as Estimator(layernorm="paper"), got {estimator!r}')
+    if not 0 < unit_roundoff < 1:
+        raise ValueError(f"the unit roundoff must lie strictly between 0 and 1, got {unit_roundoff}: take the format's")
     require_order(layers, windows)
     layers, windows = layers.reset_index(drop=True), windows.reset_index(drop=True)
     terms = local_terms(layers, unit_roundoff, estimator)

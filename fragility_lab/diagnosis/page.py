@@ -92,7 +92,7 @@ def command(request: Request, results: str) -> str:
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
     words += ["WEIGHTS_ONLY=yes"] * request.weights_only
     words += [f"REFERENCE={request.reference}"] * (request.reference != "auto")
-    words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + "-custom" * bool(given))
+    words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + "-custom")  # that of the Makefile
     return " ".join(["make diagnose", *words])
 
 

@@ -122,27 +122,29 @@ class Trial:
 
     def plans(self) -> Iterator[tuple[str, int, str, Plan]]:
         """(unit, budget, chosen by, plan) of all plans."""
-        yield "blocks", 0, "none", self.contributions.of_blocks(())
+        yield "blocks", 0, "none", self.contributions.keep()
         for budget in self.spec.blocks:
             for chosen_by, numbers in self._choices(budget):
-                yield "blocks", budget, chosen_by, self.contributions.of_blocks(numbers)
+                yield "blocks", budget, chosen_by, self.contributions.keep(blocks=numbers)
         available = self.contributions.structure.sites
         for budget in self.spec.sites:
             yield "sites", budget, "adjoint", self.contributions.plan(budget, "sites")
             for sites in combinations(available, budget):
-                yield "sites", budget, "each", self.contributions.of_sites(sites)
+                yield "sites", budget, "each", self.contributions.keep(sites=sites)
         both = [site for site in ("head", "norms") if site in available]
-        yield "sites", len(both), "head and norms", self.contributions.of_sites(both)
+        yield "sites", len(both), "head and norms", self.contributions.keep(sites=both)
 
     def _choices(self, budget: int) -> Iterator[tuple[str, Sequence[int]]]:
-        of_blocks = self.contributions.of_blocks
         best = self.contributions.gains("blocks").gain
         yield "adjoint", baselines.top(best, budget)
         yield "first", baselines.first(self.depth, budget)
         yield "last", baselines.last(self.depth, budget)
         yield "score", baselines.top(self.risks, budget)
         yield "patching", baselines.top(self.effects, budget)
-        yield "greedy", baselines.greedy(lambda numbers: self.measure(of_blocks(numbers)), self.depth, budget)
+        yield (
+            "greedy",
+            baselines.greedy(lambda numbers: self.measure(self.contributions.keep(blocks=numbers)), self.depth, budget),
+        )
         for numbers in baselines.drawn(self.depth, budget, self.spec.draws):
             yield "random", numbers
 
