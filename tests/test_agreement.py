@@ -3,10 +3,12 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from fragility_core.surrogates import SIGNALS
 from fragility_lab.experiments.agreement import agreement_by_run, binned_trend, retrieval
-from fragility_lab.reporting.verdicts import bootstrap
+from fragility_lab.paths import OUTPUTS
+from fragility_lab.reporting.verdicts import student
 
 
 def windows(mismatch, overflow=None, **signals) -> pd.DataFrame:
@@ -51,15 +53,32 @@ def test_a_run_that_overflowed_everywhere_has_no_correlation():
     assert table.combined_pearson.isna().all()
 
 
-def test_the_bootstrap_interval_is_around_the_mean_of_the_numbers():
+def test_students_interval_is_around_the_mean_of_the_numbers():
     values = pd.Series([0.1, 0.2, 0.4, 0.3, np.nan])
-    low, high = bootstrap(values)
-    assert 0.1 < low < 0.25 < high < 0.4
-    assert bootstrap(values) == (low, high)  # the draws are seeded
+    low, high = student(values)
+    spread = values.std() / 2 * 3.182  # the 97.5 % quantile of Student's t with three degrees of freedom
+    assert (low, high) == pytest.approx((0.25 - spread, 0.25 + spread), rel=1e-3)
 
 
-def test_a_single_run_has_no_bootstrap_interval():
-    assert np.isnan(bootstrap(pd.Series([0.5]))).all()
+def test_fewer_than_three_runs_have_no_interval():
+    assert np.isnan(student(pd.Series([0.5, 0.6]))).all()
+
+
+def test_why_intervals_are_students_and_not_a_bootstraps():
+    """Differences like those of E5's largest mismatch, with random signs: a mean of 0, which both should include."""
+    runs = pd.read_csv(OUTPUTS / "embedded" / "tables" / "e5_seeds.csv")
+    largest = runs.pivot(index="seed", columns="policy", values="max_mismatch")
+    differences = (largest.bgss - largest.risk_only_same_budget).to_numpy()
+    generator, confidence = np.random.default_rng(0), 1 - 0.05 / 8
+    samples = generator.choice(differences, (200, 8)) * generator.choice([-1, 1], (200, 8))
+
+    def excludes(interval) -> bool:
+        return not interval[0] <= 0 <= interval[1]
+
+    students = sum(excludes(student(pd.Series(x), confidence)) for x in samples)
+    options = {"n_resamples": 999, "confidence_level": confidence, "rng": generator}
+    bootstraps = sum(excludes(stats.bootstrap((x,), np.mean, **options).confidence_interval) for x in samples)
+    assert students <= 4 < 10 <= bootstraps  # of 200; the confidence allows 1.25
 
 
 def test_trend_bins_hold_equal_counts_in_order_of_risk():

@@ -272,16 +272,18 @@ def test_regime_counts_the_runs_like_the_papers(signal, loss, fires, falls):
 def test_evidence_computes_only_the_runs_that_its_table_lacks(inputs, tmp_path, monkeypatch):
     policies = e5.policies(["none", "bgss"], SETTING, inputs)
     specs = e5.specifications(SETTING, policies, [0, 1], inputs)
-    first = evidence.summaries(specs[:2], inputs, tmp_path / "a")
-    both = evidence.summaries(specs, inputs, tmp_path / "b", known=first)
+    first = evidence.summaries(specs, inputs, tmp_path / "a", 1)
+    assert first.policy.tolist() == ["none", "bgss"] and first.seed.tolist() == [0, 0]
+    both = evidence.summaries(specs, inputs, tmp_path / "b", 2, known=first)
     assert both.policy.tolist() == ["none", "none", "bgss", "bgss"] and both.seed.tolist() == [0, 1, 0, 1]
     assert len(list((tmp_path / "b").glob("*.parquet"))) == 2
-    pd.testing.assert_frame_equal(both[:2], first)
+    pd.testing.assert_frame_equal(both[both.seed == 0].reset_index(drop=True), first)
     assert both.run.tolist() == [spec.digest for spec in specs]
+    pd.testing.assert_frame_equal(evidence.summaries(specs, inputs, tmp_path / "c", 1, known=both), both)
     stale = both.assign(code="older", max_mismatch=7.0)
-    assert (evidence.summaries(specs, inputs, tmp_path / "b", known=stale).max_mismatch < 7).all()
+    assert (evidence.summaries(specs, inputs, tmp_path / "b", 2, known=stale).max_mismatch < 7).all()
     monkeypatch.setenv("FRAGILITY_STALE", "keep")
-    assert (evidence.summaries(specs, inputs, tmp_path / "c", known=stale).max_mismatch == 7).all()
+    assert (evidence.summaries(specs, inputs, tmp_path / "c", 2, known=stale).max_mismatch == 7).all()
 
 
 def test_windows_are_selected_then_shuffled(inputs):

@@ -11,14 +11,14 @@ from fragility_lab.reporting.verdicts import compare
 
 @pytest.fixture
 def compared():
-    measured = {"combined_pearson": [0.1, 0.2, 0.6], "delta_pearson": [-0.1, -0.2, 0.3]}
+    measured = {"combined_pearson": [0.2, 0.3, 0.4], "delta_pearson": [-0.1, -0.2, 0.3]}
     return compare({"e2_runs": pd.DataFrame(measured)}, [quantity for quantity in E2 if "earson" in quantity.name])
 
 
 def test_paper_stands_beside_the_run(compared):
     shown = tables.shown(compared).set_index("quantity")
     row = shown.loc["Pearson of combined and mismatch"]
-    assert (row.paper, row.here) == ("0.370 ± 0.119", "0.300 ± 0.265")  # Table 1 (`tab:gpt2_summary`)
+    assert (row.paper, row.here) == ("0.370 ± 0.119", "0.300 ± 0.100")  # Table 1 (`tab:gpt2_summary`)
     low, high = compared.set_index("quantity").loc[row.name, ["low", "high"]]
     assert (row.difference, row.interval, row.runs) == ("−0.070", f"{low:.3f} to {high:.3f}", "3")
     assert row.verdict == "holds" and "correlates positively" in row.claim

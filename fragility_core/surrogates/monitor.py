@@ -178,14 +178,9 @@ class Monitor:
         """``power_iteration`` also measures ||J_f||_2 of every block (Appendix A.7 (`app:estimation`), option i).
 
         Raises TypeError for a model that was not lowered and for an architecture whose blocks are not known, and
-        ValueError for a format that rounds linear layers to another format and for weights alone in the format.
+        ValueError for a format that rounds linear layers to another format.
         """
         require_low(low)
-        if low.weights_only:
-            raise ValueError(
-                "the score needs kernels whose results are rounded, but here weights alone are in "
-                f"{low.format.name}: predict its mismatch with fragility_core.adjoint.Adjoint"
-            )
         if low.format.operands is not None:
             raise ValueError(
                 f"the score has one unit roundoff for all of a model, got {low.format.name}, whose linear layers have "

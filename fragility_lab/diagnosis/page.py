@@ -20,7 +20,7 @@ from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import duration, number, percent, quantity
-from fragility_lab.reporting.verdicts import bootstrap
+from fragility_lab.reporting.verdicts import student
 
 MANY = 24  # bars and rows that a page shows
 TOLERATED = 1.1  # ratio of predicted to measured mismatch
@@ -47,7 +47,7 @@ def price(plan: Plan) -> str:
 def mean_of(values: pd.Series) -> dict[str, float]:
     """The mean of the finite ``values``, one per window, and its 95 % interval from ``low`` to ``high``."""
     finite = values[np.isfinite(values)]
-    low, high = bootstrap(finite)
+    low, high = student(finite)
     return {"mean": finite.mean(), "low": low, "high": high}
 
 

@@ -20,17 +20,19 @@ def summaries(
     specs: Sequence[TrainingSpec],
     inputs: Inputs,
     folder: Path,
+    seeds: int,
     known: pd.DataFrame | None = None,
     rule: outcomes.SpikeRule = outcomes.SpikeRule(),
     **options,
 ) -> pd.DataFrame:
-    """One row per run of ``specs``, in their order; runs that the table ``known`` lacks are computed in ``folder``.
+    """One row per run of the plan ``specs`` that is known or of a seed below ``seeds``, in their order.
 
-    A row of ``known`` counts where it is of the same specification, rule and code; that of other code does if stale
-    runs are kept. ``options`` are those of ``pool.complete``.
+    Runs of these seeds that the table ``known`` lacks are computed in ``folder``. A row of ``known`` counts where it is
+    of the same specification, rule and code; that of other code does if stale runs are kept. ``options`` are those of
+    ``pool.complete``.
     """
     found = _usable(known, rule)
-    missing = [spec for spec in specs if spec.digest not in found.index]
+    missing = [spec for spec in specs if spec.seed < seeds and spec.digest not in found.index]
     if missing:
         rows = complete(Mitigation, missing, inputs, folder, **options)
         steps = outcomes.step_rows(rows, missing[0].build_policy().base_epsilon)
@@ -39,7 +41,7 @@ def summaries(
         run = [digests[key] for key in zip(computed.policy, computed.seed)]
         computed = computed.assign(run=run, code=code_digest(TrainingSpec)).set_index("run")
         found = pd.concat([found, computed]) if len(found) else computed
-    return found.loc[[spec.digest for spec in specs]].reset_index()
+    return found.loc[[spec.digest for spec in specs if spec.digest in found.index]].reset_index()
 
 
 def _usable(known: pd.DataFrame | None, rule: outcomes.SpikeRule) -> pd.DataFrame:

@@ -5,12 +5,13 @@ The same tables and figures give the same bytes.
 
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
 from fragility_lab import paths
-from fragility_lab.inputs.checkpoints import EMBEDDED
+from fragility_lab.inputs.checkpoints import EMBEDDED, embedded_checkpoints
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import cells, duration, number, shown
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, compare
@@ -118,8 +119,13 @@ def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
     return found
 
 
-def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
-    """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML."""
+def page(
+    profile: str, tables: dict[str, pd.DataFrame], figures: Path, others: Mapping[str, dict[str, pd.DataFrame]] = {}
+) -> str:
+    """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML.
+
+    ``others`` are the tables of other checkpoints by name. They give E2's and E3's numbers a column each.
+    """
     comparison = compare(tables)
     records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
     provenances = pd.DataFrame([provenance(name, found) for name, found in records.items()])
@@ -134,6 +140,7 @@ def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
         versions={name: listed(recorded[name]) for name in VERSIONS if name in recorded},
         sentences=sentences(comparison),
         comparison=shown(comparison).groupby("experiment", sort=False),
+        others={name: shown(compare(found)).set_index(["experiment", "quantity"]) for name, found in others.items()},
         stopped=stopped(tables),
         image=lambda name: data_uri(path.read_bytes()) if (path := figures / f"{name}.png").is_file() else None,
         tables=tables,
@@ -143,5 +150,8 @@ def page(profile: str, tables: dict[str, pd.DataFrame], figures: Path) -> str:
 def write(profile: str) -> Path:
     """Write ``outputs/<profile>/report.html`` from what lies there, and return its path."""
     path = paths.output_folder(profile) / "report.html"
-    path.write_text(page(profile, read_tables(profile), paths.output_folder(profile, "figures")), encoding="utf-8")
+    checkpoints = embedded_checkpoints() if profile in embedded_checkpoints() else []
+    others = {name: read_tables(name) for name in checkpoints if name != profile and (paths.OUTPUTS / name).is_dir()}
+    html = page(profile, read_tables(profile), paths.output_folder(profile, "figures"), others)
+    path.write_text(html, encoding="utf-8")
     return path

@@ -1,8 +1,9 @@
 """Write docs/results.md, and the findings in README.md, from the tables of the embedded profile.
 
 ``python -m fragility_lab.reporting.results`` (``make docs``) does both. The prose is in two templates in
-``fragility_lab/assets/results``; every number comes from ``outputs/embedded/tables``, and those of another CPU from
-``outputs/embedded-amx/tables``. No number is typed.
+``fragility_lab/assets/results``; every number comes from ``outputs/embedded/tables``, those of another CPU from
+``outputs/embedded-amx/tables``, those of a second trained family from ``outputs/embedded-llama/tables``. No number is
+typed.
 """
 
 import re
@@ -13,13 +14,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fragility_lab.paths import ASSETS, PROJECT
 from fragility_lab.reporting import reruns
+from fragility_lab.reporting.claims import E2, E3
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
-from fragility_lab.reporting.verdicts import VERDICTS
+from fragility_lab.reporting.verdicts import VERDICTS, compare
 
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
-RESULTS, OTHER = "embedded", "embedded-amx"
+RESULTS, OTHER, SECOND = "embedded", "embedded-amx", "embedded-llama"  # another CPU, a second trained family
+PAPER_LEDGER = 2742  # protected layer-steps of each controller in the paper's table of E5
 FINDINGS = re.compile(r"(?<=<!-- findings: make docs -->\n).*?(?=<!-- end of findings -->)", re.S)
 
 Tables = Mapping[str, pd.DataFrame]
@@ -67,7 +70,17 @@ def other_cpu(tables: Tables, other: Tables) -> dict[str, object]:
     return {"claims": len(both), "alike": len(both) - len(differing), "differing": listed}
 
 
-def values(tables: Tables, other: Tables) -> dict[str, object]:
+def families(tables: Tables, second: Tables) -> str:
+    """E2's and E3's claims on both trained families, as Markdown."""
+    rows = [shown(compare(found, (*E2, *E3))) for found in (tables, second)]
+    mine, theirs = (found.assign(verdict=found.verdict.where(found.claim != "", "–")) for found in rows)
+    both = mine.assign(llama=theirs.here, there=theirs.verdict)
+    headings = {"experiment": "", "quantity": "quantity", "paper": "paper", "here": "GPT-2", "verdict": "verdict"}
+    headings |= {"llama": "Llama", "there": "verdict on it"}
+    return markdown(both, **{name: (heading, "") for name, heading in headings.items()})
+
+
+def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
     """What the templates may use beside ``tables``: tables as Markdown, and numbers computed from several columns."""
     runs, signal = tables["x1_runs"], tables["e2_signals"].set_index("signal")
     windows = tables["x1_windows"].query("not overflow")
@@ -77,6 +90,7 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
     gates, protection = tables["e5_gates"], tables["x1_protection"]
     blocks = protection.query("unit == 'blocks' and budget > 0")
     trained = tables["e5_seeds_claims"]
+    ledger = tables["e5_seeds"].query("actions > 0").groupby("seed").protected_layer_steps
     achieved = trained[(trained.experiment == "E5") & ~trained.quantity.str.startswith("Protected")]
     return {
         "signal": signal,
@@ -84,6 +98,7 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
         "achieved": achieved,
         "counts": {verdict: int((achieved.verdict == verdict).sum()) for verdict in VERDICTS},
         "seeds": tables["e5_seeds"].seed.nunique(),
+        "as_in_the_paper": int((ledger.agg(["min", "max"]) == PAPER_LEDGER).all(axis=1).sum()),
         "opened": round(float((gates.regime * gates.layer_steps).sum())),
         "plan_errors": (plan.predicted / plan.measured - 1).abs(),
         "kinds": kinds.div(unplanned, axis=0).mean(),
@@ -91,24 +106,27 @@ def values(tables: Tables, other: Tables) -> dict[str, object]:
         "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
         "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
         "other": other_cpu(tables, other),
+        "second": second,
+        "second_signal": second["e2_signals"].set_index("signal"),
+        "families": families(tables, second),
     }
 
 
-def rendered(name: str, tables: Tables, other: Tables) -> str:
-    """The template ``name`` with the numbers of ``tables``, and of the ``other`` CPU's."""
+def rendered(name: str, tables: Tables, other: Tables, second: Tables) -> str:
+    """The template ``name`` with the numbers of ``tables``, of the ``other`` CPU's and of the ``second`` family's."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
     environment.globals |= {"claims": claims, "signals": signals, "policies": policies}
     environment.globals |= {"markdown": markdown, "by_length": by_length}
     environment.filters["number"] = number
-    return environment.get_template(name).render(tables=tables, **values(tables, other))
+    return environment.get_template(name).render(tables=tables, **values(tables, other, second))
 
 
 def main() -> None:
-    tables, other = read_tables(RESULTS), read_tables(OTHER)
-    PAGE.write_text(rendered("page.md.jinja", tables, other), encoding="utf-8")
-    findings = rendered("findings.md.jinja", tables, other)
+    found = [read_tables(name) for name in (RESULTS, OTHER, SECOND)]
+    PAGE.write_text(rendered("page.md.jinja", *found), encoding="utf-8")
+    findings = rendered("findings.md.jinja", *found)
     README.write_text(FINDINGS.sub(lambda _: findings, README.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"written: {PAGE}, and the findings in {README}")
 
