@@ -106,7 +106,8 @@ pretrain: $(ENVIRONMENT)  ## train an embedded checkpoint again (two hours on tw
 .PHONY: test
 test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
 	$(PYTHON) -m pytest tests $(PARALLEL)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env $(NOTEBOOKS) $(PARALLEL) --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env --nbval-kernel-startup-timeout 300 $(NOTEBOOKS) $(PARALLEL) \
+	    --dist loadfile
 
 .PHONY: browser
 browser: $(ENVIRONMENT)  ## install what test-browser needs, or say what is missing
@@ -115,6 +116,10 @@ browser: $(ENVIRONMENT)  ## install what test-browser needs, or say what is miss
 .PHONY: test-browser
 test-browser: browser  ## use the teaching notebooks in a real JupyterLab and Chromium
 	$(PYTHON) -m pytest tests/browser
+
+.PHONY: test-peers
+test-peers: .peers/installed  ## compare schemes and exports with torchao, ModelOpt, compressed-tensors and gfloat
+	.peers/bin/python -m pytest -o filterwarnings=default tests/peers
 
 .PHONY: notebooks
 notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and store clean outputs
@@ -159,7 +164,13 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 	.venv/bin/python -m pip install -c constraints.txt -e '.[lab,test]'
 	@touch $@
 
+# The peers bring versions of their own, so they have an environment of their own.
+.peers/installed: pyproject.toml .venv/installed
+	.venv/bin/python -m venv .peers
+	.peers/bin/python -m pip install -c constraints.txt -e '.[lab,test,peers]'
+	@touch $@
+
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
-	rm -rf .venv .home .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .peers .home .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find fragility_core fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

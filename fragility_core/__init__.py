@@ -4,7 +4,7 @@ The names that most people need, for a Hugging Face ``model`` in fp32 and ``toke
 
     from fragility_core import FORMATS, get_format, lower
     format = get_format("bf16")  # FORMATS has the basic formats by name
-    low = lower(model, format.name)  # native where the device can, emulated elsewhere
+    low = lower(model, "bf16")  # native where the device can, emulated elsewhere; RECIPES has all names
 
     from fragility_core import final_hidden, mismatch
     with low.running():

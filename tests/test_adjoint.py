@@ -21,7 +21,6 @@ from transformers.activations import ACT2CLS, ACT2FN
 from fragility_core.adjoint import Adjoint, estimator, predict
 from fragility_core.adjoint.blockwise import BlockwiseAttention
 from fragility_core.adjoint.recomputed import scaled_dot_product_attention, tabulate
-from fragility_core.adjoint.tape import ulp
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lookup import row_of
@@ -99,7 +98,7 @@ def exact_contributions(model, low, tokens):
         errors.append(y - rounded)
         return rounded
 
-    operands, weights = low.format.operands, {name: w.double() for name, w in low.model.named_parameters()}
+    operands, weights = low.recipe.linear.inputs, {name: w.double() for name, w in low.model.named_parameters()}
     exact_small(weights, round_and_note, partial(round_and_note, format=operands) if operands else same, tokens)
     changes = [torch.zeros_like(e) for e in errors]
 
@@ -134,7 +133,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
     kernels = Adjoint(low, model, probes=16)(tokens).contributions
     got = kernels.groupby(["kind", "place"]).agg({"module": "first", "name": "first", "c2": "mean"}).reset_index()
     places = [*got[got.kind == "kernel"].name, *(got.module + "." + got.name)[got.kind == "weight"]]
-    operand = ["operand"] * (low.format.operands is not None)
+    operand = ["operand"] * (low.recipe.linear.inputs is not None)
     assert places == [
         "layer_norm", *operand, "linear", "matmul", "softmax", "matmul", "add", "tanh", *operand, "linear",
         *dict(model.named_parameters()),
@@ -220,7 +219,7 @@ def test_weights_alone(embedded):
             torch.manual_seed(seed)
             exact = copy.deepcopy(low.model)
             for parameter in exact.parameters():
-                parameter += (torch.rand_like(parameter) - 0.5) * ulp(parameter, low.format)
+                parameter += (torch.rand_like(parameter) - 0.5) * low.format.ulp(parameter)
             squares.append(mismatch(final_hidden(exact, windows), state) ** 2)
     np.testing.assert_allclose(prediction.windows.predicted, torch.stack(squares).mean(0).sqrt(), rtol=0.05)
 
@@ -262,7 +261,7 @@ def prediction():
     model.set_attn_implementation("eager")
     tokens = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
     low = lower(model, "bf16", "emulated")
-    return Adjoint(low, probes=2, output=lambda model, tokens: model(tokens).logits)(tokens)
+    return Adjoint(low, probes=2, target=lambda model, tokens: model(tokens).logits)(tokens)
 
 
 @given(data=st.data())
@@ -276,7 +275,7 @@ def test_contributions_add_up_over_any_split(prediction, data):
 
 
 def test_prediction_by_hand():
-    windows = pd.DataFrame({"window": [0, 1], "final_norm": [2.0, 4.0]})
+    windows = pd.DataFrame({"window": [0, 1], "norm": [2.0, 4.0]})
     kernels = pd.DataFrame({"window": [0, 0, 0, 1, 1], "probe": [0, 0, 1, 0, 1], "c2": [1.0, 2.0, 5.0, 16.0, 16.0]})
     got = predict(kernels, windows)
     np.testing.assert_allclose(got.predicted, [1.0, 1.0])  # sqrt((3 + 5) / 2) / 2, sqrt(16) / 4
@@ -334,7 +333,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(tiny_gpt2, tiny_token
             raise KeyboardInterrupt
         return final_hidden(model, tokens)
 
-    adjoint = Adjoint(lower(tiny_gpt2, "bf16"), output=interrupted_once)
+    adjoint = Adjoint(lower(tiny_gpt2, "bf16"), target=interrupted_once)
     with pytest.raises(KeyboardInterrupt):
         adjoint(tiny_tokens)
     again = adjoint(tiny_tokens).windows
@@ -579,7 +578,7 @@ def test_overflow_is_named(tiny_gpt2, tiny_tokens):
     tiny_gpt2.transformer.h[1].mlp.c_fc.weight[:, 0] = 3e4
     prediction = Adjoint(lower(tiny_gpt2, "fp16", "emulated"))(tiny_tokens)
     assert set(prediction.windows.overflow) == {"transformer.h.1.mlp.c_fc"}
-    logits = Adjoint(lower(tiny_gpt2, "fp16", "emulated"), output=lambda gpt2, ids: gpt2(ids).logits)(tiny_tokens)
+    logits = Adjoint(lower(tiny_gpt2, "fp16", "emulated"), target=lambda gpt2, ids: gpt2(ids).logits)(tiny_tokens)
     assert set(logits.windows.overflow) == {"transformer.h.1.mlp.c_fc"}
     assert not np.isfinite(prediction.windows.predicted).any()
     fine = Adjoint(lower(tiny_gpt2, "bf16"))(tiny_tokens).windows
@@ -643,7 +642,7 @@ def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
 
 @pytest.mark.parametrize("format", ["fp32", "tf32"])
 def test_a_format_that_rounds_nothing_is_refused(format, tiny_gpt2):
-    with pytest.raises(ValueError, match=f"must round every kernel's result, as bf16 or fp16 do, got {format}"):
+    with pytest.raises(ValueError, match=f"must round the results of kernels, as bf16 does, got {format}"):
         Adjoint(lower(tiny_gpt2, format))
 
 
@@ -668,7 +667,7 @@ def test_products_by_name():
     first, second = NamedArguments(True), NamedArguments(False)
     second.load_state_dict(first.state_dict())
     x = torch.randn(1, 5, 8).bfloat16()[0]
-    outputs = [Adjoint(lower(m, "bf16"), output=lambda m, x: m(x[0]))(x[None]).windows for m in (first, second)]
+    outputs = [Adjoint(lower(m, "bf16"), target=lambda m, x: m(x[0]))(x[None]).windows for m in (first, second)]
     assert outputs[0].predicted.item() == pytest.approx(outputs[1].predicted.item(), rel=0.1)
 
 

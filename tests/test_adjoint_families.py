@@ -191,7 +191,7 @@ def site_by_name(path: str) -> str:
 
 def places_of(model, low):
     """The contributions of a pass that ends with the logits: one row per place."""
-    return Adjoint(low, output=lambda model, tokens: model(tokens).logits)(TOKENS[:1, :12]).contributions
+    return Adjoint(low, target=lambda model, tokens: model(tokens).logits)(TOKENS[:1, :12]).contributions
 
 
 @each_family

@@ -80,7 +80,7 @@ def test_budgets_as_people_write_them(text, parsed):
         ({"budget": "1.5 blocks"}, "got '1.5 blocks'"),
         ({"budget": "2 heads"}, "got '2 heads'"),
         ({"budget": ""}, "got ''"),
-        ({"format": "fp32"}, "needs a format that rounds results, bf16, .*, fp8_e5m2_linear, got 'fp32'"),
+        ({"format": "fp32"}, "needs a format that rounds results, bf16, .*, kv-int8, got 'fp32'"),
         ({"attention": "flash"}, "attention must be one of sdpa, eager, got 'flash'"),
         ({"reference": "maybe"}, "reference must be one of auto, yes, no, got 'maybe'"),
         ({"windows": 0}, "windows must be at least 1, got 0"),
@@ -138,7 +138,7 @@ def test_what_the_blocks_keep_is_not_more_than_stated(config, format):
         adjoint(tokens)  # makes what is made once
         kept[depth], stated[depth] = (
             live_peak(partial(adjoint, tokens)),
-            256 * kept_by_blocks(model, bool(low.format.operands)),
+            256 * kept_by_blocks(model, bool(low.recipe.linear)),
         )
     assert 1 <= (stated[3] - stated[1]) / (kept[3] - kept[1]) < 2.2
 
@@ -214,7 +214,7 @@ def test_nothing_saturates_in_a_format_that_fits_itself_to_each_tensor(tiny_gpt2
     ranges = Ranges(low)
     with ranges.counting():
         final = observe(low.model, tiny_tokens, low).final
-    assert final.abs().max() > low.format.largest
+    assert final.abs().max() > low.format.format.largest
     assert ranges.table(tiny_gpt2).empty
 
 

@@ -636,7 +636,7 @@ def test_a_plan_for_weights_alone_is_applied_to_weights_alone(tiny_gpt2, tiny_to
     [
         (Plan("bf16", ("transformer.h.3",)), r"must be one of the model's with parameters, got 'transformer.h.3': see"),
         (Plan("fp32"), "needs a format that rounds results, got fp32"),
-        (Plan("bf8"), "a format must be one of"),
+        (Plan("bf8"), "a recipe must be one of"),
     ],
 )
 def test_plans_that_do_not_fit_the_model_are_refused(tiny, chosen, message):
@@ -726,7 +726,7 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
         return model(tokens, use_cache=False).logits
 
     model = random_model(FAMILIES["llama"], AutoModelForCausalLM)
-    known = Contributions(model, adjoint.Adjoint(lower(model, "bf16"), model, probes=8, output=logits)(tiny_tokens))
+    known = Contributions(model, adjoint.Adjoint(lower(model, "bf16"), model, probes=8, target=logits)(tiny_tokens))
     head = known.keep(sites=["head"])
     low = apply(model, head)
     with torch.no_grad(), low.running():

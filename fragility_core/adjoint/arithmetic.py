@@ -19,11 +19,11 @@ from fragility_core.adjoint.recomputed import fast_products
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
 from fragility_core.arithmetic import internals
-from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_core.arithmetic.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
 from fragility_core.arithmetic.nested import map_tensors
-from fragility_core.arithmetic.operands import storages
+from fragility_core.arithmetic.operands import operands_by_storage, storages
+from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
 from fragility_core.models.tree import is_block
 
 GET_DTYPE = Tensor.dtype.__get__
@@ -103,21 +103,23 @@ class NotAView(torch.autograd.Function):
 
 
 class LowArithmetic(TorchFunctionMode):
-    """A context in which kernels compute in ``format``. Every rounding is recorded on ``tape``.
+    """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``tape``.
 
     - ``weights`` and ``buffers`` map the ``id`` of a parameter or buffer to the fp32 tensor that stands for it.
-    - ``linear`` holds the addresses of weights whose products round the other operand to ``format.operands``.
+    - ``linear`` has, by path, those of the weights that are of linear layers.
     - ``stochastic``: recorded is the standard deviation of stochastic rounding, not the error of rounding to nearest.
-    - ``rounding`` is False where parameters alone are in the format.
+    - ``rounding`` is False where the results of kernels are in fp32.
+    - ``exact``: errors are recorded, but results stay as they were before rounding.
     """
 
     def __init__(
-        self, format: Format, tape: Tape, weights: dict[int, Tensor], buffers: dict[int, Tensor],
-        linear: set[int], stochastic: bool = False, rounding: bool = True,
+        self, recipe: Recipe, tape: Tape, weights: dict[int, Tensor], buffers: dict[int, Tensor],
+        linear: dict[str, Tensor], stochastic: bool = False, rounding: bool = True, exact: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.format, self.tape, self.weights, self.buffers = format, tape, weights, buffers
-        self.linear, self.stochastic, self.rounding = linear, stochastic, rounding
+        self.format, self.tape, self.weights, self.buffers = recipe.kernels, tape, weights, buffers
+        self.linear = operands_by_storage(linear, recipe)
+        self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
         self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
 
@@ -141,7 +143,14 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.mark_module("router")
         elif call.product == "values":
             self.tape.mark_module("attention")
+        if call.product == "weights" and self.linear:
+            self._round_inputs(call)
         return self._run(call) if self.rounding else func(*call.args, **call.kwargs)
+
+    def round_stored(self, x: Tensor, name: str, stored: Stored) -> Tensor:
+        """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""
+        with internals.without_function_modes():
+            return self.round(x.clone(), name, format=stored) if x.is_floating_point() else x
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""
@@ -153,7 +162,7 @@ class LowArithmetic(TorchFunctionMode):
             return self.weights[id(x)]
         if id(x) in self.buffers:
             return mark_stored(self.buffers[id(x)].clone())  # a model may write to it
-        return mark_stored(x.float()) if x.dtype == self.format.compute_dtype else x
+        return mark_stored(x.float()) if self.rounding and x.dtype == self.format.compute_dtype else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         x = self._to_fp32(args[0])
@@ -172,8 +181,6 @@ class LowArithmetic(TorchFunctionMode):
         elif requested is None:  # type promotion decides
             operands = [call.args[0]] if call.in_place else deciding(call.floating)
             low = bool(operands) and all(map(stored_as, operands))
-        if self.linear and call.product == "weights" and self.linear & storages(call.floating):
-            call.args, call.kwargs = (map_tensors(given, self._round_operand) for given in (call.args, call.kwargs))
         result = self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
         if not low:
             return result
@@ -197,10 +204,17 @@ class LowArithmetic(TorchFunctionMode):
             return x.to(dtype, copy=True)
         return self.round(x.to(torch.float32, copy=True), "to")
 
-    def _round_operand(self, x: Tensor) -> Tensor:
-        if stored_as(x) != "value":
-            return x
-        return self.round(x.clone(), "operand", "weights", format=self.format.operands)
+    def _round_inputs(self, call: FunctionCall) -> None:
+        """Round what is multiplied by the weights of a layer whose inputs are stored in other numbers."""
+        operands = next((self.linear[a] for a in storages(call.floating) & self.linear.keys()), Operands())
+        if operands.inputs is not None:
+
+            def change(x: Tensor) -> Tensor:
+                if not x.is_floating_point() or stored_as(x) == "weight" or (self.rounding and not stored_as(x)):
+                    return x
+                return self.round(x.clone(), "operand", "weights", format=operands.inputs)
+
+            call.args, call.kwargs = map_tensors(call.args, change), map_tensors(call.kwargs, change)
 
     def _round_result(self, y: Tensor, call: FunctionCall) -> Tensor:
         if not y.is_floating_point():
@@ -208,7 +222,7 @@ class LowArithmetic(TorchFunctionMode):
         stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
             if call.name in FILLING:  # the constant may be no number of the format
-                y.data.copy_(self.format.round(y.data))
+                y.data.copy_(y.data if self.exact else self.format.round(y.data))
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
@@ -217,7 +231,7 @@ class LowArithmetic(TorchFunctionMode):
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
-        in_place: bool = False, format: Format | None = None,
+        in_place: bool = False, format: Stored | None = None,
     ) -> Tensor:  # fmt: skip
         """The result ``y`` of the kernel ``name``, rounded in its own memory; its error is recorded on the tape.
 
@@ -228,14 +242,16 @@ class LowArithmetic(TorchFunctionMode):
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
         rounded = format.round(exact).float()
         if constant:
-            exact.copy_(rounded)
-            return mark_stored(y)
+            if not self.exact:
+                exact.copy_(rounded)
+            return self._marked(y)
         place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(format):
             self.tape.record_largest(place, rounded)
         if self.stochastic:
             error = stochastic_error(error, exact, format)
-        exact.copy_(rounded)
+        if not self.exact:
+            exact.copy_(rounded)
         if y.requires_grad and is_view(y) and in_place:
             self.tape.watch_view(place, y, error)
         elif y.requires_grad:
@@ -246,4 +262,7 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.watch_leaf(place, leaf, lambda: error)
             with torch.enable_grad():
                 y = leaf.clone()
-        return mark_stored(y)
+        return self._marked(y)
+
+    def _marked(self, y: Tensor) -> Tensor:
+        return mark_stored(y) if self.rounding else y

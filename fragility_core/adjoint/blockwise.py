@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fragility_core.adjoint.tape import has_short_range, local_error
 from fragility_core.arithmetic.attention import future, row_blocks
-from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import softmax_backward
+from fragility_core.arithmetic.recipes import Stored
 
 WORKING_SET = 4  # fp32 buffers that a block fills; observed attention fills one of 16 bits
 
@@ -29,7 +29,7 @@ class BlockwiseAttention:
     ``attention.observed_attention`` rounds them. Without one they are not, as in a fused kernel.
     """
 
-    def __init__(self, scaling: float, mask: Tensor | None, causal: bool, format: Format | None = None):
+    def __init__(self, scaling: float, mask: Tensor | None, causal: bool, format: Stored | None = None):
         self.scaling, self.mask, self.causal, self.format = scaling, mask, causal, format
 
     def blocks(self, query: Tensor, key: Tensor, buffers: int) -> Iterator[tuple[slice, slice, list[Tensor]]]:

@@ -16,44 +16,55 @@ from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape, expected_error, local_error
+from fragility_core.adjoint.targets import Output, Target, get_target
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import attention_of, mark_stored, mark_stream, replace_forward, version_of
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, require_low, sharing_copy
 from fragility_core.arithmetic.nested import tensors
-from fragility_core.arithmetic.operands import linear_weights, storages
-from fragility_core.models.tree import final_hidden, is_block
+from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.arithmetic.recipes import Recipe
+from fragility_core.models.tree import is_block
+
+GRADIENTS = ("low", "fp32", "both")  # the points at which gradients are taken
+ALL = {"kernel": 1.0, "weight": 1.0}
+# What a contribution counts, by the number of points, and whether it is that of the fp32 point.
+SHARES = {
+    (1, False): ALL, (1, True): ALL,
+    (2, False): {"kernel": 0.0, "weight": 0.5}, (2, True): {"kernel": 1.0, "weight": 0.5},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What one forward pass, and one backward pass per probe, predict for every window.
 
-    ``contributions`` has one row per window, probe and place where values are rounded (``tape.Place``), with its
-    number ``place``, its contribution ``c2`` to E||E_L||^2 and the columns of ``sites.Sites.table``. Rows of any
-    selection may be summed. ``windows`` has one row per window:
+    ``contributions`` has one row per window, probe and place where values are rounded (``tape.Place``), with its number
+    ``place``, its contribution ``c2`` to the squared error of the target's output, and the columns of
+    ``sites.Sites.table``. Rows of any selection may be summed. ``windows`` has one row per window:
 
-    - ``predicted``, the mismatch, and its ``standard_error`` over the probes (NaN for one probe);
-    - ``final_norm``, ||X_L||;
+    - ``predicted``, in the target's unit, and its ``standard_error`` over the probes (NaN for one probe);
+    - ``norm``, by whose square the sum of contributions is divided: ||X_L|| for the target "hidden";
     - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
 
-    ``format`` is the name of the format, ``length`` the number of tokens of a window, and ``ran`` has the paths of the
-    modules that ran. Changes in a mixture's choice of experts are not predicted.
+    ``recipe`` and ``target`` say what was predicted. ``length`` is the number of tokens of a window. ``ran`` has the
+    paths of the modules that ran. Changes in a mixture's choice of experts are not predicted.
     """
 
     contributions: pd.DataFrame
     windows: pd.DataFrame
-    format: str
+    recipe: Recipe
+    target: Target
     length: int
     ran: frozenset[str]
 
 
-def predict(contributions: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
+def predict(contributions: pd.DataFrame, windows: pd.DataFrame, squared: bool = False) -> pd.DataFrame:
     """``windows`` with ``predicted`` and ``standard_error`` computed from these ``contributions`` alone.
 
-    Both are tables of a ``Prediction``. Leave out rows of ``contributions`` to predict the mismatch without those
-    roundings, and rows of ``windows`` to leave out windows. The prediction is sqrt(sum of c^2) / ||X_L||, the sum
-    averaged over probes. Its standard error is that of the average, to first order.
+    Both are tables of a ``Prediction``, whose target may be ``squared``. Leave out rows of ``contributions`` to predict
+    without those roundings, and rows of ``windows`` to leave out windows. The prediction is sum of c^2 / norm^2, the
+    sum averaged over probes, or its root. Its standard error is that of the average, to first order.
     """
     probe, distinct = pd.factorize(contributions.probe)
     probes = max(1, len(distinct))
@@ -61,57 +72,82 @@ def predict(contributions: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
     rows = pd.Index(windows.window).get_indexer(contributions.window)
     known = rows >= 0
     np.add.at(totals, (rows[known], probe[known]), contributions.c2[known])
-    root = totals.mean(1) ** 0.5
+    square, norm = totals.mean(1), windows.norm
     spread = totals.std(1, ddof=1) / probes**0.5 if probes > 1 else np.nan
-    return windows.assign(predicted=root / windows.final_norm, standard_error=spread / (2 * root * windows.final_norm))
+    if squared:
+        return windows.assign(predicted=square / norm**2, standard_error=spread / norm**2)
+    return windows.assign(predicted=square**0.5 / norm, standard_error=spread / (2 * square**0.5 * norm))
 
 
 class Adjoint:
-    """Predicts the mismatch of low-precision passes, window by window (see the docstring of the package).
+    """Predicts the error of low-precision passes, window by window (see the docstring of the package).
 
     What is differentiated is the low-precision pass itself, in fp32 tensors. This takes memory for fp32 copies of the
-    weights. No pass in full precision is needed.
+    weights. No pass in full precision is needed. Where there is one, gradients may also be taken there.
     """
 
     @torch.inference_mode(False)
     def __init__(
         self, low: LowPrecision, reference: nn.Module | None = None, probes: int = 1, seed: int = 0,
-        output: Callable[[nn.Module, Tensor], Tensor] = final_hidden,
+        target: str | Target | Output = "hidden", gradients: str = "low",
     ):  # fmt: skip
         """``low`` is the model as it runs, with the attention that it is set to.
 
         ``reference`` is the fp32 model before its weights were rounded. With it the errors of weights are known,
         without it expected from their magnitude. The prediction is averaged over ``probes`` random sign vectors, drawn
-        from ``seed``. ``output`` gives the tensor (B, ...) whose error is predicted, and may call the model in any way:
-        ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``. Weights are read once, here.
+        from ``seed``. Weights are read once, here.
 
-        Raises TypeError for a model that was not lowered. Raises ValueError for a format that rounds no results (fp32,
-        tf32), for a model without parameters in the format, for fewer than one probe, and for a reference that is not
-        in fp32 or has other parameters.
+        ``target`` is one of ``targets.TARGETS`` by name, or a function that gives the tensor (B, T, ...) whose error is
+        predicted. It may call the model in any way:
+        ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``.
+
+        ``gradients`` are taken at the "low" point; at the "fp32" point, with the errors that rounding the values of the
+        reference makes; or at "both", in twice the time. Then a weight, whose error is the same at both ends, has the
+        mean of its contributions there: the mean of two slopes is exact for what is quadratic in between. A kernel's
+        error is another one at the other end, and it has the contribution at the fp32 point.
+
+        Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
+        tf32), for a model without parameters in the format, for fewer than one probe, for a reference that is not in
+        fp32 or has other parameters, and for gradients at a point that is not there.
         """
         require_low(low)
-        if low.format.compute_dtype == torch.float32:
-            raise ValueError(f"the format must round every kernel's result, as bf16 or fp16 do, got {low.format.name}")
+        if not low.recipe.rounds:
+            raise ValueError(f"the recipe must round the results of kernels, as bf16 does, got {low.recipe.name}")
+        if gradients not in GRADIENTS:
+            raise ValueError(f"gradients must be taken at one of {', '.join(GRADIENTS)}, got {gradients!r}")
+        if gradients != "low" and (reference is None or low.execution == "stochastic"):
+            raise ValueError(
+                f'gradients={gradients!r} needs the fp32 reference, and rounding to nearest: use gradients="low"'
+            )
         if probes < 1:
             raise ValueError(f"probes must be at least 1, got {probes}")
-        self.low, self.format = low, low.format
-        self.probes, self.seed, self.output = probes, seed, output
-        self._dtype = torch.float32 if low.weights_only else low.format.compute_dtype  # of parameters that are rounded
+        self.low, self.recipe, self.target = low, low.recipe, get_target(target)
+        self.probes, self.seed = probes, seed
+        # of parameters that are rounded
+        self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
+        rounding = self._dtype != torch.float32
         self.model = sharing_copy(low.model)
         self.tape, self._lock = Tape(), threading.Lock()
         self._sites = pd.DataFrame()
-        stored = linear_weights(self.model) if low.format.operands else {}
-        self._linear = {path: p for path, p in stored.items() if p.dtype == self._dtype}
-        weights, buffers = self._watch_weights(reference)
-        stochastic, rounding = low.execution == "stochastic", not low.weights_only
-        linear = storages(weights[id(p)] for p in self._linear.values())
-        self.arithmetic = LowArithmetic(low.format, self.tape, weights, buffers, linear, stochastic, rounding)
+        self._linear = {} if self.recipe.plain or low.weights_only else linear_weights(self.model)
+        stochastic = low.execution == "stochastic"
+        self.points = []
+        for exact in {"low": [False], "fp32": [True], "both": [False, True]}[gradients]:
+            weights, buffers = self._watch_weights(reference, exact)
+            linear = {path: weights[id(p)] for path, p in self._linear.items()}
+            how = stochastic, rounding, exact
+            self.points.append(LowArithmetic(self.recipe, self.tape, weights, buffers, linear, *how))
         self._follow_modules()
         if not stochastic:
             self._recompute(rounding)
 
-    def _watch_weights(self, reference: nn.Module | None) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """fp32 tensors for parameters and for buffers, by ``id``; the tape records their gradients."""
+    def _watch_weights(
+        self, reference: nn.Module | None, at_reference: bool
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """fp32 tensors for parameters and for buffers, by ``id``; the tape records their gradients.
+
+        They have the values of the low model, or ``at_reference`` the exact ones.
+        """
         dtype = self._dtype
         floating = {path: p for path, p in self.model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in floating.values()):
@@ -120,14 +156,17 @@ class Adjoint:
         exact = None if reference is None else exact_tensors(reference, floating | buffers)
         leaves = {}
         for path, stored in (floating | buffers).items():
-            low = stored.dtype == dtype
-            leaf = stored.detach().float()  # for fp32 ones, too: the model's own gradients stay as they are
+            operands = self.recipe.operands(owner(path)) if path in self._linear else None
+            low = stored.dtype == dtype or bool(operands)
+            rounded = stored.detach().float()  # for fp32 ones, too: the model's own gradients stay as they are
+            leaf = (exact[path] if at_reference else rounded).detach()
             if exact is not None:  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
-                error = partial(local_error, exact[path], leaf.detach())
+                error = partial(local_error, exact[path], rounded)
             else:
-                format = self.format.operands if path in self._linear else self.format
-                error = partial(expected_error, leaf.detach(), format)
-            if low or exact is not None:
+                format = (operands and operands.weights) or self.recipe.kernels
+                error = partial(expected_error, rounded, format)
+            stays_fp32 = not (operands or self.low.weights_only or self.recipe.kernels.name != "fp32")
+            if (low or exact is not None) and not stays_fp32:
                 leaf.requires_grad_()
                 self.tape.watch_leaf(self.tape.weight(path), leaf, error)
             leaves[path] = mark_stored(leaf, "weight") if low and path in floating else leaf
@@ -145,7 +184,7 @@ class Adjoint:
 
     def _recompute(self, rounding: bool) -> None:
         """Run the costly parts of the model as one autograd function each."""
-        if self.format.scaled:  # each block of rows would have a scale of its own
+        if not self.recipe.kernels.elementwise:  # each block of rows would have a scale of its own
             return
         if attention_of(self.model) == OBSERVED_EAGER:
             register_attention(recomputed.RECOMPUTED_EAGER, recomputed.recomputed_attention)
@@ -154,7 +193,7 @@ class Adjoint:
             replace_forward(module, recomputed.Activation(self.low, self.tape, module))
 
     def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
-        """Predict the mismatch of each window of ``tokens`` (B, T).
+        """Predict the error of each window of ``tokens`` (B, T).
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
         given. The prediction of a window does not depend on the other windows. Raises ValueError for windows without
@@ -168,7 +207,8 @@ class Adjoint:
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         with self._lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
-            scopes = [1.0] * len(tokens) if counted is None else counted[..., None]
+            everywhere = torch.ones((), device=tokens.device)
+            scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()
             norms = [self._passes(i, tokens[i : i + 1], scope) for i, scope in enumerate(scopes)]
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
@@ -179,28 +219,32 @@ class Adjoint:
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
             return self._name_overflow(prediction, tokens, inside)
 
-    def _passes(self, window: int, tokens: Tensor, scope: Tensor | float) -> Tensor:
-        """Run the forward pass and all backward passes of a window; return ||X_L|| over ``scope``, on the device."""
+    def _passes(self, window: int, tokens: Tensor, scope: Tensor) -> Tensor:
+        """Run the passes of a window at every point; return the target's norm over ``scope``, on the device."""
         tape = self.tape
-        tape.begin(window)
-        with self.arithmetic, torch.enable_grad():
-            final = self.output(self.model, tokens)  # (1, T, d)
-        generator = torch.Generator(final.device).manual_seed(self.seed)
-        for probe in range(self.probes):
-            tape.probe = probe
-            final.backward(random_signs(final, generator) * scope, retain_graph=probe < self.probes - 1)
-        return torch.linalg.vector_norm(final.detach() * scope)
+        for arithmetic in self.points:
+            tape.begin(window)
+            tape.shares = SHARES[len(self.points), arithmetic.exact]
+            with arithmetic, torch.enable_grad():
+                final = self.target.output(self.model, tokens)  # (1, T, ...)
+            counted = scope[: final.shape[1]] if scope.ndim else scope
+            generator = torch.Generator(final.device).manual_seed(self.seed)
+            for probe in range(self.probes):
+                tape.probe = probe
+                final.backward(random_signs(final, generator) * counted, retain_graph=probe < self.probes - 1)
+        return self.target.norm(final.detach(), counted)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
-        """Tidy tables of c^2 (windows, probes, places) and of the norms (windows,) of the final states."""
+        """Tidy tables of c^2 (windows, probes, places) and of the norms (windows,) of the target's outputs."""
         if len(self._sites) < len(self.tape.places):
             self._sites = Sites(self.model, self.tape).table()
         window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
         rows = pd.DataFrame({"window": window, "probe": probe, "place": place})
         sites = self._sites.iloc[place].reset_index(drop=True)
         rows = pd.concat([rows, sites], axis=1).assign(c2=contributions.ravel())
-        windows = pd.DataFrame({"window": range(len(norms)), "final_norm": norms.numpy()})
-        return Prediction(rows, predict(rows, windows), self.format.name, length, frozenset(self.tape.ran))
+        windows = pd.DataFrame({"window": range(len(norms)), "norm": norms.numpy()})
+        predicted = predict(rows, windows, self.target.squared)
+        return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.tape.ran))
 
     def _name_overflow(self, prediction: Prediction, tokens: Tensor, inside: Mapping[int, int]) -> Prediction:
         """Name the module where windows with a nonfinite prediction overflowed.
@@ -210,7 +254,7 @@ class Adjoint:
         modules = [place.module for place in self.tape.places]
         windows = prediction.windows.assign(overflow="")
         for window in np.flatnonzero(~np.isfinite(windows.predicted)):
-            path = first_nonfinite(self.low, lambda model, x=tokens[window : window + 1]: self.output(model, x))
+            path = first_nonfinite(self.low, lambda model, x=tokens[window : window + 1]: self.target.output(model, x))
             within = modules[inside[window]] or "the model" if window in inside else "the gradient"
             windows.loc[window, "overflow"] = path or within
         return replace(prediction, windows=windows)

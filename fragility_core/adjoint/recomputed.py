@@ -58,7 +58,7 @@ def recomputed_attention(
     """``attention.observed_attention`` inside of a ``LowArithmetic``, as one autograd function."""
     arithmetic = current_function_mode()
     arithmetic.tape.mark_module("attention")
-    if stored_as(query) is None:  # kept in fp32: nothing is rounded
+    if stored_as(query) is None or arithmetic.exact:  # kept in fp32, or rounded kernel by kernel
         return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
     require_plain_softmax(dropout, attention_mask, options)
     groups = query.shape[1] // key.shape[1]
@@ -118,7 +118,7 @@ class Activation:
         self.table: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if stored_as(x) is None or not x.requires_grad:
+        if stored_as(x) is None or not x.requires_grad or current_function_mode().exact:
             return self.function(x)
         if self.table is None:
             self.table = tabulate(self.low, self.function, x.device)

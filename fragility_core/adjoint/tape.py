@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import base_of
+from fragility_core.arithmetic.recipes import Stored
 from fragility_core.models.tree import within
-
-EXPONENT_BITS = 0x7F800000  # of fp32
 
 
 class Place(NamedTuple):
@@ -35,9 +33,12 @@ class Tape:
 
     def __init__(self):
         self.places: dict[Place, int] = {}
+        self.kinds: list[str] = []  # of the places
+        self.alike: list[bool] = []  # whether errors at a place are alike at all positions, see ``record``
         self.ran: set[str] = set()  # paths of the modules that ran
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
+        self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
         self._records: list[tuple[int, int, int, Tensor]] = []
         self._largest: list[tuple[int, int, Tensor]] = []
 
@@ -72,14 +73,20 @@ class Tape:
         module = self.path[-1]
         self._counts[module, name] += 1
         place = Place(module, name, self._counts[module, name] - 1, "kernel", product, stream)
-        number = self.places.setdefault(place, len(self.places))
-        self._latest = number, module
-        return number
+        self._latest = self._number(place), module
+        return self._latest[0]
 
     def weight(self, path: str) -> int:
         """The place of the parameter or buffer at ``path``."""
         module, _, name = path.rpartition(".")
-        return self.places.setdefault(Place(module, name, 0, "weight"), len(self.places))
+        return self._number(Place(module, name, 0, "weight"))
+
+    def _number(self, place: Place) -> int:
+        if place not in self.places:
+            self.places[place] = len(self.places)
+            self.kinds.append(place.kind)
+            self.alike.append(place.name == "operand")
+        return self.places[place]
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
@@ -103,8 +110,15 @@ class Tape:
         leaf.register_post_accumulate_grad_hook(record)
 
     def record(self, place: int, weighted_error: Tensor) -> None:
-        """Record the norm of error times gradient at ``place``; several records of one place add up."""
-        self._records.append((self.window, self.probe, place, torch.linalg.vector_norm(weighted_error)))
+        """Record the norm of error times gradient at ``place``; several records of one place add up.
+
+        An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
+        products are first summed over positions, for each channel (the last dimension).
+        """
+        share = self.shares[self.kinds[place]]
+        if share:
+            alike = weighted_error.flatten(0, -2).sum(0) if self.alike[place] else weighted_error
+            self._records.append((self.window, self.probe, place, torch.linalg.vector_norm(alike) * share**0.5))
 
     def record_largest(self, place: int, stored: Tensor) -> None:
         """Record the largest number ``stored`` at ``place``: infinity after an overflow."""
@@ -127,12 +141,6 @@ class Tape:
         return total
 
 
-def ulp(x: Tensor, format: Format) -> Tensor:
-    """The distance between the numbers of ``format`` around fp32 ``x``; below the smallest normal it is constant."""
-    power_of_two = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)  # the one at or below |x|
-    return power_of_two.clamp_min(format.smallest_normal / format.scale(x)) * format.spacing
-
-
 def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
     """``exact`` - ``rounded``, and 0 where that is not finite.
 
@@ -142,21 +150,21 @@ def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
     return (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def has_short_range(format: Format) -> bool:
+def has_short_range(format: Stored) -> bool:
     """Whether a result in fp32 may lie outside of the range of ``format``; bf16 has the range of fp32."""
     return format.largest < 1e38
 
 
-def expected_error(x: Tensor, format: Format) -> Tensor:
+def expected_error(x: Tensor, format: Stored) -> Tensor:
     """ulp / sqrt(12), the standard deviation of the error of an unknown number that was rounded to nearest to ``x``."""
-    return ulp(x, format) / 12**0.5
+    return format.ulp(x) / 12**0.5
 
 
-def stochastic_error(error: Tensor, exact: Tensor, format: Format) -> Tensor:
+def stochastic_error(error: Tensor, exact: Tensor, format: Stored) -> Tensor:
     """The standard deviation of stochastic rounding where rounding to nearest has the error ``error``.
 
     The neighbours of ``exact`` are at distances d and ulp - d. Their probabilities make the mean exact, so that the
     variance is d (ulp - d).
     """
     distance = error.abs()
-    return (distance * (ulp(exact, format) - distance)).clamp_min_(0).sqrt_()
+    return (distance * (format.ulp(exact) - distance)).clamp_min_(0).sqrt_()

@@ -15,6 +15,7 @@ from fragility_core.arithmetic.formats import CHUNK_ELEMENTS, Format
 from fragility_core.arithmetic.internals import TorchDispatchMode, current_dispatch_mode, is_composite, schema_of
 from fragility_core.arithmetic.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES, deciding
 from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.arithmetic.schemes import Scheme
 
 
 def fits_in_chunks(kernel: Callable, args: tuple, kwargs: dict) -> bool:
@@ -51,7 +52,7 @@ class Emulation(TorchDispatchMode):
     copies then get the same random bits.
     """
 
-    def __init__(self, format: Format, generator: torch.Generator | None = None):
+    def __init__(self, format: Format | Scheme, generator: torch.Generator | None = None):
         super().__init__()
         self.format = format
         self.generator = generator
@@ -105,7 +106,7 @@ class Emulation(TorchDispatchMode):
             return self._cast(kernel, args, kwargs)
         if not self._is_low(args, kwargs):
             return kernel(*args, **kwargs)
-        in_chunks = not self.format.scaled and self.copies == 1 and fits_in_chunks(kernel, args, kwargs)
+        in_chunks = self.format.elementwise and self.copies == 1 and fits_in_chunks(kernel, args, kwargs)
         return (self._in_chunks if in_chunks else self._in_fp32)(kernel, args, kwargs)
 
     def _is_low(self, args: tuple, kwargs: dict) -> bool:
@@ -117,7 +118,8 @@ class Emulation(TorchDispatchMode):
 
     def _round(self, x: Tensor) -> Tensor:
         of_copies = x.ndim and len(x) % self.copies == 0  # but not tensors that all copies share
-        return self.format.round(x, self.generator, self.copies if of_copies else 1)
+        rounded = self.format.round(x, self.generator, self.copies if of_copies else 1)
+        return rounded.to(self.format.compute_dtype)
 
     def _narrow(self, x: Tensor) -> Tensor:
         return self._round(x) if x.dtype == torch.float32 else x

@@ -5,7 +5,7 @@ paper's epsilon_mach). The *spacing* of the numbers above one is 2u; ``torch.fin
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,29 +13,30 @@ from torch import Tensor
 
 from fragility_core.arithmetic.internals import cpu_multiplies
 
+EXPONENT_BITS = 0x7F800000  # of fp32
 CHUNK_ELEMENTS = 2**17  # elements computed at once on a CPU: 512 KiB in fp32 fit a second-level cache
 
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format.
+    """A binary number format of ``bits`` bits with a sign: floating-point, or integers.
 
-    ``significand`` counts the bits of the significand, the implicit one included. ``storage`` is the torch dtype of the
-    format's width. Kernels compute in ``compute_dtype``, which holds every number of the format. The two differ for
-    fp8, in which torch stores but does not compute. A ``scaled`` format stores every tensor times a power of two of
-    the tensor's own (``scale``; Micikevicius et al. 2022, arXiv:2209.05433). ``operands`` is the format in which linear
-    layers of blocks read weights and activations, if it is another one (``operands.RoundedOperands``).
+    ``significand`` counts the bits of the significand, the implicit one included. Numbers below ``smallest_normal``
+    have the spacing of those above it. An integer is such a number: int8 has a significand of 7 bits, the smallest
+    normal 64 and the spacing 1 below 128. ``lowest`` is the lowest number, -``largest`` unless given. A format that
+    ``saturates`` has no infinities: rounding gives the largest number instead.
+
+    torch stores the format as ``storage``, None if it has no such dtype. Kernels compute in ``compute_dtype``, which
+    holds every number of the format.
     """
 
     name: str
+    bits: int
     significand: int
     smallest_normal: float
     largest: float
-    storage: torch.dtype
-    compute_dtype: torch.dtype
     saturates: bool = False
-    scaled: bool = False
-    operands: "Format | None" = None
+    lowest: float | None = None
 
     @property
     def unit_roundoff(self) -> float:
@@ -47,6 +48,18 @@ class Format:
         """Distance from 1 to the next larger value, 2u."""
         return 2 * self.unit_roundoff
 
+    @property
+    def storage(self) -> torch.dtype | None:
+        """The dtype of torch that holds the format's numbers and, but for TF32, no others."""
+        return DTYPES.get(self.name)
+
+    elementwise = True  # an entry is rounded by itself, see ``schemes.Scheme``
+
+    @cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which kernels compute."""
+        return torch.bfloat16 if self.bits <= 8 else self.storage
+
     @cached_property
     def is_storage_only(self) -> bool:
         """Whether the compute dtype holds more numbers than the format, so that results must be rounded (fp8)."""
@@ -56,40 +69,29 @@ class Format:
         """``x`` rounded to nearest even, in the compute dtype.
 
         With a ``generator``, on the device of ``x``, rounding is stochastic; ``copies`` along the first dimension get
-        the same random bits (``round_stochastically``). Numbers out of range become ±inf; in fp8_e4m3, which has no
-        infinities, they saturate at ±448, as in the saturating conversion of accelerators. NaN stays NaN. A scaled
-        format leaves ±inf and the lowest numbers, by which models mask, as they are.
+        the same random bits (``round_stochastically``). Numbers out of range become ±inf; in formats without
+        infinities, such as fp8_e4m3, they saturate, as in the saturating conversion of accelerators. NaN stays NaN.
         """
-        if self.scaled:
-            factor = self.scale(x)
-            fitted = replace(self, scaled=False).round(x * factor, generator, copies) / factor
-            return torch.where(is_measured(x), fitted, x.to(self.compute_dtype))
         if generator is not None:
             x = round_stochastically(x.float(), self, generator, copies)  # the rest is then exact
         if self.name == "tf32":
             return round_to_tf32(x.float())
         if self.saturates:
-            x = x.clamp(-self.largest, self.largest)
+            x = x.clamp(-self.largest if self.lowest is None else self.lowest, self.largest)
+        if self.storage is None:
+            return round_to_spacing(x.float(), self).to(self.compute_dtype)
         return x.to(self.storage).to(self.compute_dtype)
 
-    def scale(self, x: Tensor) -> Tensor | float:
-        """The power of two by which the largest entry of ``x`` just fits into the range; 1 unless scaled."""
-        if not self.scaled or not x.numel():
-            return 1.0
-        largest = torch.where(is_measured(x), x, 0.0).abs().amax().float()
-        _, exponent = torch.frexp(self.largest / largest.clamp_min(2.0**-100))  # tensors of zeros have a scale, too
-        return torch.exp2(exponent - 1.0)
+    def ulp(self, x: Tensor) -> Tensor:
+        """The distance between the numbers around fp32 ``x``; below the smallest normal it is constant."""
+        power_of_two = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)  # the one at or below |x|
+        return power_of_two.clamp_min(self.smallest_normal) * self.spacing
 
 
 def chunks(*tensors: Tensor, length: int = CHUNK_ELEMENTS) -> Iterable[tuple[Tensor, ...]]:
     """``tensors`` of one shape, flat: on a CPU in chunks of ``length``, else whole. Contiguous ones give views."""
     flat = [x.reshape(-1) for x in tensors]
     return zip(*(x.split(length) for x in flat)) if flat[0].device.type == "cpu" else [tuple(flat)]
-
-
-def is_measured(x: Tensor) -> Tensor:
-    """False for ±inf, for NaN, and for the lowest numbers of bf16 and fp32, by which models mask scores."""
-    return x.abs() < torch.finfo(torch.bfloat16).max
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
@@ -99,6 +101,12 @@ def round_to_tf32(x: Tensor) -> Tensor:
     tie_to_even = (bits >> dropped) & 1
     rounded = ((bits + (1 << (dropped - 1)) - 1 + tie_to_even) >> dropped) << dropped
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+
+
+def round_to_spacing(x: Tensor, format: Format) -> Tensor:
+    """fp32 ``x``, within the range of ``format``, rounded to nearest even; inf and NaN stay."""
+    spacing = format.ulp(x)  # a power of two, so that the quotient is exact
+    return torch.where(x.isfinite(), (x / spacing).round() * spacing, x)
 
 
 def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, copies: int = 1) -> Tensor:
@@ -138,49 +146,59 @@ def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
     return lanes.view(like.shape).to(torch.int32).bitwise_and_((1 << count) - 1)
 
 
-_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def integers(bits: int) -> Format:
+    """The format of the integers of ``bits`` bits."""
+    half = 2.0 ** (bits - 1)
+    return Format(f"int{bits}", bits, bits - 1, half / 2, half - 1, saturates=True, lowest=-half)
+
 
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        Format("fp32", 24, 2.0**-126, (2 - 2.0**-23) * 2.0**127, _F32, _F32),
-        Format("tf32", 11, 2.0**-126, (2 - 2.0**-10) * 2.0**127, _F32, _F32),
-        Format("bf16", 8, 2.0**-126, (2 - 2.0**-7) * 2.0**127, _BF16, _BF16),
-        Format("fp16", 11, 2.0**-14, 65504.0, _F16, _F16),
-        Format("fp8_e4m3", 4, 2.0**-6, 448.0, _E4M3, _BF16, saturates=True),
-        Format("fp8_e5m2", 3, 2.0**-14, 57344.0, _E5M2, _BF16),
+        Format("fp32", 32, 24, 2.0**-126, (2 - 2.0**-23) * 2.0**127),
+        Format("tf32", 32, 11, 2.0**-126, (2 - 2.0**-10) * 2.0**127),
+        Format("bf16", 16, 8, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
+        Format("fp16", 16, 11, 2.0**-14, 65504.0),
+        Format("fp8_e4m3", 8, 4, 2.0**-6, 448.0, saturates=True),
+        Format("fp8_e5m2", 8, 3, 2.0**-14, 57344.0),
     )
 }
-SCALED: dict[str, Format] = {
-    f"{f.name}_scaled": replace(f, name=f"{f.name}_scaled", scaled=True) for f in FORMATS.values() if f.is_storage_only
+# Formats of single numbers that are stored under scales of their own (``schemes``). OCP Microscaling Formats 1.0, 2023.
+NARROW: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("fp6_e3m2", 6, 3, 2.0**-2, 28.0, saturates=True),
+        Format("fp6_e2m3", 6, 4, 1.0, 7.5, saturates=True),
+        Format("fp4_e2m1", 4, 2, 1.0, 6.0, saturates=True),
+        *(integers(bits) for bits in (8, 4, 3, 2)),
+    )
 }
-LINEAR: dict[str, Format] = {
-    (name := f.name.replace("scaled", "linear")): replace(FORMATS["bf16"], name=name, operands=f)
-    for f in SCALED.values()
-}
-KNOWN = FORMATS | SCALED | LINEAR
 
 
 def get_format(name: str | Format) -> Format:
-    """The format called ``name``, one of KNOWN, or the format itself; raises ValueError naming those."""
+    """The format called ``name``, of FORMATS or NARROW, or the format itself; raises ValueError naming those."""
     if isinstance(name, Format):
         return name
-    if name not in KNOWN:
-        raise ValueError(f"a format must be one of {', '.join(KNOWN)}, got {name!r}")
-    return KNOWN[name]
+    if name not in FORMATS | NARROW:
+        raise ValueError(f"a format must be one of {', '.join(FORMATS | NARROW)}, got {name!r}")
+    return (FORMATS | NARROW)[name]
 
 
 def has_native_kernels(format: Format, device: torch.device | str) -> bool:
     """Whether ``device`` computes in ``format`` itself, with sums in fp32.
 
-    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats. If fp8 is the
-    format of ``operands`` alone, the other format decides, since a product of fp8 numbers is the same in it.
+    fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats.
     """
     device = torch.device(device)
     if format.name == "fp32":
         return True
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        return {_F16: capability >= (5, 3), _BF16: capability >= (8, 0)}.get(format.storage, False)
+        return {"fp16": capability >= (5, 3), "bf16": capability >= (8, 0)}.get(format.name, False)
     return device.type == "cpu" and cpu_multiplies(format.storage)

@@ -13,29 +13,40 @@ from torch.backends import mha
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from fragility_core.arithmetic.cache import store_cache
 from fragility_core.arithmetic.emulation import Emulation
-from fragility_core.arithmetic.formats import Format, get_format, has_native_kernels
+from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward
 from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
-from fragility_core.arithmetic.operands import RoundedOperands, linear_weights
+from fragility_core.arithmetic.operands import RoundedOperands, linear_weights, owner, rounded_weight
+from fragility_core.arithmetic.recipes import Recipe, Stored, get_recipe
 
 TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU's fused attention takes 16 bits alone
 
 
-def rounded_copy(model: nn.Module, format: Format, buffers: bool = True) -> nn.Module:
-    """A copy of ``model`` whose floating parameters, and with ``buffers`` its ``stored_buffers``, are in ``format``.
+def rounded_copy(model: nn.Module, recipe: Recipe, buffers: bool = True) -> nn.Module:
+    """A copy of ``model`` whose parameters, and with ``buffers`` its ``stored_buffers``, are as ``recipe`` stores them.
 
-    Not rounded: parameters in TF32, which stores fp32, and those that transformers keeps in fp32. Linear weights are
-    rounded to the format of operands, if that is another.
+    Those that transformers keeps in fp32, and all in TF32 but for linear weights, are in fp32. Weights are in the dtype
+    of the kernels, unless products run in fp32 (``Operands.wide``).
     """
-    model = copy.deepcopy(model)
-    if format.name not in ("fp32", "tf32"):
-        patterns = [name.replace("*", ".*") for name in names_kept_in_fp32(model, format.compute_dtype)]
-        stored = dict(model.named_parameters()) | (stored_buffers(model, format.compute_dtype) if buffers else {})
-        multiplied = linear_weights(model) if format.operands else {}
-        for path, x in stored.items():
-            if x.is_floating_point() and not any(re.search(pattern, path) for pattern in patterns):
-                x.data = (format.operands if path in multiplied else format).round(x.data)
+    model, kernels = copy.deepcopy(model), recipe.kernels
+    dtype = kernels.compute_dtype
+    patterns = [name.replace("*", ".*") for name in names_kept_in_fp32(model, dtype)]
+    stored = dict(model.named_parameters())
+    if buffers and dtype != torch.float32:
+        stored |= stored_buffers(model, dtype)
+    weights = {} if recipe.plain else linear_weights(model)
+    for path, x in stored.items():
+        if not x.is_floating_point() or any(re.search(pattern, path) for pattern in patterns):
+            continue
+        operands = recipe.operands(owner(path)) if path in weights else None
+        if operands and operands.weights is not None:
+            rounded = rounded_weight(model, path, x.data, operands.weights)
+            x.data = rounded.float() if operands.wide(kernels) else rounded.to(dtype)
+        elif kernels.name not in ("fp32", "tf32"):
+            rounded = kernels.round(x.data).to(dtype)
+            x.data = rounded.float() if operands and operands.wide(kernels) else rounded
     return model
 
 
@@ -70,15 +81,20 @@ def fp32_sums() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LowPrecision:
-    """A ``model`` whose parameters are rounded to ``format``, and how its kernels compute in the format.
+    """A ``model`` whose parameters are stored as ``recipe`` says, and how its kernels compute in the format.
 
     Without ``emulation`` the kernels are the device's own. With ``weights_only`` they compute in fp32.
     """
 
     model: nn.Module
-    format: Format
+    recipe: Recipe
     emulation: Emulation | None
     weights_only: bool = False
+
+    @property
+    def format(self) -> Stored:
+        """The format of the results of kernels, by which they are stored."""
+        return self.recipe.kernels
 
     @property
     def execution(self) -> str:
@@ -96,7 +112,7 @@ class LowPrecision:
         if self.weights_only:
             raise ValueError(
                 "stochastic rounding needs kernels whose results are rounded, but here weights alone are in "
-                f'{self.format.name}: lower the model with execution="auto"'
+                f'{self.recipe.name}: lower the model with execution="auto"'
             )
         generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
         return replace(self, emulation=Emulation(self.format, generator))
@@ -113,9 +129,9 @@ class LowPrecision:
                 stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
                 mha.set_fastpath_enabled(False)
                 stack.enter_context(self.emulation)
-            if self.format.operands and not self.weights_only:
+            if not (self.recipe.plain or self.weights_only):
                 generator = None if self.emulation is None else self.emulation.generator
-                stack.enter_context(RoundedOperands(self.model, self.format.operands, self.paused, generator))
+                stack.enter_context(RoundedOperands(self.model, self.recipe, self.paused, generator))
             yield
 
     def paused(self) -> AbstractContextManager:
@@ -129,14 +145,16 @@ def require_low(low: object) -> None:
         raise TypeError(f'a model in low precision is needed, such as lower(model, "bf16"), got a {type(low).__name__}')
 
 
-def lower(model: nn.Module, format: str | Format, execution: str = "auto") -> LowPrecision:
-    """``model`` in low precision: native where its device has the kernels, else emulated.
+def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "auto") -> LowPrecision:
+    """``model`` in low precision, by a ``recipe`` or its name: native where its device has the kernels, else emulated.
 
+    The name of a format, such as "bf16", is that of the recipe that stores all weights and results in it.
     ``execution`` may insist on "native" or "emulated". With "weights", parameters alone are rounded and kernels compute
-    in fp32. Raises ValueError for an unknown format or execution, for a model without parameters or not in fp32, and
+    in fp32. Raises ValueError for an unknown recipe or execution, for a model without parameters or not in fp32, and
     where native kernels are asked for in a format that torch does not compute in.
     """
-    chosen = get_format(format)
+    chosen = get_recipe(recipe)
+    kernels = chosen.kernels
     if other := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
         raise ValueError(
             f"a model must be lowered from fp32 parameters, got {', '.join(map(str, sorted(other, key=str)))}: load it "
@@ -146,14 +164,16 @@ def lower(model: nn.Module, format: str | Format, execution: str = "auto") -> Lo
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":
         return LowPrecision(rounded_copy(model, chosen, buffers=False).float(), chosen, None, weights_only=True)
-    if execution == "native" and (chosen.is_storage_only or chosen.name == "tf32"):
-        raise ValueError(f'no device computes a whole model in {chosen.name}: use execution="emulated" or "auto"')
+    if execution == "native" and (kernels.is_storage_only or kernels.name == "tf32"):
+        raise ValueError(f'no device computes a whole model in {kernels.name}: use execution="emulated" or "auto"')
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError(f"a model must have parameters to be lowered, got a {type(model).__name__} without")
-    native = execution == "native" or (execution == "auto" and has_native_kernels(chosen, first.device))
+    native = execution == "native" or (execution == "auto" and has_native_kernels(kernels, first.device))
     low = rounded_copy(model, chosen)
-    if chosen.compute_dtype.itemsize == 2 and not chosen.scaled:  # scales depend on the other entries
+    if kernels.compute_dtype.itemsize == 2 and kernels.elementwise:
         for module in elementwise_modules(low):
-            replace_forward(module, LookUp(module, chosen, emulated=not native))
-    return LowPrecision(low, chosen, None if native else Emulation(chosen))
+            replace_forward(module, LookUp(module, kernels, emulated=not native))
+    if chosen.cache is not None:
+        store_cache(low, chosen.cache)
+    return LowPrecision(low, chosen, None if native else Emulation(kernels))

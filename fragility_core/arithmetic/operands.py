@@ -1,18 +1,21 @@
-"""Linear layers that read weights and activations in a narrower format than that of the rest of the model.
+"""Linear layers that store weights, or read their inputs, in other numbers than the rest of the model.
 
-fp8 is used so in practice (W8A8): its products are fast, while norms, softmax and the residual stream stay in bf16.
+fp8 and int8 are used so in practice (W8A8): their products are fast, while norms, softmax and the residual stream stay
+in bf16.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
-from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.kernels import WEIGHT_PRODUCTS
 from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
 from fragility_core.models.tree import block_of, is_linear
 
 
@@ -30,35 +33,67 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def owner(parameter: str) -> str:
+    """The path of the module that has the ``parameter``."""
+    return parameter.rpartition(".")[0]
+
+
+def rounded_weight(model: nn.Module, path: str, weight: Tensor, stored: Stored) -> Tensor:
+    """The linear ``weight`` at ``path`` as it is read again: in rows along the inputs, which a product sums over."""
+    module = model.get_submodule(owner(path))
+    inputs_first = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+    return stored.round(weight.mT).mT.contiguous() if inputs_first else stored.round(weight)
+
+
 def storages(tensors: Iterable[Tensor]) -> set[int]:
     """Addresses of the memory of ``tensors``, which their views share."""
     return {x.untyped_storage().data_ptr() for x in tensors}
 
 
-class RoundedOperands(TorchFunctionMode):
-    """A context that rounds to ``format`` whatever the linear weights of ``model`` are multiplied by.
+def operands_by_storage(weights: dict[str, Tensor], recipe: Recipe) -> dict[int, Operands]:
+    """The operands of linear layers that have any in ``recipe``, by the addresses of their ``weights``."""
+    found = {x.untyped_storage().data_ptr(): recipe.operands(owner(path)) for path, x in weights.items()}
+    return {address: operands for address, operands in found.items() if operands}
 
-    Weights of another dtype, those of modules kept in fp32, do not count. With a ``generator`` the rounding is
-    stochastic. The rounding itself runs inside of ``paused()``.
+
+class RoundedOperands(TorchFunctionMode):
+    """A context in which the linear layers of ``model`` read their inputs as ``recipe`` says.
+
+    With a ``generator`` the rounding is stochastic. The rounding itself runs inside of ``paused()``.
     """
 
     def __init__(
-        self, model: nn.Module, format: Format, paused: Callable[[], AbstractContextManager],
+        self, model: nn.Module, recipe: Recipe, paused: Callable[[], AbstractContextManager],
         generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.format, self.paused, self.generator = format, paused, generator
-        self.weights = storages(w for w in linear_weights(model).values() if w.dtype == format.compute_dtype)
+        self.kernels, self.paused, self.generator = recipe.kernels, paused, generator
+        self.layers = operands_by_storage(linear_weights(model), recipe)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.__name__ in WEIGHT_PRODUCTS and self.weights & storages(tensors((args, kwargs))):
-            with self.paused():
-                args, kwargs = map_tensors(args, self._rounded), map_tensors(kwargs, self._rounded)
-        return func(*args, **kwargs)
+        operands = self._operands(args, kwargs) if func.__name__ in WEIGHT_PRODUCTS else None
+        if operands is None or operands.inputs is None:
+            return func(*args, **kwargs)
+        wide = operands.wide(self.kernels)
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        """``x`` rounded if it is an activation; weights are rounded already, and biases are no operands."""
-        if x.dtype != self.format.compute_dtype or isinstance(x, nn.Parameter) or self.weights & storages([x]):
+        def change(x: Tensor) -> Tensor:
+            return self._changed(x, operands.inputs, wide)
+
+        with self.paused():
+            args, kwargs = map_tensors(args, change), map_tensors(kwargs, change)
+        result = func(*args, **kwargs)
+        return result.to(self.kernels.compute_dtype) if wide else result
+
+    def _operands(self, *given: Any) -> Operands | None:
+        """The operands of the layer whose weight is among the arguments ``given``, if any."""
+        return next((self.layers[address] for address in storages(tensors(given)) & self.layers.keys()), None)
+
+    def _changed(self, x: Tensor, stored: Stored, wide: bool) -> Tensor:
+        """``x`` rounded if it is an input. Weights are rounded already, and biases are no operands."""
+        if not x.is_floating_point():
             return x
-        return self.format.round(x, self.generator)
+        widened = x.float() if wide else x
+        if x.dtype != self.kernels.compute_dtype or isinstance(x, nn.Parameter) or storages([x]) & self.layers.keys():
+            return widened
+        return stored.round(widened, self.generator).to(widened.dtype)

@@ -11,7 +11,6 @@ from torch import nn
 
 from fragility_core import adjoint
 from fragility_core.adjoint.sites import COLUMNS
-from fragility_core.arithmetic.formats import get_format
 from fragility_core.models.tree import embedding_paths, head_paths, is_norm, outermost, within
 from fragility_core.protection import structure
 from fragility_core.protection.keep import Plan, require_modules
@@ -41,21 +40,22 @@ class Contributions:
             raise ValueError(f"a plan needs the model of the prediction, got one without {', '.join(missing[:3])}")
         if dtypes != {torch.float32}:
             raise ValueError(f"a plan needs the fp32 model that was lowered, got {', '.join(sorted(map(str, dtypes)))}")
-        self.model, self.format, self.length = model, get_format(prediction.format), prediction.length
+        self.model, self.recipe, self.length = model, prediction.recipe, prediction.length
+        self.target = prediction.target
         finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
         if finite.empty:
             places = ", ".join(sorted(set(prediction.windows.overflow)))
             raise ValueError(
-                f"a plan needs a prediction that is finite for some window, but in {self.format.name} all overflow "
+                f"a plan needs a prediction that is finite for some window, but in {self.recipe.name} all overflow "
                 f"first in {places}: choose a format of wider range, such as bf16"
             )
         self.windows = finite.reset_index(drop=True)
         self.rows = prediction.contributions[prediction.contributions.window.isin(finite.window)]
         places = self.rows[["place", *COLUMNS]].drop_duplicates("place").sort_values("place")
         self.structure = Structure(model, places.reset_index(drop=True), prediction.ran)
-        squares = self.rows.c2 / self.rows.window.map(finite.set_index("window").final_norm ** 2)
+        squares = self.rows.c2 / self.rows.window.map(finite.set_index("window").norm ** 2)
         samples = len(finite) * (self.rows.probe.max() + 1)
-        # By place: the squared relative error c^2 / ||X_L||^2, mean over windows and probes.
+        # By place: c^2 over the square of the target's norm, mean over windows and probes.
         self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
@@ -114,12 +114,12 @@ class Contributions:
 
         Raises ValueError for a plan of another format, or of parts that this model does not have.
         """
-        if plan.format != self.format.name:
-            raise ValueError(f"a plan must be for the format of the prediction, {self.format.name}, got {plan.format}")
+        if plan.format != self.recipe.name:
+            raise ValueError(f"a plan must be for the format of the prediction, {self.recipe.name}, got {plan.format}")
         require_modules(self.model, plan.modules)
         self._require_sites(["residual"] * plan.residual + ["scores"] * plan.scores)
         left = self.structure.places.place[~self.vanishing(plan)]
-        return adjoint.predict(self.rows[self.rows.place.isin(left)], self.windows)
+        return adjoint.predict(self.rows[self.rows.place.isin(left)], self.windows, self.target.squared)
 
     def keep(
         self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = (), label: str = ""
@@ -230,13 +230,13 @@ class Contributions:
 
     def _parameter_bytes(self, plan: Plan) -> int:
         norms = self.structure.stream_norms if plan.residual else []  # in fp32 beside an fp32 stream
-        return structure.parameter_bytes(self.model, [*plan.modules, *norms], self.format)
+        return structure.parameter_bytes(self.model, [*plan.modules, *norms], self.recipe)
 
     @property
     def _stream_bytes(self) -> int:
         """What an fp32 residual stream takes more, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
-        return (structure.FP32_BYTES - self.format.storage.itemsize) * width
+        return (structure.FP32_BYTES - self.recipe.kernels.bits // 8) * width
 
     def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         sites = self.structure.sites
@@ -256,7 +256,7 @@ class Contributions:
         numbered = [f"block{'s' * (len(blocks) != 1)} {', '.join(map(str, blocks))}"] * bool(blocks)
         kept = outermost([*modules, *(paths[n] for n in blocks), *(path for site in sites for path in inside[site])])
         return Plan(
-            self.format.name, kept, "residual" in sites, "scores" in sites,
+            self.recipe.name, kept, "residual" in sites, "scores" in sites,
             label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self._kernels_round,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ an fp32 operand gives fp32. Hooks are partial functions of a module, so that a p
 
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
-from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.structure import scores_can_be_kept
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep in fp32 in a model that otherwise computes in ``format``.
+    """What to keep in fp32 in a model that otherwise computes in ``format``, the name of a recipe.
 
+    - ``layers``: paths of linear layers that have the operands of another recipe, each with the recipe's name.
     - ``modules``: paths of modules that are kept whole.
     - ``residual``: the residual stream is fp32. Embeddings and residual additions give fp32, norms read it (with
       rounded weights), and branches compute in the format.
@@ -49,6 +51,13 @@ class Plan:
     activation_bytes: int = 0
     flops: int = 0
     weights_only: bool = False
+    layers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """That of ``format``, with the ``layers``."""
+        recipe = get_recipe(self.format)
+        return replace(recipe, layers=dict(recipe.layers) | {p: get_recipe(name).linear for p, name in self.layers})
 
     def __post_init__(self):
         if isinstance(self.modules, str):
@@ -76,13 +85,13 @@ def restore_fp32(module: nn.Module, exact: nn.Module, copies: dict[int, nn.Param
     Modules that shared a rounded parameter with it keep the rounded one. ``copies`` holds the copies made so far, by
     the ``id`` of the twin's parameter: two kept modules that share a table still share it.
     """
-    for owner, twin in zip(module.modules(), exact.modules(), strict=True):
+    for rounded, twin in zip(module.modules(), exact.modules(), strict=True):
         for name, parameter in twin.named_parameters(recurse=False):
             if id(parameter) not in copies:
                 copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            setattr(owner, name, copies[id(parameter)])
+            setattr(rounded, name, copies[id(parameter)])
         for name, buffer in twin.named_buffers(recurse=False):
-            setattr(owner, name, buffer.clone())
+            setattr(rounded, name, buffer.clone())
 
 
 def keep_stream(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[str]) -> None:
@@ -126,14 +135,20 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     that cannot be kept.
     """
     require_modules(model, plan.modules)
-    if get_format(plan.format).compute_dtype == torch.float32:
+    recipe = plan.recipe
+    if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
+    multiplying = {owner(path) for path in linear_weights(model)}
+    if strange := sorted(recipe.layers.keys() - multiplying):
+        raise ValueError(f"layers of a plan must be linear layers of blocks, got {', '.join(strange[:3])}")
+    kept = {path: Operands() for path in multiplying if any(within(path, module) for module in plan.modules)}
+    recipe = replace(recipe, layers=dict(recipe.layers) | kept)
     if plan.scores and not scores_can_be_kept(model):
         raise ValueError(
             "scores can be kept in models whose attention comes from transformers' attention interface and neither "
             f"caps scores nor adds to them, got {type(model).__name__}: keep its attention modules instead"
         )
-    low = lower(model, plan.format, "weights" if plan.weights_only and execution == "auto" else execution)
+    low = lower(model, recipe, "weights" if plan.weights_only and execution == "auto" else execution)
     compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
     # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
     fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}

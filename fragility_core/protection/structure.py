@@ -9,11 +9,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
-from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import can_set_attention
 from fragility_core.arithmetic.lowering import sharing_copy
 from fragility_core.arithmetic.nested import tensors
-from fragility_core.arithmetic.operands import linear_weights
+from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.arithmetic.recipes import Recipe
 from fragility_core.models import tree
 from fragility_core.models.tree import block_of, embedding_paths, within
 
@@ -128,22 +128,23 @@ class Structure:
         return found
 
 
-def parameter_bytes(model: nn.Module, kept: Collection[str], format: Format) -> int:
+def parameter_bytes(model: nn.Module, kept: Collection[str], recipe: Recipe) -> int:
     """Bytes that are added to the low-precision model if the parameters of the modules ``kept`` are stored in fp32.
 
     If a module outside of ``kept`` shares a parameter (a tied head), the parameter is stored twice.
     """
-    multiplied = {id(p) for p in linear_weights(model).values()} if format.operands else set()
+    stored = {id(p): recipe.operands(owner(path)).weights for path, p in linear_weights(model).items()}
     uses: dict[int, tuple[int, set[bool]]] = {}
     for path, module in model.named_modules():
         inside = any(within(path, module_path) for module_path in kept)
         for parameter in module.parameters(recurse=False):
             uses.setdefault(id(parameter), (parameter.numel(), set()))[1].add(inside)
 
-    def low_bytes(parameter: int) -> int:
-        return (format.operands if parameter in multiplied else format).storage.itemsize
+    def low_bytes(parameter: int) -> float:
+        return (stored.get(parameter) or recipe.kernels).bits / 8
 
-    return sum(n * (FP32_BYTES - low_bytes(p) * (where == {True})) for p, (n, where) in uses.items() if True in where)
+    kept_uses = ((p, n, where) for p, (n, where) in uses.items() if True in where)
+    return round(sum(n * (FP32_BYTES - low_bytes(p) * (where == {True})) for p, n, where in kept_uses))
 
 
 def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:

@@ -178,13 +178,13 @@ class Monitor:
         """``power_iteration`` also measures ||J_f||_2 of every block (Appendix A.7 (`app:estimation`), option i).
 
         Raises TypeError for a model that was not lowered and for an architecture whose blocks are not known, and
-        ValueError for a format that rounds linear layers to another format.
+        ValueError for a recipe with other numbers in linear layers or the cache.
         """
         require_low(low)
-        if low.format.operands is not None:
+        if not low.recipe.plain:
             raise ValueError(
-                f"the score has one unit roundoff for all of a model, got {low.format.name}, whose linear layers have "
-                "another: predict its mismatch with fragility_core.adjoint.Adjoint"
+                f"the score has one unit roundoff for all of a model, got {low.recipe.name}, whose linear layers or "
+                "cache have another: predict its mismatch with fragility_core.adjoint.Adjoint"
             )
         self.low = low
         self.model: PreTrainedModel = low.model

@@ -1,6 +1,5 @@
 """Comparison of two passes: the final state, the residual stream after each block, the probabilities of tokens."""
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors
 from fragility_core.models.tree import block_paths, hidden_and_logits
@@ -95,7 +93,7 @@ class Ranges:
             with self.low.paused():
                 for x in tensors(output):
                     if x.is_floating_point():
-                        self.counts.setdefault(path, []).append(outside(x, self.low.format))
+                        self.counts.setdefault(path, []).append(outside(x, self.low.format.largest))
 
         return count
 
@@ -108,7 +106,7 @@ class Ranges:
         paths = list(self.counts)
         counts = torch.stack([sum(self.counts[path]) for path in paths]).cpu().numpy() if paths else []
         rows = [("output", path or "the model", *count) for path, count in zip(paths, counts)]
-        largest = range_of(self.low.format)
+        largest = self.low.format.largest
         over = {path: (p.abs() > largest).sum() for path, p in exact.named_parameters()}
         counted = torch.stack([*over.values()]).cpu().numpy()
         rows = [("parameter", path, 0, count) for path, count in zip(over, counted)] + rows
@@ -116,12 +114,7 @@ class Ranges:
         return table[(table.nonfinite > 0) | (table.saturated > 0)].reset_index(drop=True)
 
 
-def outside(x: Tensor, format: Format) -> Tensor:
-    """The number of entries that are not finite, and of those that equal the format's largest number: shape (2,)."""
+def outside(x: Tensor, largest: float) -> Tensor:
+    """The number of entries that are not finite, and of those that equal the ``largest`` number: shape (2,)."""
     finite = x.isfinite()
-    return torch.stack([(~finite).sum(), (finite & (x.abs() >= range_of(format))).sum()])
-
-
-def range_of(format: Format) -> float:
-    """The largest number of ``format``; infinity if the format scales every tensor to fit."""
-    return math.inf if format.scaled else format.largest
+    return torch.stack([(~finite).sum(), (finite & (x.abs() >= largest)).sum()])

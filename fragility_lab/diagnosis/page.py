@@ -11,7 +11,7 @@ import torch
 import transformers
 from matplotlib.axes import Axes
 
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.protection import Contributions, Plan
 from fragility_lab import paths
 from fragility_lab.diagnosis.request import Request
@@ -203,12 +203,12 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     known = found.get("measured", found["predicted"])
     still = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
     ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
-    operands = get_format(request.format).operands
+    recipe = get_recipe(request.format)
     return template("diagnosis/page.html.jinja", number=number, percent=percent, estimate=estimate).render(
         request=request,
         found=diagnosis,
-        stored=request.format if operands is None else "bf16",
-        operands=None if operands is None else operands.name,
+        stored=recipe.kernels.name,
+        operands=recipe.linear.inputs.name if recipe.linear.inputs else None,
         measured=measured,
         means=found,
         kept=int(kept.sum()),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from fragility_core.arithmetic.formats import KNOWN, get_format
+from fragility_core.arithmetic.recipes import RECIPES, get_recipe
 from fragility_core.models.tree import block_paths
 from fragility_core.protection import KEEPABLE_SITES
 from fragility_lab.diagnosis.measure import observe
@@ -49,11 +49,9 @@ class Request:
     weights_only: bool = False
 
     def __post_init__(self):
-        rounding = [name for name, format in KNOWN.items() if format.compute_dtype != torch.float32]
-        if self.format not in rounding:
-            raise ValueError(
-                f"a diagnosis needs a format that rounds results, {', '.join(rounding)}, got {self.format!r}"
-            )
+        if not get_recipe(self.format).rounds:
+            rounding = ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds)
+            raise ValueError(f"a diagnosis needs a format that rounds results, {rounding}, got {self.format!r}")
         for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -149,10 +147,10 @@ def seconds(device: torch.device) -> float:
 def memory(request: Request, loaded: Inputs) -> int:
     """Bytes beyond the fp32 model: two copies in the format, one in fp32, and what the backward pass keeps."""
     config, parameters = loaded.model.config.get_text_config(), sum(p.numel() for p in loaded.model.parameters())
-    format = get_format(request.format)
-    stored = torch.float32 if request.weights_only else format.compute_dtype
+    recipe = get_recipe(request.format)
+    stored = torch.float32 if request.weights_only else recipe.kernels.compute_dtype
     copies = parameters * (2 * stored.itemsize + 4)
-    rounds_operands = format.operands is not None and not request.weights_only
+    rounds_operands = recipe.linear.inputs is not None and not request.weights_only
     kept_a_token = kept_by_blocks(loaded.model, rounds_operands) + 6 * 4 * config.vocab_size
     if request.attention == "eager":
         kept_a_token += 4 * 6 * getattr(config, "num_attention_heads", 0) * request.length * config.num_hidden_layers

@@ -11,8 +11,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import LAYERNORM_TERMS, Estimator, score
@@ -62,7 +62,7 @@ class RunSpec(Specification):
     inputs: str = ""  # digest of the weights and the token stream
 
     def __post_init__(self):
-        get_format(self.precision)
+        get_recipe(self.precision)
         require_at_least(1, length=self.length, windows=self.windows, batch=self.batch)
         choices = {"layernorm": LAYERNORM_TERMS, "transport": TRANSPORTS, "execution": ("native", "emulated")}
         for name, allowed in choices.items():
@@ -175,7 +175,7 @@ class Passes(Worker):
         """
         starts, tokens = select_windows(self.inputs.stream, spec.length, spec.windows, spec.seed)
         monitor = self.monitor(spec.precision, spec.execution, spec.transport)
-        unit_roundoff = get_format(spec.precision).unit_roundoff
+        unit_roundoff = get_recipe(spec.precision).kernels.unit_roundoff
         frames = []
         for first in range(0, spec.windows, spec.batch):
             batch = tokens[first : first + spec.batch].to(self.inputs.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.bgss import Policy, State, advance, get_policy, policy_class, replay
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
@@ -122,7 +122,7 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
             f"policy parameters must be among those of the chosen policies, {', '.join(sorted(taken))}, "
             f"got {', '.join(unknown)}"
         )
-    unit_roundoff = get_format(setting.precision).unit_roundoff
+    unit_roundoff = get_recipe(setting.precision).kernels.unit_roundoff
     given = {"base_epsilon": blocks(inputs.model)[0].norm_1.eps, "unit_roundoff": unit_roundoff} | parameters
     chosen = []
     for name, its in zip(names, known):
@@ -150,7 +150,7 @@ def initial_model(model: PreTrainedModel, setting: Setting, seed: int) -> PreTra
         there = next(model.parameters())
         model = AutoModelForCausalLM.from_config(model.config, dtype=there.dtype).to(there.device)
     if setting.realisation:
-        model = moved(model, get_format(setting.precision).unit_roundoff / 2, setting.realisation)
+        model = moved(model, get_recipe(setting.precision).kernels.unit_roundoff / 2, setting.realisation)
     return model
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import Adjoint, Prediction, predict
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import SIGNALS
 from fragility_core.theory import mismatch
@@ -96,7 +96,7 @@ def _redrawn(model: nn.Module, precision: str, execution: str, number: int) -> t
 
     The moved model computes nearly the same function, but rounds everything differently: to nearest, as in E2.
     """
-    other = moved(model, get_format(precision).unit_roundoff / 2, number)
+    other = moved(model, get_recipe(precision).kernels.unit_roundoff / 2, number)
     return other, _lowered(other, precision, execution)
 
 
@@ -117,7 +117,7 @@ def _places(prediction: Prediction) -> pd.DataFrame:
     (window,) = prediction.windows.itertuples()
     return c2.reset_index().assign(
         predicted=window.predicted, standard_error=window.standard_error, one_probe=one_probe.predicted.item(),
-        final_norm=window.final_norm,
+        final_norm=window.norm,
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
-from fragility_core.arithmetic.formats import get_format, has_native_kernels
+from fragility_core.arithmetic.formats import has_native_kernels
+from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
@@ -33,7 +34,7 @@ class Inputs:
 
     def execution(self, precision: str) -> str:
         """How the device computes in ``precision``: "native" or "emulated"."""
-        return "native" if has_native_kernels(get_format(precision), self.device) else "emulated"
+        return "native" if has_native_kernels(get_recipe(precision).kernels, self.device) else "emulated"
 
 
 def load(
@@ -58,7 +59,7 @@ def load(
     if max(lengths) > context:
         raise ValueError(f"windows must fit the context of {model!r}, {context} tokens, got lengths {list(lengths)}")
     for precision in precisions:
-        get_format(precision)
+        get_recipe(precision)
     stream = tokenize(load_rows(data), checkpoints.load_tokenizer(model))
     if len(stream) and stream.max() >= config.vocab_size:
         raise ValueError(

@@ -1,0 +1,224 @@
+"""Targets and the points of gradients: against exact derivatives, and against what is measured."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import hadamard
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig
+
+from fragility_core.adjoint import Adjoint, estimator
+from fragility_core.adjoint.targets import TARGETS, get_target, logits
+from fragility_core.arithmetic.cache import RoundedCache
+from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.recipes import LINEAR, get_recipe
+from fragility_lab.diagnosis.measure import compare, observe
+from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
+from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
+TOKENS = torch.arange(20)[None]
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded checkpoint with its head, and eight windows of 128 tokens."""
+    stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
+    model = load_model("embedded", "cpu", AutoModelForCausalLM)
+    return model, select_windows(stream, 128, 8, seed=0)[1]
+
+
+def random_model(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def log_probabilities(model, tokens, low=None):
+    """fp64 log probabilities (B, T, vocabulary)."""
+    if low is None:
+        return logits(model, tokens).double().log_softmax(-1)
+    with low.running():
+        return logits(low.model, tokens).double().log_softmax(-1)
+
+
+class Bigram(nn.Module):
+    """Logits are rows of a table: the only rounding is that of the table."""
+
+    def __init__(self, change: float):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(40, 40)
+        self.table.weight.data *= change
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens, use_cache=False):
+        return type("Output", (), {"logits": self.table(tokens)})()
+
+
+@pytest.mark.parametrize("gradients", ["low", "fp32", "both"])
+def test_contributions_are_second_derivatives_of_the_divergence(gradients):
+    """Errors e of logits, one by one: p (1 - p) e^2 / 2 for KL, and the squares of derivatives for the others."""
+    model, tokens = Bigram(4.0), torch.arange(40)[None]
+    low = lower(model, "bf16", "weights")
+    z = model.table.weight.double()
+    squares, p = (low.model.table.weight.double() - z) ** 2, z.softmax(-1)
+    slopes = torch.nn.functional.one_hot(tokens[0, 1:], 40) - p[:-1]
+    want = {
+        "kl": (p * (1 - p) * squares).sum(-1).mean().item() / 2,
+        "logprob": (slopes**2 * squares[:-1]).sum(-1).mean().sqrt().item(),
+        "margin": squares.gather(-1, z.topk(2, -1).indices).sum(-1).mean().sqrt().item(),
+    }
+    for name, value in want.items():
+        adjoint = Adjoint(low, model, probes=200, target=name, gradients=gradients)
+        assert adjoint(tokens).windows.predicted.item() == pytest.approx(value, rel=0.03), name
+
+
+def test_the_divergence_is_that_of_small_changes():
+    """Over many random changes of all logits."""
+    generator, model, tokens = torch.Generator().manual_seed(0), Bigram(4.0), torch.arange(40)[None]
+    exact, p = log_probabilities(model, tokens), model.table.weight.double().softmax(-1)
+    squared = 0.0
+    for _ in range(200):
+        changed = (model.table.weight.double() + 0.02 * torch.randn(40, 40, generator=generator)).log_softmax(-1)
+        squared += (exact.exp() * (exact - changed)).sum(-1).mean().item() / 200
+    assert squared == pytest.approx((p * (1 - p)).sum(-1).mean().item() * 0.02**2 / 2, rel=0.03)
+
+
+def test_loss_is_the_standard_deviation_of_its_change():
+    """With one output there is one sign: c^2 is the square of each entry's share, with independent signs."""
+    model, tokens = Bigram(4.0), torch.arange(40)[None]
+    low = lower(model, "bf16", "weights")
+    errors = (low.model.table.weight - model.table.weight).double()[:-1]
+    p = low.model.table.weight.double()[:-1].softmax(-1)
+    slopes = p - torch.nn.functional.one_hot(tokens[0, 1:], 40)
+    want = ((slopes * errors / 39) ** 2).sum().sqrt().item()
+    assert Adjoint(low, model, target="loss")(tokens).windows.predicted.item() == pytest.approx(want, rel=1e-3)
+
+
+RATIOS = {
+    "bf16": 0.1, "w8a16-g128": 0.1, "w4a16-g128": 0.12, "nvfp4-w": 0.12, "w8a8-int8": 0.12, "fp8-dynamic": 0.15,
+    "kv-fp8": 0.15,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RATIOS)
+def test_predicted_divergence_is_the_measured_one(recipe, embedded):
+    model, windows = embedded
+    low = lower(model, recipe)
+    tables = [compare(observe(low.model, w, low), observe(model, w), w)[0] for w in windows.split(1)]
+    measured = np.mean([table.kl.item() for table in tables])
+    predicted = Adjoint(low, model, probes=2, target="kl", gradients="both")(windows).windows.predicted.mean()
+    assert predicted == pytest.approx(measured, rel=RATIOS[recipe])
+
+
+def test_the_mean_of_both_ends_is_exact_for_what_is_quadratic(monkeypatch):
+    """E = W2' W1' - W2 W1 = e2 (W1 + W1') / 2 + (W2 + W2') / 2 e1: slopes at both ends, errors of weights."""
+    rows = iter(np.tile(hadamard(16), (3, 1)))
+    monkeypatch.setattr(
+        estimator, "random_signs", lambda like, generator: torch.tensor(next(rows), dtype=torch.float32).view_as(like)
+    )
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)])
+            self.eval().requires_grad_(False)
+
+        def forward(self, tokens):
+            return self.layers[1](self.layers[0](torch.nn.functional.one_hot(tokens, 16).float()))
+
+    model, tokens = Product(), torch.tensor([[3]])
+    low = lower(model, "w4a16-channel@fp32")
+    found = Adjoint(low, model, probes=16, target=lambda m, x: m(x), gradients="both")(tokens)
+    (w1, w2), (q1, q2) = ([layer.weight.double() for layer in m.layers] for m in (model, low.model))
+    e1, e2 = q1 - w1, q2 - w2
+    x = torch.nn.functional.one_hot(tokens[0], 16).double()[0]
+    at_low = ((q2**2) @ (e1 * x) ** 2).sum() + (e2 * (q1 @ x)).square().sum()
+    at_fp32 = ((w2**2) @ (e1 * x) ** 2).sum() + (e2 * (w1 @ x)).square().sum()
+    assert found.contributions.c2.sum() / 16 == pytest.approx((at_low + at_fp32).item() / 2, rel=1e-5)
+
+
+def test_inputs_that_are_rounded_alike_at_every_position_add_up(monkeypatch):
+    """The output is a mean over positions: errors of a channel are summed over them, then squared."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.layers = nn.Embedding(9, 8), nn.ModuleList([nn.Linear(8, 8, bias=False)])
+            self.eval().requires_grad_(False)
+
+        def forward(self, tokens):
+            return self.layers[0](self.embedding(tokens)).mean(1, keepdim=True)
+
+    rows = iter(torch.tensor(hadamard(8), dtype=torch.float32))
+    monkeypatch.setattr(estimator, "random_signs", lambda like, generator: next(rows).view_as(like))
+    model, tokens = Mean(), torch.arange(9)[None]
+    low = lower(model, "w8a8-int8@fp32")
+    found = Adjoint(low, model, probes=8, target=lambda m, x: m(x))(tokens).contributions
+    x = model.embedding.weight.double()
+    error = (x - LINEAR["w8a8-int8"].inputs.round(x.float())).sum(0) / 9
+    want = (low.model.layers[0].weight.double() * error).square().sum().item()
+    assert found[found.name == "operand"].c2.sum() / 8 == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-dynamic", "w8a8-int8@fp16", "mxfp8", "nvfp4-w4a4", "w4a16-zero-g128"])
+@pytest.mark.parametrize("execution", ["native", "emulated"])
+def test_products_are_those_of_the_stored_numbers(recipe, execution):
+    """Rounded once, though scales times numbers do not fit the dtype of the kernels."""
+    linear = nn.Sequential(nn.Linear(96, 48)).eval().requires_grad_(False)
+    x = torch.randn(30, 96, generator=torch.Generator().manual_seed(0))
+    known = get_recipe(recipe)
+    dtype, operands = known.kernels.compute_dtype, known.linear
+    low = lower(linear, recipe, execution)
+    with low.running():
+        got = low.model(x.to(dtype))
+    weight = operands.weights.round(linear[0].weight)
+    values = x.to(dtype).float()
+    values = values if operands.inputs is None else operands.inputs.round(values)
+    weight = weight if operands.inputs is not None else weight.to(dtype).float()
+    bias = linear[0].bias.to(dtype).double()
+    exact = values.double() @ weight.double().T + bias
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got.double(), exact, rtol=1.02 * known.kernels.unit_roundoff, atol=3e-6)
+
+
+@pytest.mark.parametrize("config", [GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=101),
+    LlamaConfig(**SIZES, intermediate_size=96, num_key_value_heads=2)], ids=["gpt2", "llama"])  # fmt: skip
+@pytest.mark.parametrize("recipe", ["kv-fp8", "kv-int8", "kv-int8@fp32"])
+@torch.no_grad()
+def test_decoding_token_by_token_reads_the_same_cache_as_one_pass(config, recipe):
+    low = lower(random_model(config), recipe)
+    with low.running():
+        whole = logits(low.model, TOKENS)
+        cache, steps = None, []
+        for token in TOKENS.split(1, 1):
+            output = low.model(token, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            steps.append(output.logits.float())
+        generated = low.model.generate(TOKENS[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert isinstance(cache, RoundedCache) and generated.shape == (1, 7)
+    limit = 3e-5 if recipe.endswith("fp32") else 0.03
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=limit, atol=limit)
+    plain = logits(lower(random_model(config), get_recipe(recipe).kernels.name).model, TOKENS)
+    assert not torch.equal(plain, whole)
+
+
+def test_a_model_without_a_cache_of_keys_is_refused():
+    mamba = random_model(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=11))
+    with pytest.raises(ValueError, match="a KV cache needs a decoder with attention, got MambaForCausalLM"):
+        lower(mamba, "kv-fp8")
+
+
+def test_targets_by_name(tiny_gpt2):
+    assert get_target("kl") is TARGETS["kl"] and get_target(TARGETS["kl"]) is TARGETS["kl"]
+    with pytest.raises(ValueError, match="a target must be one of hidden, kl, logprob, loss, margin, got 'nll'"):
+        get_target("nll")
+    low = lower(tiny_gpt2, "bf16")
+    with pytest.raises(ValueError, match="one of low, fp32, both, got 'high'"):
+        Adjoint(low, tiny_gpt2, gradients="high")
+    for known, reference in ((low, None), (lower(tiny_gpt2, "bf16", "emulated").stochastic(0), tiny_gpt2)):
+        with pytest.raises(ValueError, match="needs the fp32 reference, and rounding to nearest"):
+            Adjoint(known, reference, gradients="both")
