@@ -15,14 +15,16 @@ WINDOWS =
 LENGTH =
 ATTENTION =
 WEIGHTS_ONLY =
+RECIPE =
+TARGET =
 REFERENCE =
 PROBES =
 SEED =
 STEPS =
 WITH =
 STALE =
-OPTIONS := $(FORMAT)$(BUDGET)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(PROBES)$(SEED)
-export PROFILE MODEL DATA FORMAT BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
+OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(PROBES)$(SEED)
+export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 
@@ -85,13 +87,14 @@ seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say,
 	@$(EXECUTE) e5_seeds $(GIVEN)
 	@$(EXECUTE) report $(GIVEN)
 
-ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
+ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${RECIPE:+-p "format=$$RECIPE"} $${TARGET:+-p "target=$$TARGET"} \
+    $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
     $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"} \
     $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"} $${REFERENCE:+-p "reference=$$REFERENCE"} \
     $${PROBES:+-p "probes=$$PROBES"} $${SEED:+-p "seed=$$SEED"}
 
 .PHONY: diagnose
-diagnose: $(ENVIRONMENT)  ## how one's own model drifts in FORMAT=, and what to keep in fp32 for BUDGET=
+diagnose: $(ENVIRONMENT)  ## how one's own model drifts by RECIPE=, in TARGET=, and what to do for BUDGET=
 	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
 

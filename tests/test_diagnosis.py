@@ -5,7 +5,6 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -14,6 +13,8 @@ from tiny import TINY, random_gpt2
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
     Gemma2Config,
@@ -30,7 +31,9 @@ from transformers import (
 )
 
 from fragility_core.adjoint import Adjoint
+from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.operands import linear_weights
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
@@ -81,7 +84,7 @@ def test_budgets_as_people_write_them(text, parsed):
         ({"budget": "2 heads"}, "got '2 heads'"),
         ({"budget": ""}, "got ''"),
         ({"format": "fp32"}, "needs a format that rounds results, bf16, .*, kv-int8, got 'fp32'"),
-        ({"attention": "flash"}, "attention must be one of sdpa, eager, got 'flash'"),
+        ({"attention": "flash"}, "attention must be one of auto, sdpa, eager, got 'flash'"),
         ({"reference": "maybe"}, "reference must be one of auto, yes, no, got 'maybe'"),
         ({"windows": 0}, "windows must be at least 1, got 0"),
         ({"length": 1}, "length must be at least 2, got 1"),
@@ -292,8 +295,10 @@ def test_attention_that_a_model_does_not_have_is_named_with_the_other(tmp_path):
     )  # fmt: skip
     Gemma2ForCausalLM._from_config(config).save_pretrained(tmp_path)
     load_tokenizer("embedded").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has no sdpa attention: choose attention eager \(ATTENTION=eager\)"):
-        diagnosis.load(replace(ASKED, model=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"has no sdpa attention: use ATTENTION=auto"):
+        diagnosis.load(replace(ASKED, model=str(tmp_path), attention="sdpa"))
+    loaded, _ = diagnosis.load(replace(ASKED, model=str(tmp_path)))
+    assert attention_of(loaded.model) == "eager"
 
 
 def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
@@ -302,9 +307,79 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
         tmp_path
     )
     load_tokenizer("embedded").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has no sdpa attention: choose attention eager \(ATTENTION=eager\)"):
+    with pytest.raises(ValueError, match=r"has no sdpa attention: use ATTENTION=auto"):
+        diagnosis.load(replace(ASKED, model=str(tmp_path), attention="sdpa"))
+    for attention in ("auto", "eager"):
+        diagnosis.load(replace(ASKED, model=str(tmp_path), attention=attention))
+
+
+def test_an_encoder_is_refused(tmp_path):
+    config = BertConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    BertLMHeadModel._from_config(config).save_pretrained(tmp_path)
+    load_tokenizer("embedded").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="predicts each token from those before it, got .*, an encoder"):
         diagnosis.load(replace(ASKED, model=str(tmp_path)))
-    diagnosis.load(replace(ASKED, model=str(tmp_path), attention="eager"))
+
+
+# --- Schemes under a budget ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """A choice of schemes for a small GPT-2, with all weights in four bits without it."""
+    tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    return diagnose(random_gpt2(TINY), tokens, format="w4a16-g32", budget="7 bits", target="kl", probes=4)
+
+
+def test_a_budget_of_bits_is_kept_and_helps(mixed):
+    weights = mixed.choices.weights
+    assert mixed.request.schemes[1].name == "w8a16-g128" and mixed.attention == "sdpa"
+    assert float(mixed.plan.label.split()[0]) <= 7 and {name for _, name in mixed.plan.layers} <= {*mixed.choices.names}
+    assert weights == sum(p.numel() for p in linear_weights(random_gpt2(TINY)).values())
+    assert mixed.protected.kl.mean() < mixed.measured.kl.mean() and page.helps(mixed)
+    assert mixed.planned.mean() == pytest.approx(mixed.protected.kl.mean(), rel=0.3)
+    html = page.page(mixed)
+    assert "the best choice of schemes takes" in html and "Which scheme for which layer" in html and "<svg" not in html
+    assert 'id="words"' in html and "nats, " in html and mixed.plan.layers[0][0] in html
+
+
+def test_a_bound_on_the_divergence_is_kept_by_the_prediction(mixed):
+    tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    bound = (mixed.planned.mean() + mixed.prediction.windows.predicted.mean()) / 2
+    found = diagnose(random_gpt2(TINY), tokens, format="w4a16-g32", budget=f"KL {bound:.3e}", probes=4)
+    assert found.request.measured_in == "kl" and found.plan.predicted <= bound
+    assert float(found.plan.label.split()[0]) < float(mixed.plan.label.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": "5 bits"}, "the recipe must name the smallest, such as RECIPE=w4a16-g128, .*, got 'bf16'"),
+        ({"budget": "KL 0.1", "format": "w4a16-g128+kv-fp8"}, "without a KV cache, got"),
+        ({"target": "flips"}, "target must be one of hidden, kl, logprob, got 'flips'"),
+        ({"format": "fp9"}, "a recipe must be one of fp32, .*, got 'fp9'"),
+        ({"budget": "KL low"}, "got 'KL low'"),
+    ],
+)
+def test_budgets_of_bits_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(ASKED, **change)
+
+
+def test_a_plan_that_did_not_help_is_not_recommended(found):
+    worse = replace(found, protected=found.protected.assign(mismatch=2 * found.measured.mismatch))
+    html = page.page(worse)
+    assert "This plan did not help" in html and "It is shown, not recommended" in html
+    assert page.helps(found) and "did not help" not in page.page(found)
+
+
+def test_the_verdict_says_what_the_numbers_mean(found):
+    table = found.measured.assign(kl=0.05, loss=4.1, reference_loss=4.0)
+    assert page.verdict(table).startswith(
+        "Rounding raises the loss of 4.0000 nats a token by 0.1 (2.50%), and moves the next-token distribution by a KL "
+        "divergence of 0.05 nats, 1.25% of the loss. The change is noticeable"
+    )
+    assert "no finite" in page.verdict(table.assign(kl=float("nan")))
 
 
 # --- The page -----------------------------------------------------------------------------------
@@ -386,7 +461,7 @@ def test_windows_that_overflow_without_the_plan_do_not_decide_on_the_prediction(
     measured = numbers.assign(mismatch=(0.01 * steps).where(numbers.window < 4, float("inf")))
     eight = replace(
         found, prediction=replace(found.prediction, windows=predicted), measured=measured,
-        protected=numbers.assign(mismatch=0.005), contributions=SimpleNamespace(predict=lambda plan: predicted),
+        protected=numbers.assign(mismatch=0.005), planned=predicted.predicted,
     )  # fmt: skip
     kept, means = page.means(eight)
     assert kept.tolist() == [True] * 4 + [False] * 4
@@ -419,7 +494,7 @@ def test_snippet_runs(found):
     request = replace(ASKED, attention="eager")
     plan = Plan("bf16", ("transformer.h.3",), residual=True, scores=True)
     names = {}
-    exec(page.snippet(request, plan), names)
+    exec(page.snippet(request, plan, "eager"), names)
     assert names["plan"] == plan
     assert names["low"].model.transformer.h[3].mlp.c_fc.weight.dtype == torch.float32
     assert names["logits"].shape == (*names["tokens"].shape, 4096)

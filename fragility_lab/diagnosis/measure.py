@@ -48,6 +48,7 @@ def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple
 
     The columns of a window are ``mismatch``, that of the final state; ``kl`` and ``largest_kl``, mean and largest
     Kullback-Leibler divergence of the low-precision next-token distribution from the reference's, in nats;
+    ``logprob``, the root mean square change of the log probability of the text's next token, in nats;
     ``changed``, the share of tokens whose most probable next token differs; ``loss`` and ``reference_loss``, the mean
     next-token cross entropy in nats. The column of a block is ``error``, the relative error of its output.
     """
@@ -58,6 +59,7 @@ def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple
         "mismatch": mismatch(low.final, reference.final),
         "kl": kl.mean(-1),
         "largest_kl": kl.amax(-1),
+        "logprob": (next_token(rounded, tokens) - next_token(exact, tokens)).square().mean(-1).sqrt(),
         "changed": changed.float().mean(-1),
         "loss": cross_entropy(rounded, tokens),
         "reference_loss": cross_entropy(exact, tokens),
@@ -70,7 +72,12 @@ def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple
 
 def cross_entropy(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
     """Mean next-token cross entropy (B,) in nats, of log probabilities (B, T, vocabulary)."""
-    return -log_probabilities[:, :-1].gather(-1, tokens[:, 1:, None]).mean((-2, -1))
+    return -next_token(log_probabilities, tokens).mean(-1)
+
+
+def next_token(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """The log probability (B, T - 1) of each next token of the text, from those of all tokens (B, T, vocabulary)."""
+    return log_probabilities[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
 
 
 class Ranges:

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -13,6 +15,7 @@ from matplotlib.axes import Axes
 
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.protection import Contributions, Plan
+from fragility_core.protection.bits import Choices
 from fragility_lab import paths
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.run import Diagnosis
@@ -24,7 +27,19 @@ from fragility_lab.reporting.verdicts import student
 
 MANY = 24  # bars and rows that a page shows
 TOLERATED = 1.1  # ratio of predicted to measured mismatch
-LARGE = 0.2  # mismatch beyond the first order
+# By target: what it is, the column of ``measure.compare`` that measures it, and where the first order ends.
+TARGETS = {
+    "hidden": ("mismatch ‖X̃ − X‖ / ‖X‖ of the final hidden state", "mismatch", 0.2),
+    "kl": ("KL divergence from the fp32 next-token distribution, in nats a token", "kl", 0.4),
+    "logprob": ("root mean square change of the log probability of the text's next token, in nats", "logprob", 1.0),
+}
+# What a KL divergence in nats a token means, by its upper limit.
+MEANING = {
+    1e-3: "The model is practically the same: few readers could tell its samples from those in fp32.",
+    1e-2: "The change is small, and rarely matters outside of long greedy decoding and reinforcement learning.",
+    1e-1: "The change is noticeable: check the tasks that matter, and consider a plan or another recipe.",
+    np.inf: "This is another model: choose a plan, or another recipe.",
+}
 
 SITE_NAMES = {
     "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
@@ -51,20 +66,51 @@ def mean_of(values: pd.Series) -> dict[str, float]:
     return {"mean": finite.mean(), "low": low, "high": high}
 
 
-def estimate(found: dict[str, float]) -> str:
-    """The mean of ``mean_of`` with its interval, in percent."""
-    interval = "" if np.isnan(found["low"]) else f" ({percent(found['low'])} to {percent(found['high'])})"
-    return percent(found["mean"]) + interval
+def nats(x: float) -> str:
+    """A number of nats."""
+    return number(x, ".3g")
+
+
+def estimate(found: dict[str, float], write: Callable[[float], str] = percent) -> str:
+    """The mean of ``mean_of`` with its interval, each as ``write`` writes it."""
+    interval = "" if np.isnan(found["low"]) else f" ({write(found['low'])} to {write(found['high'])})"
+    return write(found["mean"]) + interval
+
+
+def verdict(measured: pd.DataFrame) -> str:
+    """What rounding does to the model, in words, from rows of ``measure.compare``."""
+    kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
+    if not np.isfinite([kl, loss, exact]).all():
+        return "The low-precision pass gives no finite probabilities."
+    meaning = next(words for limit, words in MEANING.items() if kl < limit)
+    change = f"{'raises' if loss > exact else 'lowers'} the loss of {exact:.4f} nats a token by {abs(loss - exact):.2g}"
+    return (
+        f"Rounding {change} ({abs(loss / exact - 1):.2%}), and moves the next-token distribution by a KL divergence of "
+        f"{nats(kl)} nats, {kl / exact:.2%} of the loss. {meaning}"
+    )
+
+
+def helps(diagnosis: Diagnosis) -> bool | None:
+    """Whether the measured error is smaller with the plan, mean over windows; None if it was not measured."""
+    if diagnosis.protected is None or diagnosis.measured is None:
+        return None
+    column = TARGETS[diagnosis.request.measured_in][1]
+    tables = diagnosis.measured, diagnosis.protected
+    without, with_plan = (table[column].replace(np.inf, np.nan).mean() for table in tables)
+    return bool(with_plan < without)
 
 
 def by_window(diagnosis: Diagnosis) -> pd.DataFrame:
-    """The predicted and the measured mismatch of every window, without and with the plan, as far as they are known."""
-    tables = {"predicted": diagnosis.prediction.windows, "measured": diagnosis.measured}
+    """The predicted and the measured error of every window, without and with the plan, as far as they are known."""
+    column = TARGETS[diagnosis.request.measured_in][1]
+    known = {"predicted": diagnosis.prediction.windows.set_index("window").predicted}
+    if diagnosis.measured is not None:
+        known["measured"] = diagnosis.measured.set_index("window")[column]
     if diagnosis.plan is not None:
-        tables["predicted with plan"] = diagnosis.contributions.predict(diagnosis.plan)
-        tables["measured with plan"] = diagnosis.protected
-    known = {name: table.set_index("window") for name, table in tables.items() if table is not None}
-    return pd.DataFrame({name: t.predicted if "predicted" in t else t.mismatch for name, t in known.items()})
+        known["predicted with plan"] = diagnosis.planned
+        if diagnosis.protected is not None:
+            known["measured with plan"] = diagnosis.protected.set_index("window")[column]
+    return pd.DataFrame(known)
 
 
 def means(diagnosis: Diagnosis) -> tuple[pd.Series, dict[str, dict]]:
@@ -89,6 +135,7 @@ def command(request: Request, results: str) -> str:
     """The shell command that makes this page again, in the folder ``results`` under outputs."""
     given = [name for name in ("model", "data") if getattr(request, name) != EMBEDDED]
     values = [*given, "format", "budget", "windows", "length", "attention", "probes", "seed"]
+    values += ["target"] * (request.target != "hidden")
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
     words += ["WEIGHTS_ONLY=yes"] * request.weights_only
     words += [f"REFERENCE={request.reference}"] * (request.reference != "auto")
@@ -96,20 +143,39 @@ def command(request: Request, results: str) -> str:
     return " ".join(["make diagnose", *words])
 
 
-def snippet(request: Request, plan: Plan) -> str:
+def snippet(request: Request, plan: Plan, attention: str) -> str:
     """Python that applies ``plan``."""
     kept = [f'"{plan.format}"']
+    if plan.layers:
+        kept.append("layers=(\n" + "".join(f'    ("{path}", "{name}"),\n' for path, name in plan.layers) + ")")
     if plan.modules:
         kept.append("modules=(\n" + "".join(f'    "{path}",\n' for path in plan.modules) + ")")
     kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
-    execution = ', "weights"' * request.weights_only
-    attention = f'\nmodel.set_attn_implementation("{request.attention}")' if request.attention != "sdpa" else ""
+    execution = ', "weights"' * (request.weights_only and not request.mixes)
+    attention = f'\nmodel.set_attn_implementation("{attention}")' if attention == "eager" else ""
     text = (paths.ASSETS / "diagnosis" / "snippet.txt").read_text(encoding="utf-8").rstrip()
     model = json.dumps(request.model)
     return text.format(model=model, attention=attention, plan=", ".join(kept), execution=execution)
 
 
-def alternatives(contributions: Contributions) -> list[list[str]]:
+def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
+    """How many layers and weights have each scheme, and which layers, smallest scheme first."""
+    given, rows = dict(plan.layers), []
+    for name in choices.names:
+        groups = [i for i, group in enumerate(choices.groups) if given.get(group[0], choices.names[-1]) == name]
+        paths = [path for i in groups for path in choices.groups[i]]
+        share = choices.bits[groups, -1].sum() / choices.bits[:, -1].sum()
+        shown = ", ".join(paths[:MANY]) + (f" and {len(paths) - MANY} more" if len(paths) > MANY else "")
+        rows.append([name, str(len(paths)), percent(share), shown or "none"])
+    return rows
+
+
+def budgets(choices: Choices, write: Callable[[float], str]) -> list[list[str]]:
+    """The best prediction for budgets of bits, without another pass."""
+    return [[f"{row.bits:.2f}", write(row.predicted)] for row in choices.curve(9).itertuples()]
+
+
+def alternatives(contributions: Contributions, write: Callable[[float], str] = percent) -> list[list[str]]:
     """What other budgets give: nothing, the first sites and the first blocks. No pass is run for them."""
     structure = contributions.structure
     budgets = [(count, "sites") for count in range(1, min(3, len(structure.sites)) + 1)]
@@ -117,7 +183,7 @@ def alternatives(contributions: Contributions) -> list[list[str]]:
     rows = []
     for plan in (contributions.keep(), *(contributions.plan(*budget) for budget in budgets)):
         memory = [quantity(plan.parameter_bytes), quantity(plan.activation_bytes)]
-        rows.append([plan.label, percent(plan.predicted), *memory, quantity(plan.flops, "FLOP")])
+        rows.append([plan.label, write(plan.predicted), *memory, quantity(plan.flops, "FLOP")])
     return rows
 
 
@@ -172,13 +238,18 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
         by_site = by_site.rename(SITE_NAMES)[by_site.to_numpy() > 1e-4]
         found["sites"] = uri(figures.diagnosis_shares(by_site, "rounded in"))
         found["blocks"] = uri(figures.diagnosis_shares(block_shares(contributions).head(4 * MANY), "block"))
+    target = TARGETS[diagnosis.request.measured_in][1]
+    if diagnosis.choices is not None:
+        bits = diagnosis.choices.curve()
+        mean = diagnosis.plan.predicted, None if diagnosis.protected is None else diagnosis.protected[target].mean()
+        found["budgets"] = uri(figures.diagnosis_budgets(bits, float(diagnosis.plan.label.split()[0]), *mean, target))
     if diagnosis.drift is not None:
         named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
         curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
         found["drift"] = uri(figures.diagnosis_drift(curves[curves.error.notna()]))
         points = agreement(by_window(diagnosis))
         if len(points):
-            found["windows"] = uri(figures.diagnosis_windows(points))
+            found["windows"] = uri(figures.diagnosis_windows(points, target))
     return found
 
 
@@ -201,10 +272,13 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         None if table is None else table[kept.to_numpy()] for table in (diagnosis.measured, diagnosis.protected)
     )
     known = found.get("measured", found["predicted"])
+    words, column, limit = TARGETS[request.measured_in]
+    write_number = percent if column == "mismatch" else nats
     still = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
     ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
     recipe = get_recipe(request.format)
-    return template("diagnosis/page.html.jinja", number=number, percent=percent, estimate=estimate).render(
+    filters = {"number": number, "percent": percent, "estimate": partial(estimate, write=write_number)}
+    return template("diagnosis/page.html.jinja", **filters).render(
         request=request,
         found=diagnosis,
         stored=recipe.kernels.name,
@@ -213,17 +287,22 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         means=found,
         kept=int(kept.sum()),
         still_overflowing=still,
-        large=known["mean"] > LARGE,
+        quantity=words,
+        large=known["mean"] > limit,
+        verdict="" if measured is None or measured.empty else verdict(measured),
+        helps=helps(diagnosis),
+        schemes=[] if diagnosis.choices is None else schemes_of(plan, diagnosis.choices),
+        budgets=[] if diagnosis.choices is None else budgets(diagnosis.choices, write_number),
         disagreement=disagreement(found["predicted"], known) if measured is not None and len(measured) else None,
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
         effects=[] if measured is None or measured.empty else effects(measured, protected),
         modules=[] if contributions is None else largest(contributions),
         price=None if plan is None else price(plan),
-        alternatives=[] if contributions is None else alternatives(contributions),
+        alternatives=[] if contributions is None else alternatives(contributions, write_number),
         ranges=ranges.to_numpy().tolist(),
         images=pictures(diagnosis),
         command=command(request, results),
-        snippet=None if plan is None else snippet(request, plan),
+        snippet=None if plan is None else snippet(request, plan, diagnosis.attention),
         seconds=duration(diagnosis.seconds),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
     )

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from fragility_core.arithmetic.recipes import RECIPES, get_recipe
+from fragility_core.arithmetic.internals import attention_of
+from fragility_core.arithmetic.recipes import RECIPES, Recipe, get_recipe
 from fragility_core.models.tree import block_paths
 from fragility_core.protection import KEEPABLE_SITES
 from fragility_lab.diagnosis.measure import observe
@@ -18,18 +19,22 @@ from fragility_lab.inputs.loading import load as load_inputs
 from fragility_lab.inputs.text import select_windows
 from fragility_lab.reporting.tables import duration, quantity
 
-ATTENTIONS = ("sdpa", "eager")
+ATTENTIONS = ("auto", "sdpa", "eager")
+TARGETS = ("hidden", "kl", "logprob")
 REFERENCES = ("auto", "yes", "no")
 BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
 UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
 BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A model and a text (hub name, path, or "embedded"), a format, and a budget of what to keep in fp32.
+    """A model and a text (hub name, path, or "embedded"), the name of a recipe as ``format``, and a budget.
 
-    ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB"; a bare number counts blocks. ``seed`` draws ``windows``
+    ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB" to keep in fp32; a bare number counts blocks. "5 bits" a
+    weight, or "KL 0.01" at most, gives each linear layer one of the ``schemes``. ``target`` is what the error is
+    measured in: "hidden", "kl" or "logprob" (``adjoint.targets``). ``seed`` draws ``windows``
     windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention`` is the
     implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures them
     if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. Raises ValueError
@@ -44,21 +49,23 @@ class Request:
     length: int
     probes: int = 2
     seed: int = 0
-    attention: str = "sdpa"
+    attention: str = "auto"
     reference: str = "auto"
     weights_only: bool = False
+    target: str = "hidden"
 
     def __post_init__(self):
         if not get_recipe(self.format).rounds:
             rounding = ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds)
             raise ValueError(f"a diagnosis needs a format that rounds results, {rounding}, got {self.format!r}")
-        for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES)):
+        for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES), ("target", TARGETS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name, least in (("windows", 1), ("length", 2), ("probes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        self.parsed_budget  # noqa: B018  raises
+        if self.mixes:
+            self.schemes  # noqa: B018  raises
 
     @property
     def execution(self) -> str:
@@ -66,16 +73,49 @@ class Request:
         return "weights" if self.weights_only else "auto"
 
     @property
-    def parsed_budget(self) -> tuple[int, str]:
-        """Number and unit, the arguments of ``Contributions.plan``."""
+    def mixes(self) -> bool:
+        """Whether the budget is for a choice of schemes, not for what is kept in fp32."""
+        return self.parsed_budget[1] in ("bits", "kl")
+
+    @property
+    def measured_in(self) -> str:
+        """The target; KL if the budget is one of KL."""
+        return "kl" if self.parsed_budget[1] == "kl" else self.target
+
+    @property
+    def schemes(self) -> list[Recipe]:
+        """The recipes among which a budget of bits chooses: ``format``, one of 8 bits, and the kernels' own format.
+
+        Raises ValueError for a format without schemes for weights.
+        """
+        recipe = get_recipe(self.format)
+        if recipe.linear.weights is None or recipe.cache is not None:
+            raise ValueError(
+                "a budget of bits or KL divides the weights between schemes, so the recipe must name the smallest, "
+                f"such as RECIPE=w4a16-g128, without a KV cache, got {self.format!r}"
+            )
+        names = [self.format.partition("@")[0]]
+        if recipe.linear.weights.bits < 8:
+            names.append("w8a16-g128" if recipe.linear.inputs is None else "fp8-dynamic")
+        kernels = "fp32" if self.weights_only else recipe.kernels.name
+        beside = [get_recipe(name if kernels == "bf16" else f"{name}@{kernels}") for name in names]
+        return [*beside, get_recipe(kernels)]
+
+    @property
+    def parsed_budget(self) -> tuple[float, str]:
+        """Number and unit: the arguments of ``Contributions.plan``, or a number of "bits" or of nats of "kl"."""
+        if divergence := DIVERGENCE.fullmatch(self.budget.strip()):
+            return float(divergence[1]), "kl"
         found = BUDGET.fullmatch(self.budget.strip())
         unit = found[2].lower() if found else "?"
+        if unit.removesuffix("s") == "bit":
+            return float(found[1]), "bits"
         if unit in BYTES:
             return int(float(found[1]) * BYTES[unit]), "bytes"
         if unit.removesuffix("s") not in UNITS or not float(found[1]).is_integer():
             raise ValueError(
-                'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), '
-                f"got {self.budget!r}"
+                'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), to keep in fp32, '
+                f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {self.budget!r}'
             )
         return int(float(found[1])), UNITS[unit.removesuffix("s")]
 
@@ -94,18 +134,40 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     most = {"blocks": len(block_paths(loaded.model)), "sites": len(KEEPABLE_SITES), "modules": owning}.get(unit, count)
     if count > most:
         raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
-    try:
-        loaded.model.set_attn_implementation(request.attention)
-        if (runs := loaded.model.config._attn_implementation) != request.attention:  # some only log that they refuse
-            raise ValueError(f"it runs {runs}")
-    except ValueError as cause:
-        other = ", ".join(name for name in ATTENTIONS if name != request.attention)
-        raise ValueError(
-            f"{request.model!r} must have the attention that it is to run with, but has no {request.attention} "
-            f"attention: choose attention {other} (ATTENTION={other})"
-        ) from cause
+    set_attention(loaded.model, request)
+    require_causal(loaded.model, request.model)
     _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
     return loaded, tokens.to(loaded.device)
+
+
+def set_attention(model: nn.Module, request: Request) -> None:
+    """Set ``model`` to the attention of ``request``: for "auto" sdpa where the model has it, else its own.
+
+    Raises ValueError for one that the model lacks.
+    """
+    asked = "sdpa" if request.attention == "auto" else request.attention
+    try:
+        model.set_attn_implementation(asked)
+        if (runs := attention_of(model)) != asked:  # some only log that they refuse
+            raise ValueError(f"it runs {runs}")
+    except ValueError as cause:
+        if request.attention != "auto":
+            raise ValueError(
+                f"{request.model!r} must have the attention that it is to run with, but has no {asked} attention: "
+                "use ATTENTION=auto"
+            ) from cause
+
+
+@torch.no_grad()
+def require_causal(model: nn.Module, name: str) -> None:
+    """Raises ValueError unless the logits of ``model`` at a position are the same whatever follows it."""
+    first, second = (torch.tensor([[1, 2, 3, last]], device=model.device) for last in (4, 5))
+    a, b = (model(tokens, use_cache=False).logits[:, :-1] for tokens in (first, second))
+    if not torch.allclose(a, b, rtol=1e-2, atol=1e-4 * float(a.abs().max())):
+        raise ValueError(
+            f"a diagnosis needs a model that predicts each token from those before it, got {name!r}, an encoder whose "
+            "logits depend on later tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -134,6 +196,8 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     plain = seconds(loaded.device) - start
     emulated = not request.weights_only and loaded.execution(request.format) == "emulated"
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
+    if request.mixes:
+        passes += len(request.schemes) * 8 * (1 + request.probes)
     return Forecast(plain * passes * len(tokens), memory(request, loaded), free_memory(loaded.device))
 
 
@@ -152,7 +216,7 @@ def memory(request: Request, loaded: Inputs) -> int:
     copies = parameters * (2 * stored.itemsize + 4)
     rounds_operands = recipe.linear.inputs is not None and not request.weights_only
     kept_a_token = kept_by_blocks(loaded.model, rounds_operands) + 6 * 4 * config.vocab_size
-    if request.attention == "eager":
+    if attention_of(loaded.model) == "eager":
         kept_a_token += 4 * 6 * getattr(config, "num_attention_heads", 0) * request.length * config.num_hidden_layers
     return copies + request.length * kept_a_token
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fragility_core import adjoint
+from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.protection import Contributions, Plan, apply
+from fragility_core.protection.bits import Choices, fused_layers
 from fragility_lab.diagnosis.measure import Ranges, compare, observe
 from fragility_lab.diagnosis.request import Forecast, Request
 from fragility_lab.diagnosis.routing import changed_choices
@@ -26,7 +28,8 @@ class Diagnosis:
     like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
     reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
-    rounding changes, for models that choose experts.
+    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
+    ``choices`` are the schemes among which a budget of bits chose. ``attention`` is the implementation that ran.
     """
 
     request: Request
@@ -41,6 +44,9 @@ class Diagnosis:
     protected: pd.DataFrame | None = None
     protected_drift: pd.DataFrame | None = None
     changed_experts: float | None = None
+    planned: pd.Series | None = None
+    choices: Choices | None = None
+    attention: str = ""
 
 
 def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast) -> Diagnosis:
@@ -50,11 +56,16 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     """
     start = time.perf_counter()
     model, low = loaded.model, lower(loaded.model, request.format, request.execution)
-    prediction = predict(low, model, tokens, request.probes)
-    contributions, plan = None, None
+    prediction = predict(low, model, tokens, request.probes, request.measured_in)
+    contributions, plan, planned, choices = None, None, None, None
     if prediction.windows.overflow.eq("").any():
         contributions = Contributions(model, prediction)
-        plan = contributions.plan(*request.parsed_budget)
+        if request.mixes:
+            choices = chosen_from(request, model, tokens)
+            plan, planned = mixed_plan(request, choices)
+        else:
+            plan = contributions.plan(*request.parsed_budget)
+            planned = contributions.predict(plan).set_index("window").predicted
     ranges = Ranges(low)
     referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
     measured = drift = protected = protected_drift = changed = None
@@ -65,19 +76,41 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
             for window in progress(tokens.split(1), desc="low-precision passes"):
                 observe(low.model, window, low)
     if referenced and plan is not None:
-        protected, protected_drift = measure(apply(model, plan, request.execution), model, tokens, "with the plan")
+        execution = "auto" if request.mixes else request.execution
+        protected, protected_drift = measure(apply(model, plan, execution), model, tokens, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         changed = float(torch.stack([changed_choices(low, model, w).float().mean() for w in windows]).mean())
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
-        measured, drift, protected, protected_drift, changed,
+        measured, drift, protected, protected_drift, changed, planned, choices, attention_of(model) or "its own",
     )  # fmt: skip
 
 
-def predict(low: LowPrecision, model, tokens: Tensor, probes: int) -> adjoint.Prediction:
-    """The prediction for all windows ``tokens`` (B, T), one after the other."""
-    estimator = adjoint.Adjoint(low, model, probes)
+def chosen_from(request: Request, model, tokens: Tensor) -> Choices:
+    """What the schemes of ``request`` cost and do, over ``tokens`` (B, T)."""
+    found = {
+        recipe.name: predict(lower(model, recipe), model, tokens, request.probes, request.measured_in)
+        for recipe in request.schemes
+        if recipe.rounds
+    }
+    return Choices(model, found, fused_layers(model, tokens[:1]))
+
+
+def mixed_plan(request: Request, choices: Choices) -> tuple[Plan, pd.Series]:
+    """The plan for the budget of ``request``, and its prediction by window."""
+    amount, unit = request.parsed_budget
+    choice = choices.within_bits(amount) if unit == "bits" else choices.within_error(amount)
+    return choices.plan(choice), pd.Series(choices.predict(choice), index=choices.windows)
+
+
+def predict(low: LowPrecision, model, tokens: Tensor, probes: int, target: str = "hidden") -> adjoint.Prediction:
+    """The prediction for all windows ``tokens`` (B, T), one after the other.
+
+    For a target other than the hidden state gradients are taken at both ends.
+    """
+    gradients = "low" if target == "hidden" else "both"
+    estimator = adjoint.Adjoint(low, model, probes, target=target, gradients=gradients)
     found = [estimator(window) for window in progress(tokens.split(1), desc="predicting")]
     tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
     return replace(found[0], **tables)

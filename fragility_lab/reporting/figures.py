@@ -308,14 +308,27 @@ def training_curve(log: pd.DataFrame) -> Axes:
 
 
 @style()
-def diagnosis_windows(windows: pd.DataFrame) -> Axes:
-    """Measured mismatch over the predicted one, one point a window; ``plan`` says under which plan."""
+def diagnosis_windows(windows: pd.DataFrame, name: str = "mismatch") -> Axes:
+    """The measured error, called ``name``, over the predicted one, a point a window; ``plan`` is its plan."""
     axes = canvas(4.6, 4.0)
     sns.scatterplot(windows, x="predicted", y="measured", hue="plan", style="plan", s=70, ax=axes)
     values = windows[["predicted", "measured"]]
     ends = [0.95 * values.min().min(), 1.05 * values.max().max()]
     axes.plot(ends, ends, **DASHED)
-    return finished(axes, "predicted mismatch", "measured mismatch", log=True, inside=True)
+    return finished(axes, f"predicted {name}", f"measured {name}", log=True, inside=True)
+
+
+@style()
+def diagnosis_budgets(curve: pd.DataFrame, bits: float, predicted: float, measured: float | None, name: str) -> Axes:
+    """The least predicted error, called ``name``, at every number of ``bits`` a weight, and the chosen plan."""
+    axes = canvas(4.6, 3.6)
+    sns.lineplot(curve, x="bits", y="predicted", drawstyle="steps-post", color=COLOURS[0], label="best choice", ax=axes)
+    axes.plot([bits], [predicted], "o", color=COLOURS[1], label="the plan, predicted")
+    if measured is not None:
+        axes.plot([bits], [measured], "s", mfc="none", color=COLOURS[2], label="the plan, measured")
+    axes.set(yscale="log")
+    axes.legend()
+    return finished(axes, "bits a weight", name, inside=True)
 
 
 @style()
