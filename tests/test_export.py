@@ -1,0 +1,50 @@
+"""Plans as JSON, and what other libraries cannot express; tests/peers loads the exports in these libraries."""
+
+import json
+
+import pytest
+from tiny import TINY, random_gpt2
+
+from fragility_core.protection import Plan
+from fragility_core.protection.export import EXPORTS, from_json, layers_of, modelopt, to_json, untouched
+
+KEPT = Plan("fp8-dynamic+kv-fp8", modules=("transformer.h.0.mlp",), residual=True, scores=True)
+MIXED = Plan("bf16", layers=(("transformer.h.1.attn.c_attn", "w4a16-g32"),), label="mixed", predicted=0.25)
+
+
+@pytest.mark.parametrize("plan", [KEPT, MIXED, Plan("w4a16-g128")])
+def test_a_plan_survives_json(plan):
+    assert from_json(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"modules": [], "layers": [], "colour": 1}', "null"])
+def test_another_text_is_refused(text):
+    with pytest.raises(ValueError):
+        from_json(text)
+
+
+@pytest.mark.parametrize("library", EXPORTS)
+def test_what_cannot_be_expressed_is_said_by_name(library):
+    export = EXPORTS[library](KEPT, random_gpt2(TINY))
+    said = " ".join(export.missing)
+    assert "the fp32 residual stream" in said and "attention scores in fp32" in said
+    assert ("the KV cache" in said) == (library != "modelopt")
+    assert json.loads(export.json())
+    assert not EXPORTS[library](MIXED, random_gpt2(TINY)).missing
+
+
+def test_layers_that_stay_as_they_are():
+    model = random_gpt2(TINY)
+    layers = layers_of(KEPT, model)
+    stays = [path for path, operands in layers.items() if not operands]
+    assert stays == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"] and len(layers) == 4 * TINY.n_layer
+    assert untouched(KEPT, model) == [*stays, "lm_head"]
+    assert [path for path, operands in layers_of(MIXED, model).items() if operands] == ["transformer.h.1.attn.c_attn"]
+
+
+def test_rules_that_a_library_lacks_are_named():
+    export = modelopt(Plan("w4a16-zero-g128"), random_gpt2(TINY))
+    assert (
+        export.missing == ("ModelOpt has symmetric scales alone (transformer.h.0.attn.c_attn and others)",)
+        or len(export.missing) == 4 * TINY.n_layer
+    )
