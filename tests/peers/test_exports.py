@@ -51,9 +51,9 @@ def test_modelopt(plan, model):
         assert inputs == (layers_of(plan, model)[path].inputs is not None)
 
 
-@pytest.mark.parametrize("recipe", ["w8a16-channel", "w4a16-g128", "fp8-w", "w8a16-g128", "nvfp4-w", "fp8-dynamic"])
+@pytest.mark.parametrize("recipe", ["w8a16-channel", "w4a16-g128", "fp8-w", "w8a16-g128", "fp8-dynamic"])
 def test_modelopt_quantizes_as_predicted(recipe, model):
-    """The final hidden state in its simulation is ours, up to the order of operations."""
+    """The final hidden state in its simulation is ours, up to the order of operations. MX and NVFP4 need CUDA there."""
     plan = Plan(f"{recipe}@fp32")
     theirs = mtq.quantize(copy.deepcopy(model), modelopt(plan, model).config, lambda m: m(TOKENS))
     low = lower(model, plan.recipe)
