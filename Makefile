@@ -82,6 +82,10 @@ calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's wind
 	@$(EXECUTE) x1_calibrated_predictor $(GIVEN)
 	@$(EXECUTE) report $(GIVEN)
 
+.PHONY: recipes
+recipes: $(ENVIRONMENT)  ## X2: quantization recipes and mixed plans, predicted in KL and changed tokens, and measured
+	@$(EXECUTE) x2_recipes $(GIVEN)
+
 .PHONY: seeds
 seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say, and the report (ten core-minutes a seed)
 	@$(EXECUTE) e5_seeds $(GIVEN)
