@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 
+from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.formats import FORMATS, NARROW
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import LINEAR, RECIPES, Operands, get_recipe
 from fragility_core.arithmetic.schemes import Scheme
+from fragility_core.protection import Plan, apply
 
 STORED = {s.name: s for r in LINEAR.values() for s in (r.weights, r.inputs) if s is not None and not s.static}
 every_scheme = pytest.mark.parametrize("scheme", STORED.values(), ids=STORED.keys())
@@ -108,10 +111,27 @@ def test_schemes_that_make_no_sense_are_refused(given_scheme, message):
         Scheme(**{"format": NARROW["int4"]} | given_scheme)
 
 
-def test_a_static_scheme_needs_its_largest_input():
-    scheme = get_recipe("fp8-static").linear.inputs
-    with pytest.raises(ValueError, match="fp8_e4m3_tensor.* needs the largest input of its layer: calibrate"):
-        scheme.round(torch.ones(3))
+def test_static_scales_are_those_of_the_largest_inputs_in_fp32(tiny_gpt2, tiny_tokens):
+    recipe = get_recipe("fp8-static")
+    with pytest.raises(ValueError, match=r"fp8_e4m3_tensor.* needs the largest input of its layer: calibrate"):
+        recipe.linear.inputs.round(torch.ones(3))
+    with pytest.raises(
+        ValueError, match="static scales must be measured .*, got fp8-static: calibrate it over windows"
+    ):
+        lower(tiny_gpt2, recipe)
+    known = calibrated(tiny_gpt2, recipe, tiny_tokens)
+    seen, layer = [], tiny_gpt2.transformer.h[1].mlp.c_proj
+    hook = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].abs().max().item()))
+    tiny_gpt2(tiny_tokens)
+    hook.remove()
+    inputs = known.operands("transformer.h.1.mlp.c_proj").inputs
+    assert inputs.largest_input == pytest.approx(max(seen)) and calibrated(tiny_gpt2, known, tiny_tokens) is known
+    x = torch.linspace(-2 * max(seen), 2 * max(seen), 999)
+    scale = torch.tensor(inputs.largest_input) / 448
+    want = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(inputs.round(x), want)
+    low = apply(tiny_gpt2, Plan("fp8-static", modules=("transformer.h.0",)), tokens=tiny_tokens)
+    assert not low.recipe.operands("transformer.h.0.mlp.c_fc") and low.recipe.operands("transformer.h.1.mlp.c_fc")
 
 
 def test_recipes_by_name():

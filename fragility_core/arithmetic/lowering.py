@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.cache import store_cache
+from fragility_core.arithmetic.calibration import needs_calibration
 from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward
@@ -155,6 +156,11 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     """
     chosen = get_recipe(recipe)
     kernels = chosen.kernels
+    if needs_calibration(chosen):
+        raise ValueError(
+            f"static scales must be measured before a model is lowered, got {chosen.name}: calibrate it over windows "
+            "with fragility_core.arithmetic.calibration.calibrated(model, recipe, tokens)"
+        )
     if other := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
         raise ValueError(
             f"a model must be lowered from fp32 parameters, got {', '.join(map(str, sorted(other, key=str)))}: load it "

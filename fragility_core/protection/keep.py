@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
+from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.operands import linear_weights, owner
@@ -130,12 +131,13 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     """A copy of the fp32 ``model`` in the plan's format, except for the parts that the plan keeps.
 
     ``execution`` is that of ``lowering.lower``. By default it is "weights" for a plan that was made for weights alone.
-    A pass over ``tokens`` (B, T), two zeros unless given, checks that the kept parts compute in fp32. Raises ValueError
+    A pass over ``tokens`` (B, T), two zeros unless given, checks that the kept parts compute in fp32. Static scales are
+    measured over the tokens, which then must be given. Raises ValueError
     for an unknown module, for one that does not run or whose dtype did not change, and for a residual stream or scores
     that cannot be kept.
     """
     require_modules(model, plan.modules)
-    recipe = plan.recipe
+    recipe = plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens)
     if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
     multiplying = {owner(path) for path in linear_weights(model)}

@@ -20,7 +20,7 @@ from fragility_lab import paths
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.run import Diagnosis
 from fragility_lab.inputs.checkpoints import EMBEDDED
-from fragility_lab.reporting import figures
+from fragility_lab.reporting import figures, figures_diagnosis
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import duration, number, percent, quantity
 from fragility_lab.reporting.verdicts import student
@@ -236,20 +236,20 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
     if contributions is not None:
         by_site = shares(contributions, "site")
         by_site = by_site.rename(SITE_NAMES)[by_site.to_numpy() > 1e-4]
-        found["sites"] = uri(figures.diagnosis_shares(by_site, "rounded in"))
-        found["blocks"] = uri(figures.diagnosis_shares(block_shares(contributions).head(4 * MANY), "block"))
+        found["sites"] = uri(figures_diagnosis.shares(by_site, "rounded in"))
+        found["blocks"] = uri(figures_diagnosis.shares(block_shares(contributions).head(4 * MANY), "block"))
     target = TARGETS[diagnosis.request.measured_in][1]
     if diagnosis.choices is not None:
         bits = diagnosis.choices.curve()
         mean = diagnosis.plan.predicted, None if diagnosis.protected is None else diagnosis.protected[target].mean()
-        found["budgets"] = uri(figures.diagnosis_budgets(bits, float(diagnosis.plan.label.split()[0]), *mean, target))
+        found["budgets"] = uri(figures_diagnosis.budgets(bits, float(diagnosis.plan.label.split()[0]), *mean, target))
     if diagnosis.drift is not None:
         named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
         curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
-        found["drift"] = uri(figures.diagnosis_drift(curves[curves.error.notna()]))
+        found["drift"] = uri(figures_diagnosis.drift(curves[curves.error.notna()]))
         points = agreement(by_window(diagnosis))
         if len(points):
-            found["windows"] = uri(figures.diagnosis_windows(points, target))
+            found["windows"] = uri(figures_diagnosis.windows(points, target))
     return found
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fragility_core import adjoint
+from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.bits import Choices, fused_layers
 from fragility_lab.diagnosis.measure import Ranges, compare, observe
@@ -55,7 +57,8 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     Raises ValueError for a budget larger than the model.
     """
     start = time.perf_counter()
-    model, low = loaded.model, lower(loaded.model, request.format, request.execution)
+    model = loaded.model
+    low = lower(model, calibrated(model, get_recipe(request.format), tokens), request.execution)
     prediction = predict(low, model, tokens, request.probes, request.measured_in)
     contributions, plan, planned, choices = None, None, None, None
     if prediction.windows.overflow.eq("").any():
@@ -77,7 +80,7 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
                 observe(low.model, window, low)
     if referenced and plan is not None:
         execution = "auto" if request.mixes else request.execution
-        protected, protected_drift = measure(apply(model, plan, execution), model, tokens, "with the plan")
+        protected, protected_drift = measure(apply(model, plan, execution, tokens), model, tokens, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         changed = float(torch.stack([changed_choices(low, model, w).float().mean() for w in windows]).mean())
@@ -90,7 +93,9 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
 def chosen_from(request: Request, model, tokens: Tensor) -> Choices:
     """What the schemes of ``request`` cost and do, over ``tokens`` (B, T)."""
     found = {
-        recipe.name: predict(lower(model, recipe), model, tokens, request.probes, request.measured_in)
+        recipe.name: predict(
+            lower(model, calibrated(model, recipe, tokens)), model, tokens, request.probes, request.measured_in
+        )
         for recipe in request.schemes
         if recipe.rounds
     }

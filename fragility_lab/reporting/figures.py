@@ -15,7 +15,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
 DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
@@ -305,48 +305,3 @@ def training_curve(log: pd.DataFrame) -> Axes:
     sns.lineplot(losses, x="tokens", y="loss", hue="text", style="text", ax=axes)
     axes.set(xlabel="training tokens", ylabel="cross entropy (nats per token)")
     return axes
-
-
-@style()
-def diagnosis_windows(windows: pd.DataFrame, name: str = "mismatch") -> Axes:
-    """The measured error, called ``name``, over the predicted one, a point a window; ``plan`` is its plan."""
-    axes = canvas(4.6, 4.0)
-    sns.scatterplot(windows, x="predicted", y="measured", hue="plan", style="plan", s=70, ax=axes)
-    values = windows[["predicted", "measured"]]
-    ends = [0.95 * values.min().min(), 1.05 * values.max().max()]
-    axes.plot(ends, ends, **DASHED)
-    return finished(axes, f"predicted {name}", f"measured {name}", log=True, inside=True)
-
-
-@style()
-def diagnosis_budgets(curve: pd.DataFrame, bits: float, predicted: float, measured: float | None, name: str) -> Axes:
-    """The least predicted error, called ``name``, at every number of ``bits`` a weight, and the chosen plan."""
-    axes = canvas(4.6, 3.6)
-    sns.lineplot(curve, x="bits", y="predicted", drawstyle="steps-post", color=COLOURS[0], label="best choice", ax=axes)
-    axes.plot([bits], [predicted], "o", color=COLOURS[1], label="the plan, predicted")
-    if measured is not None:
-        axes.plot([bits], [measured], "s", mfc="none", color=COLOURS[2], label="the plan, measured")
-    axes.set(yscale="log")
-    axes.legend()
-    return finished(axes, "bits a weight", name, inside=True)
-
-
-@style()
-def diagnosis_shares(shares: pd.Series, name: str) -> Axes:
-    """Shares of the squared error, one bar each, in the order given; ``name`` says what the index counts."""
-    axes = canvas(4.6, max(2.0, 0.28 * len(shares) + 0.9))
-    sns.barplot(x=100 * shares.to_numpy(), y=shares.index.astype(str), color=COLOURS[0], ax=axes)
-    return finished(axes, "share of the squared error (%)", name)
-
-
-@style()
-def diagnosis_drift(drift: pd.DataFrame) -> Axes:
-    """Relative error of the residual stream after each block: mean and range over windows, one curve a ``plan``."""
-    axes = canvas(4.6, 3.6)
-    sns.lineplot(
-        drift, x="block", y="error", hue="plan", style="plan", markers=True, dashes=False, errorbar=("pi", 100), ax=axes
-    )
-    axes.set(yscale="log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    plain_log_ticks(axes.yaxis)
-    return finished(axes, "after block", "relative error of the stream", inside=True)
