@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fragility_core import adjoint
-from fragility_core.arithmetic.calibration import calibrated
+from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.recipes import get_recipe
@@ -80,7 +80,8 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
                 observe(low.model, window, low)
     if referenced and plan is not None:
         execution = "auto" if request.mixes else request.execution
-        protected, protected_drift = measure(apply(model, plan, execution, tokens), model, tokens, "with the plan")
+        samples = tokens if needs_calibration(plan.recipe) else None
+        protected, protected_drift = measure(apply(model, plan, execution, samples), model, tokens, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         changed = float(torch.stack([changed_choices(low, model, w).float().mean() for w in windows]).mean())
@@ -92,10 +93,9 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
 
 def chosen_from(request: Request, model, tokens: Tensor) -> Choices:
     """What the schemes of ``request`` cost and do, over ``tokens`` (B, T)."""
+    how = tokens, request.probes, request.measured_in
     found = {
-        recipe.name: predict(
-            lower(model, calibrated(model, recipe, tokens)), model, tokens, request.probes, request.measured_in
-        )
+        recipe.name: predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
         for recipe in request.schemes
         if recipe.rounds
     }
