@@ -10,7 +10,7 @@ from tiny import TINY, random_gpt2
 from fragility_core.adjoint.flips import changed_share
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import linear_weights, owner, rounded_weight
-from fragility_core.arithmetic.recipes import LINEAR
+from fragility_core.arithmetic.recipes import LINEAR, get_recipe
 from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.experiments import x2
 from fragility_lab.reporting import figures_x2
@@ -40,6 +40,14 @@ def test_two_tokens_change_places_as_often_as_a_normal_difference_is_below_zero(
     assert changed_share(torch.randn(50, 20).sort().values * 100, 0.0) == 0
 
 
+def test_rounding_keeps_the_order_but_for_ties():
+    """Of two logits that bf16 takes for one, the first counts."""
+    tied = torch.tensor([[20.01, 20.0], [20.0, 20.01]])
+    bf16 = get_recipe("bf16").kernels
+    assert changed_share(tied[:1], 0.0, bf16) == 0 and changed_share(tied[1:], 0.0, bf16) == 1
+    assert changed_share(torch.tensor([[20.2, 20.0]]), 0.0, bf16) == 0
+
+
 def test_the_interval_of_a_ratio_covers_it():
     """Of pairs with a known ratio of means, 95 % of the intervals hold it."""
     generator = np.random.default_rng(0)
@@ -59,7 +67,7 @@ def test_one_layer_alone_is_quantized(setting):
     weight = linear_weights(by_hand)[path]
     weight.data = rounded_weight(by_hand, path, weight.data, LINEAR["w4a16-g32"].weights)
     row = rows[rows.layer == owner(path)].iloc[0]
-    changed = x2.Setting(by_hand, setting.windows).logits(lower(by_hand, "bf16"))
+    changed = x2.Setting(by_hand, setting.windows).logits()
     exact = setting.logits()
     want = np.mean([
         float((a.softmax(-1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum(-1).mean()) for a, b in zip(exact, changed)

@@ -9,6 +9,7 @@ typed.
 import re
 from collections.abc import Mapping
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -80,6 +81,35 @@ def families(tables: Tables, second: Tables) -> str:
     return markdown(both, **{name: (heading, "") for name, heading in headings.items()})
 
 
+def recipe_rows(tables: Tables) -> pd.DataFrame:
+    """One row per recipe of X2: measured values, and ratios with their intervals as text."""
+    rows = tables["x2_recipes"]
+    texts = [f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f})" for r in rows.itertuples()]
+    known = rows.assign(text=texts).pivot(index="recipe", columns="quantity", values=["measured", "text"])
+    known = known.loc[list(dict.fromkeys(rows.recipe))]
+    ratios = known["text"].add_suffix("_ratio")
+    return known["measured"].astype(float).join(ratios).reset_index()
+
+
+def quantization(tables: Tables) -> dict[str, object]:
+    """Numbers of X2."""
+    ratios = tables["x2_recipes"].pivot(index="recipe", columns="quantity", values="ratio")
+    plans = tables["x2_plans"]
+    measured = plans.assign(number=plans.groupby(["schemes", "chosen_by"]).cumcount())
+    pairs = measured.pivot(index=["schemes", "number"], columns="chosen_by", values="measured")
+    errors = (plans.predicted / plans.measured - 1).abs()
+    return {
+        "recipes": recipe_rows(tables),
+        "kl_within": int(ratios.kl.between(0.9, 1.1).sum()),
+        "logprob_within": int(ratios.logprob.between(0.95, 1.05).sum()),
+        "changed_over": ratios.changed - 1,
+        "best_plans": plans[plans.chosen_by == "prediction"],
+        "plan_kl_errors": errors,
+        "plans_within": int((errors <= 0.1).sum()),
+        "chance_factor": float(np.exp(np.log(pairs.prediction / pairs.chance).mean())),
+    }
+
+
 def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
     """What the templates may use beside ``tables``: tables as Markdown, and numbers computed from several columns."""
     runs, signal = tables["x1_runs"], tables["e2_signals"].set_index("signal")
@@ -109,7 +139,7 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
         "second": second,
         "second_signal": second["e2_signals"].set_index("signal"),
         "families": families(tables, second),
-    }
+    } | quantization(tables)
 
 
 def rendered(name: str, tables: Tables, other: Tables, second: Tables) -> str:
