@@ -261,5 +261,4 @@ def test_other_choices_than_of_some_experts_for_each_token_do_not_count(shape):
 
 def test_a_dense_model_chooses_no_experts():
     model = random_model(DENSE[3])
-    with pytest.raises(ValueError, match="must choose experts by torch.topk, but it made no such choice"):
-        changed_choices(lower(model, "bf16"), model, TOKENS)
+    assert changed_choices(lower(model, "bf16"), model, TOKENS).shape == (0, *TOKENS.shape)

@@ -313,6 +313,16 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
         diagnosis.load(replace(ASKED, model=str(tmp_path), attention=attention))
 
 
+def test_a_mixture_that_takes_all_its_experts_makes_no_choice(tiny_tokens):
+    config = MixtralConfig(
+        **WIDE, intermediate_size=64, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=2
+    )
+    model = MixtralForCausalLM._from_config(config).eval().requires_grad_(False)
+    found = diagnose(model, tiny_tokens[:1] % 64, format="w8a8-int8", target="kl", budget="2 modules")
+    assert found.changed_experts is None and found.prediction.contributions.site.eq("router").any()
+    assert "This model chooses experts, and nothing was measured" not in page.page(found)
+
+
 def test_an_encoder_is_refused(tmp_path):
     config = BertConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     BertLMHeadModel._from_config(config).save_pretrained(tmp_path)

@@ -5,12 +5,13 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, MambaConfig
 
 from fragility_core.adjoint import Adjoint, estimator
 from fragility_core.adjoint.targets import TARGETS, get_target, logits
 from fragility_core.arithmetic.cache import RoundedCache
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.operands import linear_weights
 from fragility_core.arithmetic.recipes import LINEAR, get_recipe
 from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
@@ -222,3 +223,12 @@ def test_targets_by_name(tiny_gpt2):
     for known, reference in ((low, None), (lower(tiny_gpt2, "bf16", "emulated").stochastic(0), tiny_gpt2)):
         with pytest.raises(ValueError, match="needs the fp32 reference, and rounding to nearest"):
             Adjoint(known, reference, gradients="both")
+
+
+def test_layers_that_multiply_by_a_transposed_weight_round_their_inputs():
+    """Falcon multiplies by ``weight.T``. With kernels in fp32 nothing else is rounded."""
+    falcon = random_model(FalconConfig(**SIZES))
+    found = Adjoint(lower(falcon, "w8a8-int8@fp32"), falcon, target="kl")(TOKENS).contributions
+    layers = {path.removesuffix(".weight") for path in linear_weights(falcon)}
+    assert {*found.module[found.name == "operand"]} == layers == {*found.module[found.kind == "weight"]}
+    assert {*found.name} == {"operand", "weight"}

@@ -145,7 +145,15 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.mark_module("attention")
         if call.product == "weights" and self.linear:
             self._round_inputs(call)
-        return self._run(call) if self.rounding else func(*call.args, **call.kwargs)
+        if self.rounding:
+            return self._run(call)
+        result = func(*call.args, **call.kwargs)
+        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.linear else result
+
+    def _same_weight(self, y: Tensor, call: FunctionCall) -> Tensor:
+        """``y``, known as a weight if it is one whose entries were only moved, such as its transpose."""
+        weights = {*map(stored_as, call.floating)} == {"weight"} and call.name != "embedding"  # rows of it are values
+        return mark_stored(y, "weight") if weights and call.only_moves(y) else y
 
     def round_stored(self, x: Tensor, name: str, stored: Stored) -> Tensor:
         """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""

@@ -84,7 +84,8 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         protected, protected_drift = measure(apply(model, plan, execution, samples), model, tokens, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
-        changed = float(torch.stack([changed_choices(low, model, w).float().mean() for w in windows]).mean())
+        found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
+        changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
         measured, drift, protected, protected_drift, changed, planned, choices, attention_of(model) or "its own",
