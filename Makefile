@@ -99,6 +99,7 @@ ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${RECIPE:+-p "format=$$RECIPE"} $${TAR
 
 .PHONY: diagnose
 diagnose: $(ENVIRONMENT)  ## how one's own model drifts by RECIPE=, in TARGET=, and what to do for BUDGET=
+	@$(PYTHON) -m fragility_lab.diagnosis.request $(ASKED)
 	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
 

@@ -38,7 +38,7 @@ from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
-from fragility_lab.diagnosis import page
+from fragility_lab.diagnosis import page, request
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.request import Forecast, Request, kept_by_blocks
 from fragility_lab.inputs.checkpoints import load_tokenizer
@@ -311,6 +311,21 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
         diagnosis.load(replace(ASKED, model=str(tmp_path), attention="sdpa"))
     for attention in ("auto", "eager"):
         diagnosis.load(replace(ASKED, model=str(tmp_path), attention=attention))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("format=fp9", "make diagnose: a recipe must be one of"),
+        ("budget=5 bits", "make diagnose: a budget of bits or KL divides"),
+        ("windows=many", "make diagnose: invalid literal for int"),
+        ("length=1", "make diagnose: length must be at least 2, got 1"),
+    ],
+)
+def test_a_wrong_request_is_answered_before_the_notebook_starts(asked, message):
+    with pytest.raises(SystemExit, match=message):
+        request.main(["-p", asked])
+    request.main(["-p", "format=w4a16-g128", "-p", "budget=5 bits", "-p", "weights_only=yes"])
 
 
 def test_a_mixture_that_takes_all_its_experts_makes_no_choice(tiny_tokens):

@@ -130,7 +130,7 @@ def test_training_with_a_shadow(inputs, tmp_path):
 def test_a_diagnosis(asked, inputs, moved):
     sizes = {"model": "tiny", "data": "random", "format": "bf16", "budget": "1 site", "windows": 3, "length": 40}
     request = Request(**sizes | asked)
-    inputs[0].model.set_attn_implementation(request.attention)
+    inputs[0].model.set_attn_implementation("sdpa" if request.attention == "auto" else request.attention)
     found = diagnose(request, inputs[0], moved[1], forecast(request, inputs[0], moved[1]))
     assert np.isfinite(found.measured.mismatch).all() and found.plan is not None
     assert "<html" in page(found)

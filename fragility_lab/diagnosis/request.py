@@ -1,6 +1,8 @@
 """What is asked for, checked before any work, and the time and memory that it will take."""
 
+import argparse
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,3 +247,22 @@ def free_memory(device: torch.device) -> int | None:
     table = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.is_file() else None
     return int(found[1]) * 1024 if found else None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Check what ``make diagnose`` was asked for, ``-p name=value`` each, before a notebook starts."""
+    parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.request")
+    parser.add_argument("-p", action="append", default=[], metavar="NAME=VALUE")
+    given = dict(text.split("=", 1) for text in parser.parse_args(arguments).p)
+    try:
+        for name in ("windows", "length", "probes", "seed"):
+            if name in given:
+                given[name] = int(given[name])
+        given["weights_only"] = given.get("weights_only", "no").lower() in ("yes", "true")
+        Request(**{"model": "", "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2} | given)
+    except ValueError as refused:
+        sys.exit(f"make diagnose: {refused}")
+
+
+if __name__ == "__main__":
+    main()
