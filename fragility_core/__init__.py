@@ -26,6 +26,11 @@ The names that most people need, for a Hugging Face ``model`` in fp32 and ``toke
     protected = apply(model, plan)
     wide = apply(model, Plan("bf16", residual=True))  # a plan of one's own: an fp32 residual stream
 
+    from fragility_core import RECIPES, Choices, fused_layers, predictions
+    recipes = ["w4a16-g128", "w8a16-g128", "bf16"]  # of RECIPES
+    choices = Choices(model, predictions(model, recipes, tokens), fused_layers(model, tokens))
+    quantized = apply(model, choices.plan(choices.within_bits(6.0)))  # the least KL at 6 bits a weight on average
+
 The formulas of the paper are in ``fragility_core.theory``. "Protocol section N" in a docstring is a section of
 docs/protocol.md. Importing this package imports nothing heavy: each name is looked up when it is first used.
 """
@@ -37,11 +42,13 @@ __version__ = "0.1.0"
 _NAMES = {
     "arithmetic.formats": ("FORMATS", "get_format"),
     "arithmetic.lowering": ("lower",),
+    "arithmetic.recipes": ("RECIPES",),
     "surrogates": ("Estimator", "score"),
     "surrogates.monitor": ("Monitor",),
     "bgss": ("POLICIES", "advance", "get_policy"),
     "adjoint": ("Adjoint",),
     "protection": ("Contributions", "Plan", "apply"),
+    "protection.bits": ("Choices", "fused_layers", "predictions"),
     "models.tree": ("final_hidden",),
     "theory": ("mismatch",),
 }
