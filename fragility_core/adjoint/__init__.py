@@ -15,14 +15,19 @@ Local errors. The error of a kernel is known: its exact result minus the rounded
 contributes nothing. For weights without a reference the expected square ulp^2 / 12 takes the place of e_i^2, and for
 stochastic rounding d (ulp - d), where d is the distance to the lower neighbour.
 
+What is predicted is a target (``targets``): the final hidden state unless another is named, such as the KL divergence
+of the next-token distribution.
+
 Limits:
 
 - The prediction is the mean over realisations of the rounding errors. The error of a single pass scatters about it.
-- Errors that are alike add up to more than independent ones. This happens in a channel that has nearly the same large
-  value at every position. The standard error does not show this, since it is the scatter of the probes alone. With
-  p probes, the error of the estimate over its standard error follows a t distribution with p - 1 degrees of freedom.
-- The first order is accurate in bf16 and fp16, and close where fp8 is used in linear layers alone. With every kernel
-  in fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
+- Errors that are alike add up to more, or less, than independent ones. This happens in a channel that has nearly the
+  same large value at every position. For inputs of linear layers that a recipe rounds, errors are summed over positions
+  first (``tape.Tape.record``); elsewhere they are taken as independent. The standard error does not show this, since it
+  is the scatter of the probes alone. With p probes, the error of the estimate over its standard error follows a t
+  distribution with p - 1 degrees of freedom.
+- The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in
+  fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
 - A mixture of experts may choose other experts after rounding, which no derivative sees
   (``fragility_lab.diagnosis.routing`` counts the changes).
 """

@@ -229,8 +229,8 @@ class LowArithmetic(TorchFunctionMode):
             return y
         stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
-            if call.name in FILLING:  # the constant may be no number of the format
-                y.data.copy_(y.data if self.exact else self.format.round(y.data))
+            if call.name in FILLING and not self.exact:  # the constant may be no number of the format
+                y.data.copy_(self.format.round(y.data))
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
