@@ -211,11 +211,12 @@ def seconds(device: torch.device) -> float:
 
 
 def memory(request: Request, loaded: Inputs) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, one in fp32, and what the backward pass keeps."""
+    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps."""
     config, parameters = loaded.model.config.get_text_config(), sum(p.numel() for p in loaded.model.parameters())
     recipe = get_recipe(request.format)
     stored = torch.float32 if request.weights_only else recipe.kernels.compute_dtype
-    copies = parameters * (2 * stored.itemsize + 4)
+    ends = 1 if request.measured_in == "hidden" else 2  # at which gradients are taken, each with copies in fp32
+    copies = parameters * (2 * stored.itemsize + 4 * ends)
     rounds_operands = recipe.linear.inputs is not None and not request.weights_only
     kept_a_token = kept_by_blocks(loaded.model, rounds_operands) + 6 * 4 * config.vocab_size
     if attention_of(loaded.model) == "eager":
