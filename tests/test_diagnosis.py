@@ -402,8 +402,9 @@ def test_the_verdict_says_what_the_numbers_mean(found):
     table = found.measured.assign(kl=0.05, loss=4.1, reference_loss=4.0)
     assert page.verdict(table).startswith(
         "Rounding raises the loss of 4.0000 nats a token by 0.1 (2.50%), and moves the next-token distribution by a KL "
-        "divergence of 0.05 nats, 1.25% of the loss. The change is noticeable"
+        "divergence of 0.05 nats, 1.25% of the loss. This page calls a divergence below 0.1 nats noticeable."
     )
+    assert page.verdict(table.assign(kl=0.5)).endswith("This page calls a divergence above 0.1 nats large.")
     assert "no finite" in page.verdict(table.assign(kl=float("nan")))
 
 

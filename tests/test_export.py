@@ -19,7 +19,7 @@ def test_a_plan_survives_json(plan):
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"modules": [], "layers": [], "colour": 1}', "null"])
 def test_another_text_is_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="a plan must be JSON that to_json wrote, got"):
         from_json(text)
 
 

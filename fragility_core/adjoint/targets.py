@@ -60,7 +60,7 @@ def divergence(model: nn.Module, tokens: Tensor) -> Tensor:
     """sqrt(p) (z - <p, z>) for logits z, with the probabilities p held fixed.
 
     To second order, a change d of the logits changes the distribution by KL = d' (diag(p) - p p') d / 2, which is half
-    the squared change of this output (Amari 2016, doi:10.1007/978-4-431-55978-8, section 2.2).
+    the squared change of this output (Amari 2016, doi:10.1007/978-4-431-55978-8).
     """
     z = logits(model, tokens)
     p = distribution(z)

@@ -151,8 +151,9 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
 
     The name of a format, such as "bf16", is that of the recipe that stores all weights and results in it.
     ``execution`` may insist on "native" or "emulated". With "weights", parameters alone are rounded and kernels compute
-    in fp32. Raises ValueError for an unknown recipe or execution, for a model without parameters or not in fp32, and
-    where native kernels are asked for in a format that torch does not compute in.
+    in fp32. Raises ValueError for an unknown recipe or execution, for static scales that were not measured, for a model
+    without parameters or not in fp32, and where native kernels are asked for in a format that torch does not compute
+    in.
     """
     chosen = get_recipe(recipe)
     kernels = chosen.kernels

@@ -32,7 +32,7 @@ class Scheme:
 
     - "largest": m becomes the largest number of the format.
     - "range" (integers): m becomes half the distance of the lowest and the largest number, 7.5 in int4. The lowest one
-      is then in use, and m itself saturates. compressed-tensors and its GPTQ do so.
+      is then in use, and m itself saturates. compressed-tensors does so.
     - "floor" (powers of two; OCP Microscaling Formats 1.0, 2023, section 6.3): m gets the largest exponent of the
       format, and what is then out of range saturates.
     - "ceil" (powers of two; torchao calls it RCEIL): the smallest scale under which m is in range.

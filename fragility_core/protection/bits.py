@@ -5,6 +5,7 @@ exactly. One prediction for each scheme is enough for all budgets.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 
 import numpy as np
@@ -44,17 +45,13 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
     """
     paths = list(dict.fromkeys(owner(path) for path in linear_weights(model)))
     seen: dict[str, tuple] = {}
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(
-            lambda module, args, path=path: seen.update({path: (owner(path), *identity(args[0]))})
-        )
-        for path in paths
-    ]
-    try:
+    with ExitStack() as stack:
+        for path in paths:
+            hook = model.get_submodule(path).register_forward_pre_hook(
+                lambda module, args, path=path: seen.update({path: (owner(path), *identity(args[0]))})
+            )
+            stack.callback(hook.remove)
         model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
     groups: dict[tuple, list[str]] = {}
     for path in paths:
         groups.setdefault(seen.get(path, (path,)), []).append(path)
@@ -185,7 +182,10 @@ class Choices:
         return pd.DataFrame(rows).drop_duplicates(ignore_index=True)
 
     def _solve(self, cost: np.ndarray, amount: np.ndarray, budget: float) -> list[int]:
-        """One scheme for every group: the least sum of ``cost`` (groups, schemes) with ``amount`` within ``budget``."""
+        """One scheme for every group: the least sum of ``cost`` (groups, schemes) with ``amount`` within ``budget``.
+
+        A search that takes longer than SOLVED allows ends with the best choice so far.
+        """
         groups, schemes = cost.shape
         one_each = np.kron(np.eye(groups), np.ones(schemes))
         scale = max(budget, 1e-300)

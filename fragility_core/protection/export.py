@@ -31,7 +31,7 @@ class Export:
 
 
 def to_json(plan: Plan) -> str:
-    """``plan`` as text, which ``from_json`` reads. Raises ValueError for a plan beside a recipe without a name."""
+    """``plan`` as text, which ``from_json`` reads."""
     return json.dumps(asdict(plan), indent=2)
 
 
@@ -41,7 +41,7 @@ def from_json(text: str) -> Plan:
         fields = json.loads(text)
         modules, layers = tuple(fields.pop("modules")), tuple(map(tuple, fields.pop("layers")))
         return Plan(modules=modules, layers=layers, **fields)
-    except (TypeError, KeyError, AttributeError) as cause:
+    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as cause:
         raise ValueError(f"a plan must be JSON that to_json wrote, got {text[:60]!r}") from cause
 
 

@@ -33,13 +33,9 @@ TARGETS = {
     "kl": ("KL divergence from the fp32 next-token distribution, in nats a token", "kl", 0.4),
     "logprob": ("root mean square change of the log probability of the text's next token, in nats", "logprob", 1.0),
 }
-# What a KL divergence in nats a token means, by its upper limit.
-MEANING = {
-    1e-3: "The model is practically the same: few readers could tell its samples from those in fp32.",
-    1e-2: "The change is small, and rarely matters outside of long greedy decoding and reinforcement learning.",
-    1e-1: "The change is noticeable: check the tasks that matter, and consider a plan or another recipe.",
-    np.inf: "This is another model: choose a plan, or another recipe.",
-}
+# What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
+MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}
+
 
 SITE_NAMES = {
     "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
@@ -82,11 +78,12 @@ def verdict(measured: pd.DataFrame) -> str:
     kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
     if not np.isfinite([kl, loss, exact]).all():
         return "The low-precision pass gives no finite probabilities."
-    meaning = next(words for limit, words in MEANING.items() if kl < limit)
+    limit, word = next((limit, word) for limit, word in MEANING.items() if kl < limit)
+    meaning = f"above {max(x for x in MEANING if np.isfinite(x)):g}" if np.isinf(limit) else f"below {limit:g}"
     change = f"{'raises' if loss > exact else 'lowers'} the loss of {exact:.4f} nats a token by {abs(loss - exact):.2g}"
     return (
         f"Rounding {change} ({abs(loss / exact - 1):.2%}), and moves the next-token distribution by a KL divergence of "
-        f"{nats(kl)} nats, {kl / exact:.2%} of the loss. {meaning}"
+        f"{nats(kl)} nats, {kl / exact:.2%} of the loss. This page calls a divergence {meaning} nats {word}."
     )
 
 

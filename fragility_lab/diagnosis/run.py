@@ -58,13 +58,16 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     """
     start = time.perf_counter()
     model = loaded.model
-    low = lower(model, calibrated(model, get_recipe(request.format), tokens), request.execution)
+    recipe, execution = get_recipe(request.format), request.execution
+    if request.mixes:  # without a plan all layers have the smallest scheme
+        recipe, execution = request.schemes[0], "auto"
+    low = lower(model, calibrated(model, recipe, tokens), execution)
     prediction = predict(low, model, tokens, request.probes, request.measured_in)
     contributions, plan, planned, choices = None, None, None, None
     if prediction.windows.overflow.eq("").any():
         contributions = Contributions(model, prediction)
         if request.mixes:
-            choices = chosen_from(request, model, tokens)
+            choices = chosen_from(request, model, tokens, prediction)
             plan, planned = mixed_plan(request, choices)
         else:
             plan = contributions.plan(*request.parsed_budget)
@@ -79,7 +82,6 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
             for window in progress(tokens.split(1), desc="low-precision passes"):
                 observe(low.model, window, low)
     if referenced and plan is not None:
-        execution = "auto" if request.mixes else request.execution
         samples = tokens if needs_calibration(plan.recipe) else None
         protected, protected_drift = measure(apply(model, plan, execution, samples), model, tokens, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
@@ -92,14 +94,12 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     )  # fmt: skip
 
 
-def chosen_from(request: Request, model, tokens: Tensor) -> Choices:
-    """What the schemes of ``request`` cost and do, over ``tokens`` (B, T)."""
-    how = tokens, request.probes, request.measured_in
-    found = {
-        recipe.name: predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
-        for recipe in request.schemes
-        if recipe.rounds
-    }
+def chosen_from(request: Request, model, tokens: Tensor, first: adjoint.Prediction) -> Choices:
+    """What the schemes of ``request`` cost and do, over ``tokens`` (B, T); ``first`` is known, that of the first."""
+    how, found = (tokens, request.probes, request.measured_in), {first.recipe.name: first}
+    for recipe in request.schemes[1:]:
+        if recipe.rounds:
+            found[recipe.name] = predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
     return Choices(model, found, fused_layers(model, tokens[:1]))
 
 
