@@ -56,9 +56,8 @@ def test_one_layer_alone_is_quantized(setting):
     weight = linear_weights(by_hand)[path]
     weight.data = rounded_weight(by_hand, path, weight.data, LINEAR["w4a16-g32"].weights)
     row = rows[rows.layer == owner(path)].iloc[0]
-    exact, changed = (
-        [seen.logits[0] for seen in x2.Setting(m, setting.windows).exact] for m in (setting.model, by_hand)
-    )
+    passes = (x2.Setting(model, setting.windows).exact for model in (setting.model, by_hand))
+    exact, changed = ([seen.logits[0] for seen in found] for found in passes)
     want = np.mean([
         float((a.softmax(-1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum(-1).mean()) for a, b in zip(exact, changed)
     ])  # fmt: skip

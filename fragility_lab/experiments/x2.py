@@ -72,9 +72,8 @@ def recipe_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
         found = setting.measure(lower(setting.model, recipe))
         known = {target: setting.predict(recipe, target).windows.predicted for target in ("kl", "logprob")}
         spread = deviations(setting.predict(recipe, "margin"))
-        known["changed"] = pd.Series(
-            [changed_share(a.logits, s, recipe.kernels) for a, s in zip(setting.exact, spread)]
-        )
+        pairs = zip(setting.exact, spread)
+        known["changed"] = pd.Series([changed_share(a.logits, s, recipe.kernels) for a, s in pairs])
         for quantity in QUANTITIES:
             predicted, here = known[quantity].to_numpy(), found[quantity].to_numpy()
             row = {"recipe": name, "quantity": quantity, "predicted": predicted.mean(), "measured": here.mean()}
