@@ -428,7 +428,7 @@ def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
         block.mlp.c_proj.weight.mul_(4)
     found = diagnose(model, tiny_tokens, format=format)
     assert (found.prediction.windows.predicted.mean() > 0.2) == beyond
-    assert ("A mismatch as large as this one is beyond the first" in page.page(found)) is beyond
+    assert ("An error as large as this one is beyond the first" in page.page(found)) is beyond
 
 
 @pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])
@@ -438,7 +438,7 @@ def test_a_prediction_that_misses_is_said(offset, alike):
     model.transformer.wpe.weight[:, 5] += offset
     tokens = torch.randint(TINY.vocab_size, (8, 40), generator=torch.Generator().manual_seed(1))
     html = page.page(diagnose(model, tokens))
-    assert bool(re.search(r"The prediction is 1\.2\d times the measured mismatch", html)) is alike
+    assert bool(re.search(r"The prediction is 1\.2\d times the measured error", html)) is alike
 
 
 def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
