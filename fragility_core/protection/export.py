@@ -77,8 +77,8 @@ def parts(stored: Stored) -> tuple[Format, Scheme]:
 def modelopt(plan: Plan, model: nn.Module) -> Export:
     """``plan`` for ``modelopt.torch.quantization.quantize(model, config, forward_loop)``, as of ModelOpt 0.47.
 
-    ``model`` has the paths of the plan. ModelOpt quantizes ``nn.Linear``, not GPT-2's ``Conv1D``. It takes the ``config``
-    itself: the keys of ``block_sizes`` are numbers, which JSON turns into texts that it refuses.
+    ``model`` has the paths of the plan. ModelOpt quantizes ``nn.Linear``, not GPT-2's ``Conv1D``. It takes the
+    ``config`` itself: the keys of ``block_sizes`` are numbers, which JSON turns into texts that it refuses.
     """
     rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     missing = missing_parts(plan, "ModelOpt")
