@@ -86,6 +86,13 @@ calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's wind
 recipes: $(ENVIRONMENT)  ## X2: quantization recipes and mixed plans, predicted in KL and changed tokens, and measured
 	@$(EXECUTE) x2_recipes $(GIVEN)
 
+INDEPENDENT = -p "profile=independent$${MODEL:+-$$MODEL}" $${MODEL:+--if-present "model=$$MODEL"} --profile independent
+
+.PHONY: windows
+windows: $(ENVIRONMENT)  ## E2 and E3 on held-back text in windows that no two seeds share (MODEL= an embedded one)
+	@$(EXECUTE) e2_predictor $(INDEPENDENT)
+	@$(EXECUTE) e3_patching $(INDEPENDENT)
+
 .PHONY: seeds
 seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say, and the report (ten core-minutes a seed)
 	@$(EXECUTE) e5_seeds $(GIVEN)

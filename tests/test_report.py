@@ -247,12 +247,11 @@ def complete() -> dict[str, pd.DataFrame]:
     scarce.loc[(scarce.policy == "none") & (scarce.seed == 1), "ended"] = "nonfinite loss"
     gates = {"risk": 0.5, "dominance": 0.5, "regime": 0.0, "eligible": 0.0, "raised": 0.0}
     return {f"e1_{name}": table for name, table in e1.sweeps().items()} | {
-        "e2_runs": e2, "e3_runs": e3, "e5_runs": mitigation(1.0), "e5_scarce_runs": scarce,
+        "e2_runs": e2, "e3_runs": e3, "e5_runs": mitigation(1.0), "e5_scarce_seeds": scarce,
         "e2_estimators": estimators.assign(**agreement, median_ratio=2e4), "e2_records": records(),
         "e3_records": records(), "e5_records": records(),
         "e5_gates": pd.DataFrame([{"policy": "bgss_printed", "seed": 0, "layer_steps": 3072} | gates]),
         "e5_policies": policy_summary(mitigation(1.0)).reset_index(),
-        "e5_scarce_policies": policy_summary(scarce).reset_index(),
     }  # fmt: skip
 
 

@@ -24,6 +24,17 @@ def test_more_windows_than_asked_are_sampled_by_the_seed_and_kept_in_text_order(
     assert torch.equal(windows[:, 0], torch.tensor(starts))
 
 
+def test_disjoint_seeds_share_no_window_and_leave_none_out():
+    chosen = [select_windows(STREAM, 10, 25, seed, disjoint=True)[0] for seed in range(4)]
+    assert sorted(start for starts in chosen for start in starts) == list(range(0, 1000, 10))
+    assert all(starts == sorted(starts) for starts in chosen)
+    assert chosen[0] != [10 * index for index in range(25)], "a seed has windows of the whole text, not of one part"
+    with pytest.raises(
+        ValueError, match="hold 125 windows of 10 tokens for seeds 0 to 4, which share none, but .* make 100"
+    ):
+        select_windows(STREAM, 10, 25, seed=4, disjoint=True)
+
+
 def test_fewer_windows_than_asked_is_an_error_that_says_what_there_is():
     with pytest.raises(ValueError, match="must hold 11 windows of 100 tokens, but its 1000 tokens make 10"):
         select_windows(STREAM, length=100, count=11, seed=0)
@@ -103,6 +114,12 @@ def test_embedded_text_makes_the_windows_of_the_full_protocol():
     starts, windows = select_windows(stream, length=1024, count=96, seed=0)
     assert windows.shape == (96, 1024)
     assert all(start % 1024 == 0 for start in starts)
+
+
+def test_held_back_text_is_both_texts():
+    tokenizer = load_tokenizer("embedded")
+    both = [len(tokenize(load_rows(name), tokenizer)) for name in ("embedded", "embedded:training")]
+    assert abs(len(tokenize(load_rows("embedded:held-back"), tokenizer)) - sum(both)) < 5
 
 
 def test_two_seeds_choose_different_windows():

@@ -40,6 +40,7 @@ class Grid:
     batch_tokens: int = 2048
     layernorm: str = "release"
     transport: str = "release"
+    disjoint: bool = False  # whether no two seeds share a window
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RunSpec(Specification):
     layernorm: str = "release"
     transport: str = "release"
     inputs: str = ""  # digest of the weights and the token stream
+    disjoint: bool = False
 
     def __post_init__(self):
         get_recipe(self.precision)
@@ -121,13 +123,15 @@ def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
         raise ValueError(f"a correlation needs at least {LEAST} windows, got {grid.windows}")
     require_at_least(1, batch_tokens=grid.batch_tokens)
     inputs = load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
+    for length in grid.lengths:
+        select_windows(inputs.stream, length, grid.windows, max(grid.seeds), grid.disjoint)
     blocks(inputs.model)
     return inputs
 
 
 def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
     """One specification per run; runs that share the fp32 reference follow one another."""
-    given = {name: getattr(grid, name) for name in ("model", "data", "windows", "layernorm", "transport")}
+    given = {name: getattr(grid, name) for name in ("model", "data", "windows", "layernorm", "transport", "disjoint")}
     return [
         RunSpec(
             precision=precision,
@@ -173,7 +177,7 @@ class Passes(Worker):
 
         A window with a nonfinite statistic or mismatch is flagged in ``overflow``, never left out.
         """
-        starts, tokens = select_windows(self.inputs.stream, spec.length, spec.windows, spec.seed)
+        starts, tokens = select_windows(self.inputs.stream, spec.length, spec.windows, spec.seed, spec.disjoint)
         monitor = self.monitor(spec.precision, spec.execution, spec.transport)
         unit_roundoff = get_recipe(spec.precision).kernels.unit_roundoff
         frames = []

@@ -15,18 +15,23 @@ from fragility_lab.inputs.checkpoints import EMBEDDED, not_found, quiet_loading
 from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-EMBEDDED_TEXTS = {EMBEDDED: EVALUATION_TEXT, "embedded:training": TRAINING_TEXT}
+EMBEDDED_TEXTS = {
+    EMBEDDED: [EVALUATION_TEXT],
+    "embedded:training": [TRAINING_TEXT],
+    "embedded:held-back": [EVALUATION_TEXT, TRAINING_TEXT],  # all text that the checkpoints were not trained on
+}
 
 
 def load_rows(data: str) -> list[str]:
-    """The text rows of ``data``: "embedded", a local file, or a hub dataset name[:config[:split]].
+    """The text rows of ``data``: one of EMBEDDED_TEXTS, a local file, or a hub dataset name[:config[:split]].
 
     Local files are .txt (a row per line), or .jsonl, .json, .csv and .parquet with a column ``text``. Raises OSError
     where the data is not found, ValueError for another kind of file or one without text.
     """
     with quiet_loading():
         if data in EMBEDDED_TEXTS:
-            rows = load_dataset("text", data_files=str(EMBEDDED_TEXTS[data]), split="train", sample_by="paragraph")
+            files = [str(path) for path in EMBEDDED_TEXTS[data]]
+            rows = load_dataset("text", data_files=files, split="train", sample_by="paragraph")
         elif Path(data).suffix in LOADERS:
             rows = _load_local(Path(data))
         elif Path(data).is_file():
@@ -68,17 +73,25 @@ def tokenize(rows: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
 
-def select_windows(stream: Tensor, length: int, count: int, seed: int) -> tuple[list[int], Tensor]:
+def select_windows(
+    stream: Tensor, length: int, count: int, seed: int, disjoint: bool = False
+) -> tuple[list[int], Tensor]:
     """Starts and tokens (count, length) of ``count`` non-overlapping windows, in text order.
 
-    Where the stream holds more windows, ``seed`` samples them. Raises ValueError where it holds fewer.
+    Where the stream holds more windows, ``seed`` samples them, as the release does. Two seeds then share windows. With
+    ``disjoint`` they share none: all windows are shuffled once, and seed s takes the s-th ``count`` of them. Raises
+    ValueError where the stream holds fewer windows.
     """
-    available = len(stream) // length
-    if available < count:
+    available, needed = len(stream) // length, count * (seed + 1 if disjoint else 1)
+    if available < needed:
+        all_seeds = f" for seeds 0 to {seed}, which share none" * disjoint
         raise ValueError(
-            f"the text must hold {count} windows of {length} tokens, but its {len(stream)} tokens "
+            f"the text must hold {needed} windows of {length} tokens{all_seeds}, but its {len(stream)} tokens "
             f"make {available}: ask for fewer or shorter windows, or give a longer text (DATA=)"
         )
-    chosen = range(available) if available == count else random.Random(seed).sample(range(available), count)
+    if disjoint:
+        chosen = random.Random(0).sample(range(available), available)[needed - count : needed]
+    else:
+        chosen = range(available) if available == count else random.Random(seed).sample(range(available), count)
     starts = [index * length for index in sorted(chosen)]
     return starts, torch.stack([stream[start : start + length] for start in starts])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from fragility_lab import paths
+from fragility_lab.experiments.outcomes import policy_summary
 from fragility_lab.inputs.checkpoints import EMBEDDED, embedded_checkpoints
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import cells, duration, number, shown
@@ -110,7 +111,7 @@ def command(results: str, records: pd.DataFrame | None, profile: str | None = No
 def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
     """Runs of E5 that ended early, and why."""
     found = []
-    for name, setting in (("e5_runs", ""), ("e5_scarce_runs", "six actions, ")):
+    for name, setting in (("e5_runs", ""), ("e5_scarce_seeds", "six actions, ")):
         runs = tables.get(name, pd.DataFrame(columns=["ended"]))
         found += [
             f"{setting}{run.policy}, seed {run.seed}: {run.ended} at step {run.steps - 1}"
@@ -142,6 +143,7 @@ def page(
         comparison=shown(comparison).groupby("experiment", sort=False),
         others={name: shown(compare(found)).set_index(["experiment", "quantity"]) for name, found in others.items()},
         stopped=stopped(tables),
+        policy_summary=policy_summary,
         image=lambda name: data_uri(path.read_bytes()) if (path := figures / f"{name}.png").is_file() else None,
         tables=tables,
     )

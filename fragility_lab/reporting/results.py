@@ -18,7 +18,7 @@ from fragility_lab.reporting import reruns
 from fragility_lab.reporting.claims import E2, E3
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
-from fragility_lab.reporting.verdicts import VERDICTS, compare
+from fragility_lab.reporting.verdicts import UNDECIDED, VERDICTS, compare
 
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
@@ -37,10 +37,18 @@ def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
 
 
 def claims(comparison: pd.DataFrame, seeds: bool = False) -> str:
-    """The paper beside the run, one row per quantity (a table of ``verdicts.compare``); with numbers of ``seeds``."""
-    rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–"))).assign(seeds=comparison.runs.to_numpy())
-    columns = ("quantity", "paper", "here", "interval", *["seeds"] * seeds, "verdict")
-    return markdown(rows, **{name: (name, "") for name in columns})
+    """The paper beside the run, one row per quantity (a table of ``verdicts.compare``).
+
+    With ``seeds``: how many there are, how many an undecided claim needs, and whether the interval excludes the paper.
+    """
+    rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–")))
+    if not seeds:
+        return markdown(rows, **{name: (name, "") for name in ("quantity", "paper", "here", "interval", "verdict")})
+    needed = comparison.runs_needed.where(comparison.verdict == UNDECIDED).to_numpy()
+    outside = [f"{paper} (outside)" if out else paper for paper, out in zip(rows.paper, comparison.excludes_paper)]
+    rows = rows.assign(seeds=comparison.runs.to_numpy(), needed=needed, paper=outside)
+    columns = dict.fromkeys(("quantity", "paper", "here", "interval", "seeds"), "") | {"needed": ",.0f", "verdict": ""}
+    return markdown(rows, **{name: (name, digits) for name, digits in columns.items()})
 
 
 def signals(tables: Tables) -> pd.DataFrame:

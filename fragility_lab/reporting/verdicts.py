@@ -11,13 +11,14 @@ its verdict; a claim about every run is judged at the last look, as one countere
 looks together keep 95 % (Bonferroni): each is one of 1 - 0.05/8.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import optimize, stats
 
 from fragility_lab.reporting.claims import QUANTITIES, Quantity
 
@@ -26,7 +27,7 @@ HOLDS, FAILS, NO_DIFFERENCE, UNDECIDED, NOT_RUN = VERDICTS = (
 )  # fmt: skip
 CONFIDENCE = 0.95
 LOOKS = range(8, 65, 8)  # numbers of seeds after which E5's claims are judged
-SEEDS = {"e5_runs": "e5_seeds", "e5_scarce_runs": "e5_scarce_seeds"}  # tables with the runs of all seeds
+SEEDS = {"e5_runs": "e5_seeds", "e5_scarce_seeds": "e5_scarce_seeds"}  # tables with the runs of all seeds
 LEAST = 3  # with fewer independent runs nothing is shown to hold
 FEW = 6  # with fewer runs a verdict is weak: 5 runs agree by chance 1 time in 16
 DECIDED = (HOLDS, FAILS, NO_DIFFERENCE)
@@ -100,6 +101,20 @@ def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> tup
     centre, half = share + z**2 / (2 * trials), z * np.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     low, high = ((centre + sign * half) / (1 + z**2 / trials) for sign in (-1, 1))
     return (low if share > 0 else 0.0), (high if share < 1 else 1.0)  # exact in spite of rounding
+
+
+def runs_needed(values: np.ndarray, smallest: float, confidence: float = CONFIDENCE) -> float:
+    """Runs whose interval would be no wider than ``smallest`` on either side, if they scatter as ``values`` (runs,) do.
+
+    So many can show that there is no difference that matters, where there is none. NaN without scatter or ``smallest``.
+    """
+    values = values[np.isfinite(values)].astype(float)
+    if len(values) < LEAST or np.ptp(values) == 0 or smallest <= 0:
+        return np.nan
+    ratio = values.std(ddof=1) / smallest
+    half_width = lambda runs: stats.t.ppf((1 + confidence) / 2, runs - 1) * ratio / runs**0.5 - 1
+    most = max(10.0, (20 * ratio) ** 2)
+    return LEAST if half_width(LEAST) <= 0 else math.ceil(optimize.brentq(half_width, LEAST, most))
 
 
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -180,6 +195,7 @@ def _row(quantity: Quantity, found: Measured, confidence: float = CONFIDENCE) ->
     paper = paper / second if quantity.counted else paper
     low, high = interval(values, quantity, windows, confidence) if runs else (np.nan, np.nan)
     decided = judge(quantity.test, values, low, high, bound, found.smallest) if runs and quantity.test else ""
+    compared = runs and not quantity.counted and quantity.sampled
     return {
         "experiment": quantity.experiment,
         "quantity": quantity.name,
@@ -197,6 +213,8 @@ def _row(quantity: Quantity, found: Measured, confidence: float = CONFIDENCE) ->
         "claim": quantity.claim,
         "bound": bound,
         "smallest": found.smallest,
+        "runs_needed": runs_needed(values, found.smallest, confidence) if compared else np.nan,
+        "excludes_paper": bool(low > paper or high < paper),
         "tested": TESTS[quantity.test].format(f"{bound:.3g}") if decided else "",
         "verdict": decided if runs else NOT_RUN,
         "remark": remark(quantity, values, len(np.unique(windows)), found.left_out, decided, bound),
