@@ -8,7 +8,7 @@ from scipy import stats
 from fragility_core.surrogates import SIGNALS
 from fragility_lab.experiments.agreement import agreement_by_run, binned_trend, retrieval
 from fragility_lab.paths import OUTPUTS
-from fragility_lab.reporting.verdicts import student
+from fragility_lab.reporting.verdicts import runs_needed, student
 
 
 def windows(mismatch, overflow=None, **signals) -> pd.DataFrame:
@@ -62,6 +62,20 @@ def test_students_interval_is_around_the_mean_of_the_numbers():
 
 def test_fewer_than_three_runs_have_no_interval():
     assert np.isnan(student(pd.Series([0.5, 0.6]))).all()
+
+
+@pytest.mark.parametrize("smallest", [3.0, 0.9, 0.4, 0.1])
+@pytest.mark.parametrize("confidence", [0.95, 1 - 0.05 / 8])
+def test_needed_runs_are_the_fewest_whose_interval_is_narrow_enough(smallest, confidence):
+    values = np.array([-1.0, 0.2, 0.3, 1.5])
+    quantile, deviation = stats.t(df=np.arange(2, 10_000)).ppf((1 + confidence) / 2), values.std(ddof=1)
+    runs = np.arange(3, 10_001)
+    by_trying = runs[quantile * deviation / runs**0.5 <= smallest][0]
+    assert runs_needed(values, smallest, confidence) == by_trying
+
+
+def test_needed_runs_are_unknown_without_scatter_or_a_smallest_effect():
+    assert np.isnan([runs_needed(np.ones(5), 0.1), runs_needed(np.arange(5), 0.0), runs_needed(np.arange(2), 1)]).all()
 
 
 def test_why_intervals_are_students_and_not_a_bootstraps():

@@ -112,9 +112,13 @@ def runs_needed(values: np.ndarray, smallest: float, confidence: float = CONFIDE
     if len(values) < LEAST or np.ptp(values) == 0 or smallest <= 0:
         return np.nan
     ratio = values.std(ddof=1) / smallest
-    half_width = lambda runs: stats.t.ppf((1 + confidence) / 2, runs - 1) * ratio / runs**0.5 - 1
-    most = max(10.0, (20 * ratio) ** 2)
-    return LEAST if half_width(LEAST) <= 0 else math.ceil(optimize.brentq(half_width, LEAST, most))
+
+    def excess(runs: float) -> float:
+        return stats.t.ppf((1 + confidence) / 2, runs - 1) * ratio / runs**0.5 - 1
+
+    if excess(LEAST) <= 0:
+        return LEAST
+    return math.ceil(optimize.brentq(excess, LEAST, max(10, (20 * ratio) ** 2)))
 
 
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
