@@ -152,6 +152,18 @@ lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
 docs: $(ENVIRONMENT)  ## write docs/results.md and README's findings from the tables of outputs/embedded
 	$(PYTHON) -m fragility_lab.reporting.results
 
+.PHONY: site
+site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API as one static website
+	.site/bin/python -m sphinx -q -W --keep-going -c docs/site -d .site/doctrees . outputs/site
+	@.site/bin/python tools/check_links.py outputs/site
+	@echo "site: outputs/site/index.html"
+
+# Sphinx needs neither PyTorch nor the notebooks' packages, so it has an environment of its own.
+.site/installed: docs/site/requirements.txt $(ENVIRONMENT)
+	$(PYTHON) -m venv .site
+	.site/bin/python -m pip install -q -c constraints.txt -r docs/site/requirements.txt
+	@touch $@
+
 .PHONY: picture
 picture:  ## docs/diagnosis.png from outputs/embedded/diagnosis.html (needs Chromium)
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=900,1080 --screenshot=docs/diagnosis.png \
@@ -187,5 +199,5 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
-	rm -rf .venv .peers .home .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .peers .site .home .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find fragility_core fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Numerical fragility in Transformers: what low precision does to a forward pass, layer by layer.
 
-The names that most people need, for a Hugging Face ``model`` in fp32 and ``tokens`` (B, T) of token ids:
+The names that most people need, for a Hugging Face ``model`` in fp32 and ``tokens`` (B, T) of token ids::
 
     from fragility_core import FORMATS, get_format, lower
     format = get_format("bf16")  # FORMATS has the basic formats by name
