@@ -18,7 +18,11 @@ def page(folder, name: str, body: str) -> None:
 
 
 def test_links_that_lead_somewhere_are_not_dead(tmp_path):
-    page(tmp_path, "a.html", '<a href="b/c.html#here">c</a> <a href="#top" id="top">t</a> <a href="https://x.org/y">y</a>')
+    page(
+        tmp_path,
+        "a.html",
+        '<a href="b/c.html#here">c</a> <a href="#top" id="top">t</a> <a href="https://x.org/y">y</a>',
+    )
     page(tmp_path, "b/c.html", '<p id="here">h</p><a href="../a%20b.html">a b</a><img src="../a.html">')
     page(tmp_path, "a b.html", '<a href="b">a folder with an index</a>')
     page(tmp_path, "b/index.html", "")
