@@ -124,8 +124,8 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str | Recipe | Stored) -> Recipe:
     """The recipe called ``name``, or one whose kernels have a format; a recipe is returned as it is.
 
-    "fp8-dynamic+kv-fp8" adds a cache to a recipe, and ``"fp8-dynamic@fp16"`` puts it beside kernels in another format than
-    bf16. Raises ValueError for other names.
+    "fp8-dynamic+kv-fp8" adds a cache to a recipe, and ``"fp8-dynamic@fp16"`` puts it beside kernels in another format
+    than bf16. Raises ValueError for other names.
     """
     if isinstance(name, Recipe):
         return name
