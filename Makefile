@@ -158,6 +158,11 @@ site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API a
 	@.site/bin/python tools/check_links.py outputs/site
 	@echo "site: outputs/site/index.html"
 
+.PHONY: slides
+slides: .site/installed  ## outputs/slides: the lessons as slides, without their code
+	.site/bin/python -m sphinx -q -W --keep-going -c docs/site/slides -d .site/slides -b revealjs . outputs/slides
+	@echo "slides: outputs/slides/notebooks/theory/*.html"
+
 # Sphinx needs neither PyTorch nor the notebooks' packages, so it has an environment of its own.
 .site/installed: docs/site/requirements.txt $(ENVIRONMENT)
 	$(PYTHON) -m venv .site
