@@ -34,6 +34,16 @@ class Ladder:
     methods: tuple[str, ...] = ()
 
     @property
+    def title(self) -> str:
+        """By which ``LADDERS`` has it."""
+        return f"{self.library} {self.name}"
+
+    @property
+    def cheaper(self) -> list[int]:
+        """The numbers of all rungs but the dearest."""
+        return [number for number, rung in enumerate(self.rungs) if rung.bits < max(self.bits)]
+
+    @property
     def names(self) -> list[str]:
         """Those of the rungs."""
         return [rung.name for rung in self.rungs]
@@ -70,7 +80,8 @@ RUNGS: dict[tuple[str, str], tuple[Rung, ...]] = {
     ("own", "mxfp4 int8"): (Rung("mxfp4-w", 4, LINEAR["mxfp4-w"]), Rung("w8a16-g32", 8, LINEAR["w8a16-g32"])),
 }  # fmt: skip
 LADDERS = {
-    f"{library} {name}": Ladder(library, name, rungs, METHODS[library]) for (library, name), rungs in RUNGS.items()
+    found.title: found
+    for found in (Ladder(library, name, rungs, METHODS[library]) for (library, name), rungs in RUNGS.items())
 }
 
 

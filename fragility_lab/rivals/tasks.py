@@ -4,8 +4,8 @@ A task is a dictionary that JSON holds: ``kind``, ``model`` (a checkpoint), ``la
 (B, T) as lists of tokens. Kinds:
 
 - "choose", with ``method``, ``budgets`` (bits a weight) and, for OURS, ``units``, ``probes`` and ``seed``: the answer
-  has ``units`` (lists of paths that get one scheme), ``scores`` (units, rungs), ``plans`` (budgets, units; numbers of rungs), ``seconds`` for
-  all of it, and ``memory``, by how many MiB its peak was above the loaded model.
+  has ``units`` (lists of paths that get one scheme), ``scores`` (units, rungs), ``plans`` (budgets, units; numbers of
+  rungs), ``seconds`` of a core for all of it, and ``memory``, by how many MiB its peak was above the loaded model.
 - "measure", with ``held`` windows and ``choices``, each of which gives every linear layer of blocks, in the model's
   order, the number of its rung (NO_RUNG for none): the answer has ``kl`` (choices, windows) in nats a token,
   ``seconds`` for each, and ``paths``.
