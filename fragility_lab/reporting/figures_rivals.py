@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 
 from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style
 
-WHO = {"rival_kl": "rival", "ours": "ours", "oracle": "oracle", "random": "random"}
+WHO = {"rival_kl": "library", "ours": "ours", "oracle": "oracle", "random": "random"}
 LEGEND = {"ours": "ours is better", "rival": "the rival is better", "open": "undecided", "same": "the same plan"}
 MARKS = {"ours": COLOURS[2], "rival": COLOURS[3], "open": "0.5", "same": "0.8"}
 
@@ -22,7 +22,7 @@ def x2_rivals(table: pd.DataFrame) -> Axes:
     shown = table.assign(panel=table.apply(titled, axis=1)).rename(columns=WHO)
     lines = shown.melt(["panel", "bits"], list(WHO.values()), "chosen by", "KL")
     grid = sns.relplot(
-        lines.dropna(), x="bits", y="KL", hue="chosen by", style="chosen by", col="panel", markers=True, kind="line",
+        lines.dropna(), x="bits", y="KL", hue="chosen by", style="chosen by", col="panel", markers=True, dashes=False, kind="line",
         col_wrap=min(3, shown.panel.nunique()), height=2.4, aspect=1.25, errorbar=None,
         facet_kws={"sharex": False, "sharey": False},
     )  # fmt: skip
