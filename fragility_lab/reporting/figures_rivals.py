@@ -22,8 +22,8 @@ def x2_rivals(table: pd.DataFrame) -> Axes:
     shown = table.assign(panel=table.apply(titled, axis=1)).rename(columns=WHO)
     lines = shown.melt(["panel", "bits"], list(WHO.values()), "chosen by", "KL")
     grid = sns.relplot(
-        lines.dropna(), x="bits", y="KL", hue="chosen by", style="chosen by", col="panel", markers=True, dashes=False, kind="line",
-        col_wrap=min(3, shown.panel.nunique()), height=2.4, aspect=1.25, errorbar=None,
+        lines.dropna(), x="bits", y="KL", hue="chosen by", style="chosen by", col="panel", kind="line", markers=True,
+        dashes=False, col_wrap=min(3, shown.panel.nunique()), height=2.4, aspect=1.25, errorbar=None,
         facet_kws={"sharex": False, "sharey": False},
     )  # fmt: skip
     grid.set(yscale="log").set_titles("{col_name}", size="small").set_axis_labels("bits a weight", "KL (nats a token)")

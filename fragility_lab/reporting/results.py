@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fragility_lab.paths import ASSETS, PROJECT
-from fragility_lab.reporting import reruns
+from fragility_lab.reporting import reruns, results_rivals
 from fragility_lab.reporting.claims import E2, E3
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
@@ -147,7 +147,7 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
         "second": second,
         "second_signal": second["e2_signals"].set_index("signal"),
         "families": families(tables, second),
-    } | quantization(tables)
+    } | quantization(tables) | results_rivals.values(tables, second)
 
 
 def rendered(name: str, tables: Tables, other: Tables, second: Tables) -> str:
