@@ -11,6 +11,7 @@ from fragility_lab.rivals.tasks import OURS
 Tables = Mapping[str, pd.DataFrame]
 ORDER = (OURS, "same", "open", "rival")  # the values of ``better``
 WHO = ("ours", "rival", "oracle")
+LOST = ["ladder", "bits", "layers", "rival", "ours", "oracle", "rival_additive", "ours_additive"]
 
 
 def by_rival(tables: Tables) -> pd.DataFrame:
@@ -44,6 +45,19 @@ def predicted(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def lost(tables: Tables) -> pd.DataFrame:
+    """One row per budget at which the library's plan is better: KL of the plans, and what their units alone sum to."""
+    plans, rows = tables["x2_rivals_plans"], []
+    for row in tables["x2_rivals"].query("better == 'rival'").itertuples():
+        here = plans[(plans.ladder == row.ladder) & (plans.rival == row.rival) & (plans.budget == row.budget)]
+        by = here.drop_duplicates("chosen_by").set_index("chosen_by")
+        found = {"ladder": f"{row.ladder}, {row.rival}", "bits": row.bits, "oracle": by.kl[ORACLE]}
+        for who, name in (("rival", row.rival), ("ours", OURS)):
+            found |= {who: by.kl[name], f"{who}_additive": by.additive[name]}
+        rows.append(found | {"layers": sum(a != b for a, b in zip(by.choice[row.rival], by.choice[OURS]))})
+    return pd.DataFrame(rows, columns=LOST)
+
+
 def values(tables: Tables, second: Tables) -> dict[str, object]:
     """What the template uses: both tables for both models, and counts over all budgets of both."""
     every = pd.concat([tables["x2_rivals"], second["x2_rivals"]])
@@ -51,6 +65,10 @@ def values(tables: Tables, second: Tables) -> dict[str, object]:
     return {
         "rivals": {"GPT-2": by_rival(tables), "Llama": by_rival(second)},
         "rivals_predicted": {"GPT-2": predicted(tables), "Llama": predicted(second)},
+        "rivals_lost": {"GPT-2": lost(tables), "Llama": lost(second)},
+        "rivals_at_most": int((every.ours <= every.rival_kl * (1 + 1e-6)).sum()),
+        "rivals_oracle": float((every.ours / every.oracle).max()),
+        "rivals_near_oracle": int((every.ours <= 1.02 * every.oracle).sum()),
         "rivals_counts": {name: int((every.better == name).sum()) for name in ORDER},
         "rivals_budgets": len(every),
         "rivals_refused": refused.assign(said=[" ".join(text.split()) for text in refused.said]),
