@@ -86,6 +86,10 @@ calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's wind
 recipes: $(ENVIRONMENT)  ## X2: quantization recipes and mixed plans, predicted in KL and changed tokens, and measured
 	@$(EXECUTE) x2_recipes $(GIVEN)
 
+.PHONY: rivals
+rivals: $(ENVIRONMENT) .peers/installed  ## X2: other libraries' mixed plans beside ours, under their own quantizers
+	@$(EXECUTE) x2_rivals $(GIVEN)
+
 INDEPENDENT = -p "profile=independent$${MODEL:+-$$MODEL}" $${MODEL:+--if-present "model=$$MODEL"} --profile independent
 
 .PHONY: windows

@@ -142,7 +142,7 @@ class Choices:
             raise ValueError(
                 f"the budget must be at least {least:.3g} bits, those of the smallest scheme, got {bits:g}"
             )
-        return self._solve(self.mean, self.bits / self.weights, bits)
+        return knapsack(self.mean, self.bits / self.weights, bits)
 
     def within_error(self, bound: float) -> list[int]:
         """The smallest choice whose prediction, mean over windows in the target's unit, is at most ``bound``.
@@ -158,7 +158,7 @@ class Choices:
                 f"the bound on {self.target.name} must be at least {least:.3g}, which the best schemes and all other "
                 f"kernels give, got {bound:g}"
             )
-        return self._solve(self.bits / self.weights, self.mean, square - self.rest.mean())
+        return knapsack(self.bits / self.weights, self.mean, square - self.rest.mean())
 
     def plan(self, choice: Sequence[int]) -> Plan:
         """The plan of a choice, with its predicted error, mean over windows."""
@@ -181,20 +181,22 @@ class Choices:
             rows.append({"bits": self.mean_bits(choice), "predicted": float(self.predict(choice).mean())})
         return pd.DataFrame(rows).drop_duplicates(ignore_index=True)
 
-    def _solve(self, cost: np.ndarray, amount: np.ndarray, budget: float) -> list[int]:
-        """One scheme for every group: the least sum of ``cost`` (groups, schemes) with ``amount`` within ``budget``.
 
-        A search that takes longer than SOLVED allows ends with the best choice so far.
-        """
-        groups, schemes = cost.shape
-        one_each = np.kron(np.eye(groups), np.ones(schemes))
-        scale = max(budget, 1e-300)
-        constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(amount.reshape(1, -1) / scale, ub=1 + 1e-12)]
-        costs = cost.ravel() / max(np.abs(cost).max(), 1e-300)
-        found = milp(costs, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options=SOLVED)
-        if found.x is None:
-            raise RuntimeError(f"no choice of schemes was found: {found.message}")
-        return found.x.reshape(groups, schemes).argmax(1).tolist()
+def knapsack(cost: np.ndarray, amount: np.ndarray, budget: float) -> list[int]:
+    """One scheme for every group: the least sum of ``cost`` (groups, schemes) with ``amount`` within ``budget``.
+
+    A search that takes longer than SOLVED allows ends with the best choice so far. Raises RuntimeError where no choice
+    is within the budget.
+    """
+    groups, schemes = cost.shape
+    one_each = np.kron(np.eye(groups), np.ones(schemes))
+    scale = max(budget, 1e-300)
+    constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(amount.reshape(1, -1) / scale, ub=1 + 1e-12)]
+    costs = cost.ravel() / max(np.abs(cost).max(), 1e-300)
+    found = milp(costs, integrality=1, bounds=Bounds(0, 1), constraints=constraints, options=SOLVED)
+    if found.x is None:
+        raise RuntimeError(f"no choice of schemes was found: {found.message}")
+    return found.x.reshape(groups, schemes).argmax(1).tolist()
 
 
 def width(recipe: Recipe) -> float:

@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fragility_lab.paths import ASSETS, PROJECT
-from fragility_lab.reporting import reruns
+from fragility_lab.reporting import reruns, results_rivals
 from fragility_lab.reporting.claims import E2, E3
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
@@ -130,24 +130,28 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
     trained = tables["e5_seeds_claims"]
     ledger = tables["e5_seeds"].query("actions > 0").groupby("seed").protected_layer_steps
     achieved = trained[(trained.experiment == "E5") & ~trained.quantity.str.startswith("Protected")]
-    return {
-        "signal": signal,
-        "attention_share": windows.attention_only / windows.combined,
-        "achieved": achieved,
-        "counts": {verdict: int((achieved.verdict == verdict).sum()) for verdict in VERDICTS},
-        "seeds": tables["e5_seeds"].seed.nunique(),
-        "as_in_the_paper": int((ledger.agg(["min", "max"]) == PAPER_LEDGER).all(axis=1).sum()),
-        "opened": round(float((gates.regime * gates.layer_steps).sum())),
-        "plan_errors": (plan.predicted / plan.measured - 1).abs(),
-        "kinds": kinds.div(unplanned, axis=0).mean(),
-        "plans": blocks.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index(),
-        "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
-        "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
-        "other": other_cpu(tables, other),
-        "second": second,
-        "second_signal": second["e2_signals"].set_index("signal"),
-        "families": families(tables, second),
-    } | quantization(tables)
+    return (
+        {
+            "signal": signal,
+            "attention_share": windows.attention_only / windows.combined,
+            "achieved": achieved,
+            "counts": {verdict: int((achieved.verdict == verdict).sum()) for verdict in VERDICTS},
+            "seeds": tables["e5_seeds"].seed.nunique(),
+            "as_in_the_paper": int((ledger.agg(["min", "max"]) == PAPER_LEDGER).all(axis=1).sum()),
+            "opened": round(float((gates.regime * gates.layer_steps).sum())),
+            "plan_errors": (plan.predicted / plan.measured - 1).abs(),
+            "kinds": kinds.div(unplanned, axis=0).mean(),
+            "plans": blocks.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index(),
+            "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
+            "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
+            "other": other_cpu(tables, other),
+            "second": second,
+            "second_signal": second["e2_signals"].set_index("signal"),
+            "families": families(tables, second),
+        }
+        | quantization(tables)
+        | results_rivals.values(tables, second)
+    )
 
 
 def rendered(name: str, tables: Tables, other: Tables, second: Tables) -> str:

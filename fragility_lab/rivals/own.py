@@ -1,0 +1,45 @@
+"""This project's choice, and its schemes as a library that needs no other."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from fragility_core.arithmetic.calibration import calibrated
+from fragility_core.arithmetic.lowering import rounded_copy
+from fragility_core.protection.bits import Choices, knapsack, predictions
+from fragility_lab.rivals.ladders import LADDERS, Ladder, get_ladder
+from fragility_lab.rivals.tasks import Chosen
+
+
+def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
+    """One prediction for each rung, then an exact knapsack for each budget, over the units of ``task``."""
+    ladder, units = get_ladder(task["ladder"]), [tuple(unit) for unit in task["units"]]
+    recipes = [calibrated(model, rung.recipe, calibration) for rung in ladder.rungs if rung.recipe]
+    known = Choices(model, predictions(model, recipes, calibration, probes=task["probes"], seed=task["seed"]), units)
+    errors = np.stack(
+        [known.mean[:, known.names.index(rung.name if rung.recipe else "fp32")] for rung in ladder.rungs], 1
+    )
+    sizes = [sum(model.get_submodule(path).weight.numel() for path in unit) for unit in units]
+    return Chosen(task["units"], errors.tolist(), best_plans(errors, sizes, ladder, task["budgets"]))
+
+
+def best_plans(errors: np.ndarray, sizes: list[int], ladder: Ladder, budgets: list[float]) -> list[list[int]]:
+    """For each budget in bits a weight the plan with the least sum of ``errors`` (units, rungs)."""
+    bits = np.outer(sizes, ladder.bits) / sum(sizes)
+    return [knapsack(np.asarray(errors), bits, budget * (1 + 1e-9)) for budget in budgets]
+
+
+def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
+    """The weights of all linear layers of blocks rounded; raises ValueError for a rung that rounds inputs."""
+    recipe = next(
+        r.recipe for ladder in LADDERS.values() if ladder.library == "own" for r in ladder.rungs if r.name == rung
+    )
+    if recipe.linear.inputs is not None:
+        raise ValueError(f"without a library weights alone are quantized, got {rung}")
+    return rounded_copy(model, recipe)
+
+
+def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
+    """Nothing."""
+    return {}
