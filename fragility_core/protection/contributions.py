@@ -138,7 +138,7 @@ class Contributions:
         ``modules`` are paths, ``blocks`` numbers from 0, ``sites`` some of ``KEEPABLE_SITES``. Raises ValueError for
         those that the model does not have.
         """
-        return self._priced(self._plan(modules, blocks, sites, label))
+        return self.priced(self._plan(modules, blocks, sites, label))
 
     def plan(self, budget: int, unit: str = "blocks") -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
@@ -166,13 +166,13 @@ class Contributions:
         chosen = np.flatnonzero(taken[: len(units)])
         if unit in ("blocks", "sites"):
             return self.keep(**{unit: [self._names(unit)[i] for i in chosen]})
-        return self._priced(self._together([units[i] for i in chosen]))
+        return self.priced(self.together([units[i] for i in chosen]))
 
     def _names(self, unit: str) -> list:
         """What ``keep`` calls the blocks or the sites."""
         return [*range(len(self.structure.blocks))] if unit == "blocks" else self._sites()
 
-    def _together(self, units: Sequence[Plan]) -> Plan:
+    def together(self, units: Sequence[Plan]) -> Plan:
         """The plan that keeps what any of ``units`` keeps."""
         sites = [site for site in ("residual", "scores") if any(getattr(unit, site) for unit in units)]
         return self._plan([path for unit in units for path in unit.modules], sites=sites)
@@ -184,7 +184,7 @@ class Contributions:
         """
         covers = [self.vanishing(unit) for unit in units]
         pairs = self.with_stream(units)
-        covers += [self.vanishing(self._together([units[i], units[j]])) for i, j in pairs]
+        covers += [self.vanishing(self.together([units[i], units[j]])) for i, j in pairs]
         needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
         sizes = np.array([1.0] * len(units) + [0.0] * len(pairs))
         shared = saved = ()
@@ -267,11 +267,13 @@ class Contributions:
             label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self._kernels_round,
         )  # fmt: skip
 
-    def _priced(self, plan: Plan) -> Plan:
+    def priced(self, plan: Plan, known: bool = True) -> Plan:
+        """``plan`` with its price, and its prediction if it is ``known`` from this recipe alone."""
+        recipe = self.recipe if known else plan.recipe
         return replace(
             plan,
-            predicted=float(self.predict(plan).predicted.mean()),
-            parameter_bytes=structure.parameter_bytes(self.model, self.stored_in_fp32(plan), self.recipe),
+            predicted=float(self.predict(plan).predicted.mean()) if known else None,
+            parameter_bytes=structure.parameter_bytes(self.model, self.stored_in_fp32(plan), recipe),
             activation_bytes=plan.residual * self._stream_bytes,
             flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
         )
