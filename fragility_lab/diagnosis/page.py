@@ -304,6 +304,7 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         helps=helps(diagnosis),
         schemes=[] if diagnosis.choices is None else schemes_of(plan, diagnosis.choices),
         kept_parts=[] if diagnosis.choices is None else kept_parts(plan, diagnosis.choices),
+        absent=[] if contributions is None else [s for s in request.kept if s not in contributions.structure.sites],
         stored_size=None if diagnosis.choices is None else quantity(diagnosis.choices.stored_bytes(diagnosis.choice)),
         budgets=[] if diagnosis.choices is None else budgets(diagnosis.choices, write_number),
         disagreement=disagreement(found["predicted"], known) if measured is not None and len(measured) else None,

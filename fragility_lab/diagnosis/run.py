@@ -74,7 +74,8 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     if prediction.windows.overflow.eq("").any():
         contributions = Contributions(model, prediction)
         if request.mixes:
-            choices = chosen_from(request, model, tokens, prediction)
+            keep = [site for site in request.kept if site in contributions.structure.sites]  # the page names others
+            choices = chosen_from(request, model, tokens, prediction, keep)
             choice = mixed_choice(request, choices)
             plan, planned = choices.plan(choice), pd.Series(choices.predict(choice), index=choices.windows)
         else:
@@ -106,13 +107,18 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     )  # fmt: skip
 
 
-def chosen_from(request: Request, model, tokens: Tensor, first: adjoint.Prediction) -> Choices:
-    """What the schemes of ``request`` cost and do, over ``tokens`` (B, T); ``first`` is known, that of the first."""
+def chosen_from(
+    request: Request, model, tokens: Tensor, first: adjoint.Prediction, keep: Iterable[str]
+) -> Choices:  # fmt: skip
+    """What the schemes of ``request`` cost and do over ``tokens`` (B, T), and what it does to ``keep`` sites in fp32.
+
+    ``first`` is known, the prediction for the first scheme.
+    """
     how, found = (tokens, request.probes, request.measured_in), {first.recipe.name: first}
     for recipe in request.schemes[1:]:
         if recipe.rounds:
             found[recipe.name] = predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
-    return Choices(model, found, fused_layers(model, tokens[:1]), request.kept)
+    return Choices(model, found, fused_layers(model, tokens[:1]), keep)
 
 
 def mixed_choice(request: Request, choices: Choices) -> Choice:
