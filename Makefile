@@ -11,6 +11,8 @@ MODEL =
 DATA =
 FORMAT =
 BUDGET =
+KEEP =
+REFERENCE_MODEL =
 WINDOWS =
 LENGTH =
 ATTENTION =
@@ -23,8 +25,8 @@ SEED =
 STEPS =
 WITH =
 STALE =
-OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(PROBES)$(SEED)
-export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
+OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(PROBES)$(SEED)
+export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 
@@ -102,15 +104,16 @@ seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say,
 	@$(EXECUTE) e5_seeds $(GIVEN)
 	@$(EXECUTE) report $(GIVEN)
 
-ASKED = $${FORMAT:+-p "format=$$FORMAT"} $${RECIPE:+-p "format=$$RECIPE"} $${TARGET:+-p "target=$$TARGET"} \
+ASKED = $${REFERENCE_MODEL:+-p "reference_model=$$REFERENCE_MODEL" -p format=given} $${KEEP:+-p "keep=$$KEEP"} \
+    $${FORMAT:+-p "format=$$FORMAT"} $${RECIPE:+-p "format=$$RECIPE"} $${TARGET:+-p "target=$$TARGET"} \
     $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
     $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"} \
     $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"} $${REFERENCE:+-p "reference=$$REFERENCE"} \
     $${PROBES:+-p "probes=$$PROBES"} $${SEED:+-p "seed=$$SEED"}
 
 .PHONY: diagnose
-diagnose: $(ENVIRONMENT)  ## how one's own model drifts by RECIPE=, in TARGET=, and what to do for BUDGET=
-	@$(PYTHON) -m fragility_lab.diagnosis.request $(ASKED)
+diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MODEL=, in TARGET=; what to do for BUDGET=
+	@$(PYTHON) -m fragility_lab.diagnosis.request $${MODEL:+-p "model=$$MODEL"} $(ASKED)
 	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
 

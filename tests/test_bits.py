@@ -1,18 +1,14 @@
-"""Mixed schemes: the knapsack against all choices, groups of fused layers, plans predicted and applied."""
-
-from itertools import product
+"""Mixed schemes: groups of fused layers, parts in fp32 beside them, plans predicted and applied."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
-from fragility_core.adjoint.targets import get_target
+from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.operands import linear_weights, owner, rounded_weight
 from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.models.tree import within
 from fragility_core.protection import Plan, apply
 from fragility_core.protection.bits import Choices, fused_layers, predictions
 
@@ -28,47 +24,31 @@ TOKENS = torch.arange(48).view(2, 24)
 
 def random_model(name):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval().requires_grad_(False)
+    for parameter in (p for p in model.parameters() if p.ndim == 1):  # norms of ones are exact in bf16
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
-def choices_of(errors, bits, squared=True):
-    """Choices with these tables (groups, schemes), of one window."""
-    made = Choices.__new__(Choices)
-    made.errors, made.bits, made.rest = errors[None], bits, np.array([0.125])
-    made.groups, made.weights = [(str(i),) for i in range(len(errors))], 1
-    made.target = get_target("kl" if squared else "hidden")
-    return made
-
-
-tables = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(
-    lambda shape: st.tuples(*(arrays(float, shape, elements=st.floats(0.01, 1.0)) for _ in range(2)))
-)
-
-
-@given(tables, st.floats(0, 1), st.booleans())
-@settings(deadline=None, max_examples=60)
-def test_no_choice_is_better(given_tables, share, squared):
-    errors, bits = given_tables
-    known = choices_of(errors, bits, squared)
-    every = list(product(range(errors.shape[1]), repeat=len(errors)))
-    rows = range(len(errors))
-    sums = np.array([(errors[rows, c].sum(), bits[rows, c].sum()) for c in map(list, every)])
-    budget = sums[:, 1].min() + share * np.ptp(sums[:, 1]) + 1e-9
-    found = known.within_bits(budget)
-    assert bits[rows, found].sum() <= budget * (1 + 1e-6)
-    assert errors[rows, found].sum() <= sums[sums[:, 1] <= budget, 0].min() * (1 + 1e-5)
-    bound = sums[:, 0].min() + share * np.ptp(sums[:, 0]) + 0.125 + 1e-9
-    found = known.within_error(bound if squared else bound**0.5)
-    assert errors[rows, found].sum() + 0.125 <= bound * (1 + 1e-6)
-    assert bits[rows, found].sum() <= sums[sums[:, 0] + 0.125 <= bound, 1].min() * (1 + 1e-5)
+def choices(name, recipes=RECIPES, keep=()):
+    """The model, with attention whose scores are rounded, and what its choices do."""
+    model = random_model(name)
+    model.set_attn_implementation("eager")
+    found = predictions(model, recipes, TOKENS)
+    return model, Choices(model, found, fused_layers(model, TOKENS), keep)
 
 
 def test_budgets_out_of_reach_are_refused():
-    known = choices_of(np.array([[0.5, 0.1]]), np.array([[2.0, 4.0]]))
-    with pytest.raises(ValueError, match="must be at least 2 bits, those of the smallest scheme, got 1.5"):
-        known.within_bits(1.5)
-    with pytest.raises(ValueError, match="the bound on kl must be at least 0.225, .* got 0.2"):
-        known.within_error(0.2)
+    _, known = choices("gpt2")
+    with pytest.raises(ValueError, match="must be at least 5 bits, those of the smallest scheme, got 4.5"):
+        known.within_bits(4.5)
+    with pytest.raises(
+        ValueError, match=r"must be at least 0.1\d* MB, which the model takes with .* in fp32, got 0.01 MB"
+    ):
+        known.within_bytes(10_000)
+    _, rounded = choices("gpt2", ["w4a16-g32", "bf16"])
+    with pytest.raises(ValueError, match="the bound on kl must be at least .*, got 1e-12"):
+        rounded.within_error(1e-12)
 
 
 def test_layers_with_one_input_are_fused():
@@ -89,7 +69,7 @@ def test_a_mixed_plan_is_predicted_as_its_own_recipe_is(name):
     known = Choices(model, predictions(model, RECIPES, TOKENS, gradients="fp32"), groups)
     choice = known.within_bits(8.0)
     plan = known.plan(choice)
-    assert known.mean_bits(choice) <= 8.0 and len({*choice}) > 1
+    assert known.mean_bits(choice) <= 8.0 and len({*choice.schemes}) > 1
     low = apply(model, plan)
     weights = linear_weights(low.model)
     for path, weight in linear_weights(model).items():
@@ -109,6 +89,78 @@ def test_all_budgets_from_one_set_of_predictions():
     everything = known.plan(known.within_bits(32))
     assert everything.layers == () and everything.predicted == 0
     assert apply(model, everything).recipe == get_recipe("fp32")
+
+
+def stored_bytes(model, plan):
+    """Of the parameters of the protected ``model``; norms beside an fp32 stream hold bf16 numbers."""
+    weights = {id(p): plan.recipe.operands(owner(path)).weights for path, p in linear_weights(model).items()}
+    bits = 0
+    for p in model.parameters():
+        scheme = weights.get(id(p))
+        exact = p.dtype == torch.float32 and not torch.equal(p, p.bfloat16().float())
+        bits += p.numel() * (32 if exact else scheme.bits if scheme else 16)
+    return round(bits / 8)
+
+
+KEEP = ["residual", "scores", "norms", "head", "attention", "mlp"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_parts_in_fp32_are_in_the_same_choice(name):
+    """What the knapsack counts is what the plan's own definitions give, and what the applied model stores."""
+    model, known = choices(name, ["w4a16-g32", "w8a16-g32", "bf16"], KEEP)
+    _, without = choices(name, ["w4a16-g32", "w8a16-g32", "bf16"])
+    before = np.inf
+    for bits in (known.least_bits, 6.0, 12.0, 40.0):
+        choice = known.within_bits(bits)
+        plan, taken = known.plan(choice), known._taken(choice)
+        assert known.mean_bits(choice) <= bits * (1 + 1e-6) and plan.residual  # free
+        assert known._knapsack.error(taken) == pytest.approx(known.predict(choice).mean())
+        assert known._knapsack.error(taken) <= before
+        before = known._knapsack.error(taken)
+        if bits == 12:
+            assert plan.predicted < 0.9 * without.predict(without.within_bits(bits)).mean()
+        low = apply(model, plan, tokens=TOKENS)
+        assert known.stored_bytes(choice) == stored_bytes(low.model, plan), plan.label
+        assert known.within_bytes(known.stored_bytes(choice) + 1).schemes
+    everything = known.plan(known.within_bits(40.0))
+    layers = [path for group in known.groups for path in group]
+    assert everything.layers == () and all(any(within(p, m) for m in everything.modules) for p in layers)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_parts_in_fp32_are_predicted_as_for_the_protected_model(name):
+    model, known = choices(name, ["w4a16-g32", "w8a16-g32", "bf16"], KEEP)
+    plan = known.plan(known.within_bits(9.0))
+    assert plan.residual and plan.layers
+    low = apply(model, plan, tokens=TOKENS)
+    again = Adjoint(low, model, probes=2, target="kl", gradients="both")(TOKENS)
+    assert plan.predicted == pytest.approx(again.windows.predicted.mean(), rel=0.06)
+
+
+def test_what_only_costs_time_is_free_and_is_kept_only_if_asked_for():
+    _, asked = choices("llama", ["w4a16-g32", "bf16"], ["scores"])
+    _, plain = choices("llama", ["w4a16-g32", "bf16"])
+    best = asked.within_bits(asked.least_bits)
+    assert asked.plan(best).scores and asked.mean_bits(best) == plain.least_bits
+    assert not plain.plan(plain.within_bits(100)).scores and not plain.plan(plain.within_bits(100)).modules
+    assert asked.plan(best).flops > 0 and asked.plan(best).label.endswith("bits a weight, scores in fp32")
+
+
+def test_the_smallest_choice_within_an_error_uses_what_is_free():
+    _, asked = choices("gpt2", ["w8a16-g32", "bf16"], ["residual", "head"])
+    _, plain = choices("gpt2", ["w8a16-g32", "bf16"])
+    bound = plain.predict(plain.within_bits(10.0)).mean()
+    small, large = asked.within_error(bound), plain.within_error(bound)
+    assert asked.predict(small).mean() <= bound * (1 + 1e-6)
+    assert asked.mean_bits(small) < plain.mean_bits(large)
+
+
+def test_parts_that_a_model_does_not_have_are_refused():
+    with pytest.raises(ValueError, match="got 'lm_tail'"):
+        choices("gpt2", ["w4a16-g32", "bf16"], ["lm_tail"])
+    with pytest.raises(ValueError, match="sites to keep must be among those of this model, .*, got residual"):
+        choices("gpt2", RECIPES, ["residual"])  # kernels in fp32 round no sums
 
 
 def test_strange_layers_and_recipes_are_refused():

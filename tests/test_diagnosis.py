@@ -1,5 +1,6 @@
 """The diagnosis: requests that are taken or refused, measurements, and the page with everything that can be on it."""
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -41,7 +42,7 @@ from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, request
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.request import Forecast, Request, kept_by_blocks
-from fragility_lab.inputs.checkpoints import load_tokenizer
+from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import percent, quantity
 
@@ -317,7 +318,7 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
     ("asked", "message"),
     [
         ("format=fp9", "make diagnose: a recipe must be one of"),
-        ("budget=5 bits", "make diagnose: a budget of bits or KL divides"),
+        ("budget=5 bits", "make diagnose: a budget of bits, KL or MB divides"),
         ("windows=many", "make diagnose: invalid literal for int"),
         ("length=1", "make diagnose: length must be at least 2, got 1"),
     ],
@@ -384,11 +385,108 @@ def test_a_bound_on_the_divergence_is_kept_by_the_prediction(mixed):
         ({"target": "flips"}, "target must be one of hidden, kl, logprob, got 'flips'"),
         ({"format": "fp9"}, "a recipe must be one of fp32, .*, got 'fp9'"),
         ({"budget": "KL low"}, "got 'KL low'"),
+        ({"budget": "5 bits", "format": "w4a16-g128", "keep": "residual, tail"}, "keep must name some of .*, got tail"),
+        (
+            {"budget": "2 blocks", "keep": "head"},
+            "keep goes with a budget for schemes .* got KEEP='head' with '2 blocks'",
+        ),
     ],
 )
 def test_budgets_of_bits_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(ASKED, **change)
+
+
+def test_parts_in_fp32_share_the_budget_with_schemes(mixed):
+    """The same bytes as without them: what is stored in fp32 is paid by smaller schemes, what is not stored is free."""
+    tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    size = mixed.choices.stored_bytes(mixed.choice)
+    asked = {"format": "w4a16-g32", "budget": f"{size / 1e6:.6f} MB", "target": "kl", "probes": 4}
+    found = diagnose(random_gpt2(TINY), tokens, **asked, keep="residual scores norms head")
+    assert found.request.mixes and found.choices.stored_bytes(found.choice) <= size and found.plan.residual
+    assert found.plan.predicted < mixed.plan.predicted and page.helps(found)
+    html = " ".join(page.page(found).split())
+    assert "Beside the schemes the plan keeps" in html and "the residual stream" in html
+    assert "Stored, the whole model takes" in html and "KEEP=&#39;residual scores norms head&#39;" in html
+    assert "left out <i>scores</i>: with sdpa attention" in html
+    nothing = replace(found, plan=mixed.plan, choice=mixed.choice)
+    assert "allows lowers the predicted error within the budget" in " ".join(page.page(nothing).split())
+
+
+def test_megabytes_mean_what_is_stored_only_where_weights_have_schemes():
+    assert replace(ASKED, format="w4a16-g128", budget="12 MB").mixes and not replace(ASKED, budget="12 MB").mixes
+
+
+# --- Weights that somebody else has rounded -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rounded_elsewhere(tmp_path_factory):
+    """A folder with the embedded checkpoint, its linear weights in int4 by the rule written out."""
+    folder = tmp_path_factory.mktemp("int4")
+    model = load_model("embedded", "cpu", AutoModelForCausalLM)
+    for weight in linear_weights(model).values():
+        groups = weight.T.reshape(weight.shape[1], -1, 32)
+        scale = groups.abs().amax(-1, keepdim=True) / 7
+        weight.copy_(((groups / scale).round() * scale).reshape(weight.T.shape).T)
+    model.save_pretrained(folder)
+    load_tokenizer("embedded").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("target", "column"), [("kl", "kl"), ("hidden", "mismatch")])
+def test_weights_as_they_are_against_the_original(rounded_elsewhere, target, column):
+    """All windows share the errors of weights, so that the mean with a plan is one realisation: it deviates by 11 %."""
+    asked = {"model": str(rounded_elsewhere), "reference_model": "embedded", "format": "given", "windows": 8}
+    request = replace(ASKED, **asked, length=128, target=target, budget="2 blocks")
+    found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
+    assert found.measured[column].mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.1)
+    assert found.protected[column].mean() == pytest.approx(found.plan.predicted, rel=0.15)
+    assert page.helps(found) and found.execution == "weights"
+    named = found.prediction.contributions.query("c2 > 0").module.unique()
+    assert {*named} == {
+        p.rpartition(".")[0] for p in linear_weights(load_model("embedded", "cpu", AutoModelForCausalLM))
+    }
+    html = " ".join(page.page(found).split())
+    assert "as they are, with those of <code>embedded</code>" in html and "these modules take what they took" in html
+    assert f"REFERENCE_MODEL=embedded BUDGET={shlex.quote('2 blocks')}" in html.replace("&#39;", "'")
+    names = {}
+    exec(page.snippet(request, found.plan, found.attention), names)
+    assert torch.equal(names["low"].model.lm_head.weight, names["original"].lm_head.weight)
+    blocks = [f"{path}.attn.c_attn" for path in found.plan.modules]
+    assert all(
+        torch.equal(names["low"].model.get_submodule(p).weight, names["original"].get_submodule(p).weight)
+        for p in blocks
+    )
+
+
+def test_models_that_cannot_be_compared_are_refused_before_the_notebook_starts(rounded_elsewhere, tmp_path):
+    given = {"model": str(rounded_elsewhere), "reference_model": "embedded", "format": "given"}
+
+    def asked(**changes):
+        return [word for item in (given | changes).items() for word in ("-p", "=".join(item))]
+
+    request.main(asked())
+    with pytest.raises(SystemExit, match="of the same shapes, but .* has no such parameter and .* in"):
+        request.main(asked(reference_model="embedded-llama"))
+    with pytest.raises(SystemExit, match="leave RECIPE= or REFERENCE_MODEL= away"):
+        request.main(asked(format="bf16"))
+    with pytest.raises(SystemExit, match="a budget of bytes needs to know what weights take"):
+        request.main(asked(budget="2 MB"))
+    with pytest.raises(
+        ValueError, match="must have other weights than REFERENCE_MODEL=, got the same ones in 'embedded'"
+    ):
+        diagnosis.load(replace(ASKED, reference_model="embedded", format="given"))
+    configuration = json.loads((rounded_elsewhere / "config.json").read_text())
+    for method, how in [("compressed-tensors", "CompressedTensorsConfig"), ("gptq", "the library that quantized")]:
+        quantized = configuration | {"quantization_config": {"quant_method": method}}
+        (tmp_path / "config.json").write_text(json.dumps(quantized))
+        with pytest.raises(
+            SystemExit, match=f"quantized by {method}: give a folder with its dequantized weights .*{how}"
+        ):
+            request.main(asked(model=str(tmp_path)))
+        with pytest.raises(ValueError, match=f"quantized by {method}"):
+            diagnosis.load(replace(ASKED, model=str(tmp_path)))
 
 
 def test_a_plan_that_did_not_help_is_not_recommended(found):

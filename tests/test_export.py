@@ -1,6 +1,7 @@
 """Plans as JSON, and what other libraries cannot express; tests/peers loads the exports in these libraries."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny import TINY, random_gpt2
@@ -28,9 +29,31 @@ def test_what_cannot_be_expressed_is_said_by_name(library):
     export = EXPORTS[library](KEPT, random_gpt2(TINY))
     said = " ".join(export.missing)
     assert "the fp32 residual stream" in said and "attention scores in fp32" in said
+    assert "fp32 beside bf16 for transformer.h.0.mlp: unquantized" in said
     assert ("the KV cache" in said) == (library != "modelopt")
     assert json.loads(export.json())
     assert not EXPORTS[library](MIXED, random_gpt2(TINY)).missing
+
+
+def test_a_mix_that_keeps_parts_is_exported_as_far_as_it_can_be_said():
+    """The residual stream and the norms are named as missing; layers in fp32 are left unquantized."""
+    model = random_gpt2(TINY)
+    kept = (
+        "transformer.h.0.attn",
+        "transformer.ln_f",
+        "transformer.h.1.ln_1",
+        "lm_head",
+        *("transformer.h.2.ln_1", "transformer.wte"),
+    )
+    plan = replace(MIXED, modules=kept, residual=True)
+    for library in ("modelopt", "compressed-tensors", "torchao", "transformers"):
+        export = EXPORTS[library](plan, model)
+        assert "the fp32 residual stream" in " ".join(export.missing)
+        assert "transformer.h.2.ln_1 and 1 more" in " ".join(export.missing)
+    assert EXPORTS["compressed-tensors"](plan, model).config["config_groups"]["group_0"]["targets"] == [
+        MIXED.layers[0][0]
+    ]
+    assert {"transformer.h.0.attn.c_attn", "lm_head"} <= {*untouched(plan, model)}
 
 
 def test_layers_that_stay_as_they_are():

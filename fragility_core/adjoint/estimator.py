@@ -111,7 +111,7 @@ class Adjoint:
         fp32 or has other parameters, and for gradients at a point that is not there.
         """
         require_low(low)
-        if not low.recipe.rounds:
+        if not (low.recipe.rounds or low.weights_only):
             raise ValueError(f"the recipe must round the results of kernels, as bf16 does, got {low.recipe.name}")
         if gradients not in GRADIENTS:
             raise ValueError(f"gradients must be taken at one of {', '.join(GRADIENTS)}, got {gradients!r}")

@@ -20,7 +20,7 @@ from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward
 from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
 from fragility_core.arithmetic.operands import RoundedOperands, linear_weights, owner, rounded_weight
-from fragility_core.arithmetic.recipes import Recipe, Stored, get_recipe
+from fragility_core.arithmetic.recipes import GIVEN, Recipe, Stored, get_recipe
 
 TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU's fused attention takes 16 bits alone
 
@@ -184,3 +184,11 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     if chosen.cache is not None:
         store_cache(low, chosen.cache)
     return LowPrecision(low, chosen, None if native else Emulation(kernels))
+
+
+def as_given(rounded: nn.Module) -> LowPrecision:
+    """A model whose weights somebody else has ``rounded``, in fp32 tensors: kernels compute in fp32.
+
+    With the original beside it, ``Adjoint(as_given(rounded), original)`` predicts what the rounding does.
+    """
+    return LowPrecision(rounded, get_recipe(GIVEN), None, weights_only=True)

@@ -1,8 +1,8 @@
 """The best plan for any budget, from one prediction."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from fragility_core.adjoint.sites import COLUMNS
 from fragility_core.models.tree import embedding_paths, head_paths, is_norm, outermost, within
 from fragility_core.protection import structure
 from fragility_core.protection.keep import Plan, require_modules
+from fragility_core.protection.knapsack import Knapsack
 from fragility_core.protection.structure import KEEPABLE_SITES, Structure
 
 UNITS = ("blocks", "sites", "modules", "bytes")
@@ -65,22 +66,30 @@ class Contributions:
         """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
         vanishing = np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
-            kernels = self._kernels_inside(path)
-            stays_fp32 = path in self._heads or (plan.residual and path in self._embeddings)
-            cast_back = self._kernels_round and not stays_fp32
-            if cast_back and not len(kernels):  # a lookup: the cast rounds the weights again
-                continue
-            vanishing |= self._inside(path)
-            if cast_back:
-                vanishing[self._places_of_cast(path, kernels)] = False
+            vanishing |= self._vanishing_inside(path, plan.residual)
         if plan.residual:
-            vanishing |= self.structure.stream_sums.to_numpy()
-            for path in self.structure.stream_norms:
-                kernels = self._kernels_inside(path)
-                vanishing[kernels] = True
-                vanishing[self._places_of_cast(path, kernels)] = False
+            vanishing |= self._vanishing_beside_stream
         if plan.scores:
             vanishing |= self.structure.places.site.eq("scores").to_numpy()
+        return vanishing
+
+    def _vanishing_inside(self, path: str, residual: bool) -> np.ndarray:
+        """The places that round no longer if the module at ``path`` is kept, perhaps beside an fp32 stream."""
+        inside, kernels = self._inside(path).copy(), self._kernels_inside(path)
+        stays_fp32 = path in self._heads or (residual and path in self._embeddings)
+        if self._kernels_round and not stays_fp32:  # its result is cast back
+            if not len(kernels):  # a lookup: the cast rounds the weights again
+                return np.zeros_like(inside)
+            inside[self._places_of_cast(path, kernels)] = False
+        return inside
+
+    @cached_property
+    def _vanishing_beside_stream(self) -> np.ndarray:
+        """The places that round no longer if the residual stream is kept: its sums, and norms inside."""
+        vanishing = self.structure.stream_sums.to_numpy().copy()
+        for path in self.structure.stream_norms:
+            kernels = self._kernels_inside(path)
+            vanishing[np.setdiff1d(kernels, self._places_of_cast(path, kernels))] = True
         return vanishing
 
     def _places_of_cast(self, path: str, kernels: np.ndarray) -> list[int]:
@@ -129,18 +138,16 @@ class Contributions:
         ``modules`` are paths, ``blocks`` numbers from 0, ``sites`` some of ``KEEPABLE_SITES``. Raises ValueError for
         those that the model does not have.
         """
-        return self._priced(self._plan(modules, blocks, sites, label))
+        return self.priced(self._plan(modules, blocks, sites, label))
 
     def plan(self, budget: int, unit: str = "blocks") -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
 
         ``unit`` is one of
 
-        - "blocks", or "modules" (the smallest ones with parameters). Their gains add up, so the largest are chosen.
-        - "sites". They overlap, so all choices of so many sites are compared.
-        - "bytes" of parameters and of the residual stream of one window. Units are added one by one: of the modules,
-          "residual" and "scores" that fit, the one that removes the most error per byte. The best blocks or sites that
-          fit are taken instead if they remove more.
+        - "blocks", "modules" (the smallest ones with parameters), or "sites", which overlap: at most so many.
+        - "bytes" of parameters and of the residual stream of one window: whatever of all modules, "residual" and
+          "scores" fits. Scores take no bytes.
 
         Raises ValueError for another unit, for a budget that is no whole number or negative, and for a budget that
         exceeds the number of units.
@@ -149,19 +156,58 @@ class Contributions:
             raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
         if not isinstance(budget, int | np.integer) or isinstance(budget, bool):
             raise ValueError(f"a budget must be a whole number, got {budget!r}")
-        if unit == "bytes":
-            if budget < 0:
-                raise ValueError(f"a budget of bytes must be at least 0, got {budget}")
-            fitting = [plan for plan in self._blocks_and_sites() if self._bytes(plan) <= budget]
-            return self._priced(min([self._greedy(budget), *fitting], key=self.remaining))
-        count = len(getattr(self.structure, unit))
+        if unit == "bytes" and budget < 0:
+            raise ValueError(f"a budget of bytes must be at least 0, got {budget}")
+        count = budget if unit == "bytes" else len(getattr(self.structure, unit))
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
-        if unit == "sites":
-            choices = (self._plan(sites=names) for names in combinations(self._sites(), budget))
-            return self._priced(min(choices, key=self.remaining))
-        best = sorted(self._best_first(unit)[:budget])
-        return self.keep(blocks=best) if unit == "blocks" else self.keep(self.structure.modules[i] for i in best)
+        units = self._single_units(unit)
+        taken = self._knapsack(units, by_bytes=unit == "bytes").least_error(8 * budget if unit == "bytes" else budget)
+        chosen = np.flatnonzero(taken[: len(units)])
+        if unit in ("blocks", "sites"):
+            return self.keep(**{unit: [self._names(unit)[i] for i in chosen]})
+        return self.priced(self.together([units[i] for i in chosen]))
+
+    def _names(self, unit: str) -> list:
+        """What ``keep`` calls the blocks or the sites."""
+        return [*range(len(self.structure.blocks))] if unit == "blocks" else self._sites()
+
+    def together(self, units: Sequence[Plan]) -> Plan:
+        """The plan that keeps what any of ``units`` keeps."""
+        sites = [site for site in ("residual", "scores") if any(getattr(unit, site) for unit in units)]
+        return self._plan([path for unit in units for path in unit.modules], sites=sites)
+
+    def _knapsack(self, units: Sequence[Plan], by_bytes: bool) -> Knapsack:
+        """Which of ``units`` to keep; the size is their number, or with ``by_bytes`` the bits that they add.
+
+        Some modules, such as embeddings, gain more beside an fp32 stream: a decision that needs both and costs nothing.
+        """
+        covers = [self.vanishing(unit) for unit in units]
+        pairs = self.with_stream(units)
+        covers += [self.vanishing(self.together([units[i], units[j]])) for i, j in pairs]
+        needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
+        sizes = np.array([1.0] * len(units) + [0.0] * len(pairs))
+        shared = saved = ()
+        if by_bytes:
+            stream = 8.0 * self._stream_bytes * self.length
+            sizes[: len(units)] = [unit.residual * stream for unit in units]
+            parameters = structure.stored_parameters(self.model, self.recipe)
+            shared, saved = structure.storage(parameters, [self.stored_in_fp32(unit) for unit in units])
+        return Knapsack(
+            np.zeros(len(sizes)), sizes, self.relative, np.reshape(covers, (len(sizes), -1)), shared, saved, needs=needs
+        )
+
+    def with_stream(self, units: Sequence[Plan]) -> list[tuple[int, int]]:
+        """The numbers of those of ``units`` that gain more beside an fp32 stream, each with that of the stream."""
+        stream = next((i for i, unit in enumerate(units) if unit.residual), None)
+        if stream is None:
+            return []
+        embedding = (any(within(e, path) for e in self._embeddings for path in unit.modules) for unit in units)
+        return [(i, stream) for i, gains in enumerate(embedding) if gains and i != stream]
+
+    def stored_in_fp32(self, plan: Plan) -> list[str]:
+        """Paths of the modules whose parameters are stored in fp32: those beside an fp32 stream have norms of it."""
+        return [*plan.modules, *(self.structure.stream_norms if plan.residual else [])]
 
     def gains(self, unit: str) -> pd.DataFrame:
         """One row per block, site or module: its ``label``, and its ``gain`` if it alone is kept.
@@ -176,67 +222,28 @@ class Contributions:
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
         return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})
 
-    def _best_first(self, unit: str) -> list[int]:
-        return np.argsort(-self.gains(unit).gain, kind="stable").tolist()
-
     def remaining(self, plan: Plan) -> float:
         """The predicted squared relative error under ``plan``, mean over windows."""
         return float(self.relative[~self.vanishing(plan)].sum())
 
     def _single_units(self, unit: str) -> list[Plan]:
-        if unit == "blocks":
-            return [self._plan(blocks=[number]) for number in range(len(self.structure.blocks))]
-        if unit == "sites":
-            return [self._plan(sites=[site]) for site in self._sites()]
-        return [self._plan((path,)) for path in self.structure.modules]
-
-    def _greedy(self, budget: int) -> Plan:
-        """Of the units that fit, the one that removes the most error per byte, again and again."""
-        streams = [site for site in ("residual", "scores") if site in self.structure.sites]
-        with_stream = self._embeddings if self._kernels_round and "residual" in streams else ()
-        modules = (*self.structure.modules, *self._embeddings)
-        units = [self._plan([path], sites=["residual"] * (path in with_stream)) for path in modules]
-        units += [self._plan(sites=[site]) for site in streams]
-        vanishing = np.stack([self.vanishing(unit) for unit in units])  # (units, places)
-        streaming = np.array([unit.residual for unit in units])
-        parameters = np.array([self._parameter_bytes(unit) for unit in units])
-        stream_bytes = self._stream_bytes * self.length
-        chosen: list[int] = []
-        while True:
-            removed, stream = vanishing[chosen].any(0), streaming[chosen].any()
-            price = parameters + stream_bytes * (streaming & ~stream)
-            gain = (vanishing & ~removed) @ self.relative
-            fits = parameters[chosen].sum() + stream_bytes * stream + price <= budget
-            gain_per_byte = np.where(fits & (gain > 0), gain / np.maximum(price, 1), 0)
-            if not gain_per_byte.any():
-                break
-            chosen.append(int(gain_per_byte.argmax()))
-        kept = [units[i] for i in sorted(chosen)]
-        sites = [site for site in ("residual", "scores") if any(getattr(unit, site) for unit in kept)]
-        return self._plan([path for unit in kept for path in unit.modules], sites=sites)
-
-    def _blocks_and_sites(self) -> Iterator[Plan]:
-        """The best plan for every number of blocks, and all choices of sites."""
-        order = self._best_first("blocks")
-        yield from (self._plan(blocks=sorted(order[:count])) for count in range(len(order) + 1))
-        sites = self._sites()
-        yield from (self._plan(sites=names) for count in range(len(sites) + 1) for names in combinations(sites, count))
+        if unit in ("blocks", "sites"):
+            return [self._plan(**{unit: [name]}) for name in self._names(unit)]
+        if unit == "modules":
+            return [self._plan((path,)) for path in self.structure.modules]
+        streams = [self._plan(sites=[site]) for site in ("residual", "scores") if site in self.structure.sites]
+        known = {*self.structure.modules, *self._embeddings, *self._heads, *self.structure.blocks}
+        known |= {path for paths in self.structure.sites.values() for path in paths}
+        return streams + [self._plan((path,)) for path, _ in self.model.named_modules() if path in known]
 
     def _sites(self) -> list[str]:
         return [site for site in KEEPABLE_SITES if site in self.structure.sites]
-
-    def _bytes(self, plan: Plan) -> int:
-        return self._parameter_bytes(plan) + plan.residual * self._stream_bytes * self.length
-
-    def _parameter_bytes(self, plan: Plan) -> int:
-        norms = self.structure.stream_norms if plan.residual else []  # in fp32 beside an fp32 stream
-        return structure.parameter_bytes(self.model, [*plan.modules, *norms], self.recipe)
 
     @property
     def _stream_bytes(self) -> int:
         """What an fp32 residual stream takes more, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
-        return (structure.FP32_BYTES - self.recipe.kernels.bits // 8) * width
+        return (structure.FP32_BITS - self.recipe.kernels.bits) // 8 * width
 
     def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         sites = self.structure.sites
@@ -260,11 +267,13 @@ class Contributions:
             label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self._kernels_round,
         )  # fmt: skip
 
-    def _priced(self, plan: Plan) -> Plan:
+    def priced(self, plan: Plan, known: bool = True) -> Plan:
+        """``plan`` with its price, and its prediction if it is ``known`` from this recipe alone."""
+        recipe = self.recipe if known else plan.recipe
         return replace(
             plan,
-            predicted=float(self.predict(plan).predicted.mean()),
-            parameter_bytes=self._parameter_bytes(plan),
+            predicted=float(self.predict(plan).predicted.mean()) if known else None,
+            parameter_bytes=structure.parameter_bytes(self.model, self.stored_in_fp32(plan), recipe),
             activation_bytes=plan.residual * self._stream_bytes,
             flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
         )

@@ -17,6 +17,8 @@ from fragility_core.arithmetic.schemes import Scheme
 from fragility_core.models.tree import head_paths, within
 from fragility_core.protection.keep import Plan
 
+MANY = 5  # modules that a message names
+
 
 @dataclass(frozen=True)
 class Export:
@@ -56,6 +58,12 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
     """What of ``plan`` no configuration of ``library`` can say."""
     parts = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
     parts["the KV cache"] = plan.recipe.cache is not None and library != "ModelOpt"
+    shown = ", ".join(plan.modules[:MANY]) + (
+        f" and {len(plan.modules) - MANY} more" if len(plan.modules) > MANY else ""
+    )
+    parts[f"fp32 beside {plan.recipe.kernels.name} for {shown}: unquantized, they run in one dtype with the rest"] = (
+        plan.modules
+    )
     return [f"{library} cannot express {part}" for part, asked in parts.items() if asked]
 
 

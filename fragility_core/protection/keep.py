@@ -151,6 +151,16 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
             f"caps scores nor adds to them, got {type(model).__name__}: keep its attention modules instead"
         )
     low = lower(model, recipe, "weights" if plan.weights_only and execution == "auto" else execution)
+    return protect(low, model, plan, tokens)
+
+
+@torch.no_grad()
+def protect(low: LowPrecision, model: nn.Module, plan: Plan, tokens: Tensor | None = None) -> LowPrecision:
+    """``low``, changed in place: the parts that ``plan`` keeps are those of ``model``, from which it was rounded.
+
+    ``apply`` does so with a model that it lowers itself. ``tokens`` and errors are those of ``apply``.
+    """
+    require_modules(model, plan.modules)
     compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
     # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
     fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}

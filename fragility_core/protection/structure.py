@@ -1,7 +1,10 @@
 """The parts of a model that can be kept in fp32, found from its modules and the kernels that ran, and their price."""
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -22,7 +25,7 @@ KEEPABLE_SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", 
 ATTENTION = {"attention", "scores", "softmax", "context", "projection"}  # sites of an attention branch
 MLP = {"mlp", "router"}
 TRIAL_TOKENS = 8
-FP32_BYTES = 4
+FP32_BITS = 32
 
 
 @torch.no_grad()
@@ -107,9 +110,10 @@ class Structure:
         if kernels.empty or not embedding_paths(self.model):  # weights alone are rounded, or no embedding
             return False
         before = kernels[: kernels.module.map(block_of).notna().argmax()]
-        last = [kernels.stream[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
+        outputs = kernels[kernels.block_output]
+        ended = {block_of(path)[0] for path in outputs.module}
         read = [any(within(norm, block) for norm in self.stream_norms) for block in self.blocks]
-        return all(last) and all(read) and not before.site.eq("norm").any()
+        return {*self.blocks} <= ended and outputs.stream.all() and all(read) and not before.site.eq("norm").any()
 
     @cached_property
     def stream_norms(self) -> list[str]:
@@ -128,23 +132,61 @@ class Structure:
         return found
 
 
+class Stored(NamedTuple):
+    """A parameter: how many entries, how many bits each in low precision, and the paths of the modules that use it."""
+
+    entries: int
+    bits: float
+    users: tuple[str, ...]
+    linear: bool  # whether it is a weight of the linear layers of blocks
+
+
+def stored_parameters(model: nn.Module, recipe: Recipe) -> list[Stored]:
+    """All parameters of ``model`` as ``recipe`` stores them; several modules use those that are tied."""
+    linear = {id(p): recipe.operands(owner(path)).weights for path, p in linear_weights(model).items()}
+    users: dict[int, tuple[int, list[str]]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), (parameter.numel(), []))[1].append(path)
+    return [
+        Stored(entries, (linear.get(p) or recipe.kernels).bits, tuple(paths), p in linear)
+        for p, (entries, paths) in users.items()
+    ]
+
+
 def parameter_bytes(model: nn.Module, kept: Collection[str], recipe: Recipe) -> int:
     """Bytes that are added to the low-precision model if the parameters of the modules ``kept`` are stored in fp32.
 
     If a module outside of ``kept`` shares a parameter (a tied head), the parameter is stored twice.
     """
-    stored = {id(p): recipe.operands(owner(path)).weights for path, p in linear_weights(model).items()}
-    uses: dict[int, tuple[int, set[bool]]] = {}
-    for path, module in model.named_modules():
-        inside = any(within(path, module_path) for module_path in kept)
-        for parameter in module.parameters(recurse=False):
-            uses.setdefault(id(parameter), (parameter.numel(), set()))[1].add(inside)
+    bits = 0.0
+    for stored in stored_parameters(model, recipe):
+        inside = {any(within(user, path) for path in kept) for user in stored.users}
+        if True in inside:
+            bits += stored.entries * (FP32_BITS - stored.bits * (False not in inside))
+    return round(bits / 8)
 
-    def low_bytes(parameter: int) -> float:
-        return (stored.get(parameter) or recipe.kernels).bits / 8
 
-    kept_uses = ((p, n, where) for p, (n, where) in uses.items() if True in where)
-    return round(sum(n * (FP32_BYTES - low_bytes(p) * (where == {True})) for p, n, where in kept_uses))
+def storage(parameters: Iterable[Stored], kept: Sequence[Collection[str]]) -> tuple[list, list]:
+    """``shared`` and ``saved`` of a knapsack, in bits, whose decision i keeps the modules ``kept[i]`` in fp32.
+
+    The fp32 copy of a parameter is stored once if any of its users is kept, and the low one is saved if all are.
+    """
+    keeping: dict[str, list[int]] = {}
+    for number, paths in enumerate(kept):
+        for path in paths:
+            keeping.setdefault(path, []).append(number)
+    copies, dropped = Counter(), Counter()
+    for stored in parameters:
+        sets = []
+        for user in stored.users:
+            steps = user.split(".")
+            above = (".".join(steps[:depth]) for depth in range(1, len(steps) + 1))
+            sets.append(tuple(sorted({number for path in above for number in keeping.get(path, ())})))
+        copies[tuple(sorted({*chain(*sets)}))] += stored.entries * FP32_BITS
+        dropped[tuple(sorted({*sets}))] += stored.entries * stored.bits
+    shared = [(amount, members) for members, amount in copies.items() if members]
+    return shared, [(amount, sets) for sets, amount in dropped.items() if all(sets)]
 
 
 def flops(structure: Structure, kept: Collection[str], scores: bool, length: int) -> int:

@@ -13,7 +13,8 @@ import torch
 import transformers
 from matplotlib.axes import Axes
 
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.arithmetic.recipes import GIVEN, get_recipe
+from fragility_core.models.tree import within
 from fragility_core.protection import Contributions, Plan
 from fragility_core.protection.bits import Choices
 from fragility_lab import paths
@@ -46,6 +47,8 @@ SITE_NAMES = {
 
 def price(plan: Plan) -> str:
     """What ``plan`` costs, in words."""
+    if plan.format == GIVEN:
+        return "these modules take what they took before they were quantized"
     parts = [
         (plan.parameter_bytes, "B", " more for parameters"),
         (plan.activation_bytes, "B", " more per token for the residual stream"),
@@ -131,8 +134,9 @@ def disagreement(predicted: dict[str, float], measured: dict[str, float]) -> flo
 def command(request: Request, results: str) -> str:
     """The shell command that makes this page again, in the folder ``results`` under outputs."""
     given = [name for name in ("model", "data") if getattr(request, name) != EMBEDDED]
-    values = [*given, "format", "budget", "windows", "length", "attention", "probes", "seed"]
-    values += ["target"] * (request.target != "hidden")
+    given += ["reference_model"] if request.reference_model else ["format"]
+    values = [*given, "budget", "windows", "length", "attention", "probes", "seed"]
+    values += ["target"] * (request.target != "hidden") + ["keep"] * bool(request.keep)
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
     words += ["WEIGHTS_ONLY=yes"] * request.weights_only
     words += [f"REFERENCE={request.reference}"] * (request.reference != "auto")
@@ -150,21 +154,30 @@ def snippet(request: Request, plan: Plan, attention: str) -> str:
     kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
     execution = ', "weights"' * (request.weights_only and not request.mixes)
     attention = f'\nmodel.set_attn_implementation("{attention}")' if attention == "eager" else ""
-    text = (paths.ASSETS / "diagnosis" / "snippet.txt").read_text(encoding="utf-8").rstrip()
-    model = json.dumps(request.model)
-    return text.format(model=model, attention=attention, plan=", ".join(kept), execution=execution)
+    name = "snippet_given.txt" if request.reference_model else "snippet.txt"
+    text = (paths.ASSETS / "diagnosis" / name).read_text(encoding="utf-8").rstrip()
+    names = {"model": json.dumps(request.model), "original": json.dumps(request.reference_model)}
+    return text.format(**names, attention=attention, plan=", ".join(kept), execution=execution)
 
 
 def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
     """How many layers and weights have each scheme, and which layers, smallest scheme first."""
     given, rows = dict(plan.layers), []
+    given |= {path: "fp32" for group in choices.groups for path in group if any(within(path, m) for m in plan.modules)}
     for name in choices.names:
-        groups = [i for i, group in enumerate(choices.groups) if given.get(group[0], choices.names[-1]) == name]
+        groups = [i for i, group in enumerate(choices.groups) if given.get(group[0], choices.kernels) == name]
         paths = [path for i in groups for path in choices.groups[i]]
         share = choices.bits[groups, -1].sum() / choices.bits[:, -1].sum()
         shown = ", ".join(paths[:MANY]) + (f" and {len(paths) - MANY} more" if len(paths) > MANY else "")
         rows.append([name, str(len(paths)), percent(share), shown or "none"])
     return rows
+
+
+def kept_parts(plan: Plan, choices: Choices) -> list[str]:
+    """What ``plan`` keeps in fp32 but for linear layers."""
+    layers = {path for group in choices.groups for path in group}
+    streams = ["the residual stream"] * plan.residual + ["attention scores"] * plan.scores
+    return streams + [path for path in plan.modules if path not in layers]
 
 
 def budgets(choices: Choices, write: Callable[[float], str]) -> list[list[str]]:
@@ -180,7 +193,8 @@ def alternatives(contributions: Contributions, write: Callable[[float], str] = p
     rows = []
     for plan in (contributions.keep(), *(contributions.plan(*budget) for budget in budgets)):
         memory = [quantity(plan.parameter_bytes), quantity(plan.activation_bytes)]
-        rows.append([plan.label, write(plan.predicted), *memory, quantity(plan.flops, "FLOP")])
+        costs = [] if plan.format == GIVEN else [*memory, quantity(plan.flops, "FLOP")]
+        rows.append([plan.label, write(plan.predicted), *costs])
     return rows
 
 
@@ -289,6 +303,9 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         verdict="" if measured is None or measured.empty else verdict(measured),
         helps=helps(diagnosis),
         schemes=[] if diagnosis.choices is None else schemes_of(plan, diagnosis.choices),
+        kept_parts=[] if diagnosis.choices is None else kept_parts(plan, diagnosis.choices),
+        absent=[] if contributions is None else [s for s in request.kept if s not in contributions.structure.sites],
+        stored_size=None if diagnosis.choices is None else quantity(diagnosis.choices.stored_bytes(diagnosis.choice)),
         budgets=[] if diagnosis.choices is None else budgets(diagnosis.choices, write_number),
         disagreement=disagreement(found["predicted"], known) if measured is not None and len(measured) else None,
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),

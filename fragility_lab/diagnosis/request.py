@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.recipes import RECIPES, Recipe, get_recipe
+from fragility_core.arithmetic.recipes import GIVEN, RECIPES, Recipe, get_recipe
 from fragility_core.models.tree import block_paths
 from fragility_core.protection import KEEPABLE_SITES
+from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
 from fragility_lab.diagnosis.measure import observe
+from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
 from fragility_lab.inputs.text import select_windows
@@ -35,12 +37,14 @@ class Request:
     """A model and a text (hub name, path, or "embedded"), the name of a recipe as ``format``, and a budget.
 
     ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB" to keep in fp32; a bare number counts blocks. "5 bits" a
-    weight, or "KL 0.01" at most, gives each linear layer one of the ``schemes``. ``target`` is what the error is
-    measured in: "hidden", "kl" or "logprob" (``adjoint.targets``). ``seed`` draws ``windows``
-    windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention`` is the
-    implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures them
-    if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. Raises ValueError
-    for other values.
+    weight, "KL 0.01" at most, or for a recipe with schemes for weights "12 MB" of the whole model, gives each linear
+    layer one of the ``schemes``. Then ``keep`` names sites, such as "residual head", of which the plan may keep parts
+    in fp32. ``target`` is what the error is measured in: "hidden", "kl" or "logprob" (``adjoint.targets``). ``seed``
+    draws ``windows`` windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention``
+    is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures
+    them if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. The ``format``
+    "given" compares the weights of ``model``, as they are, with those of the fp32 ``reference_model``. Raises
+    ValueError for other values.
     """
 
     model: str
@@ -55,9 +59,16 @@ class Request:
     reference: str = "auto"
     weights_only: bool = False
     target: str = "hidden"
+    keep: str = ""
+    reference_model: str = ""
 
     def __post_init__(self):
-        if not get_recipe(self.format).rounds:
+        if (self.format == GIVEN) != bool(self.reference_model):
+            raise ValueError(
+                f'a reference model goes with the format "{GIVEN}", which compares weights as they are, got '
+                f"{self.format!r} and {self.reference_model!r}: leave RECIPE= or REFERENCE_MODEL= away"
+            )
+        if not (self.reference_model or get_recipe(self.format).rounds):
             rounding = ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds)
             raise ValueError(f"a diagnosis needs a format that rounds results, {rounding}, got {self.format!r}")
         for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES), ("target", TARGETS)):
@@ -66,8 +77,37 @@ class Request:
         for name, least in (("windows", 1), ("length", 2), ("probes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if strange := [site for site in self.kept if site not in KEEPABLE_SITES]:
+            raise ValueError(f"keep must name some of {', '.join(KEEPABLE_SITES)}, got {', '.join(strange)}")
         if self.mixes:
             self.schemes  # noqa: B018  raises
+        elif self.kept:
+            raise ValueError(
+                "keep goes with a budget for schemes (bits, KL, or MB with a recipe such as w4a16-g128); other budgets "
+                f"choose among all parts: got KEEP={self.keep!r} with {self.budget!r}"
+            )
+        if self.reference_model and self.parsed_budget[1] == "bytes":
+            raise ValueError(
+                "a budget of bytes needs to know what weights take, but those of another's format do not say it, got "
+                f"{self.budget!r}: count blocks, sites or modules"
+            )
+
+    @property
+    def kept(self) -> list[str]:
+        """The sites that a choice of schemes may keep in fp32."""
+        return self.keep.replace(",", " ").split()
+
+    @property
+    def rounds_weights_alone(self) -> bool:
+        """Whether computing is in fp32."""
+        return self.weights_only or bool(self.reference_model)
+
+    @property
+    def described(self) -> str:
+        """What is compared with fp32, in words."""
+        if self.reference_model:
+            return f"weights as they are, against those of {self.reference_model}"
+        return f"weights in {self.format}" if self.weights_only else self.format
 
     @property
     def execution(self) -> str:
@@ -77,7 +117,8 @@ class Request:
     @property
     def mixes(self) -> bool:
         """Whether the budget is for a choice of schemes, not for what is kept in fp32."""
-        return self.parsed_budget[1] in ("bits", "kl")
+        unit = self.parsed_budget[1]
+        return unit in ("bits", "kl") or (unit == "bytes" and get_recipe(self.format).linear.weights is not None)
 
     @property
     def measured_in(self) -> str:
@@ -93,7 +134,7 @@ class Request:
         recipe = get_recipe(self.format)
         if recipe.linear.weights is None or recipe.cache is not None:
             raise ValueError(
-                "a budget of bits or KL divides the weights between schemes, so the recipe must name the smallest, "
+                "a budget of bits, KL or MB divides the weights between schemes, so the recipe must name the smallest, "
                 f"such as RECIPE=w4a16-g128, without a KV cache, got {self.format!r}"
             )
         names = [self.format.partition("@")[0]]
@@ -125,12 +166,19 @@ class Request:
 def load(request: Request) -> tuple[Inputs, Tensor]:
     """The model with its head and the windows (B, T) on its device.
 
-    Raises the errors of ``inputs.loading.load``, and ValueError for a budget larger than the model or for an attention
+    With a reference model, ``Inputs.model`` is that one, and ``Inputs.rounded`` the other. Raises the errors of
+    ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model or for an attention
     implementation that the model lacks.
     """
+    name, given = request.reference_model or request.model, bool(request.reference_model)
+    if given:
+        require_same_architecture(request.model, name)
     loaded = load_inputs(
-        request.model, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
+        name, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM
     )
+    if given:
+        loaded = replace(loaded, rounded=load_rounded(request.model, loaded.model))
+        set_attention(loaded.rounded, request)
     (count, unit), modules = request.parsed_budget, [m.parameters(recurse=False) for m in loaded.model.modules()]
     owning = sum(next(parameters, None) is not None for parameters in modules)
     most = {"blocks": len(block_paths(loaded.model)), "sites": len(KEEPABLE_SITES), "modules": owning}.get(unit, count)
@@ -196,7 +244,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     start = seconds(loaded.device)
     observe(loaded.model, tokens[:1])
     plain = seconds(loaded.device) - start
-    emulated = not request.weights_only and loaded.execution(request.format) == "emulated"
+    emulated = not request.rounds_weights_alone and loaded.execution(request.format) == "emulated"
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
     if request.mixes:
         passes += len(request.schemes) * 8 * (1 + request.probes)
@@ -214,7 +262,7 @@ def memory(request: Request, loaded: Inputs) -> int:
     """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps."""
     config, parameters = loaded.model.config.get_text_config(), sum(p.numel() for p in loaded.model.parameters())
     recipe = get_recipe(request.format)
-    stored = torch.float32 if request.weights_only else recipe.kernels.compute_dtype
+    stored = torch.float32 if request.rounds_weights_alone else recipe.kernels.compute_dtype
     ends = 1 if request.measured_in == "hidden" else 2  # at which gradients are taken, each with copies in fp32
     copies = parameters * (2 * stored.itemsize + 4 * ends)
     rounds_operands = recipe.linear.inputs is not None and not request.weights_only
@@ -260,8 +308,11 @@ def main(arguments: list[str] | None = None) -> None:
             if name in given:
                 given[name] = int(given[name])
         given["weights_only"] = given.get("weights_only", "no").lower() in ("yes", "true")
-        Request(**{"model": "", "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2} | given)
-    except ValueError as refused:
+        defaults = {"model": EMBEDDED, "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2}
+        request = Request(**defaults | given)
+        if request.reference_model:
+            require_same_architecture(request.model, request.reference_model)
+    except (ValueError, OSError) as refused:
         sys.exit(f"make diagnose: {refused}")
 
 

@@ -1,5 +1,6 @@
 """The work: predict every window, make a plan, and measure with and without it if memory allows a reference."""
 
+import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,10 +12,11 @@ from torch import Tensor
 from fragility_core import adjoint
 from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.protection import Contributions, Plan, apply
-from fragility_core.protection.bits import Choices, fused_layers
+from fragility_core.protection.bits import Choice, Choices, fused_layers
+from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis.measure import Ranges, compare, observe
 from fragility_lab.diagnosis.request import Forecast, Request
 from fragility_lab.diagnosis.routing import changed_choices
@@ -31,7 +33,8 @@ class Diagnosis:
     reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
     rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
-    ``choices`` are the schemes among which a budget of bits chose. ``attention`` is the implementation that ran.
+    ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
+    implementation that ran.
     """
 
     request: Request
@@ -48,6 +51,7 @@ class Diagnosis:
     changed_experts: float | None = None
     planned: pd.Series | None = None
     choices: Choices | None = None
+    choice: Choice | None = None
     attention: str = ""
 
 
@@ -61,14 +65,19 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     recipe, execution = get_recipe(request.format), request.execution
     if request.mixes:  # without a plan all layers have the smallest scheme
         recipe, execution = request.schemes[0], "auto"
-    low = lower(model, calibrated(model, recipe, tokens), execution)
+    if loaded.rounded is None:
+        low = lower(model, calibrated(model, recipe, tokens), execution)
+    else:
+        low = as_given(loaded.rounded)
     prediction = predict(low, model, tokens, request.probes, request.measured_in)
-    contributions, plan, planned, choices = None, None, None, None
+    contributions, plan, planned, choices, choice = None, None, None, None, None
     if prediction.windows.overflow.eq("").any():
         contributions = Contributions(model, prediction)
         if request.mixes:
-            choices = chosen_from(request, model, tokens, prediction)
-            plan, planned = mixed_plan(request, choices)
+            keep = [site for site in request.kept if site in contributions.structure.sites]  # the page names others
+            choices = chosen_from(request, model, tokens, prediction, keep)
+            choice = mixed_choice(request, choices)
+            plan, planned = choices.plan(choice), pd.Series(choices.predict(choice), index=choices.windows)
         else:
             plan = contributions.plan(*request.parsed_budget)
             planned = contributions.predict(plan).set_index("window").predicted
@@ -82,32 +91,40 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
             for window in progress(tokens.split(1), desc="low-precision passes"):
                 observe(low.model, window, low)
     if referenced and plan is not None:
-        samples = tokens if needs_calibration(plan.recipe) else None
-        protected, protected_drift = measure(apply(model, plan, execution, samples), model, tokens, "with the plan")
+        if loaded.rounded is None:
+            kept = apply(model, plan, execution, tokens if needs_calibration(plan.recipe) else None)
+        else:
+            kept = protect(as_given(copy.deepcopy(loaded.rounded)), model, plan)
+        protected, protected_drift = measure(kept, model, tokens, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
-        measured, drift, protected, protected_drift, changed, planned, choices, attention_of(model) or "its own",
+        measured, drift, protected, protected_drift, changed, planned, choices, choice,
+        attention_of(model) or "its own",
     )  # fmt: skip
 
 
-def chosen_from(request: Request, model, tokens: Tensor, first: adjoint.Prediction) -> Choices:
-    """What the schemes of ``request`` cost and do, over ``tokens`` (B, T); ``first`` is known, that of the first."""
+def chosen_from(
+    request: Request, model, tokens: Tensor, first: adjoint.Prediction, keep: Iterable[str]
+) -> Choices:  # fmt: skip
+    """What the schemes of ``request`` cost and do over ``tokens`` (B, T), and what it does to ``keep`` sites in fp32.
+
+    ``first`` is known, the prediction for the first scheme.
+    """
     how, found = (tokens, request.probes, request.measured_in), {first.recipe.name: first}
     for recipe in request.schemes[1:]:
         if recipe.rounds:
             found[recipe.name] = predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
-    return Choices(model, found, fused_layers(model, tokens[:1]))
+    return Choices(model, found, fused_layers(model, tokens[:1]), keep)
 
 
-def mixed_plan(request: Request, choices: Choices) -> tuple[Plan, pd.Series]:
-    """The plan for the budget of ``request``, and its prediction by window."""
+def mixed_choice(request: Request, choices: Choices) -> Choice:
+    """The choice of schemes, and of parts to keep, for the budget of ``request``."""
     amount, unit = request.parsed_budget
-    choice = choices.within_bits(amount) if unit == "bits" else choices.within_error(amount)
-    return choices.plan(choice), pd.Series(choices.predict(choice), index=choices.windows)
+    return {"bits": choices.within_bits, "bytes": choices.within_bytes, "kl": choices.within_error}[unit](amount)
 
 
 def predict(low: LowPrecision, model, tokens: Tensor, probes: int, target: str = "hidden") -> adjoint.Prediction:

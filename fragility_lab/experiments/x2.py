@@ -19,7 +19,7 @@ from fragility_core.adjoint.flips import changed_share, deviations
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.protection import apply
-from fragility_core.protection.bits import Choices, fused_layers, predictions
+from fragility_core.protection.bits import Choice, Choices, fused_layers, predictions
 from fragility_lab.diagnosis.measure import ObservedPass, compare, observe
 from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.running.environment import progress
@@ -117,8 +117,9 @@ def plan_table(setting: Setting, ladders: Sequence[Sequence[str]], budgets: int)
         known = Choices(
             setting.model, predictions(setting.model, ladder, setting.windows, probes=setting.probes), groups
         )
-        least, most = (known.bits.min(1).sum() / known.weights, known.bits.max(1).sum() / known.weights)
-        for number, budget in enumerate(progress(np.linspace(least, most, budgets + 1)[:-1], desc="plans")):
+        most = known.bits.max(1).sum() / known.weights
+        grid = np.linspace(known.least_bits, most, budgets + 1)[:-1]
+        for number, budget in enumerate(progress(grid, desc="plans")):
             best = known.within_bits(float(budget) * (1 + 1e-9))
             for chosen_by, choice in (("prediction", best), ("chance", at_random(known, float(budget), number))):
                 found = setting.measure(apply(setting.model, known.plan(choice)))
@@ -131,13 +132,13 @@ def plan_table(setting: Setting, ladders: Sequence[Sequence[str]], budgets: int)
     return pd.DataFrame(rows)
 
 
-def at_random(known: Choices, bits: float, seed: int) -> list[int]:
+def at_random(known: Choices, bits: float, seed: int) -> Choice:
     """The smallest schemes, but for those that are drawn, one group after another, and fit into the budget."""
     generator = np.random.default_rng(seed)
-    choice = known.bits.argmin(1)
-    for group in generator.permutation(len(choice)):
-        scheme, before = int(generator.integers(known.bits.shape[1])), choice[group]
-        choice[group] = scheme
-        if known.mean_bits(choice) > bits * (1 + 1e-9):
-            choice[group] = before
-    return choice.tolist()
+    schemes = known.bits.argmin(1)
+    for group in generator.permutation(len(schemes)):
+        scheme, before = int(generator.integers(known.bits.shape[1])), schemes[group]
+        schemes[group] = scheme
+        if known.mean_bits(Choice(tuple(schemes))) > bits * (1 + 1e-9):
+            schemes[group] = before
+    return Choice(tuple(map(int, schemes)))

@@ -13,6 +13,14 @@ from transformers.utils import logging
 from fragility_lab.paths import CHECKPOINTS
 
 EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
+# How transformers gives the weights of a quantized checkpoint as numbers, by its ``quant_method``.
+AS_NUMBERS = "from_pretrained(..., quantization_config={}(dequantize=True)) and save_pretrained"
+DEQUANTIZED = {
+    "compressed-tensors": AS_NUMBERS.format("CompressedTensorsConfig"),
+    "fp8": AS_NUMBERS.format("FineGrainedFP8Config"),
+    "mxfp4": AS_NUMBERS.format("Mxfp4Config"),
+    "bitsandbytes": "from_pretrained(...).dequantize() and save_pretrained",
+}
 NEEDED = {
     "model": "a local copy of a decoder saved as safetensors (save_pretrained)",
     "tokenizer": "a folder that holds the model's tokenizer too (tokenizer.save_pretrained)",
@@ -60,11 +68,22 @@ def default_device() -> str:
 
 
 def load_config(name: str):
-    """The model's configuration; raises OSError, which says how to go on, where there is none."""
+    """The model's configuration.
+
+    Raises OSError, which says how to go on, where there is none, and ValueError where weights are quantized.
+    """
     try:
-        return AutoConfig.from_pretrained(resolve(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(resolve(name), trust_remote_code=False)
     except (OSError, ValueError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
+    if quantization := getattr(config, "quantization_config", None):
+        method = dict(quantization).get("quant_method", "a library") if isinstance(quantization, dict) else "a library"
+        how = DEQUANTIZED.get(str(method), "save them with the library that quantized them")
+        raise ValueError(
+            f"weights must be stored as numbers, but {name!r} is quantized by {method}: give a folder with its "
+            f"dequantized weights ({how})"
+        )
+    return config
 
 
 def load_model(name: str, device: str | None = None, auto_class: type = AutoModel) -> PreTrainedModel:

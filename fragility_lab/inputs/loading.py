@@ -17,11 +17,15 @@ from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 @dataclass(frozen=True)
 class Inputs:
-    """A loaded model, its token stream, and the digest that identifies both."""
+    """A loaded model, its token stream, and the digest that identifies both.
+
+    ``rounded`` is the same model with weights that somebody else has rounded, if there is one.
+    """
 
     model: PreTrainedModel
     stream: Tensor
     digest: str
+    rounded: PreTrainedModel | None = None
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.lowering import rounded_copy
-from fragility_core.protection.bits import Choices, knapsack, predictions
+from fragility_core.protection.bits import Choices, predictions
+from fragility_core.protection.knapsack import Knapsack
 from fragility_lab.rivals.ladders import LADDERS, Ladder, get_ladder
 from fragility_lab.rivals.tasks import Chosen
 
@@ -26,8 +27,12 @@ def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chose
 
 def best_plans(errors: np.ndarray, sizes: list[int], ladder: Ladder, budgets: list[float]) -> list[list[int]]:
     """For each budget in bits a weight the plan with the least sum of ``errors`` (units, rungs)."""
-    bits = np.outer(sizes, ladder.bits) / sum(sizes)
-    return [knapsack(np.asarray(errors), bits, budget * (1 + 1e-9)) for budget in budgets]
+    errors, bits = np.asarray(errors), np.outer(sizes, ladder.bits) / sum(sizes)
+    one_each = np.arange(errors.size).reshape(errors.shape)
+    nothing_else = np.zeros(1), np.zeros((errors.size, 1), dtype=bool)
+    problem = Knapsack(errors.ravel(), bits.ravel(), *nothing_else, alternatives=one_each.tolist())
+    plans = [problem.least_error(budget * (1 + 1e-9)) for budget in budgets]
+    return [taken.reshape(errors.shape).argmax(1).tolist() for taken in plans]
 
 
 def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:

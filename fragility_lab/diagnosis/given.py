@@ -1,0 +1,36 @@
+"""A model whose weights somebody else has rounded, and the fp32 model that it was made from."""
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fragility_lab.inputs import checkpoints
+
+
+def require_same_architecture(model: str, reference: str) -> None:
+    """Raises ValueError unless the models of these names have the same parameters.
+
+    Configurations are read, no weights. Raises the errors of ``inputs.checkpoints.load_config``.
+    """
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(checkpoints.load_config(name)) for name in (model, reference)]
+    shapes = [{path: tuple(p.shape) for path, p in made.named_parameters()} for made in models]
+    if differing := sorted({*shapes[0].items()} ^ {*shapes[1].items()}):
+        path = differing[0][0]
+        found = " and ".join(str(known.get(path, "no such parameter")) for known in shapes)
+        raise ValueError(
+            "REFERENCE_MODEL= must be the model before its weights were rounded, of the same shapes, but "
+            f"{path} has {found} in {model!r} and {reference!r}"
+        )
+
+
+def load_rounded(name: str, original: nn.Module) -> PreTrainedModel:
+    """The fp32 model ``name`` on the device of ``original``.
+
+    Raises the errors of ``inputs.checkpoints.load_model``, and ValueError if all weights are those of ``original``.
+    """
+    device = str(next(original.parameters()).device)
+    rounded = checkpoints.load_model(name, device, AutoModelForCausalLM)
+    if all(torch.equal(a, b) for a, b in zip(rounded.parameters(), original.parameters(), strict=True)):
+        raise ValueError(f"MODEL= must have other weights than REFERENCE_MODEL=, got the same ones in {name!r}")
+    return rounded
