@@ -58,6 +58,7 @@ class Contributions:
         # By place: c^2 over the square of the target's norm, mean over windows and probes.
         self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
+        self._found: dict[str, tuple[np.ndarray, np.ndarray, list[int]]] = {}
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
         self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
 
@@ -65,20 +66,22 @@ class Contributions:
         """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
         vanishing = np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
-            kernels = self._kernels_inside(path)
+            inside, kernels, cast = self._places_of(path)
             stays_fp32 = path in self._heads or (plan.residual and path in self._embeddings)
             cast_back = self._kernels_round and not stays_fp32
             if cast_back and not len(kernels):  # a lookup: the cast rounds the weights again
                 continue
-            vanishing |= self._inside(path)
+            vanishing |= inside
             if cast_back:
-                vanishing[self._places_of_cast(path, kernels)] = False
+                vanishing[cast] = False
         if plan.residual:
             vanishing |= self.structure.stream_sums.to_numpy()
             for path in self.structure.stream_norms:
-                kernels = self._kernels_inside(path)
+                if any(within(path, module) for module in plan.modules):
+                    continue  # what is kept computes as that does
+                _, kernels, cast = self._places_of(path)
                 vanishing[kernels] = True
-                vanishing[self._places_of_cast(path, kernels)] = False
+                vanishing[cast] = False
         if plan.scores:
             vanishing |= self.structure.places.site.eq("scores").to_numpy()
         return vanishing
@@ -103,11 +106,13 @@ class Contributions:
             found.append(int(before if exact else last))
         return found
 
-    def _inside(self, path: str) -> np.ndarray:
-        return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
-
-    def _kernels_inside(self, path: str) -> np.ndarray:
-        return np.flatnonzero(self._inside(path) & self.structure.places.kind.eq("kernel").to_numpy())
+    def _places_of(self, path: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Of the module at ``path``: which places are inside, the numbers of its kernels, and the places of its cast."""
+        if path not in self._found:
+            inside = (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
+            kernels = np.flatnonzero(inside & self.structure.places.kind.eq("kernel").to_numpy())
+            self._found[path] = inside, kernels, self._places_of_cast(path, kernels)
+        return self._found[path]
 
     def predict(self, plan: Plan) -> pd.DataFrame:
         """The ``predicted`` mismatch of every window under ``plan``, and its ``standard_error``.

@@ -107,9 +107,10 @@ class Structure:
         if kernels.empty or not embedding_paths(self.model):  # weights alone are rounded, or no embedding
             return False
         before = kernels[: kernels.module.map(block_of).notna().argmax()]
-        last = [kernels.stream[kernels.module.map(lambda m, b=block: within(m, b))].iloc[-1] for block in self.blocks]
+        outputs = kernels[kernels.block_output]
+        last = [outputs.stream[outputs.module.map(lambda m, b=block: within(m, b))] for block in self.blocks]
         read = [any(within(norm, block) for norm in self.stream_norms) for block in self.blocks]
-        return all(last) and all(read) and not before.site.eq("norm").any()
+        return all(len(sums) and sums.all() for sums in last) and all(read) and not before.site.eq("norm").any()
 
     @cached_property
     def stream_norms(self) -> list[str]:
