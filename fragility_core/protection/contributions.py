@@ -60,7 +60,7 @@ class Contributions:
         self._modules = self.structure.places.module
         self._found: dict[str, tuple[np.ndarray, np.ndarray, list[int]]] = {}
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
-        self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
+        self.kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
 
     def vanishing(self, plan: Plan) -> np.ndarray:
         """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
@@ -68,7 +68,7 @@ class Contributions:
         for path in plan.modules:
             inside, kernels, cast = self._places_of(path)
             stays_fp32 = path in self._heads or (plan.residual and path in self._embeddings)
-            cast_back = self._kernels_round and not stays_fp32
+            cast_back = self.kernels_round and not stays_fp32
             if cast_back and not len(kernels):  # a lookup: the cast rounds the weights again
                 continue
             vanishing |= inside
@@ -198,14 +198,14 @@ class Contributions:
     def _greedy(self, budget: int) -> Plan:
         """Of the units that fit, the one that removes the most error per byte, again and again."""
         streams = [site for site in ("residual", "scores") if site in self.structure.sites]
-        with_stream = self._embeddings if self._kernels_round and "residual" in streams else ()
+        with_stream = self._embeddings if self.kernels_round and "residual" in streams else ()
         modules = (*self.structure.modules, *self._embeddings)
         units = [self._plan([path], sites=["residual"] * (path in with_stream)) for path in modules]
         units += [self._plan(sites=[site]) for site in streams]
         vanishing = np.stack([self.vanishing(unit) for unit in units])  # (units, places)
         streaming = np.array([unit.residual for unit in units])
         parameters = np.array([self._parameter_bytes(unit) for unit in units])
-        stream_bytes = self._stream_bytes * self.length
+        stream_bytes = self.stream_bytes * self.length
         chosen: list[int] = []
         while True:
             removed, stream = vanishing[chosen].any(0), streaming[chosen].any()
@@ -231,14 +231,14 @@ class Contributions:
         return [site for site in KEEPABLE_SITES if site in self.structure.sites]
 
     def _bytes(self, plan: Plan) -> int:
-        return self._parameter_bytes(plan) + plan.residual * self._stream_bytes * self.length
+        return self._parameter_bytes(plan) + plan.residual * self.stream_bytes * self.length
 
     def _parameter_bytes(self, plan: Plan) -> int:
         norms = self.structure.stream_norms if plan.residual else []  # in fp32 beside an fp32 stream
         return structure.parameter_bytes(self.model, [*plan.modules, *norms], self.recipe)
 
     @property
-    def _stream_bytes(self) -> int:
+    def stream_bytes(self) -> int:
         """What an fp32 residual stream takes more, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
         return (structure.FP32_BYTES - self.recipe.kernels.bits // 8) * width
@@ -262,7 +262,7 @@ class Contributions:
         kept = outermost([*modules, *(paths[n] for n in blocks), *(path for site in sites for path in inside[site])])
         return Plan(
             self.recipe.name, kept, "residual" in sites, "scores" in sites,
-            label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self._kernels_round,
+            label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self.kernels_round,
         )  # fmt: skip
 
     def _priced(self, plan: Plan) -> Plan:
@@ -270,6 +270,6 @@ class Contributions:
             plan,
             predicted=float(self.predict(plan).predicted.mean()),
             parameter_bytes=self._parameter_bytes(plan),
-            activation_bytes=plan.residual * self._stream_bytes,
-            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
+            activation_bytes=plan.residual * self.stream_bytes,
+            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self.kernels_round else 0,
         )

@@ -14,7 +14,7 @@ SITES = {
     "norm": "norms", "projection": "projections", "scores": "scores", "softmax": "softmax", "context": "context",
     "attention": "attention, other", "mlp": "MLP", "router": "router", "residual": "residual",
 }  # fmt: skip
-ROWS = {"embedding": "the embedding", "norm": "the final norm", "head": "the head", "rest": "all other kernels"}
+ROWS = {"embedding": "the embedding", "norm": "the final norm", "head": "the head", "rest": "all else"}
 TARGETS = {"hidden": "mismatch", "kl": "KL a token", "logprob": "change of log-probability"}
 KEPT = {"norms": "the norms", "attention": "the attention", "mlp": "the MLP"}
 WORDS = {"sites": SITES, "rows": ROWS, "targets": TARGETS, "parents": PARENTS, "kept": KEPT}

@@ -101,7 +101,7 @@ def places_table(parts: Parts, known: Contributions) -> pd.DataFrame:
     the code says whether the place rounds no longer if the part is kept, bit 1 whether so beside an fp32 stream. Of
     several parts that are kept the outermost decides, and without one the flags do.
     """
-    recipe, weights_only = known.recipe.name, not known._kernels_round
+    recipe, weights_only = known.recipe.name, not known.kernels_round
     modules = known.structure.places.module
     removed: list[list[tuple[int, int]]] = [[] for _ in modules]
     residual = "residual" in known.structure.sites
@@ -172,7 +172,7 @@ def keeping(known: Sequence[Contributions], measured: Measured = ()) -> dict[str
         "sites": parts.sites,
         "parents": PARENTS,
         "price": parts.price(),
-        "stream_bytes": first._stream_bytes,
+        "stream_bytes": first.stream_bytes,
         "targets": [terms(parts, each) | {"best": orders(parts, each)} for each in known],
         "measured": [{"label": plan.label, "kept": parts.kept(plan), "found": dict(found)} for plan, found in measured],
     }
@@ -193,7 +193,7 @@ def choosing(known: Choices, measured: Measured = ()) -> dict[str, object]:
         "recipe": known.kernels,
         "schemes": known.names,
         "groups": [
-            {"row": str(block[1]), "column": group[0].removeprefix(f"{block[0]}."), "paths": list(group)}
+            {"row": str(block[1]), "column": group[0].removeprefix(f"{block[0]}."), "names": [path.removeprefix(f"{block[0]}.") for path in group]}
             for block, group in zip(blocks, known.groups)
         ],
         "bits": rounded(known.bits.astype(float)),

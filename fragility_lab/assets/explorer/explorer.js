@@ -84,12 +84,11 @@
     function set(parts, on) {
       for (const part of parts) on ? kept.add(part) : kept.delete(part);
     }
-    const inside = ({ row, column, module }, term, target) =>
-      (row === undefined || term.row === row) && (column === undefined || term.site === column) &&
-      (module === undefined || target.modules[term.module] === module);
+    const inside = ({ row, column }, term) =>
+      (row === undefined || term.row === row) && (column === undefined || term.site === column);
     function share(target, where, all = false) {
       const of = (test) => mean(target.c2.map((w) => sum(w.filter((_, i) => test(target.terms[i])))));
-      return of((term) => inside(where, term, target) && (all || !gone(term))) / of(() => true);
+      return of((term) => inside(where, term) && (all || !gone(term))) / of(() => true);
     }
     function sitesKept() {
       return data.sites.filter(({ name, parts }) => (isFlag(name) ? flags[name] : parts.every((p) => kept.has(p))));
@@ -114,6 +113,7 @@
       title: `Parts in fp32 beside ${data.recipe}`, rows, columns, targets: data.targets, units, most, describe, share, state,
       xLabel: "bytes more (weights, and the stream of a window)", xText: bytes, x,
       predict, base: (target) => predict(target, new Set(), {}), marks: true,
+      shareOf: "Shares of the squared error without a plan",
       toggle(where) {
         const flag = flagOf(where), now = state(where);
         if (flag) flags[flag] = !flags[flag];
@@ -132,7 +132,7 @@
         return { label, found, predicted: (t) => predict(t, ...given), apply() { kept = new Set(given[0]); flags = { ...given[1] }; } };
       }),
       layers(target, where) {
-        const at = target.terms.map((term, i) => ({ term, i })).filter(({ term }) => inside(where, term, target));
+        const at = target.terms.map((term, i) => ({ term, i })).filter(({ term }) => inside(where, term));
         const total = mean(target.c2.map(sum)), by = new Map();
         for (const { term, i } of at) {
           const name = target.modules[term.module], row = by.get(name) ?? { name, kernel: 0, weight: 0, left: 0 };
@@ -160,9 +160,8 @@
       return mean(t.squared ? squares : squares.map(Math.sqrt));
     };
     const bits = (given = choice) => sum(given.map((s, g) => data.bits[g][s])) / data.entries;
-    const at = ({ row, column, module }) => data.groups.flatMap((g, i) =>
-      (row === undefined || g.row === row) && (column === undefined || g.column === column) &&
-      (module === undefined || g.paths[0] === module) ? [i] : []);
+    const at = ({ row, column }) => data.groups.flatMap((g, i) =>
+      (row === undefined || g.row === row) && (column === undefined || g.column === column) ? [i] : []);
     const total = () => mean(target.errors.map((w, n) => target.rest[n] + sum(smallest.map((s, g) => w[g][s]))));
     const square = (group, scheme) => mean(target.errors.map((w) => w[group][scheme])) / total();
     const share = (_, where, all = false) => where.row === "rest" ? mean(target.rest) / total() : sum(at(where).map((g) => square(g, all ? smallest[g] : choice[g])));
@@ -170,6 +169,7 @@
     return {
       title: "A scheme for every layer", rows, columns, targets: data.targets, units: { bits: "bits a weight" }, share, predict,
       most: () => data.best.length - 1, xLabel: "bits a weight", xText: short, x: () => bits(),
+      shareOf: "Shares of the squared error with all layers in the smallest scheme",
       base: (t) => predict(t, smallest), marks: false,
       state: (where) => {
         const schemes = [...new Set(at(where).map((g) => choice[g]))];
@@ -185,7 +185,7 @@
       plans: data.measured.map(({ label, choice: given, found }) =>
         ({ label, found, predicted: (t) => predict(t, given), apply() { choice = [...given]; } })),
       layers: (_, where) => at(where).map((g) => ({
-        name: data.groups[g].paths.join(", "), left: square(g, choice[g]), schemes: data.schemes.map((name, s) => [name, square(g, s)]),
+        name: `${data.groups[g].row}: ${data.groups[g].names.join(", ")}`, left: square(g, choice[g]), schemes: data.schemes.map((name, s) => [name, square(g, s)]),
         chosen: choice[g], toggle: (s) => { choice[g] = s; },
       })),
     };
@@ -235,7 +235,7 @@
 
     const rowName = (row) => (isBlock(row) ? `block ${row}` : words.rows[row].replace(/^the /, ""));
     const columnName = (column) => words.sites[column] ?? column;
-    const nameOf = ({ row, column }) =>
+    const nameOf = ({ row, column }) => row !== undefined && !isBlock(row) ? rowName(row) :
       [row === undefined ? "" : rowName(row), column === undefined ? "" : columnName(column)].filter(Boolean).join(", ");
     const stateText = (state) => !state ? "" : view.marks ? (state.on === true ? "in fp32" : state.on ? "partly in fp32" : "") : state.scheme;
 
@@ -338,7 +338,7 @@
       });
       const more = rows.length > shownRows.length ? element("p", {}, `and ${rows.length - shownRows.length} more`) : null;
       const focused = terms.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-      terms.replaceChildren(element("table", {}, element("caption", {}, "Shares of the squared error, without a plan"),
+      terms.replaceChildren(element("table", {}, element("caption", {}, view.shareOf),
         element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", { scope: "col" }, head)))), element("tbody", {}, ...body)));
       if (more) terms.append(more);
       if (focused) [...terms.querySelectorAll("input, select")].find((e) => e.getAttribute("aria-label") === focused)?.focus();
@@ -357,7 +357,7 @@
     }
     function buildBudget() {
       const choose = (e) => { count = Number(e.target.value); view.choose(target, unit, count); update(); };
-      const pick = (name, options, value, change) => element("label", {}, element("span", {}, name), element("select", { onchange: change },
+      const pick = (name, options, value, change) => element("label", {}, element("span", {}, name), element("select", { onchange: change, "aria-label": name },
         ...options.map(([key, text]) => element("option", { value: key, selected: key === value }, text))));
       const parts = [];
       if (Object.keys(view.units).length > 1)
@@ -367,7 +367,7 @@
           target = view.targets.find((t) => t.name === e.target.value);
           buildBudget(); update();
         }));
-      const range = element("input", { type: "range", min: "0", max: view.most(target, unit), step: "1", value: count ?? 0, id: `${id}-budget`, oninput: choose });
+      const range = element("input", { type: "range", min: "0", max: view.most(target, unit), step: "1", value: count ?? 0, id: `${id}-budget`, "aria-label": "Budget", oninput: choose });
       parts.push(element("label", { class: "px-range" }, element("span", {}, "Budget"), range, element("output", { for: `${id}-budget` })));
       parts.push(element("button", { type: "button", onclick: () => { view.reset(); count = 0; range.value = 0; update(); } }, "Clear"));
       budget.replaceChildren(...parts);
