@@ -1,7 +1,6 @@
 """The page of ``make explorer``: the embedded checkpoint in bf16, and under schemes for its layers."""
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,12 +8,13 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fragility_core.adjoint import Adjoint, Prediction
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.bits import Choices, fused_layers
 from fragility_lab import paths
 from fragility_lab.diagnosis.explore import found
-from fragility_lab.diagnosis.run import measure, predict
+from fragility_lab.experiments.x2 import Setting
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
@@ -35,6 +35,12 @@ def embedded(windows: int = WINDOWS, length: int = LENGTH) -> tuple[PreTrainedMo
     return model, select_windows(stream, length, windows, seed=0)[1]
 
 
+def predict(model: PreTrainedModel, windows: Tensor, recipe: str, target: str) -> Prediction:
+    """The prediction of the diagnosis: gradients at the low end for the hidden state, at both ends otherwise."""
+    gradients = "low" if target == "hidden" else "both"
+    return Adjoint(lower(model, recipe), model, PROBES, target=target, gradients=gradients)(windows)
+
+
 def plans_of(known: Contributions) -> Iterable[Plan]:
     """A handful of plans: nothing, the best blocks, sites and layers, and the worst choice of two blocks."""
     gains = known.gains("blocks").gain.to_numpy()
@@ -47,22 +53,18 @@ def plans_of(known: Contributions) -> Iterable[Plan]:
 
 def keeping(model: PreTrainedModel, windows: Tensor, recipe: str = "bf16") -> dict:
     """The view of parts in fp32 beside ``recipe``, in the mismatch and in KL, with measured plans."""
-    low = lower(model, recipe)
-    known = [Contributions(model, predict(low, model, windows, PROBES, target)) for target in TARGETS]
-    measured = partial(measure, model=model, tokens=windows)
-    plans = [(plan, found(measured(apply(model, plan), name=plan.label)[0])) for plan in plans_of(known[0])]
+    known = [Contributions(model, predict(model, windows, recipe, target)) for target in TARGETS]
+    setting = Setting(model, windows)
+    plans = [(plan, found(setting.measure(apply(model, plan)))) for plan in plans_of(known[0])]
     return terms.keeping(known, plans)
 
 
 def choosing(model: PreTrainedModel, windows: Tensor, schemes: Iterable[str] = SCHEMES) -> dict:
     """The view of ``schemes`` for layers in KL, with measured plans."""
-    known = {name: predict(lower(model, name), model, windows, PROBES, "kl") for name in schemes}
+    known = {name: predict(model, windows, name, "kl") for name in schemes}
     choices = Choices(model, known, fused_layers(model, windows[:1]))
-    measured = []
-    for bits in MEASURED_BITS:
-        choice = choices.within_bits(bits)
-        low = apply(model, choices.plan(choice))
-        measured.append((choice, found(measure(low, model, windows, f"{bits:g} bits")[0])))
+    setting, best = Setting(model, windows), [choices.within_bits(bits) for bits in MEASURED_BITS]
+    measured = [(choice, found(setting.measure(apply(model, choices.plan(choice))))) for choice in best]
     return terms.choosing(choices, measured)
 
 

@@ -174,7 +174,15 @@ def keeping(known: Sequence[Contributions], measured: Measured = ()) -> dict[str
         "price": parts.price(),
         "stream_bytes": first.stream_bytes,
         "targets": [terms(parts, each) | {"best": orders(parts, each)} for each in known],
-        "measured": [{"label": plan.label, "kept": parts.kept(plan), "found": dict(found)} for plan, found in measured],
+        "measured": [
+            {
+                "label": plan.label,
+                "kept": parts.kept(plan),
+                "predicted": {each.target.name: float(each.predict(plan).predicted.mean()) for each in known},
+                "found": dict(found),
+            }
+            for plan, found in measured
+        ],
     }
 
 
