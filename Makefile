@@ -117,6 +117,10 @@ diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MOD
 	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
 
+.PHONY: explorer
+explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the embedded model, without Python
+	@$(PYTHON) -m fragility_lab.explorer.build
+
 .PHONY: compare
 compare: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
 	@$(PYTHON) -m fragility_lab.reporting.reruns "$$RESULTS" "$$WITH"

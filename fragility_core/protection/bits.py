@@ -201,6 +201,11 @@ class Choices:
         """The plan that keeps the layers of ``groups`` and all of ``parts``."""
         return self._known.together([self._known.keep(group) for group in groups] + list(parts))
 
+    @property
+    def others(self) -> np.ndarray:
+        """Errors (windows,) of all that has no scheme, if none of it is kept in fp32."""
+        return self.rest.sum(1) + self._elsewhere
+
     @cached_property
     def mean(self) -> np.ndarray:
         """Errors (groups, schemes), mean over windows."""

@@ -60,7 +60,7 @@ class Contributions:
         self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
-        self._kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
+        self.kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
 
     def vanishing(self, plan: Plan) -> np.ndarray:
         """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
@@ -77,7 +77,7 @@ class Contributions:
         """The places that round no longer if the module at ``path`` is kept, perhaps beside an fp32 stream."""
         inside, kernels = self._inside(path).copy(), self._kernels_inside(path)
         stays_fp32 = path in self._heads or (residual and path in self._embeddings)
-        if self._kernels_round and not stays_fp32:  # its result is cast back
+        if self.kernels_round and not stays_fp32:  # its result is cast back
             if not len(kernels):  # a lookup: the cast rounds the weights again
                 return np.zeros_like(inside)
             inside[self._places_of_cast(path, kernels)] = False
@@ -189,7 +189,7 @@ class Contributions:
         sizes = np.array([1.0] * len(units) + [0.0] * len(pairs))
         shared = saved = ()
         if by_bytes:
-            stream = 8.0 * self._stream_bytes * self.length
+            stream = 8.0 * self.stream_bytes * self.length
             sizes[: len(units)] = [unit.residual * stream for unit in units]
             parameters = structure.stored_parameters(self.model, self.recipe)
             shared, saved = structure.storage(parameters, [self.stored_in_fp32(unit) for unit in units])
@@ -240,7 +240,7 @@ class Contributions:
         return [site for site in KEEPABLE_SITES if site in self.structure.sites]
 
     @property
-    def _stream_bytes(self) -> int:
+    def stream_bytes(self) -> int:
         """What an fp32 residual stream takes more, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
         return (structure.FP32_BITS - self.recipe.kernels.bits) // 8 * width
@@ -264,7 +264,7 @@ class Contributions:
         kept = outermost([*modules, *(paths[n] for n in blocks), *(path for site in sites for path in inside[site])])
         return Plan(
             self.recipe.name, kept, "residual" in sites, "scores" in sites,
-            label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self._kernels_round,
+            label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self.kernels_round,
         )  # fmt: skip
 
     def priced(self, plan: Plan, known: bool = True) -> Plan:
@@ -274,6 +274,6 @@ class Contributions:
             plan,
             predicted=float(self.predict(plan).predicted.mean()) if known else None,
             parameter_bytes=structure.parameter_bytes(self.model, self.stored_in_fp32(plan), recipe),
-            activation_bytes=plan.residual * self._stream_bytes,
-            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self._kernels_round else 0,
+            activation_bytes=plan.residual * self.stream_bytes,
+            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self.kernels_round else 0,
         )

@@ -1,4 +1,4 @@
-"""One page on one model. It stands alone: style and figures are inside, and there is no script."""
+"""One page on one model. It stands alone: style, figures and the script of its explorer are inside."""
 
 import json
 import shlex
@@ -18,6 +18,7 @@ from fragility_core.models.tree import within
 from fragility_core.protection import Contributions, Plan
 from fragility_core.protection.bits import Choices
 from fragility_lab import paths
+from fragility_lab.diagnosis.explore import explorer
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.run import Diagnosis
 from fragility_lab.inputs.checkpoints import EMBEDDED
@@ -315,6 +316,7 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         alternatives=[] if contributions is None else alternatives(contributions, write_number),
         ranges=ranges.to_numpy().tolist(),
         images=pictures(diagnosis),
+        explorer=explorer(diagnosis),
         command=command(request, results),
         snippet=None if plan is None else snippet(request, plan, diagnosis.attention),
         seconds=duration(diagnosis.seconds),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from fragility_core import theory
 from fragility_core.bgss import advance, trajectory
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_core.bgss.released import Released
@@ -185,6 +186,19 @@ def regime(steps: pd.DataFrame, policy: Released, layers: int) -> dict[str, floa
     counted = ["fires_as_in_the_paper", "loss_falls", "ended"]
     table = pd.DataFrame(found)
     return {"runs": len(table)} | table[counted].sum().to_dict() | table.drop(columns=counted).mean().to_dict()
+
+
+def ledger(policy: Released, layers: int, steps: int) -> dict[str, object]:
+    """What the limits of ``policy`` force in a run of ``steps`` on ``layers`` blocks (``theory.ledger``)."""
+    limits = layers, policy.max_actions_per_step, policy.cooldown_steps, policy.max_total_actions
+    forced = theory.forced_protection(*limits)
+    count = theory.protected_layer_steps(layers, policy.max_actions_per_step, policy.warmup_steps, steps)
+    return {
+        "actions": policy.max_total_actions,
+        "protection forced": forced,
+        "final epsilon forced": theory.forced_epsilon(*limits),
+        "protected layer-steps if forced": count if forced else None,
+    }
 
 
 def gate_rates(policy: PrintedBGSS, rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Pages that stand alone: style and figures are inside, and there is no script."""
+"""Pages that stand alone: style, figures and scripts are inside."""
 
 import base64
 import html

@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from fragility_lab.paths import PROJECT
 
 NAMED = os.environ.get("CHROMIUM")
+HERE = Path(__file__).parent
+AXE = HERE / "node_modules" / "axe-core" / "axe.min.js"
 BROWSERS = (NAMED,) if NAMED else ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -45,6 +48,14 @@ def install_packages() -> None:
         sys.exit(f"packages missing here: {', '.join(unmet)}; install them with pip into {sys.prefix}")
 
 
+def install_axe() -> None:
+    """axe-core, which finds what keeps people from using a page, as ``package-lock.json`` pins it."""
+    if not AXE.is_file():
+        npm = shutil.which("npm")
+        if npm is None or subprocess.call([npm, "ci", "--no-audit", "--no-fund", "--prefix", HERE]):
+            sys.exit(f"axe-core is missing: install Node.js with npm, and run `npm ci` in {HERE}")
+
+
 def install_browser() -> None:
     """Debian's Chromium, where Debian packages can be installed."""
     prefix, apt = as_root(), shutil.which("apt-get")
@@ -60,4 +71,5 @@ def install_browser() -> None:
 
 if __name__ == "__main__":
     install_packages()
+    install_axe()
     install_browser()

@@ -1,0 +1,222 @@
+"""The data behind the explorer: contributions in so few terms that a browser adds them up for any plan.
+
+The browser computes what ``Contributions.predict`` and ``Choices.predict`` compute. It needs to know of every term
+which parts remove it. That is asked of ``Contributions.vanishing`` here, one part at a time.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.models.tree import block_of, within
+from fragility_core.protection import KEEPABLE_SITES, Contributions, Plan
+from fragility_core.protection.bits import Choice, Choices
+from fragility_core.protection.structure import ATTENTION, FP32_BITS
+
+DIGITS = 6  # significant digits of the numbers that a page carries
+# Which site that can be kept holds what is rounded in which kind of place; scores can be kept alone, too.
+PARENTS = {"norm": "norms", "mlp": "mlp", "router": "mlp", "residual": "residual", "embedding": "embedding"}
+PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
+BUDGETS = 25  # of bits, along a curve
+
+Measured = Iterable[tuple[Plan | Choice, Mapping[str, float]]]
+
+
+def rounded(values) -> list:
+    """``values`` as nested lists of numbers with DIGITS significant digits."""
+    if isinstance(values, float):
+        return float(f"{values:.{DIGITS}g}")
+    return [rounded(value) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
+
+
+def target_of(known: Contributions | Choices) -> dict[str, object]:
+    """What is predicted, and whether the squared error itself is."""
+    return {"name": known.target.name, "unit": known.target.unit, "squared": known.target.squared}
+
+
+class Parts:
+    """The parts of a model that can be kept in fp32, numbered: blocks, branches, layers, embeddings and head.
+
+    ``paths`` are those of modules. The residual stream and the attention scores are no modules, but flags of a plan.
+    """
+
+    def __init__(self, known: Contributions):
+        structure = known.structure
+        branches = chain.from_iterable(structure.sites.values())
+        self.known = known
+        self.paths = list(dict.fromkeys([*structure.blocks, *branches, *structure.modules]))
+        self.number = {path: i for i, path in enumerate(self.paths)}
+
+    def containing(self, path: str) -> list[int]:
+        """The numbers of the parts that contain the module ``path``, outermost first."""
+        found = [other for other in self.paths if within(path, other)]
+        return [self.number[other] for other in sorted(found, key=len)]
+
+    def kept(self, plan: Plan) -> dict[str, object]:
+        """``plan`` by the numbers of its parts. Raises KeyError for a module that is no part."""
+        flags = {"residual": plan.residual, "scores": plan.scores}
+        return {"parts": [self.number[path] for path in plan.modules], **flags}
+
+    @cached_property
+    def sites(self) -> list[dict]:
+        """The kinds of site that can be kept, each with its parts or its flag."""
+        sites = self.known.structure.sites
+        named = [name for name in KEEPABLE_SITES if name in sites]
+        return [{"name": name, "parts": [self.number[path] for path in sites[name]]} for name in named]
+
+    def price(self) -> list[dict]:
+        """What fp32 parameters add in bytes: ``all`` if every owner of a group of them is kept, else ``some``.
+
+        An owner is kept if one of its ``parts`` is, or, being a norm that reads the stream, beside an fp32 stream.
+        """
+        model, recipe = self.known.model, self.known.recipe
+        stored = {id(p): recipe.operands(owner(path)).weights for path, p in linear_weights(model).items()}
+        owners: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        for path, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), (parameter, []))[1].append(path)
+        summed: dict[tuple[str, ...], list[float]] = {}
+        for key, (parameter, paths) in owners.items():
+            low = (stored.get(key) or recipe.kernels).bits
+            both = summed.setdefault(tuple(paths), [0.0, 0.0])
+            both[0] += parameter.numel() * (FP32_BITS - low) / 8
+            both[1] += parameter.numel() * FP32_BITS / 8
+        norms = set(self.known.structure.stream_norms)
+        return [
+            {"owners": [{"parts": self.containing(p), "stream": p in norms} for p in paths], "all": low, "some": full}
+            for paths, (low, full) in summed.items()
+            if any(self.containing(path) for path in paths)
+        ]
+
+
+def places_table(parts: Parts, known: Contributions) -> pd.DataFrame:
+    """The places of ``known`` with what removes each of them: columns ``parts``, ``stream_kept``, ``scores_kept``.
+
+    ``parts`` has a pair for every part that contains the place, outermost first: its number, and a code. Bit 0 of
+    the code says whether the place rounds no longer if the part is kept, bit 1 whether so beside an fp32 stream. Of
+    several parts that are kept the outermost decides, and without one the flags do.
+    """
+    recipe, weights_only = known.recipe.name, not known.kernels_round
+    modules = known.structure.places.module
+    removed: list[list[tuple[int, int]]] = [[] for _ in modules]
+    residual = "residual" in known.structure.sites
+    for path in sorted(parts.paths, key=len):
+        inside = np.flatnonzero([within(module, path) for module in modules])
+        alone = known.vanishing(Plan(recipe, (path,), weights_only=weights_only))
+        beside = known.vanishing(Plan(recipe, (path,), residual=residual, weights_only=weights_only))
+        for place in inside:
+            removed[place].append((parts.number[path], int(alone[place]) + 2 * int(beside[place])))
+    nothing = np.zeros(len(modules), dtype=bool)
+    return known.structure.places.assign(
+        parts=[tuple(pairs) for pairs in removed],
+        stream_kept=known.vanishing(Plan(recipe, residual=True)) if residual else nothing,
+        scores_kept=known.vanishing(Plan(recipe, scores=True)) if "scores" in known.structure.sites else nothing,
+    )
+
+
+def terms(parts: Parts, known: Contributions) -> dict[str, object]:
+    """The terms of one target: places that the same parts remove, in one module, of one kind and site, are one term.
+
+    ``c2`` (windows, terms) are shares of the square of the target's norm, mean over probes.
+    """
+    table = places_table(parts, known)
+    row = table.layer.astype("string").fillna(table.site.where(table.site.isin(["embedding", "norm"]), "head"))
+    keys = ["row", "site", "module", "kind", "parts", "stream_kept", "scores_kept"]
+    number = table.assign(row=row).groupby(keys, sort=False, dropna=False).ngroup().to_numpy()
+    first = table.assign(row=row, number=number).drop_duplicates("number").sort_values("number")
+    rows, norms = known.rows, known.windows.set_index("window").norm
+    term = pd.Series(number, index=table.place)
+    share = rows.c2 / rows.window.map(norms) ** 2 / (rows.probe.max() + 1)
+    c2 = share.groupby([rows.window, rows.place.map(term)]).sum().unstack(fill_value=0.0).sort_index(axis=1)
+    modules = list(dict.fromkeys(first.module))
+    listed = [
+        {"row": t.row, "site": t.site, "module": modules.index(t.module), "kind": t.kind, "parts": t.parts}
+        | {"stream": bool(t.stream_kept), "scores": bool(t.scores_kept)}
+        for t in first.itertuples()
+    ]
+    return target_of(known) | {"modules": modules, "terms": listed, "c2": rounded(c2.to_numpy())}
+
+
+def orders(parts: Parts, known: Contributions) -> dict[str, list]:
+    """The best plan for every budget by unit: blocks and layers in the order in which they are kept, and sets of sites.
+
+    They are those of ``Contributions.plan``.
+    """
+    structure, paths = known.structure, {}
+    for unit in ("blocks", "modules"):
+        best = np.argsort(-known.gains(unit).gain, kind="stable")
+        paths[unit] = [parts.number[getattr(structure, unit)[i]] for i in best]
+    sites = [known.plan(count, "sites").label.split(", ") for count in range(1, len(structure.sites) + 1)]
+    return {**paths, "sites": [[], *sites]}
+
+
+def keeping(known: Sequence[Contributions], measured: Measured = ()) -> dict[str, object]:
+    """The view in which parts are kept in fp32. ``known`` has one entry for each target, of one recipe and model.
+
+    ``measured`` has plans with the errors that were measured, mean over windows, by the name of the target.
+    """
+    first, parts = known[0], Parts(known[0])
+    blocks = [block_of(path)[1] for path in first.structure.blocks]
+    return {
+        "kind": "keep",
+        "recipe": first.recipe.name,
+        "length": first.length,
+        "paths": parts.paths,
+        "blocks": {str(n): parts.number[path] for n, path in zip(blocks, first.structure.blocks)},
+        "layers": [parts.number[path] for path in first.structure.modules],
+        "sites": parts.sites,
+        "parents": PARENTS,
+        "price": parts.price(),
+        "stream_bytes": first.stream_bytes,
+        "targets": [terms(parts, each) | {"best": orders(parts, each)} for each in known],
+        "measured": [
+            {
+                "label": plan.label,
+                "kept": parts.kept(plan),
+                "predicted": {each.target.name: float(each.predict(plan).predicted.mean()) for each in known},
+                "found": dict(found),
+            }
+            for plan, found in measured
+        ],
+    }
+
+
+def best_choices(known: Choices, count: int = BUDGETS) -> list[Choice]:
+    """The best choices for the budgets of ``Choices.curve``."""
+    least, most = (known.bits.min(1).sum() / known.weights, known.bits.max(1).sum() / known.weights)
+    found = [known.within_bits(float(budget) * (1 + 1e-9)) for budget in np.linspace(least, most, count)]
+    return list(dict.fromkeys(found))
+
+
+def choosing(known: Choices, measured: Measured = ()) -> dict[str, object]:
+    """The view in which every group of linear layers gets a scheme, and nothing else is kept in fp32.
+
+    ``measured`` has choices in place of plans.
+    """
+    blocks = [block_of(group[0]) for group in known.groups]
+    return {
+        "kind": "choose",
+        "recipe": known.kernels,
+        "schemes": known.names,
+        "groups": [
+            {
+                "row": str(block[1]),
+                "column": group[0].removeprefix(f"{block[0]}."),
+                "names": [path.removeprefix(f"{block[0]}.") for path in group],
+            }
+            for block, group in zip(blocks, known.groups)
+        ],
+        "bits": rounded(known.bits.astype(float)),
+        "entries": known.weights,
+        "targets": [target_of(known) | {"errors": rounded(known.errors), "rest": rounded(known.others)}],
+        "best": [list(choice.schemes) for choice in best_choices(known)],
+        "measured": [
+            {"label": f"{known.mean_bits(choice):.2f} bits", "choice": list(choice.schemes), "found": dict(found)}
+            for choice, found in measured
+        ],
+    }

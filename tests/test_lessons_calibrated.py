@@ -1,0 +1,133 @@
+"""Notebook 7: sums of random errors against their variance, gradients against autograd, the model's picture."""
+
+import re
+
+import matplotlib
+import nbformat
+import numpy as np
+import pytest
+import torch
+
+matplotlib.use("Agg")
+
+from fragility_core.protection import Contributions
+from fragility_lab.explorer import build
+from fragility_lab.lessons import calibrated
+from fragility_lab.running.execute import notebook_path
+
+NAME = "theory/7_calibrated_predictor"
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.3, 1.0])
+def test_errors_have_the_correlation_and_the_size_that_is_said(alike):
+    found = np.cov(calibrated.errors(alike).T, ddof=0)
+    assert np.abs(np.diag(found) - 1).max() < 0.35
+    off = found[~np.eye(len(found), dtype=bool)]
+    assert off.mean() == pytest.approx(alike, abs=0.02)
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.1, 1.0])
+def test_the_measured_sum_has_its_typical_size(alike):
+    (_, growth), readout = calibrated.squares(64, alike)
+    measured = growth.lines[2].get_ydata()
+    expected = calibrated.typical_sum(np.arange(1, 65), alike)
+    np.testing.assert_allclose(measured, expected, rtol=0.15)  # 400 draws
+    assert f"measured {measured[-1]:.3g}" in readout
+
+
+def test_gradients_by_hand_are_those_of_autograd():
+    x = torch.tensor([0.7, 1.0, 2.5], dtype=torch.float64)
+    z = torch.stack([2 * x, 3 * x], -1).requires_grad_()
+    h = z**2
+    h.retain_grad()
+    y = h[:, 0] - h[:, 1] / 2
+    y.sum().backward()
+    expected = torch.cat([z.grad, h.grad, torch.ones(3, 1)], -1)
+    np.testing.assert_allclose(calibrated.gradients(x.numpy()), expected)
+    assert calibrated.gradients(np.array(1.0)).tolist() == [4, -3, 1, -0.5, 1]
+
+
+@pytest.mark.parametrize("format", calibrated.FORMATS)
+def test_local_errors_add_up_to_the_error_of_the_toy(format):
+    """To first order: the sum of gradient times error, with signs, is the error of y."""
+    x = calibrated.inputs(1.1)
+    stored, local = calibrated.toy(x, calibrated.rounding(format))
+    exact, none = calibrated.toy(x, lambda values: values)
+    assert not none.any()
+    first_order = -(calibrated.gradients(x) * local).sum(-1)
+    error = stored[:, -1] - exact[:, -1]
+    u = {"bf16": 2**-8, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}[format]
+    assert np.abs(first_order - error).max() < 30 * u**2 * x.max() ** 2
+
+
+@pytest.mark.parametrize("format", calibrated.FORMATS)
+@pytest.mark.parametrize("x", [0.5, 1.1, 3.0])
+def test_the_prediction_is_right_over_many_roundings(x, format):
+    table = calibrated.toy_errors(x, format)
+    typical, measured = ((table[name] ** 2).mean() ** 0.5 for name in ("predicted", "measured"))
+    assert typical == pytest.approx(measured, rel=0.25)
+
+
+def test_the_panel_shows_the_numbers_of_the_toy():
+    (page, _), readout = calibrated.by_hand(1.1, "bf16")
+    texts = [text.get_text() for text in page.texts]
+    assert "z₁ = 2x" in texts and "4.4" in texts and "-3.3" in texts  # gradients at 1.1
+    assert readout.startswith("bf16: errors of y near x = 1.1 are ")
+
+
+# --- The coding exercise -------------------------------------------------------------------------
+
+
+def test_the_worked_answer_is_right():
+    names: dict = {}
+    exec(calibrated.SOLUTION, names)
+    assert calibrated.check(names["predicted"]) == "Right."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (lambda g, e: ..., "return one number"),
+        (lambda g, e: g * e, "return one number"),
+        (lambda g, e: (g * e).abs().sum(), "the worst case"),
+        (lambda g, e: (g * e).sum(), "signs are unknown"),
+        (lambda g, e: ((g * e) ** 2).sum(), "Take its root"),
+        (lambda g, e: (e**2).sum() ** 0.5, "gradient first"),
+        (lambda g, e: 1.0, "in this order"),
+    ],
+)
+def test_wrong_answers_get_their_hint(wrong, hint):
+    said = calibrated.check(wrong)
+    assert said.startswith("Not yet. Hint: ") and hint in said
+
+
+# --- The model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def known():
+    model, windows = build.embedded(calibrated.WINDOWS, calibrated.LENGTH)
+    return Contributions(model, build.predict(model, windows, "bf16", "hidden"))
+
+
+def test_exercise_names_the_best_site(known):
+    gains = known.gains("sites").set_index("label").gain
+    options = [option.lower() for option in calibrated.EXERCISES[3].options]
+    assert gains[options].idxmax() == calibrated.EXERCISES[3].solution == known.plan(1, "sites").label
+
+
+def test_live_picture_has_both_views_and_measured_plans(known):
+    keep, choose = calibrated.live().views
+    assert (keep["kind"], choose["kind"]) == ("keep", "choose")
+    assert [target["name"] for target in keep["targets"]] == ["hidden", "kl"]
+    assert keep["measured"][0]["predicted"]["hidden"] == pytest.approx(known.keep().predicted, rel=1e-9)
+    for plan in keep["measured"]:
+        assert 0.85 < plan["predicted"]["hidden"] / plan["found"]["hidden"] < 1.15, plan["label"]
+
+
+def test_few_words_between_pictures():
+    """At most 80 words of text before each output, links and formulas included."""
+    words = 0
+    for cell in nbformat.read(notebook_path(NAME), as_version=4).cells:
+        words = 0 if cell.cell_type == "code" else words + len(re.findall(r"\w{2,}", cell.source))
+        assert words <= 80, cell.source[:60]
