@@ -240,7 +240,8 @@ class Adjoint:
         if self.at_once:
             before = self.tape.mark()
             try:
-                return backward(final, leaves, signs)
+                backward(final, leaves, signs)
+                return
             except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
                 self.tape.rewind(before)
                 self.at_once = False
