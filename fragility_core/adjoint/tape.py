@@ -130,7 +130,7 @@ class Tape:
         share = self.shares[self.kinds[place]]
         if share:
             alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
-            norms = torch.linalg.vector_norm(alike.flatten(1), dim=1)
+            norms = torch.linalg.vector_norm(alike.reshape(len(alike), -1), dim=1)
             self._records.append((self.window, self.probe + first, place, norms * share**0.5))
 
     def record_largest(self, place: int, stored: Tensor) -> None:
