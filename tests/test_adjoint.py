@@ -387,13 +387,13 @@ def test_values_may_have_another_width_than_queries(width):
     value, gradient = (torch.randn(3, 16, width, generator=generator) for _ in range(2))
     blockwise = BlockwiseAttention(0.5, None, True, get_format("fp16"))
     context, error = blockwise.context(query, key, value)
-    got = blockwise.gradients(query, key, value, gradient, lambda name, x: None)
+    got = blockwise.gradients(query, key, value, gradient[None], lambda name, probe, x: None)
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     expected = functional.scaled_dot_product_attention(*exact, is_causal=True, scale=0.5)
     expected.backward(gradient.double())
     assert context.shape == error.shape == expected.shape
     torch.testing.assert_close(context.double(), expected.detach(), rtol=0, atol=5e-3)
-    for mine, x in zip(got, exact):
+    for (mine,), x in zip(got, exact):
         torch.testing.assert_close(mine.double(), x.grad, rtol=0, atol=2e-2)
 
 
@@ -405,13 +405,34 @@ def test_a_hidden_score_that_overflows_does_no_harm():
     context, _ = blockwise.context(query, key, value)
     assert context.flatten().tolist() == [1.0, 2.0]
     records = []
-    gradients = list(blockwise.gradients(query, key, value, torch.ones_like(query), lambda name, x: records.append(x)))
+    ones = torch.ones(1, *query.shape)
+    gradients = list(blockwise.gradients(query, key, value, ones, lambda name, probe, x: records.append(x.clone())))
     assert all(x.isfinite().all() for x in [*gradients, *records])
 
 
 def by_sites_of(low, implementation, tokens):
     set_attention(low.model, implementation)
     return by_site(Adjoint(low, probes=2)(tokens))
+
+
+@pytest.mark.parametrize("format", HALF)
+def test_attention_at_the_fp32_point_is_that_kernel_by_kernel(format, tiny_gpt2, tiny_tokens, monkeypatch):
+    """Scores are rounded twice, before and after scaling. By a power of two, as here, the second rounding is exact.
+
+    Kernel by kernel the exact product is rounded both times, so that the first error counts twice.
+    """
+    low = lower(tiny_gpt2, format)
+    set_attention(low.model, OBSERVED_EAGER)
+    given = {"probes": 16, "gradients": "fp32"}
+    one = Adjoint(low, tiny_gpt2, **given)(tiny_tokens)
+    assert "scores" in set(one.contributions.name)
+    monkeypatch.setattr(Adjoint, "_recompute", lambda self, rounded: None)
+    many = Adjoint(low, tiny_gpt2, **given)(tiny_tokens)
+    assert "scores" not in set(many.contributions.name)
+    one, many = by_site(one), by_site(many)
+    assert one["scores"] == pytest.approx(many["scores"] / 2, rel=1e-3)
+    for site in one.index.difference(["scores"]):
+        assert one[site] == pytest.approx(many[site], rel=0.02), site
 
 
 def test_an_activation_of_many_kernels_counts_as_one(tiny_gpt2, tiny_tokens, monkeypatch):

@@ -705,12 +705,12 @@ def test_baselines_by_hand():
 def test_greedy_asks_for_every_block_that_is_left():
     worth, asked = np.array([1.0, 5.0, 2.0, 4.0]), []
 
-    def measure(blocks):
-        asked.append(blocks)
-        return -worth[list(blocks)].sum()
+    def measure(candidates):
+        asked.append(candidates)
+        return [-worth[list(blocks)].sum() for blocks in candidates]
 
     assert baselines.greedy(measure, 4, 2) == (1, 3)
-    assert len(asked) == 4 + 3
+    assert asked == [[(0,), (1,), (2,), (3,)], [(0, 1), (1, 2), (1, 3)]]
 
 
 @pytest.mark.parametrize("chosen", [Plan("bf16", ("transformer.h.1.mlp",)), Plan("bf16", residual=True)])

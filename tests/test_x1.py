@@ -1,5 +1,7 @@
 """X1 end to end on a tiny model: estimates, their views by hand, resuming, and plans."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -173,6 +175,23 @@ def test_rerun_skips_finished_runs(inputs, source, tmp_path, monkeypatch):
     whole = complete(*given, source=source[0])
     monkeypatch.setattr(x1.Estimates, "run", lambda *_: pytest.fail("computed again"))
     pd.testing.assert_frame_equal(complete(*given, source=source[0]), whole)
+
+
+def test_windows_of_several_seeds_are_computed_once_and_alike(inputs, tmp_path, monkeypatch):
+    """25 windows, of which each seed draws 20: the runs of each seed alone give the same rows."""
+    grid = dataclasses.replace(GRID, precisions=("bf16",), seeds=(0, 1), windows=20)
+    sources = e2.specifications(grid, inputs)
+    complete(e2.Passes, sources, inputs, tmp_path / "e2")
+    computed, estimated = [], x1.Estimates._estimated
+    monkeypatch.setattr(
+        x1.Estimates, "_estimated", lambda self, *given: computed.append(given[1]) or estimated(self, *given)
+    )
+    specs = x1.EstimateSpec.of(sources, redraws=1)
+    together = complete(x1.Estimates, specs, inputs, tmp_path / "together", source=tmp_path / "e2")
+    assert len(computed) == len(set(computed)) < 40
+    alone = [complete(x1.Estimates, [s], inputs, tmp_path / f"{s.label}", source=tmp_path / "e2") for s in specs]
+    pd.testing.assert_frame_equal(together, pd.concat(alone, ignore_index=True))
+    assert len(computed) > 40
 
 
 @pytest.mark.parametrize("options", [{"probes": 0}, {"redraws": -1}])

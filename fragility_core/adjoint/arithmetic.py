@@ -118,6 +118,7 @@ class LowArithmetic(TorchFunctionMode):
     ):  # fmt: skip
         super().__init__()
         self.format, self.tape, self.weights, self.buffers = recipe.kernels, tape, weights, buffers
+        self.leaves = [x for x in {**weights, **buffers}.values() if x.requires_grad]
         self.linear = operands_by_storage(linear, recipe)
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
         self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
@@ -268,6 +269,7 @@ class LowArithmetic(TorchFunctionMode):
         else:
             leaf = y.detach().requires_grad_()
             self.tape.watch_leaf(place, leaf, lambda: error)
+            self.tape.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()
         return self._marked(y)

@@ -26,11 +26,15 @@ class BlockwiseAttention:
 
     Queries, keys and values are (N, T, d), with all heads of all windows, N = B H. ``mask`` (B, 1 or H, T, T_kv) is
     True where a key may be seen. With a ``format``, scores and probabilities are rounded as
-    ``attention.observed_attention`` rounds them. Without one they are not, as in a fused kernel.
+    ``attention.observed_attention`` rounds them. Without one they are not, as in a fused kernel. If ``exact``, the
+    errors of rounding are known, but results stay as they were before.
     """
 
-    def __init__(self, scaling: float, mask: Tensor | None, causal: bool, format: Stored | None = None):
-        self.scaling, self.mask, self.causal, self.format = scaling, mask, causal, format
+    def __init__(
+        self, scaling: float, mask: Tensor | None, causal: bool, format: Stored | None = None, exact: bool = False
+    ):
+        self.scaling, self.mask, self.causal, self.format, self.exact = scaling, mask, causal, format, exact
+        self.rounds = format is not None and not exact
 
     def blocks(self, query: Tensor, key: Tensor, buffers: int) -> Iterator[tuple[slice, slice, list[Tensor]]]:
         """For every block its query rows, the keys that they see, and ``buffers`` of shape (N, rows, keys).
@@ -65,9 +69,9 @@ class BlockwiseAttention:
     def probabilities(self, query: Tensor, key: Tensor, rows: slice, out: Tensor) -> None:
         """The rounded probabilities of the ``query`` ``rows``."""
         torch.bmm(query, key.mT, out=out)
-        scores = self.round_scores(out, out=out) if self.format else out.mul_(self.scaling)
+        scores = self.round_scores(out, out=out) if self.rounds else out.mul_(self.scaling)
         torch.softmax(self.hide(scores, rows), -1, out=out)
-        if self.format:
+        if self.rounds:
             out.copy_(self.format.round(out))
 
     def probabilities_and_errors(
@@ -76,12 +80,22 @@ class BlockwiseAttention:
         """As ``probabilities``, with the local errors of the scores and of the probabilities."""
         torch.bmm(query, key.mT, out=score_errors)
         scores = self.round_scores(score_errors, out=out)
-        torch.sub(scores, score_errors, alpha=self.scaling, out=score_errors)
+        if self.exact:
+            exact = score_errors.mul_(self.scaling).clone()
+            torch.sub(scores, score_errors, out=score_errors)
+            scores = exact
+        else:
+            torch.sub(scores, score_errors, alpha=self.scaling, out=score_errors)
         if has_short_range(self.format):
             score_errors.nan_to_num_(0.0, 0.0, 0.0)
         torch.softmax(self.hide(scores, rows), -1, out=errors)
-        out.copy_(self.format.round(errors))
-        errors.sub_(out)
+        rounded = self.format.round(errors)
+        if self.exact:
+            out.copy_(errors)
+            errors.sub_(rounded)
+        else:
+            out.copy_(rounded)
+            errors.sub_(out)
 
     def context(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The rounded context (N, T, d_v) and its local error."""
@@ -91,29 +105,35 @@ class BlockwiseAttention:
             self.probabilities(query[:, rows], key[:, keys], rows, p)
             torch.bmm(p, value[:, keys], out=exact[:, rows])
         stored = self.format.round(exact).float()
-        return stored, local_error(exact, stored)
+        return exact if self.exact else stored, local_error(exact, stored)
 
     def gradients(
         self, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor,
-        record: Callable[[str, Tensor], None] | None = None,
+        record: Callable[[str, int, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The gradients of query, key and value, from the ``gradient`` (N, T, d_v) of the context.
+        """The gradients of query, key and value, from the ``gradient`` (P, N, T, d_v) of the context, for P probes.
 
-        For every block ``record`` gets "softmax" and "scores", each with the product of local error and gradient. It
-        must be given if there is a format.
+        For every block and probe ``record`` gets "softmax" and "scores", the number of the probe, and the product of
+        local error and gradient. It must be given if there is a format.
         """
-        to_query = torch.empty_like(query)
-        to_key, to_value = torch.zeros_like(key.mT), torch.zeros_like(value.mT)  # (N, d, T) is faster than (N, T, d)
-        for rows, keys, (p, back, *errors) in self.blocks(query, key, 4 if self.format else 2):
+        probes = len(gradient)
+        to_query = query.new_empty(probes, *query.shape)
+        to_key = key.new_zeros(probes, *key.mT.shape)  # (N, d, T) is faster than (N, T, d)
+        stacked = gradient.permute(1, 0, 3, 2).flatten(1, 2)  # (N, P d, T): one product for all probes
+        to_value = value.new_zeros(len(value), stacked.shape[1], value.shape[1])
+        for rows, keys, (p, back, *more) in self.blocks(query, key, 5 if self.format else 2):
+            *errors, weighted = more or [None]
             form = self.probabilities_and_errors if errors else self.probabilities
             form(query[:, rows], key[:, keys], rows, p, *errors)
-            to_value[..., keys].baddbmm_(gradient[:, rows].mT, p)
-            torch.bmm(gradient[:, rows], value[:, keys].mT, out=back)
-            if errors:
-                record("softmax", errors[1].mul_(back))
-            softmax_backward(back, p, -1, back.dtype, grad_input=back)
-            if errors:
-                record("scores", errors[0].mul_(back))
-            torch.bmm(back, key[:, keys], out=to_query[:, rows])
-            to_key[..., keys].baddbmm_(query[:, rows].mT, back)
+            to_value[..., keys].baddbmm_(stacked[..., rows], p)
+            for probe in range(probes):
+                torch.bmm(gradient[probe, :, rows], value[:, keys].mT, out=back)
+                if errors:
+                    record("softmax", probe, torch.mul(errors[1], back, out=weighted))
+                softmax_backward(back, p, -1, back.dtype, grad_input=back)
+                if errors:
+                    record("scores", probe, torch.mul(errors[0], back, out=weighted))
+                torch.bmm(back, key[:, keys], out=to_query[probe, :, rows])
+                to_key[probe, ..., keys].baddbmm_(query[:, rows].mT, back)
+        to_value = to_value.unflatten(1, (probes, -1)).movedim(1, 0)
         return to_query.mul_(self.scaling), to_key.mul_(self.scaling).mT, to_value.mT

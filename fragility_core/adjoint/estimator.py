@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
+from fragility_core.adjoint.probes import backward
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.tape import Tape, expected_error, local_error
 from fragility_core.adjoint.targets import Output, Target, get_target
@@ -123,6 +124,7 @@ class Adjoint:
             raise ValueError(f"probes must be at least 1, got {probes}")
         self.low, self.recipe, self.target = low, low.recipe, get_target(target)
         self.probes, self.seed = probes, seed
+        self.at_once = True  # whether all probes share one backward pass; until that fails
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
         rounding = self._dtype != torch.float32
@@ -229,10 +231,22 @@ class Adjoint:
                 final = self.target.output(self.model, tokens)  # (1, T, ...)
             counted = scope[: final.shape[1]] if scope.ndim else scope
             generator = torch.Generator(final.device).manual_seed(self.seed)
-            for probe in range(self.probes):
-                tape.probe = probe
-                final.backward(random_signs(final, generator) * counted, retain_graph=probe < self.probes - 1)
+            signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
+            self._backward(final, [*tape.leaves, *arithmetic.leaves], signs)
         return self.target.norm(final.detach(), counted)
+
+    def _backward(self, final: Tensor, leaves: list[Tensor], signs: Tensor) -> None:
+        """Backward passes from ``final`` for all probes ``signs`` (P, ...): at once, or else one by one."""
+        if self.at_once:
+            before = self.tape.mark()
+            try:
+                backward(final, leaves, signs)
+                return
+            except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
+                self.tape.rewind(before)
+                self.at_once = False
+        for self.tape.probe, gradient in enumerate(signs):
+            backward(final, leaves, gradient[None])
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
         """Tidy tables of c^2 (windows, probes, places) and of the norms (windows,) of the target's outputs."""
@@ -286,7 +300,8 @@ def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Independent random signs, +1 and -1, of the shape of ``like``."""
-    return torch.randint(2, like.shape, generator=generator, device=like.device) * 2.0 - 1
+    signs = torch.randint(2, like.shape, generator=generator, device=like.device, dtype=torch.float32)
+    return signs.mul_(2).sub_(1)
 
 
 @torch.no_grad()

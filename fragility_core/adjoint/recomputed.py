@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fragility_core.adjoint.blockwise import BlockwiseAttention
+from fragility_core.adjoint.probes import over_probes
 from fragility_core.adjoint.tape import Tape, local_error
 from fragility_core.arithmetic.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.arithmetic.formats import chunks, get_format, has_native_kernels
@@ -43,10 +44,15 @@ class EagerAttention(torch.autograd.Function):
         return context
 
     @staticmethod
+    @over_probes
     def backward(ctx, gradient: Tensor):
         query, key, value, error = ctx.saved_tensors
         tape, places = ctx.tape, ctx.places
-        gradients = ctx.blockwise.gradients(query, key, value, gradient, lambda name, x: tape.record(places[name], x))
+
+        def record(name: str, probe: int, weighted: Tensor) -> None:
+            tape.record(places[name], weighted[None], probe)
+
+        gradients = ctx.blockwise.gradients(query, key, value, gradient, record)
         tape.record(places["context"], error * gradient)
         return None, None, *gradients
 
@@ -58,7 +64,7 @@ def recomputed_attention(
     """``attention.observed_attention`` inside of a ``LowArithmetic``, as one autograd function."""
     arithmetic = current_function_mode()
     arithmetic.tape.mark_module("attention")
-    if stored_as(query) is None or arithmetic.exact:  # kept in fp32, or rounded kernel by kernel
+    if stored_as(query) is None:  # kept in fp32
         return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
     require_plain_softmax(dropout, attention_mask, options)
     groups = query.shape[1] // key.shape[1]
@@ -66,7 +72,7 @@ def recomputed_attention(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and query.shape[2] > 1 and is_causal(module, options)
-    blockwise = BlockwiseAttention(scaling, attention_mask, causal, arithmetic.format)
+    blockwise = BlockwiseAttention(scaling, attention_mask, causal, arithmetic.format, arithmetic.exact)
     heads = (x.flatten(0, 1) for x in (query, key, value))
     context = mark_stored(EagerAttention.apply(arithmetic.tape, blockwise, *heads))  # (B H, T, d)
     return context.unflatten(0, query.shape[:2]).transpose(1, 2), None
@@ -96,14 +102,18 @@ class Tabulated(torch.autograd.Function):
             return look_up(table[0], low)
 
     @staticmethod
+    @over_probes
     def backward(ctx, gradient: Tensor):
         (low,) = ctx.saved_tensors
         _, error, slope = ctx.table
-        to_x = torch.empty(low.shape, device=low.device)
-        for numbers, given, out in chunks(low, gradient, to_x):
-            row = row_of(numbers)
-            ctx.tape.record(ctx.place, entries(error, row, torch.empty_like(given)).mul_(given))
-            entries(slope, row, out).mul_(given)
+        to_x = torch.empty(gradient.shape, device=low.device)
+        first, parts = 0, [x.flatten(1) for x in (gradient, to_x)]
+        for (numbers,) in chunks(low):
+            row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
+            given, out = (x[:, first : first + len(numbers)] for x in parts)
+            ctx.tape.record(ctx.place, entries(error, row, found) * given)
+            torch.mul(entries(slope, row, found), given, out=out)
+            first += len(numbers)
         return None, None, None, None, to_x
 
 
@@ -136,6 +146,7 @@ class WeightProduct(torch.autograd.Function):
         return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
     @staticmethod
+    @over_probes
     def backward(ctx, gradient: Tensor):
         x, weight = ctx.saved_tensors
         low = gradient.bfloat16()
@@ -143,7 +154,7 @@ class WeightProduct(torch.autograd.Function):
         return (
             (low @ weight.bfloat16().mT).float() if to_x else None,
             (x.mT @ low).float() if to_weight else None,
-            gradient.sum(0) if to_bias else None,
+            gradient.sum(1) if to_bias else None,
         )
 
 
@@ -172,10 +183,11 @@ class FusedAttention(torch.autograd.Function):
         return functional.scaled_dot_product_attention(query, key, value, **options)
 
     @staticmethod
+    @over_probes
     def backward(ctx, gradient: Tensor):
-        heads = (x.flatten(0, 1) for x in (*ctx.saved_tensors, gradient))
-        gradients = ctx.blockwise.gradients(*heads)
-        return None, *(x.view_as(like) for x, like in zip(gradients, ctx.saved_tensors))
+        heads = (x.flatten(0, 1) for x in ctx.saved_tensors)
+        gradients = ctx.blockwise.gradients(*heads, gradient.flatten(1, 2))
+        return None, *(x.unflatten(1, like.shape[:2]) for x, like in zip(gradients, ctx.saved_tensors))
 
 
 def scaled_dot_product_attention(

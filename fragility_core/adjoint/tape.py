@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fragility_core.adjoint.probes import of_probes
 from fragility_core.arithmetic.internals import base_of
 from fragility_core.arithmetic.recipes import Stored
 from fragility_core.models.tree import within
@@ -39,17 +40,27 @@ class Tape:
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
         self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
-        self._records: list[tuple[int, int, int, Tensor]] = []
+        self._records: list[tuple[int, int, int, Tensor]] = []  # the tensor has the norms of several probes
         self._largest: list[tuple[int, int, Tensor]] = []
+        self.leaves: list[Tensor] = []  # without a history, made in the passes of the window
 
     def clear(self) -> None:
         """Drop the records of a prediction that was interrupted."""
         self._records, self._largest = [], []
 
+    def mark(self) -> int:
+        """Where the records of the next pass begin, for ``rewind``."""
+        return len(self._records)
+
+    def rewind(self, mark: int) -> None:
+        """Drop the records since ``mark``: their pass has failed."""
+        del self._records[mark:]
+
     def begin(self, window: int) -> None:
         """Start the passes of a window."""
         self.path = [""]  # of the modules whose forward is running, outermost first
-        self.window, self.probe = window, 0
+        self.window, self.probe = window, 0  # the first probe of the running backward pass
+        self.leaves = []
         self._counts: Counter[tuple[str, str]] = Counter()
         self._latest: tuple[int, str] | None = None  # the latest kernel's place, and the module in which it ran
 
@@ -90,7 +101,7 @@ class Tape:
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
-        result.register_hook(lambda gradient: self.record(place, error * gradient))
+        result.register_hook(of_probes(lambda gradient: self.record(place, error * gradient)))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
         """As ``watch``, for a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
@@ -101,24 +112,26 @@ class Tape:
         self.watch(place, whole, errors)
 
     def watch_leaf(self, place: int, leaf: Tensor, error: Callable[[], Tensor]) -> None:
-        """As ``watch``, for a tensor without a history, such as a weight; its gradient is dropped afterwards."""
+        """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept."""
+        record = of_probes(lambda gradient: self.record(place, error() * gradient))
 
-        def record(leaf: Tensor) -> None:
-            self.record(place, leaf.grad.mul_(error()))
-            leaf.grad = None
+        def hook(gradient: Tensor) -> Tensor:
+            record(gradient)
+            return gradient.new_zeros(()).expand(gradient.shape)
 
-        leaf.register_post_accumulate_grad_hook(record)
+        leaf.register_hook(hook)
 
-    def record(self, place: int, weighted_error: Tensor) -> None:
-        """Record the norm of error times gradient at ``place``; several records of one place add up.
+    def record(self, place: int, weighted_error: Tensor, first: int = 0) -> None:
+        """Record the norms of error times gradient (P, ...) of P probes at ``place``; records of one place add up.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
         """
         share = self.shares[self.kinds[place]]
         if share:
-            alike = weighted_error.flatten(0, -2).sum(0) if self.alike[place] else weighted_error
-            self._records.append((self.window, self.probe, place, torch.linalg.vector_norm(alike) * share**0.5))
+            alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
+            norms = torch.linalg.vector_norm(alike.reshape(len(alike), -1), dim=1)
+            self._records.append((self.window, self.probe + first, place, norms * share**0.5))
 
     def record_largest(self, place: int, stored: Tensor) -> None:
         """Record the largest number ``stored`` at ``place``: infinity after an overflow."""
@@ -136,8 +149,9 @@ class Tape:
         records, self._records = self._records, []
         total = np.zeros((windows, probes, len(self.places)))
         if records:
-            *where, norms = zip(*records)  # one transfer from the device
-            np.add.at(total, tuple(map(list, where)), torch.stack(norms).cpu().double().numpy() ** 2)
+            norms = torch.cat([x for *_, x in records]).cpu().double().numpy()  # one transfer from the device
+            where = [(w, first + p, place) for w, first, place, x in records for p in range(len(x))]
+            np.add.at(total, tuple(np.transpose(where)), norms**2)
         return total
 
 

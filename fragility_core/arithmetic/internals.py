@@ -7,7 +7,7 @@ whose import takes seconds, are checked by the test.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -34,6 +34,14 @@ PRIVATE = {
     "torch.Tensor._base": "the tensor whose memory a view shares",
     "torch.Tensor._version": "whether weights have changed since they were read",
     "torch._C._functorch.is_functorch_wrapped_tensor": "derivatives by torch.func need kernels that it can follow",
+    "torch._C._functorch.maybe_current_level": "whether a backward pass runs for several probes at once",
+    "torch._C._functorch.is_batchedtensor": "which gradients differ between the probes of such a pass",
+    "torch._C._functorch.get_unwrapped": "the gradient of all probes, behind the one that looks like a single one",
+    "torch._C._functorch.maybe_get_bdim": "the dimension of the probes in it",
+    "torch._C._functorch._add_batch_dim": "makes it look like a single one again",
+    "torch._C._functorch._is_vmap_fallback_enabled": "whether a gradient may be looped over in such a pass",
+    "torch._C._functorch._set_vmap_fallback_enabled": "a gradient that cannot be computed at once shall be refused",
+    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such gradients are ordinary ones",
     "torch.utils._pytree.tree_leaves": "tensors in named tuples and in outputs of models",
     "torch.utils._pytree.tree_map_only": "changes the tensors in named tuples and in outputs of models",
     "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
@@ -129,6 +137,41 @@ def names_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     if dtype == torch.float16:
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return names
+
+
+def vmap_level() -> int | None:
+    """The number of the ``torch.func.vmap`` that is running; None if none is."""
+    return torch._C._functorch.maybe_current_level()
+
+
+def outside_of_vmap() -> AbstractContextManager:
+    """A context in which kernels run as if no ``torch.func.vmap`` were running."""
+    if vmap_level() is None:
+        return nullcontext()
+    return private("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")()
+
+
+@contextmanager
+def without_vmap_fallback() -> Iterator[None]:
+    """A context in which a kernel that ``torch.func.vmap`` can only loop over raises RuntimeError."""
+    before = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(before)
+
+
+def unbatched(x: Tensor) -> Tensor:
+    """``x`` for all members of the batch of the running vmap, (P, *x.shape); P = 1 if they have it in common."""
+    if not torch._C._functorch.is_batchedtensor(x):
+        return x[None]
+    return torch._C._functorch.get_unwrapped(x).movedim(torch._C._functorch.maybe_get_bdim(x), 0)
+
+
+def batched(x: Tensor, level: int | None) -> Tensor:
+    """The inverse of ``unbatched``, in the vmap with number ``level``."""
+    return x[0] if len(x) == 1 else torch._C._functorch._add_batch_dim(x, 0, level)
 
 
 # What is hidden on tensors: an fp32 tensor of a differentiated pass stands for one of the low dtype. A

@@ -36,13 +36,13 @@ def top(scores: ArrayLike, count: int) -> Blocks:
     return tuple(sorted(np.argsort(-scores, kind="stable")[:count].tolist()))
 
 
-def greedy(measure: Callable[[Blocks], float], depth: int, count: int) -> Blocks:
+def greedy(measure: Callable[[Sequence[Blocks]], Sequence[float]], depth: int, count: int) -> Blocks:
     """``count`` of ``depth`` blocks, added one by one; each time the one that makes ``measure`` smallest.
 
-    ``measure`` gets the chosen blocks, and runs at most ``count * depth`` times.
+    ``measure`` gets all candidates of a step at once, and gives a number for each.
     """
     chosen: Blocks = ()
     for _ in range(min(count, depth)):
-        candidates: Sequence[Blocks] = [tuple(sorted((*chosen, b))) for b in range(depth) if b not in chosen]
-        chosen = min(candidates, key=measure)
+        candidates = [tuple(sorted((*chosen, b))) for b in range(depth) if b not in chosen]
+        chosen = candidates[int(np.argmin(measure(candidates)))]
     return chosen

@@ -5,7 +5,7 @@ measures what the block really costs (``fragility_lab.experiments.patching``).
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -66,7 +66,8 @@ class Patches(DerivedWorker):
         frames = []
         for place, window in enumerate(windows.head(spec.windows).itertuples()):
             realisations = spec.realisations if place < spec.noisy_windows else 0
-            effects = self._effects(spec.source, window.start, realisations)
+            start = window.start
+            effects = self.once(spec, (start, realisations), partial(self._effects, spec.source, start, realisations))
             frames.append(effects.assign(window=window.window, place=place, source_mismatch=window.mismatch))
             advance(spec.source.length * (1 + realisations))
         if not frames:

@@ -13,11 +13,10 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ProcessPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
 from multiprocessing.connection import wait as wait_for_connection
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,10 @@ def complete(
     have another number of CPU threads than the finished ones: other threads add up in another order.
     """
     store = RunStore(folder)
-    groups = [list(group) for _, group in groupby(specs, key=lambda spec: spec.group)]
+    by_group: dict[Hashable, list[Specification]] = {}
+    for spec in specs:
+        by_group.setdefault(spec.group, []).append(spec)
+    groups = [*by_group.values()]
     count = worker_count(workers, len(groups), inputs.device)
     unfinished = {spec for spec in specs if store.load(spec) is None}
     finished = [spec for spec in specs if spec not in unfinished]

@@ -56,7 +56,7 @@ class Specification(ABC):
 
     @property
     def group(self) -> Hashable:
-        """Consecutive runs of equal groups share work and are computed by one process; by default each is alone."""
+        """Runs of equal groups share work and are computed by one process; by default each is alone."""
         return self.digest
 
     def provenance(self) -> dict:

@@ -4,7 +4,7 @@ Like the score, the predictor needs the low-precision pass alone: no full-precis
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -69,15 +69,20 @@ class Estimates(DerivedWorker):
         """
         rows = self.source.require(spec.source)
         windows = window_rows(rows)
-        estimator = self.estimator(spec.source.precision, spec.source.execution, probes=spec.probes)
         frames = []
         for window in windows[~windows.overflow].itertuples():
-            tokens = self.window(spec.source, window.start)
-            frame = _places(estimator(tokens)).assign(window=window.window, mismatch=window.mismatch)
-            frames.append(frame.assign(**self._measured_again(spec, tokens)))
+            options = window.start, spec.probes, spec.redraws
+            frame = self.once(spec, options, partial(self._estimated, spec, window.start))
+            frames.append(frame.assign(window=window.window, mismatch=window.mismatch))
             advance(spec.source.length * (1 + spec.redraws))
         places = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
         return places.assign(**spec.source.identity)
+
+    def _estimated(self, spec: EstimateSpec, start: int) -> pd.DataFrame:
+        """The places of the window that starts at token ``start``, and its mismatch in every redraw."""
+        tokens = self.window(spec.source, start)
+        estimator = self.estimator(spec.source.precision, spec.source.execution, probes=spec.probes)
+        return _places(estimator(tokens)).assign(**self._measured_again(spec, tokens))
 
     @torch.no_grad()
     def _measured_again(self, spec: EstimateSpec, tokens: Tensor) -> dict[str, float]:

@@ -21,7 +21,9 @@ from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import baselines
+from fragility_lab.experiments.baselines import Blocks
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
+from fragility_lab.experiments.kept_blocks import KeptBlocks
 from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
@@ -104,28 +106,41 @@ class Trial:
         self.effects = pd.concat(effects).groupby("layer").exact_reduction.mean().to_numpy()
         self.depth = len(self.risks)
         self._measured: dict[tuple, float] = {}
+        none, every = self.contributions.keep(), self.contributions.keep(blocks=range(self.depth))
+        self.kept_blocks = KeptBlocks(self.model, none, every, spec.source.execution)
 
     def _hidden(self, model) -> Tensor:
-        """Final hidden states (W, T, d_model) of the windows, one by one."""
-        return torch.cat([final_hidden(model, window[None]) for window in self.tokens])
+        """Final hidden states (W, T, d_model) of the windows, as many at once as in E2."""
+        return torch.cat([final_hidden(model, windows) for windows in self.tokens.split(self.spec.source.batch)])
 
     @torch.no_grad()
     def measure(self, plan: Plan) -> float:
         """Mean mismatch over the windows under ``plan``; a choice that was measured before is not run again."""
-        kept = (plan.modules, plan.residual, plan.scores)
-        if kept not in self._measured:
+        if kept_by(plan) not in self._measured:
             low = apply(self.model, plan, self.spec.source.execution)
             with low.running():
                 hidden = self._hidden(low.model)
-            self._measured[kept] = float(mismatch(hidden, self.reference).double().mean())
-        return self._measured[kept]
+            self._measured[kept_by(plan)] = float(mismatch(hidden, self.reference).double().mean())
+        return self._measured[kept_by(plan)]
+
+    def measure_blocks(self, choices: Sequence[Blocks]) -> list[float]:
+        """As ``measure``, for the plans that keep these ``choices`` of blocks; all of them run at once."""
+        kept = {choice: kept_by(self.contributions.keep(blocks=choice)) for choice in choices}
+        new = [choice for choice in kept if kept[choice] not in self._measured]
+        if new:
+            windows = zip(self.tokens, self.reference)
+            each = [mismatch(self.kept_blocks(window[None], new), reference) for window, reference in windows]
+            means = torch.stack(each).double().mean(0).tolist()
+            self._measured |= {kept[choice]: mean for choice, mean in zip(new, means)}
+        return [self._measured[kept[choice]] for choice in choices]
 
     def plans(self) -> Iterator[tuple[str, int, str, Plan]]:
         """(unit, budget, chosen by, plan) of all plans."""
+        chosen = [(budget, *choice) for budget in self.spec.blocks for choice in self._choices(budget)]
+        self.measure_blocks([(), *(numbers for *_, numbers in chosen)])
         yield "blocks", 0, "none", self.contributions.keep()
-        for budget in self.spec.blocks:
-            for chosen_by, numbers in self._choices(budget):
-                yield "blocks", budget, chosen_by, self.contributions.keep(blocks=numbers)
+        for budget, chosen_by, numbers in chosen:
+            yield "blocks", budget, chosen_by, self.contributions.keep(blocks=numbers)
         available = self.contributions.structure.sites
         for budget in self.spec.sites:
             yield "sites", budget, "adjoint", self.contributions.plan(budget, "sites")
@@ -134,19 +149,21 @@ class Trial:
         both = [site for site in ("head", "norms") if site in available]
         yield "sites", len(both), "head and norms", self.contributions.keep(sites=both)
 
-    def _choices(self, budget: int) -> Iterator[tuple[str, Sequence[int]]]:
+    def _choices(self, budget: int) -> Iterator[tuple[str, Blocks]]:
         best = self.contributions.gains("blocks").gain
         yield "adjoint", baselines.top(best, budget)
         yield "first", baselines.first(self.depth, budget)
         yield "last", baselines.last(self.depth, budget)
         yield "score", baselines.top(self.risks, budget)
         yield "patching", baselines.top(self.effects, budget)
-        yield (
-            "greedy",
-            baselines.greedy(lambda numbers: self.measure(self.contributions.keep(blocks=numbers)), self.depth, budget),
-        )
+        yield "greedy", baselines.greedy(self.measure_blocks, self.depth, budget)
         for numbers in baselines.drawn(self.depth, budget, self.spec.draws):
             yield "random", numbers
+
+
+def kept_by(plan: Plan) -> tuple:
+    """What ``plan`` keeps in fp32."""
+    return plan.modules, plan.residual, plan.scores
 
 
 # --- Views of the rows ------------------------------------------------------------------------

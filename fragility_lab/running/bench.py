@@ -24,7 +24,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
@@ -133,23 +133,36 @@ def time_training_step(repetitions: int) -> pd.DataFrame:
     return pd.DataFrame([compared("E5 step / training step", 256, seconds["E5"], seconds["bare"], 2.5)])
 
 
+# The target, the points of the gradients, and by window length how many plain passes an estimate may take.
+ESTIMATES = (
+    ("hidden", "low", {512: 3.5, 1024: 5.0}),
+    ("kl", "low", {512: 3.5}),
+    ("kl", "both", {512: 7.0}),
+)
+
+
 def time_estimate(repetitions: int) -> pd.DataFrame:
-    """One estimate of one probe over one plain fp32 pass with the library's default attention, on one thread."""
-    model = load_model("embedded")
+    """One estimate of one probe over one plain fp32 pass with the library's default attention, on one thread.
+
+    The plain pass gives logits where the target needs them.
+    """
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
-    for length, limit in ((512, 3.5), (1024, 5.0)):
-        tokens = random_tokens(length)
-        calls = {"plain": torch.no_grad()(partial(model, tokens, use_cache=False))}
-        for format, implementation in product(("bf16", "fp16"), ("sdpa", OBSERVED_EAGER)):
-            low = attending(lower(model, format), implementation)
-            calls[f"{format}, {implementation}"] = partial(Adjoint(low, model), tokens)
-        seconds = medians(calls, repetitions, clock)
-        base = seconds.pop("plain")
-        for name, taken in seconds.items():
-            rows.append(compared(f"estimate / plain fp32, {name}", length, taken, base, limit))
+    for target, gradients, limits in ESTIMATES:
+        model = load_model("embedded", auto_class=AutoModelForCausalLM if target == "kl" else AutoModel)
+        for length, limit in limits.items():
+            tokens = random_tokens(length)
+            calls = {"plain": torch.no_grad()(partial(model, tokens, use_cache=False))}
+            for format, implementation in product(("bf16", "fp16"), ("sdpa", OBSERVED_EAGER)):
+                low = attending(lower(model, format), implementation)
+                adjoint = Adjoint(low, model, target=target, gradients=gradients)
+                calls[f"{target} at {gradients}, {format}, {implementation}"] = partial(adjoint, tokens)
+            seconds = medians(calls, repetitions, clock)
+            base = seconds.pop("plain")
+            for name, taken in seconds.items():
+                rows.append(compared(f"estimate / plain fp32, {name}", length, taken, base, limit))
     torch.set_num_threads(threads)
     return pd.DataFrame(rows)
 

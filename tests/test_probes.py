@@ -1,0 +1,105 @@
+"""Several probes in one backward pass against one pass a probe."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fragility_core.adjoint import Adjoint, recomputed
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.lowering import lower
+
+
+@pytest.fixture(scope="module")
+def tiny_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def both_ways(adjoint, tokens):
+    """The predictions with all probes at once and one by one."""
+    together = adjoint(tokens)
+    assert adjoint.at_once
+    adjoint.at_once = False
+    return together, adjoint(tokens)
+
+
+def assert_alike(one, other, rel=1e-5):
+    """The same values within rounding, which counts beside the largest contribution of a window and probe."""
+    a, b = (
+        x.contributions.pivot(index=["window", "probe"], columns="place", values="c2").to_numpy() for x in (one, other)
+    )
+    assert a.shape == b.shape and a.max() > 0
+    assert np.abs(a - b).max(initial=0) <= rel * a.max()
+    np.testing.assert_allclose(a.sum(1), b.sum(1), rtol=rel)
+    np.testing.assert_allclose(one.windows.predicted, other.windows.predicted, rtol=rel)
+
+
+@pytest.mark.parametrize("target", ["hidden", "kl"])
+@pytest.mark.parametrize("attention", ["sdpa", OBSERVED_EAGER])
+@pytest.mark.parametrize("model", ["tiny_gpt2", "tiny_llama"])
+@pytest.mark.parametrize(("recipe", "gradients"), [("bf16", "low"), ("fp16", "both"), ("w8a8-int8", "fp32")])
+def test_probes_at_once_are_probes_one_by_one(
+    recipe, gradients, model, attention, target, tiny_tokens, request, monkeypatch
+):
+    """Products with weights in fp32 here: their gradients in bf16 round otherwise where sums have another order."""
+    monkeypatch.setattr(recomputed, "has_native_kernels", lambda *given: False)
+    model = request.getfixturevalue(model)
+    low = lower(model, recipe)
+    set_attention(low.model, attention)
+    adjoint = Adjoint(low, model, probes=3, target=target, gradients=gradients)
+    assert_alike(*both_ways(adjoint, tiny_tokens), rel=1e-4)
+
+
+def test_gradients_in_bf16_differ_by_their_rounding(tiny_gpt2, tiny_tokens):
+    assert_alike(*both_ways(Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, probes=3), tiny_tokens), rel=1e-2)
+
+
+def test_probes_differ(tiny_gpt2, tiny_tokens):
+    c2 = Adjoint(lower(tiny_gpt2, "bf16"), probes=3)(tiny_tokens[:1]).contributions.groupby("probe").c2.sum()
+    assert c2.nunique() == 3
+
+
+class Opaque(torch.autograd.Function):
+    """A kernel whose gradient asks for numbers, which no batch of gradients has."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float(gradient.abs().max() >= 0)
+
+
+class Refusing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(Opaque.apply(self.first(x)))
+
+
+def test_a_gradient_that_cannot_be_batched_takes_a_pass_for_each_probe():
+    """What the failed pass recorded does not count."""
+    torch.manual_seed(0)
+    model = Refusing().eval().requires_grad_(False)
+    tokens = torch.randn(2, 5, 8).bfloat16()
+    adjoint = Adjoint(lower(model, "bf16"), model, probes=3, target=lambda model, x: model(x))
+    refused = adjoint(tokens)
+    assert not adjoint.at_once
+    assert_alike(refused, adjoint(tokens), rel=0)
+
+
+def test_the_mean_of_many_probes_is_right(tiny_gpt2, tiny_tokens):
+    """Different seeds agree within their standard error."""
+    low = lower(tiny_gpt2, "bf16")
+    first, second = (Adjoint(low, tiny_gpt2, probes=32, seed=seed)(tiny_tokens[:1]).windows for seed in (0, 1))
+    error = np.hypot(first.standard_error, second.standard_error)
+    assert (np.abs(first.predicted - second.predicted) < 4 * error).all()
