@@ -23,6 +23,7 @@ from fragility_lab.reporting.verdicts import UNDECIDED, VERDICTS, compare
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
 RESULTS, OTHER, SECOND = "embedded", "embedded-amx", "embedded-llama"  # another CPU, a second trained family
+INDEPENDENT = ("independent", "independent-embedded-llama")  # no two runs share a window; both trained families
 PAPER_LEDGER = 2742  # protected layer-steps of each controller in the paper's table of E5
 FINDINGS = re.compile(r"(?<=<!-- findings: make docs -->\n).*?(?=<!-- end of findings -->)", re.S)
 
@@ -89,6 +90,13 @@ def families(tables: Tables, second: Tables) -> str:
     return markdown(both, **{name: (heading, "") for name, heading in headings.items()})
 
 
+def independent() -> dict[str, object]:
+    """E2's and E3's claims on both trained families, on windows that no two runs share."""
+    tables, second = (read_tables(name) for name in INDEPENDENT)
+    runs = tables["e2_runs"]
+    return {"runs": len(runs), "seeds": runs.seed.nunique(), "claims": families(tables, second)}
+
+
 def recipe_rows(tables: Tables) -> pd.DataFrame:
     """One row per recipe of X2: measured values, and ratios with their intervals as text."""
     rows = tables["x2_recipes"]
@@ -148,6 +156,7 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
             "second": second,
             "second_signal": second["e2_signals"].set_index("signal"),
             "families": families(tables, second),
+            "independent": independent(),
         }
         | quantization(tables)
         | results_rivals.values(tables, second)
