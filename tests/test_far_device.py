@@ -113,7 +113,8 @@ def test_experiments(inputs, tmp_path):
     specs = x1.EstimateSpec.of(sources, probes=2, redraws=1)
     assert np.isfinite(complete(x1.Estimates, specs, there, tmp_path / "x1", source=source).predicted).all()
     specs = x1_plans.PlanSpec.of(sources, tokens=64, probes=1, draws=1, blocks=(1,), sites=(1,))
-    assert np.isfinite(complete(x1_plans.Plans, specs, there, tmp_path / "plans", source=source).measured).all()
+    plans = complete(x1_plans.Plans, specs, there, tmp_path / "plans", source=source)
+    assert ((plans.measured > 0) & (plans.measured < 2 * plans.predicted)).all()
 
 
 def test_training_with_a_shadow(inputs, tmp_path):

@@ -31,7 +31,7 @@ class KeptBlocks:
         """Final hidden states (C, T, d_model) of one window (1, T), for each of the C ``choices`` of block numbers."""
         with self._choosing([frozenset(choice) for choice in choices]) as members, self.low.running():
             hidden = final_hidden(self.low.model, tokens)
-        return hidden[members]
+        return members_of(hidden, members)
 
     @contextmanager
     def _choosing(self, choices: list[frozenset[int]]) -> Iterator[list[int]]:
@@ -60,12 +60,17 @@ class KeptBlocks:
 
         def before(block, args, kwargs):
             states.append(args[0])
-            return (args[0][in_format or [0]], *args[1:]), kwargs
+            return (members_of(args[0], in_format or [0]), *args[1:]), kwargs
 
         def after(block, args, kwargs, output):
             state = states.pop()
             rounded = [output] if in_format else []
-            exact = [kept(state[in_fp32], *args[1:], **kwargs)] if in_fp32 else []
+            exact = [kept(members_of(state, in_fp32), *args[1:], **kwargs)] if in_fp32 else []
             return torch.cat([*rounded, *exact])
 
         return before, after
+
+
+def members_of(batch: Tensor, members: list[int]) -> Tensor:
+    """The ``members`` of a batch (B, ...), in that order."""
+    return batch.index_select(0, torch.tensor(members, device=batch.device))
