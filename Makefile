@@ -104,6 +104,10 @@ seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say,
 	@$(EXECUTE) e5_seeds $(GIVEN)
 	@$(EXECUTE) report $(GIVEN)
 
+.PHONY: realisation
+realisation: $(ENVIRONMENT)  ## E5's first eight seeds under another realisation of rounding
+	@$(EXECUTE) e5_seeds --profile realisation
+
 ASKED = $${REFERENCE_MODEL:+-p "reference_model=$$REFERENCE_MODEL" -p format=given} $${KEEP:+-p "keep=$$KEEP"} \
     $${FORMAT:+-p "format=$$FORMAT"} $${RECIPE:+-p "format=$$RECIPE"} $${TARGET:+-p "target=$$TARGET"} \
     $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \

@@ -49,3 +49,16 @@ def test_published_constants_are_the_reference_file(sweeps):
     assert E1_RELEASE["attention_pearson"] == released["attention"]["pearson"]
     assert E1_RELEASE["layernorm_pearson"] == released["layernorm"]["pearson"]
     assert E1_RELEASE["residual_max_gap"] == released["residual"]["max_bound_gap"]
+
+
+def test_other_configurations_are_computed_and_senseless_ones_refused():
+    chosen = e1.Sweeps(margins=(1.0,), value_scales=(2.0,), epsilons=(1e-5, 1e-4), gains=(0.1,), depth=3)
+    tables = e1.sweeps(chosen)
+    assert [len(tables[name]) for name in FIELDS] == [1, 2, 1]
+    assert tables["residual"].bound.item() == pytest.approx(1.1**3)
+    for wrong, message in (
+        ({"gains": ()}, "gains must name"), ({"depth": 0}, "depth must be at least 1"),
+        ({"epsilons": (1e-4, 1e-5)}, "epsilons must ascend"), ({"margins": (-1.0,)}, "margins must not be negative"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            e1.Sweeps(**wrong)

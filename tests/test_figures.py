@@ -12,11 +12,11 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from fragility_lab.experiments import e1, e3
+from fragility_lab.experiments import agreement, e1, e3
 from fragility_lab.lessons import pictures
 from fragility_lab.lessons.widgets import Explorer, slider
 from fragility_lab.paths import PROJECT
-from fragility_lab.reporting import figures
+from fragility_lab.reporting import figures, figures_e5
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +41,10 @@ def test_importing_and_drawing_leave_the_settings_of_matplotlib_alone(runs):
     code = f"import matplotlib.pyplot as p; p.gcf(); before = dict(p.rcParams); {imports}; assert p.rcParams == before"
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)  # gcf chooses a backend
     before = matplotlib.rcParams.copy()
-    axes = figures.e2_delta(runs)
+    axes = figures.e2_transport(runs)
     figures.png(axes)
     assert matplotlib.rcParams == before
-    assert axes.get_axisbelow() is True and axes.patches[0].get_edgecolor()[:3] == (1, 1, 1)  # whitegrid's
+    assert axes.get_axisbelow() is True  # whitegrid's
 
 
 def test_explorers_draw_in_the_style_of_the_figures():
@@ -72,10 +72,25 @@ def test_transport_figure_shows_every_run_and_the_diagonal(runs):
     assert axes.get_xlim()[0] < runs.no_transport_pearson.min()
 
 
-def test_delta_figure_has_a_bar_per_run(runs):
-    axes = figures.e2_delta(runs)
-    widths = sorted(bar.get_width() for bar in axes.patches if bar.get_width())
-    np.testing.assert_allclose(widths, sorted(runs.delta_pearson))
+def test_windows_figure_shows_every_window_and_numbers_the_worst():
+    windows = pd.DataFrame(
+        {"precision": ["bf16"] * 4 + ["fp16"], "length": 128, "start": [0, 128, 256, 0, 0], "overflow": False,
+         "combined": [1.0, 2.0, 3.0, 4.0, 5.0], "mismatch": [0.1, 0.4, 0.3, 0.1, 0.2]}
+    )  # fmt: skip
+    named = agreement.named_worst(windows, count=2)
+    assert named.name.tolist() == ["", "bf16-1", "bf16-2", "", "fp16-1"]
+    axes = figures.e2_windows(named)
+    np.testing.assert_allclose(axes.collections[0].get_offsets()[:, 1], windows.mismatch[:4])
+    assert [(text.get_text(), text.xy) for text in axes.texts] == [("1", (2.0, 0.4)), ("2", (3.0, 0.3))]
+    assert [panel.get_title() for panel in axes.figure.axes] == ["bf16", "fp16"]
+
+
+def test_trend_figure_has_a_curve_a_format_and_all_windows():
+    windows = pd.DataFrame({"precision": ["bf16", "fp16"] * 24, "overflow": False, "combined": np.arange(1.0, 49.0)})
+    axes = figures.e2_trend(agreement.trends(windows.assign(mismatch=windows.combined / 2)))
+    labelled = {line.get_label(): line for line in axes.get_lines()}
+    assert len(labelled["both together"].get_xdata()) == 12
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bf16", "fp16", "both together"]
 
 
 def test_written_figures_are_reproducible(runs, tmp_path):
@@ -88,18 +103,21 @@ def test_written_figures_are_reproducible(runs, tmp_path):
         assert len(first) > 5000
 
 
-def test_e3_ranks_shows_every_count():
+def test_e3_ranks_shows_every_count_beside_chance():
     counts = pd.DataFrame([[3.0, 1.0], [1.0, 3.0]], index=[1, 2], columns=[1, 2])
     axes = figures.e3_ranks(counts)
-    assert axes.collections[0].get_array().ravel().tolist() == [3.0, 1.0, 1.0, 3.0]
+    assert axes.collections[0].get_array().ravel().tolist() == [1.5, 0.5, 0.5, 1.5]
     assert axes.get_xlabel() and axes.get_ylabel() and axes.get_title().startswith("E3")
 
 
-def test_e3_fidelity_has_a_point_a_run(runs):
-    axes = figures.e3_fidelity(runs.assign(spearman=runs.delta_pearson, pairwise_accuracy=0.6))
-    points = axes.collections[0].get_offsets()
-    np.testing.assert_allclose(points[:, 0], runs.delta_pearson)
-    assert (points[:, 1] == 0.6).all()
+def test_e3_fidelity_has_a_point_a_run_and_measure_and_a_line_at_chance(runs):
+    measures = {"spearman": runs.delta_pearson, "pairwise_accuracy": 0.6, "top1_hit": 0.1, "top3_overlap": 0.2}
+    axes = figures.e3_fidelity(runs.assign(**measures, top5_overlap=0.7, layers=10))
+    points = np.concatenate([part.get_offsets() for part in axes.collections])
+    assert sorted(points[np.round(points[:, 1]) == 0, 0]) == pytest.approx(sorted(runs.delta_pearson))
+    assert len(points) == 5 * len(runs)
+    chance = [line.get_xdata()[0] for line in axes.get_lines() if len(line.get_xdata())]  # the legend's have none
+    assert chance == [0, 0.5, 0.1, 0.3, 0.5]
 
 
 def test_e3_noise_floor_shows_measured_windows_once():
@@ -108,9 +126,7 @@ def test_e3_noise_floor_shows_measured_windows_once():
          "noise_floor": [0.7, np.nan, 0.9, 0.9], "base_mismatch": [1.0, 2.0, 3.0, 3.0]}
     )  # fmt: skip
     axes = figures.e3_noise_floor(e3.measured_twice(windows))
-    points = np.concatenate([part.get_offsets() for part in axes.collections])
-    assert sorted(points[:, 1]) == [0.1, 0.3, 0.7, 0.9]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["score", "another rounding"]
+    np.testing.assert_allclose(sorted(axes.collections[0].get_offsets().tolist()), [[0.7, 0.1], [0.9, 0.3]])
 
 
 @pytest.fixture
@@ -121,41 +137,34 @@ def policies():
     )
 
 
-def test_e5_maximum_shows_every_seed_and_the_means(policies):
-    axes = figures.e5_maximum(policies)
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["none", "BGSS (released)"]
-    assert [bar.get_height() for bar in axes.patches] == [6.0, 3.0]
-    points = np.concatenate([part.get_offsets() for part in axes.collections])
-    assert sorted(points[:, 1]) == [2.0, 4.0, 5.0, 7.0]
-
-
-def test_e5_events_shows_means_and_deviations(policies):
-    axes = figures.e5_events(policies)
-    points = axes.collections[0].get_offsets()
-    np.testing.assert_allclose(points, [[8, 3e-3], [4, 1.5e-3]])
-    assert axes.get_xlabel() == "onset events a run (ratio 1.1)"
-    (horizontal,) = axes.containers[1].lines[2][0].get_segments()
-    np.testing.assert_allclose(horizontal[:, 0], [4 - 2**0.5, 4 + 2**0.5])
+def test_e5_outcomes_shows_every_seed_and_the_means(policies):
+    axes = figures_e5.e5_outcomes(policies)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "BGSS (released)"]
+    assert axes.get_xlabel() == "onsets (ratio 1.1)"
+    *_, largest = axes.figure.axes
+    assert [line.get_xdata().tolist() for line in largest.get_lines()] == [[5.0, 2.0], [7.0, 4.0]]  # seed by seed
+    assert largest.collections[0].get_offsets()[:, 0].tolist() == [6.0, 3.0]
+    assert largest.get_xscale() == "log"
 
 
 def test_e5_looks_shows_an_interval_a_look_and_the_bound():
     looks = {"runs": [8, 16] * 2, "mean": [1.0, 0.5, 2.0, 2.5], "low": 0.0, "high": 3.0, "bound": 0.0}
     course = pd.DataFrame(looks | {"quantity": ["a"] * 2 + ["b"] * 2, "experiment": "E5", "smallest": 0.5})
-    first = figures.e5_looks(course)
+    first = figures_e5.e5_looks(course)
     panels = [axes for axes in first.figure.axes if axes.get_visible()]
     assert [axes.get_title() for axes in panels] == ["a", "b"]
     assert first.lines[0].get_xydata().tolist() == [[8, 1], [16, 0.5]]
     assert first.figure.get_supxlabel() == "number of seeds"
 
 
-def test_e5_course_has_a_panel_a_policy_over_the_course_of_none():
+def test_e5_course_has_a_panel_a_policy_relative_to_none():
     steps = pd.DataFrame(
         {"policy": ["none", "bgss"] * 4, "seed": [0] * 4 + [1] * 4, "step": [0, 0, 1, 1] * 2,
-         "mismatch": [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0]}
+         "mismatch": [1.0, 2.0, 3.0, 4.0, 4.0, 2.0, 3.0, 6.0]}
     )  # fmt: skip
-    axes = figures.e5_course(steps)
+    axes = figures_e5.e5_course(steps)
     assert axes.get_yscale() == "log" and axes.get_title() == "BGSS (released)"
-    none, bgss = (line.get_ydata().tolist() for line in axes.get_lines())
-    assert none == [2.0, 4.0] and bgss == [3.0, 5.0]
-    (alone,) = figures.e5_course(steps[steps.policy == "none"]).get_lines()[:1]
-    assert alone.get_ydata().tolist() == [2.0, 4.0]
+    np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), [(2 * 2 / 4) ** 0.5, (4 * 6 / 9) ** 0.5])
+    assert "over that of none" in axes.figure.get_supylabel()
+    alone = figures_e5.e5_course(steps[steps.policy == "none"])
+    np.testing.assert_allclose(alone.get_lines()[0].get_ydata(), [2.0, 3.0])

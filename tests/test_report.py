@@ -355,7 +355,7 @@ def read(html: str) -> Reader:
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures")
-    for name in ("e1_attention", "e5_maximum"):
+    for name in ("e1_attention", "e5_outcomes"):
         (folder / f"{name}.png").write_bytes(PIXEL)
     return folder
 
@@ -456,7 +456,7 @@ def test_written_report_reads_tables_and_figures(tables, figures, tmp_path, monk
     (paths.output_folder("smoke", "figures") / "e2_trend.png").write_bytes(PIXEL)
     html = report.write("smoke").read_text(encoding="utf-8")
     (image,) = (given for tag, given in read(html).tags if tag == "img")
-    assert image["alt"].startswith("Points on logarithmic axes: mean mismatch")
+    assert image["alt"].startswith("Curves on logarithmic axes: mean mismatch")
     assert "was not run" not in html
     assert report.write("smoke").read_text(encoding="utf-8") == html
 

@@ -75,8 +75,25 @@ def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:
         combined=("combined", "mean"),
         mismatch=("mismatch", "mean"),
         windows=("mismatch", "size"),
-        precision=("precision", lambda names: ", ".join(sorted(set(names)))),
     )
+
+
+def trends(windows: pd.DataFrame) -> pd.DataFrame:
+    """``binned_trend`` of each format by itself, and of all windows together as in the paper (precision "all")."""
+    parts = [*windows.groupby("precision"), ("all", windows)]
+    return pd.concat([binned_trend(part).assign(precision=name) for name, part in parts], ignore_index=True)
+
+
+def named_worst(windows: pd.DataFrame, count: int = 3) -> pd.DataFrame:
+    """``windows`` with a column ``name``: "bf16-1" for that of the largest mismatch in bf16, and so on to ``count``.
+
+    The others have none. A window that several seeds drew is named once.
+    """
+    finite = windows[~windows.overflow].sort_values("mismatch", ascending=False, kind="stable")
+    distinct = finite.drop_duplicates(["precision", "length", "start"])
+    rank = distinct.groupby("precision").cumcount() + 1
+    names = (distinct.precision + "-" + rank.astype(str))[rank <= count]
+    return windows.assign(name=names.reindex(windows.index, fill_value=""))
 
 
 def compare_estimators(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,5 +1,6 @@
 """E1: controlled sweeps of the three mechanisms, in double precision (protocol section 4)."""
 
+from dataclasses import dataclass, fields
 from itertools import product
 
 import pandas as pd
@@ -8,13 +9,29 @@ from scipy import stats
 from torch import Tensor
 
 from fragility_core import theory
+from fragility_lab.inputs.loading import require_at_least, require_values
 
-MARGINS = (0.25, 0.5, 1.0, 2.0, 4.0)
-VALUE_SCALES = (0.5, 1.0, 2.0, 4.0)
-EPSILONS = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-GAINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-DEPTH = 6
 SCORE_PERTURBATION = 0.0025
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """The configurations of the three sweeps; by default those of the paper's release."""
+
+    margins: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    value_scales: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    epsilons: tuple[float, ...] = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # ascending
+    gains: tuple[float, ...] = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    depth: int = 6
+
+    def __post_init__(self):
+        require_values(**{field.name: getattr(self, field.name) for field in fields(self)[:-1]})
+        require_at_least(1, depth=self.depth)
+        for name in ("margins", "value_scales", "epsilons", "gains"):
+            if min(getattr(self, name)) < 0:
+                raise ValueError(f"{name} must not be negative, got {min(getattr(self, name))}")
+        if list(self.epsilons) != sorted(self.epsilons):
+            raise ValueError(f"epsilons must ascend, got {', '.join(map(str, self.epsilons))}")
 
 
 def _double(values) -> Tensor:
@@ -51,23 +68,24 @@ def layernorm_case(epsilon: float) -> dict[str, float]:
     return {"epsilon": epsilon, "measured": torch.linalg.vector_norm(change).item(), "theory": magnitude.item()}
 
 
-def residual_case(gain: float) -> dict[str, float]:
-    """Compose a block of gain ``gain`` DEPTH times; bound (1 + rho)^DEPTH (Corollary 1 (`cor:depth`))."""
+def residual_case(gain: float, depth: int) -> dict[str, float]:
+    """Compose a block of gain ``gain`` ``depth`` times; bound (1 + rho)^depth (Corollary 1 (`cor:depth`))."""
     block = torch.diag(_double([1 + gain, 1 - gain / 4]))
     x = _double([1, 1])
-    moved = torch.linalg.matrix_power(block, DEPTH) @ x
+    moved = torch.linalg.matrix_power(block, depth) @ x
     measured = torch.linalg.vector_norm(moved) / torch.linalg.vector_norm(x)
-    # The transport of a layer counts the later layers only, so one layer more than DEPTH is given.
-    bound = theory.downstream_transport(torch.full((DEPTH + 1,), gain, dtype=torch.float64))[0]
+    # The transport of a layer counts the later layers only, so one layer more than ``depth`` is given.
+    bound = theory.downstream_transport(torch.full((depth + 1,), gain, dtype=torch.float64))[0]
     return {"rho": gain, "measured": measured.item(), "bound": bound.item(), "gap": (bound - measured).item()}
 
 
-def sweeps() -> dict[str, pd.DataFrame]:
-    """The three tables of E1: 20 attention, 10 LayerNorm and 8 residual configurations."""
+def sweeps(chosen: Sweeps = Sweeps()) -> dict[str, pd.DataFrame]:
+    """The three tables, one row a configuration: in the release 20 for attention, 10 for LayerNorm, 8 for residuals."""
+    attention = [attention_case(*case) for case in product(chosen.margins, chosen.value_scales)]
     return {
-        "attention": pd.DataFrame([attention_case(*case) for case in product(MARGINS, VALUE_SCALES)]),
-        "layernorm": pd.DataFrame([layernorm_case(epsilon) for epsilon in EPSILONS]),
-        "residual": pd.DataFrame([residual_case(gain) for gain in GAINS]),
+        "attention": pd.DataFrame(attention),
+        "layernorm": pd.DataFrame([layernorm_case(epsilon) for epsilon in chosen.epsilons]),
+        "residual": pd.DataFrame([residual_case(gain, chosen.depth) for gain in chosen.gains]),
     }
 
 

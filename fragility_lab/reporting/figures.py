@@ -3,10 +3,10 @@
 Importing this module changes no setting of matplotlib. Whatever draws does so inside of ``style``.
 """
 
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib as mpl
@@ -19,6 +19,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
 DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
+SEQUENTIAL = sns.color_palette("crest", as_cmap=True)  # its light end shows on white
 PNG_DPI = 110
 
 # Matplotlib searches the height of a title unless it is fixed, which takes time.
@@ -107,7 +108,7 @@ def e1_attention(table: pd.DataFrame) -> Axes:
     """Measured change of the output over the proxy; colour is the value scale, marker the margin."""
     axes, table = canvas(), table.rename(columns={"value_scale": "value scale"})
     sns.scatterplot(
-        table, x="proxy", y="measured", hue="value scale", style="margin", s=70, palette="viridis", ax=axes
+        table, x="proxy", y="measured", hue="value scale", style="margin", s=70, palette=SEQUENTIAL, ax=axes
     )  # fmt: skip
     proxy = r"proxy $\kappa_{softmax}\,\|P\|\,\|V\|_2$"
     return finished(axes, proxy, "measured change of the output", "E1: attention sensitivity", log=True)
@@ -124,10 +125,10 @@ def e1_layernorm(table: pd.DataFrame) -> Axes:
 
 
 @style()
-def e1_residual(table: pd.DataFrame) -> Axes:
-    """Amplification over six blocks, below the transport bound."""
-    axes = curves(table, "rho", {"measured": "measured", "bound": r"bound $(1+\rho)^6$"})
-    labels = (r"residual gain $\rho$", "amplification over 6 blocks", "E1: residual transport")
+def e1_residual(table: pd.DataFrame, depth: int = 6) -> Axes:
+    """Amplification over ``depth`` blocks, below the transport bound."""
+    axes = curves(table, "rho", {"measured": "measured", "bound": rf"bound $(1+\rho)^{{{depth}}}$"})
+    labels = (r"residual gain $\rho$", f"amplification over {depth} blocks", "E1: residual transport")
     return finished(axes, *labels, inside=True)
 
 
@@ -142,56 +143,91 @@ def e2_transport(runs: pd.DataFrame) -> Axes:
 
 
 @style()
-def e2_delta(runs: pd.DataFrame) -> Axes:
-    """Gain in Pearson by transport, one bar a run."""
-    table = runs.sort_values(["precision", "length", "seed"])
-    table["run"] = table.precision + " T=" + table.length.astype(str) + " seed " + table.seed.astype(str)
-    axes = canvas(6.4, max(2.2, 0.27 * len(table) + 1.2))
-    sns.barplot(table, y="run", x="delta_pearson", hue="precision", dodge=False, ax=axes)
-    axes.axvline(0, color="0.2", linewidth=1)
-    return finished(axes, "Pearson of combined minus no_transport", None, "E2: gain by transport")
+def e2_windows(windows: pd.DataFrame) -> Axes:
+    """Mismatch over score of every window, by window length, a panel a format; numbers are those of column ``name``."""
+    kept = windows[~windows.overflow].assign(**{"window length": lambda table: table.length.astype(str)})
+    panels, lengths = list(kept.groupby("precision")), [str(length) for length in sorted(kept.length.unique())]
+    figure, grid = plt.subplots(
+        1, len(panels), figsize=(3.6 * len(panels) + 1, 3.6), layout="constrained", squeeze=False
+    )
+    for axes, (precision, shown) in zip(grid.flat, panels):
+        points = {"hue": "window length", "hue_order": lengths, "s": 18, "linewidth": 0, "alpha": 0.7}
+        sns.scatterplot(shown, x="combined", y="mismatch", legend=axes is grid.flat[-1], ax=axes, **points)
+        finished(axes, "score", "mismatch" if axes is grid.flat[0] else "", precision, log=True)
+        named = shown[shown.name != ""].sort_values("name")
+        axes.scatter(named.combined, named.mismatch, s=60, facecolor="none", edgecolor="0.1", linewidth=1)
+        for window, place in zip(named.itertuples(), cycle(((9, 0), (-9, 0), (0, -11), (0, 11)))):
+            at = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": "small"}
+            axes.annotate(window.name.rpartition("-")[2], (window.combined, window.mismatch), place, **at)
+    figure.suptitle("E2: every window", fontsize="medium")
+    return grid[0, 0]
 
 
 @style()
 def e2_trend(bins: pd.DataFrame) -> Axes:
-    """Mean mismatch over mean predicted risk in bins of equal count, coloured by the formats of their windows."""
-    axes = canvas()
-    formats = sorted(set(bins.precision), key=lambda names: (names.count(","), names))  # those of one format first
-    sns.scatterplot(
-        bins, x="combined", y="mismatch", hue="precision", style="precision", hue_order=formats, style_order=formats,
-        s=70, ax=axes,
-    )  # fmt: skip
+    """Mean mismatch over mean predicted risk in bins of equal count: one curve a format, and all windows together."""
+    axes = canvas(5.0, 3.6)
+    together = bins.precision == "all"
+    pooled = bins[together]
+    sns.lineplot(bins[~together], x="combined", y="mismatch", hue="precision", style="precision", markers=True, ax=axes)
+    hollow = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
+    axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **hollow)
     labels = ("predicted risk (mean of bin)", "mismatch (mean of bin)", "E2: mismatch over predicted risk")
-    return finished(axes, *labels, log=True)
+    return finished(axes, *labels, log=True, inside=True)
 
 
 @style()
 def e3_ranks(counts: pd.DataFrame) -> Axes:
-    """How often a block of each rank by the score (rows) has each rank by its exact effect (columns)."""
-    axes = canvas(5.6, 4.6)
-    sns.heatmap(counts, cmap="viridis", square=True, linewidths=0.5, cbar_kws={"label": "blocks"}, ax=axes)
+    """How often a block of each rank by the score (rows) has each rank by its exact effect (columns), beside chance."""
+    axes, share = canvas(5.6, 4.6), counts / counts.stack().mean()
+    colours = {"cmap": "vlag", "norm": mpl.colors.TwoSlopeNorm(1, 0, max(2.0, share.max(axis=None)))}
+    label = {"label": "times as often as by chance"}
+    sns.heatmap(share, square=True, linewidths=0.5, cbar_kws=label, ax=axes, **colours)
     axes.tick_params(axis="y", rotation=0)
     labels = ("rank by exact effect (1: largest)", "rank by the score (1: largest)")
     return finished(axes, *labels, "E3: where the score puts the blocks")
 
 
+FIDELITY = {
+    "spearman": "Spearman", "pairwise_accuracy": "pairwise accuracy", "top1_hit": "top-1 hit",
+    "top3_overlap": "top-3 overlap", "top5_overlap": "top-5 overlap",
+}  # fmt: skip
+
+
 @style()
 def e3_fidelity(runs: pd.DataFrame) -> Axes:
-    """Pairwise accuracy over Spearman, one point a run; the dashed lines are chance."""
-    axes = scatter_of_runs(runs, "spearman", "pairwise_accuracy")
-    axes.axvline(0, **DASHED)
-    axes.axhline(0.5, **DASHED)
-    labels = ("Spearman of score and exact effect", "pairwise ordering accuracy", "E3: fidelity by run")
-    return finished(axes, *labels)
+    """How alike the rankings of score and exact effect are, in five measures: a point a run, a line at chance."""
+    table = with_length(runs).melt(["window length"], [*FIDELITY], "measure", "value")
+    axes = canvas(6.4, 3.2)
+    sns.stripplot(
+        table,
+        x="value",
+        y="measure",
+        hue="window length",
+        palette="colorblind",
+        dodge=True,
+        jitter=False,
+        size=6,
+        ax=axes,
+    )
+    layers = runs.layers.mean()
+    for row, chance in enumerate((0, 0.5, 1 / layers, 3 / layers, 5 / layers)):
+        axes.plot([chance, chance], [row - 0.4, row + 0.4], **DASHED | {"linewidth": 2})
+    axes.set_yticks(range(len(FIDELITY)), FIDELITY.values())
+    return finished(axes, "value in a run (dashed: chance)", None, "E3: fidelity of the score")
 
 
 @style()
 def e3_noise_floor(windows: pd.DataFrame) -> Axes:
-    """Spearman of the score beside that of a second measurement of the same effects, by window length."""
-    table = windows.rename(columns={"spearman": "score", "noise_floor": "another rounding"})
-    table = table.melt("length", ["score", "another rounding"], "compared with")
-    title = "E3: the score, and what rounding noise allows"
-    return swarms(table, "value", "compared with", "Spearman with a measured effect", title, size=7, inches=(6.0, 4.0))
+    """Spearman with the exact effects of the score, over that of a second measurement of the effects."""
+    axes, ends = canvas(5.4, 4.0), (min(0.0, windows[["spearman", "noise_floor"]].min(axis=None)) - 0.05, 1.0)
+    sns.scatterplot(
+        with_length(windows), x="noise_floor", y="spearman", hue="window length", style="window length", s=70, ax=axes
+    )
+    axes.plot(ends, ends, **DASHED)
+    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    labels = ("Spearman of the effects in another rounding", "Spearman of the score")
+    return finished(axes, *labels, "E3: score and noise floor, by window")
 
 
 def swarms(table: pd.DataFrame, y: str, hue: str, label: str, title: str, size=6, inches=(6.4, 4.0)) -> Axes:
@@ -201,99 +237,6 @@ def swarms(table: pd.DataFrame, y: str, hue: str, label: str, title: str, size=6
     sns.swarmplot(table, x="length", y=y, hue=hue, dodge=True, size=size, ax=axes)
     axes.axhline(0, **DASHED)
     return finished(axes, "window length (tokens)", label, title)
-
-
-POLICY_NAMES = {
-    "none": "none", "static_global": "static", "random_same_budget": "random", "risk_only_same_budget": "risk only",
-    "bgss": "BGSS (released)", "bgss_printed": "BGSS (printed)", "eps_bump": "eps bump",
-}  # fmt: skip
-
-
-@style()
-def e5_maximum(runs: pd.DataFrame) -> Axes:
-    """Largest mismatch of every run, by seed, with the mean of each policy as a bar."""
-    table, axes = _with_policy_names(runs), canvas(6.4, 3.8)
-    sns.barplot(table, x="policy", y="max_mismatch", color="0.85", errorbar=None, ax=axes)
-    sns.swarmplot(table, x="policy", y="max_mismatch", hue="seed", size=8, palette="colorblind", ax=axes)
-    axes.set_xticks(axes.get_xticks(), axes.get_xticklabels(), rotation=20, ha="right", rotation_mode="anchor")
-    return finished(axes, None, "largest mismatch of the run", "E5: largest mismatch by seed (bar: mean)")
-
-
-@style()
-def e5_events(runs: pd.DataFrame) -> Axes:
-    """Final mismatch over onset events, means over seeds with standard deviations."""
-    x, y = "onsets", "final_mismatch"
-    by_policy = _with_policy_names(runs).groupby("policy", observed=True)[[x, y]]
-    means, deviations = by_policy.mean().reset_index(), by_policy.std().fillna(0)
-    axes = canvas(6.4, 4.0)
-    sns.scatterplot(means, x=x, y=y, hue="policy", style="policy", s=110, zorder=3, ax=axes)
-    for mean, deviation, colour in zip(means.itertuples(), deviations.itertuples(), COLOURS):
-        axes.errorbar(
-            mean.onsets, mean.final_mismatch, xerr=deviation.onsets, yerr=deviation.final_mismatch, fmt="none",
-            ecolor=colour, elinewidth=1, capsize=3,
-        )  # fmt: skip
-    label = f"onset events a run (ratio {runs.onset_ratio.iloc[0]:g})"
-    return finished(axes, label, "final mismatch", "E5: events and final mismatch (mean ± sd)")
-
-
-@style()
-def e5_course(steps: pd.DataFrame, title: str = "E5: mismatch over training") -> Axes:
-    """Mismatch over the training steps, mean over seeds: one panel a policy, with policy ``none`` in grey."""
-    table = _with_policy_names(steps).groupby(["policy", "step"], observed=True).mismatch.mean().unstack("policy")
-    shown = [name for name in table if name != "none"] or ["none"]
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(2.6 * columns + 0.6, 1.9 * rows + 0.7), sharex=True, sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axes, name in zip(grid.flat, shown):
-        for course, colour, width in (("none", "0.8", 3), (name, COLOURS[0], 1)):
-            if course in table:
-                axes.plot(table.index, table[course], color=colour, linewidth=width)
-        axes.set(yscale="log")
-        axes.set_title(name, fontsize="medium")
-    for number in range(len(shown), grid.size):
-        grid.flat[number].set_visible(False)
-        grid.flat[number - columns].tick_params(labelbottom=True)  # the last panel of its column
-    figure.supxlabel("training step", fontsize="medium")
-    figure.supylabel("mismatch" if rows == 1 else "mismatch, mean over seeds", fontsize="medium")
-    figure.suptitle(f"{title} (grey: none)" if len(table.columns) > 1 else title, fontsize="medium")
-    return grid[0, 0]
-
-
-@style()
-def e5_looks(course: pd.DataFrame) -> Axes:
-    """Mean and interval of each claim over the number of seeds; one panel a claim (rows of ``verdicts.by_look``)."""
-    panels = list(course.groupby("quantity", sort=False))
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(3.1 * columns, 2.1 * rows + 0.4), sharex=True, squeeze=False, layout="constrained"
-    )
-    for axes, (name, looks) in zip(grid.flat, panels):
-        around = looks[["low", "high"]].sub(looks["mean"], axis=0).abs().to_numpy().T
-        last = looks.iloc[-1]
-        axes.errorbar(looks.runs, looks["mean"], yerr=around, fmt="o", markersize=4, capsize=3, color=COLOURS[0])
-        axes.axhline(last.bound, **DASHED)
-        if last.smallest > 0:
-            axes.axhspan(last.bound - last.smallest, last.bound + last.smallest, color="0.9", zorder=0)
-        axes.set(xlim=(0, course.runs.max() + course.runs.min()), xticks=sorted(course.runs.unique()))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-        axes.set_title("\n".join(textwrap.wrap(name, 34)), fontsize="small")
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    figure.supxlabel("number of seeds", fontsize="medium")
-    figure.supylabel("mean over seeds, with interval", fontsize="medium")
-    figure.suptitle(f"{course.experiment.iloc[0]}: mean and interval at each look", fontsize="medium")
-    return grid[0, 0]
-
-
-def _with_policy_names(table: pd.DataFrame) -> pd.DataFrame:
-    """Policies by the names that figures use, in the order of ``POLICY_NAMES``; others follow, unchanged."""
-    names = POLICY_NAMES | {name: name for name in table.policy if name not in POLICY_NAMES}
-    present = [name for policy, name in names.items() if policy in set(table.policy)]
-    return table.assign(policy=pd.Categorical(table.policy.map(names), present, ordered=True))
 
 
 @style()

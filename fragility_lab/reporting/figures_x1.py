@@ -1,8 +1,10 @@
 """The figures of X1: tidy DataFrame in, matplotlib Axes out, as in ``figures``."""
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
 
 from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style, swarms, with_length
 
@@ -51,17 +53,18 @@ def x1_ranking(runs: pd.DataFrame) -> Axes:
 @style()
 def x1_realisations(table: pd.DataFrame) -> Axes:
     """Spearman with the effect averaged over 1, 2, ... realisations: of prediction, score and another measurement."""
-    axes, shown = canvas(6.4, 4.0), with_length(table).rename(columns={"ranked_by": "ranked by"})
-    sns.lineplot(
-        shown, x="realisations", y="spearman", hue="ranked by", style="window length", markers=True, errorbar=None,
-        ax=axes,
+    shown = table.rename(columns={"ranked_by": "ranked by", "length": "tokens"})
+    grid = sns.relplot(
+        shown, kind="line", x="realisations", y="spearman", col="tokens", hue="ranked by", style="ranked by",
+        markers=True, errorbar=None, height=2.8, aspect=0.85,
     )  # fmt: skip
     counts = sorted(table.realisations.unique())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set(ylim=(None, 1))
-    labels = ("realisations averaged", "Spearman with the averaged effect")
-    return finished(axes, *labels, "X1: how much of the disagreement is noise")
+    grid.set(xscale="log", xticks=counts, xticklabels=counts, ylim=(None, 1))
+    for axes in grid.axes.flat:
+        axes.xaxis.set_minor_locator(NullLocator())
+    grid.set_axis_labels("realisations averaged", "Spearman with their mean").set_titles("{col_name} tokens")
+    grid.figure.suptitle("X1: how much of the disagreement is noise", y=1.04)
+    return grid.axes.flat[0]
 
 
 @style()
@@ -85,22 +88,30 @@ CHOOSERS = (
 
 @style()
 def x1_plans(plans: pd.DataFrame) -> Axes:
-    """Predicted against measured mismatch of every plan, relative to none: a panel for each way of choosing."""
+    """Every plan, relative to none: measured over predicted mismatch, and measured mismatch over the price.
+
+    The price is the share of the model's products that the plan moves to fp32; means over runs, by chooser.
+    """
     run = ["precision", "length", "seed"]
     none = plans[plans.chosen_by == "none"].set_index(run).measured.rename("none").reset_index()
-    table = plans.merge(none, on=run).assign(chosen_by=lambda t: t.chosen_by.replace({"each": "each kind of site"}))
+    table = plans[plans.chosen_by != "none"].merge(none, on=run)
+    table = table.assign(chosen_by=table.chosen_by.replace({"each": "each kind of site"}))
     table = table.assign(predicted=table.predicted / table.none, measured=table.measured / table.none)
-    table = table.rename(columns={"chosen_by": "chosen by", "unit": "unit kept"})
-    present = [name for name in CHOOSERS if name in set(table["chosen by"])]
-    grid = sns.relplot(
-        table, x="predicted", y="measured", col="chosen by", col_order=present, col_wrap=min(5, len(present)),
-        hue="unit kept", style="unit kept", height=1.9, s=35, linewidth=0, alpha=0.7,
+    present = [name for name in CHOOSERS if name in set(table.chosen_by)]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
+    colours = dict(zip(CHOOSERS, COLOURS)) | {"random": "0.75", "each kind of site": "0.45"}
+    chosen = {"hue": "chosen_by", "hue_order": present, "palette": colours, "linewidth": 0}
+    sns.scatterplot(table, x="predicted", y="measured", s=14, alpha=0.6, legend=False, ax=left, **chosen)
+    left.axline((0, 0), slope=1, **DASHED)
+    left.set(xlim=(0, None), ylim=(0, None))
+    finished(left, "predicted mismatch, of that without a plan", "measured, of that without a plan", "predicted")
+    means = table.groupby(["chosen_by", "unit", "budget", "label"], as_index=False)[["flops", "measured"]].mean()
+    sns.scatterplot(
+        means.assign(flops=means.flops / 1e6), x="flops", y="measured", style="chosen_by", style_order=present, s=60,
+        alpha=0.85, ax=right, **chosen,
     )  # fmt: skip
-    for axes in grid.axes.flat:
-        axes.axline((0, 0), slope=1, **DASHED)
-    ends = (0, 1.05 * max(1.0, table[["predicted", "measured"]].max(axis=None)))
-    grid.set(xlim=ends, ylim=ends).set_titles("{col_name}").set_axis_labels("", "")
-    grid.figure.supxlabel("predicted mismatch / mismatch measured without a plan", fontsize="medium", y=0.04)
-    grid.figure.supylabel("measured / measured without", fontsize="medium", x=0.03)
-    grid.figure.suptitle("X1: what a plan buys, predicted and measured", y=1.03)
-    return grid.axes.flat[0]
+    right.set(ylim=(0, None))
+    finished(right, "operations in fp32 (millions a token)", None, "price")
+    right.get_legend().set_title("chosen by")
+    figure.suptitle("X1: what a plan buys", fontsize="medium")
+    return left

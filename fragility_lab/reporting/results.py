@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fragility_lab.paths import ASSETS, PROJECT
 from fragility_lab.reporting import reruns, results_rivals
-from fragility_lab.reporting.claims import E2, E3
+from fragility_lab.reporting.claims import E2, E3, E5, E5_SCARCE
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
 from fragility_lab.reporting.verdicts import UNDECIDED, VERDICTS, compare
@@ -23,6 +23,7 @@ from fragility_lab.reporting.verdicts import UNDECIDED, VERDICTS, compare
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
 RESULTS, OTHER, SECOND = "embedded", "embedded-amx", "embedded-llama"  # another CPU, a second trained family
+REALISATION = "realisation"  # E5's first seeds, all initial weights moved by half a unit roundoff
 INDEPENDENT = ("independent", "independent-embedded-llama")  # no two runs share a window; both trained families
 PAPER_LEDGER = 2742  # protected layer-steps of each controller in the paper's table of E5
 FINDINGS = re.compile(r"(?<=<!-- findings: make docs -->\n).*?(?=<!-- end of findings -->)", re.S)
@@ -70,14 +71,30 @@ def by_length(rows: pd.DataFrame, **columns: str) -> str:
     return markdown(means, length=("tokens a window", ""), **{name: (text, ".2f") for name, text in columns.items()})
 
 
+def listed(both: pd.DataFrame, second: str) -> str:
+    """The rows of ``reruns.side_by_side`` as Markdown; ``second`` names the second of the results."""
+    headings = ("experiment", "claim", "here", "verdict", second, "verdict there")
+    rows = both.reset_index().set_axis([*"abcdef"], axis=1)
+    return markdown(rows, **{name: (heading, "") for name, heading in zip("abcdef", headings)})
+
+
 def other_cpu(tables: Tables, other: Tables) -> dict[str, object]:
     """Which verdicts differ between the two CPUs."""
     both = reruns.side_by_side({RESULTS: tables["claims"], OTHER: other["claims"]})
     differing = reruns.differing(both)
-    headings = ("experiment", "claim", "here", "verdict", "other CPU", "verdict there")
-    rows = differing.reset_index().set_axis([*"abcdef"], axis=1)
-    listed = markdown(rows, **{name: (heading, "") for name, heading in zip("abcdef", headings)})
-    return {"claims": len(both), "alike": len(both) - len(differing), "differing": listed}
+    return {"claims": len(both), "alike": len(both) - len(differing), "differing": listed(differing, "other CPU")}
+
+
+def realisation(tables: Tables) -> dict[str, object]:
+    """E5's claims on the seeds that were run under two realisations of rounding."""
+    again = read_tables(REALISATION)
+    seeds = again["e5_seeds"].seed.unique()
+    same = {name: tables[name][tables[name].seed.isin(seeds)] for name in ("e5_seeds", "e5_scarce_seeds")}
+    both = reruns.side_by_side(
+        {name: compare(found, (*E5, *E5_SCARCE)) for name, found in {"": same, "moved": again}.items()}
+    )
+    alike = len(both) - len(reruns.differing(both))
+    return {"seeds": len(seeds), "claims": len(both), "alike": alike, "listed": listed(both, "moved")}
 
 
 def families(tables: Tables, second: Tables) -> str:
@@ -157,6 +174,7 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
             "second_signal": second["e2_signals"].set_index("signal"),
             "families": families(tables, second),
             "independent": independent(),
+            "realisation": realisation(tables),
         }
         | quantization(tables)
         | results_rivals.values(tables, second)
