@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from fragility_lab.reporting.figures import COLOURS, DASHED, style
+from fragility_lab.reporting.figures import COLOURS, DASHED, plain_log_ticks, style
 
 POLICY_NAMES = {
     "none": "none", "static_global": "static", "random_same_budget": "random", "risk_only_same_budget": "risk only",
@@ -63,6 +63,7 @@ def e5_course(steps: pd.DataFrame) -> Axes:
         axes.plot(course.rolling(SMOOTHED, center=True, min_periods=1).median(), color=COLOURS[0])
         axes.set(yscale="log")
         axes.set_title(name, fontsize="medium")
+        plain_log_ticks(axes.yaxis)
         if compared:
             axes.axhline(1, **DASHED)
     for number in range(len(shown.columns), grid.size):
