@@ -319,7 +319,7 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
     [
         ("format=fp9", "make diagnose: a recipe must be one of"),
         ("budget=5 bits", "make diagnose: a budget of bits, KL or MB divides"),
-        ("windows=many", "make diagnose: invalid literal for int"),
+        ("windows=many", "make diagnose: windows must be a whole number, got 'many'"),
         ("length=1", "make diagnose: length must be at least 2, got 1"),
     ],
 )

@@ -139,6 +139,18 @@ def test_values_come_from_the_command_line_only(name):
     assert found_by_recipes(name, f"{name}=7") == "7"
 
 
+@pytest.mark.parametrize(
+    "value", ["a$b", "$(shell touch {made})", "$(x)", "a; touch {made}", "`touch {made}`", 'it\'s "q"']
+)
+@pytest.mark.parametrize("name", ["MODEL", "DATA", "RECIPE", "BUDGET", "RESULTS"])
+def test_a_given_value_is_neither_expanded_nor_run(name, value, tmp_path):
+    value = value.format(made=tmp_path / "made")
+    assert found_by_recipes(name, f"{name}={value}") == value
+    assert not (tmp_path / "made").exists()
+    if name == "MODEL":  # results of another model do not take the place of the profile's
+        assert found_by_recipes("RESULTS", f"{name}={value}") == "embedded-custom"
+
+
 def test_stale_runs_are_kept_on_demand_only():
     assert found_by_recipes("FRAGILITY_STALE", STALE="keep") == ""
     assert found_by_recipes("FRAGILITY_STALE", "STALE=keep") == "keep"

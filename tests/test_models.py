@@ -36,6 +36,9 @@ def test_default_device():
     assert default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+HUB = "the model hub and this machine's cache"
+
+
 def assert_says_how_to_go_on(error: pytest.ExceptionInfo, kind: str, name: str, where: str):
     message = str(error.value)
     assert message.startswith(f"cannot load the {kind} {name!r} from {where} (")
@@ -46,12 +49,20 @@ def assert_says_how_to_go_on(error: pytest.ExceptionInfo, kind: str, name: str, 
 @pytest.mark.parametrize(
     ("kind", "load"), [("model", load_model), ("model", load_config), ("tokenizer", load_tokenizer)]
 )
-@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "./no/such/folder"])
-def test_what_is_not_found_is_named_with_the_way_out(kind, load, name):
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("nobody/no-such-model", HUB),
+        ("no-such-model", HUB),
+        ("./no/such/folder", "the folder"),
+        ("a/b/c", "the folder"),
+    ],
+)
+def test_what_is_not_found_is_named_with_the_way_out(kind, load, name, where):
     """conftest.py sets HF_HUB_OFFLINE, as on a machine without a network."""
     with pytest.raises(OSError) as error:
         load(name)
-    assert_says_how_to_go_on(error, kind, name, "the model hub and this machine's cache")
+    assert_says_how_to_go_on(error, "model" if where != HUB else kind, name, where)
 
 
 @pytest.fixture
@@ -108,9 +119,18 @@ def test_a_checkpoint_of_other_shapes_than_its_configuration_is_refused(tmp_path
     random_gpt2(TINY).save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"n_embd": 32', '"n_embd": 64'))
-    with pytest.raises(OSError) as error:
+    with pytest.raises(
+        OSError, match=r"has h\.0\.attn\.c_attn\.bias \(96,\) for \(192,\), .* and others: take the config"
+    ):
         load_model(str(tmp_path))
-    assert_says_how_to_go_on(error, "model", str(tmp_path), "the folder")
+
+
+def test_a_checkpoint_of_more_blocks_than_its_configuration_is_refused(tmp_path):
+    random_gpt2(TINY).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"n_layer": 3', '"n_layer": 2'))
+    with pytest.raises(OSError, match=r"must have all blocks .* leaves out .*h\.2\.attn\.c_attn\.weight.* and others"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("config", [TINY, OPTConfig(), GPTNeoXConfig(), GemmaConfig()], ids=lambda c: c.model_type)

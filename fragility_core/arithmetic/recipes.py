@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
 from fragility_core.arithmetic.formats import FORMATS, NARROW, Format
 from fragility_core.arithmetic.schemes import Scheme
@@ -136,7 +137,11 @@ def get_recipe(name: str | Recipe | Stored) -> Recipe:
     base, at, kernels = name.partition("@")
     parts = base.split("+")
     if not all(part in RECIPES for part in parts) or not all(part in CACHES for part in parts[1:]):
-        raise ValueError(f'a recipe must be one of {", ".join(RECIPES)}, or such as "fp8-dynamic+kv-fp8", got {name!r}')
+        begins = [known for known in RECIPES if name and known.startswith(name.lower())]
+        alike = begins[:3] or get_close_matches(name.lower(), RECIPES)
+        meant = f" (do you mean {' or '.join(alike)}?)" if alike else ""
+        known = f'{", ".join(RECIPES)}, or such as "fp8-dynamic+kv-fp8"'
+        raise ValueError(f"a recipe must be one of {known}, got {name!r}{meant}")
     found = RECIPES[parts[0]]
     if len(parts) > 1:
         found = replace(found, name=base, cache=CACHES[parts[-1]])

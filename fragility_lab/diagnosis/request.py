@@ -17,7 +17,7 @@ from fragility_core.models.tree import block_paths
 from fragility_core.protection import KEEPABLE_SITES
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
 from fragility_lab.diagnosis.measure import observe
-from fragility_lab.inputs.checkpoints import EMBEDDED
+from fragility_lab.inputs.checkpoints import EMBEDDED, shortened
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
 from fragility_lab.inputs.text import select_windows
@@ -26,6 +26,7 @@ from fragility_lab.reporting.tables import duration, quantity
 ATTENTIONS = ("auto", "sdpa", "eager")
 TARGETS = ("hidden", "kl", "logprob")
 REFERENCES = ("auto", "yes", "no")
+SWITCH = {"yes": True, "true": True, "no": False, "false": False}
 BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
 UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
@@ -158,7 +159,7 @@ class Request:
         if unit.removesuffix("s") not in UNITS or not float(found[1]).is_integer():
             raise ValueError(
                 'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), to keep in fp32, '
-                f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {self.budget!r}'
+                f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {shortened(self.budget)}'
             )
         return int(float(found[1])), UNITS[unit.removesuffix("s")]
 
@@ -298,16 +299,26 @@ def free_memory(device: torch.device) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def typed(name: str, text: str) -> str | int | bool:
+    """The value of the request's ``name`` that ``text`` stands for. Raises ValueError for text of another type."""
+    if name == "weights_only":
+        if text.lower() not in SWITCH:
+            raise ValueError(f"weights_only must be one of {', '.join(SWITCH)}, got {shortened(text)}")
+        return SWITCH[text.lower()]
+    if name in ("windows", "length", "probes", "seed"):
+        if not re.fullmatch(r"-?\d{1,9}", text):
+            raise ValueError(f"{name} must be a whole number, got {shortened(text)}")
+        return int(text)
+    return text
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Check what ``make diagnose`` was asked for, ``-p name=value`` each, before a notebook starts."""
     parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.request")
     parser.add_argument("-p", action="append", default=[], metavar="NAME=VALUE")
     given = dict(text.split("=", 1) for text in parser.parse_args(arguments).p)
     try:
-        for name in ("windows", "length", "probes", "seed"):
-            if name in given:
-                given[name] = int(given[name])
-        given["weights_only"] = given.get("weights_only", "no").lower() in ("yes", "true")
+        given = {name: typed(name, text) for name, text in given.items()}
         defaults = {"model": EMBEDDED, "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2}
         request = Request(**defaults | given)
         if request.reference_model:

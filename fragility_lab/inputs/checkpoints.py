@@ -1,13 +1,17 @@
 """Load models and tokenizers by hub name or local path, or an embedded checkpoint."""
 
+import json
+import os
+import re
+import reprlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import datasets
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
 from fragility_lab.paths import CHECKPOINTS
@@ -28,9 +32,30 @@ NEEDED = {
 }
 
 
+def shortened(text: str) -> str:
+    """``text`` in quotes, without its middle where it is long."""
+    brief = reprlib.Repr()
+    brief.maxstring = 120
+    return brief.repr(text)
+
+
 def resolve(name: str) -> str:
-    """The folder or hub name that ``name`` stands for: the folder of an embedded checkpoint, or ``name`` itself."""
-    return str(CHECKPOINTS / name) if name in embedded_checkpoints() else name
+    """The folder or hub name that ``name`` stands for: the folder of an embedded checkpoint, or ``name`` itself.
+
+    Raises OSError where ``name`` can only be a folder's and there is none.
+    """
+    known = embedded_checkpoints()
+    if name in known:
+        return str(CHECKPOINTS / name)
+    if not os.path.exists(name) and (name.startswith(EMBEDDED) or named_as_path(name)):
+        cause = FileNotFoundError(f"there is no such folder, and the embedded checkpoints are {', '.join(known)}")
+        raise not_found("model", name, "MODEL", cause)
+    return name
+
+
+def named_as_path(name: str) -> bool:
+    """Whether ``name`` cannot be that of a hub's repository, "name" or "owner/name"."""
+    return re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", name) is None or len(name) > 96
 
 
 def embedded_checkpoints() -> list[str]:
@@ -40,10 +65,11 @@ def embedded_checkpoints() -> list[str]:
 
 def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     """One message for all errors that the hub libraries raise when they cannot find or reach something."""
-    where = "the folder" if Path(name).exists() else "the model hub and this machine's cache"
-    reason = (str(cause).splitlines() or ["no message"])[0]
+    local = os.path.exists(name) or name.startswith(EMBEDDED) or named_as_path(name)
+    where = "the folder" if local else "the model hub and this machine's cache"
+    reason = " ".join(str(cause).split()) or "no message"
     return OSError(
-        f"cannot load the {kind} {name!r} from {where} ({type(cause).__name__}: {reason}). "
+        f"cannot load the {kind} {shortened(name)} from {where} ({type(cause).__name__}: {reason}). "
         f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
         f"or leave {variable} unset: both then run on the embedded default, without a network."
     )
@@ -51,8 +77,13 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bars while loading or saving takes its seconds: they would stay in the notebook."""
+    """No progress bars while loading or saving takes its seconds: they would stay in the notebook.
+
+    No reports of transformers either: what matters in them is raised as an error.
+    """
     with ExitStack() as stack:
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
         if logging.is_progress_bar_enabled():
             stack.callback(logging.enable_progress_bar)
             logging.disable_progress_bar()
@@ -67,14 +98,16 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_config(name: str):
+def load_config(name: str) -> PreTrainedConfig:
     """The model's configuration.
 
-    Raises OSError, which says how to go on, where there is none, and ValueError where weights are quantized.
+    Raises OSError, which says how to go on, where there is none, and ValueError where weights are quantized or a size
+    is below 1.
     """
+    folder = resolve(name)
     try:
-        config = AutoConfig.from_pretrained(resolve(name), trust_remote_code=False)
-    except (OSError, ValueError) as cause:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as cause:  # a damaged file makes the library raise a dozen unrelated types
         raise not_found("model", name, "MODEL", cause) from cause
     if quantization := getattr(config, "quantization_config", None):
         method = dict(quantization).get("quant_method", "a library") if isinstance(quantization, dict) else "a library"
@@ -83,44 +116,87 @@ def load_config(name: str):
             f"weights must be stored as numbers, but {name!r} is quantized by {method}: give a folder with its "
             f"dequantized weights ({how})"
         )
+    for size in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        value = getattr(config.get_text_config(), size, None)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{size} must be at least 1, but the configuration of {name!r} says {value}: correct it")
     return config
 
 
 def load_model(name: str, device: str | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
-    Raises OSError, which says how to go on, where the model is not found or lacks weights. Raises ValueError for
-    weights that are not finite, and where torch may multiply fp32 matrices in TF32 or bf16.
+    Raises OSError, which says how to go on, where the model is not found, or where its weights are not those that its
+    configuration describes. Raises ValueError for weights that are not finite, and where torch may multiply fp32
+    matrices in TF32 or bf16.
     """
     if (precision := torch.get_float32_matmul_precision()) != "highest":  # the reference itself would drift
         raise ValueError(
             f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
             'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
         )
+    folder = resolve(name)
+    require_own_files(folder)
     try:
         with quiet_loading():
             model, info = auto_class.from_pretrained(
-                resolve(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-                output_loading_info=True,
+                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+                ignore_mismatched_sizes=True, output_loading_info=True,
             )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, SafetensorError) as cause:  # weights of other shapes, among others
+    except Exception as cause:  # as above
         raise not_found("model", name, "MODEL", cause) from cause
-    if missing := sorted(info["missing_keys"]):
-        raise OSError(
-            f"a checkpoint must hold all weights of its model, but {name!r} lacks {', '.join(missing[:5])}"
-            f"{' and others' if len(missing) > 5 else ''}, which would be drawn at random: save the whole model"
-        )
+    require_described_weights(model, name, info)
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
     return model.eval().requires_grad_(False).to(device or default_device())
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def require_own_files(folder: str) -> None:
+    """Raises OSError for a ``folder`` whose index of weights names no files, or files outside of it."""
+    for path in Path(folder).glob("*.index.json") if os.path.isdir(folder) else ():
+        try:
+            files = json.loads(path.read_text())["weight_map"].values()
+            outside = [file for file in files if Path(file).name != file]
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
+            raise not_found("model", folder, "MODEL", ValueError(f"{path.name} has no map of weights")) from cause
+        if outside:
+            cause = ValueError(f"{path.name} must name files of the folder, got {shortened(outside[0])}")
+            raise not_found("model", folder, "MODEL", cause)
+
+
+def require_described_weights(model: PreTrainedModel, name: str, info: dict) -> None:
+    """Raises OSError where the checkpoint's weights are not those of ``model``; ``info`` is what loading it said."""
+
+    def some(entries: list[str]) -> str:
+        return f"{', '.join(entries[:5])}{' and others' if len(entries) > 5 else ''}"
+
+    if shapes := [
+        f"{key} {tuple(given)} for {tuple(wanted)}" for key, given, wanted in sorted(info["mismatched_keys"])
+    ]:
+        raise OSError(
+            f"weights must have the shapes that the configuration says, but {name!r} has {some(shapes)}: take the "
+            "configuration that was saved with them"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise OSError(
+            f"a checkpoint must hold all weights of its model, but {name!r} lacks {some(missing)}, which would be "
+            "drawn at random: save the whole model"
+        )
+    kinds = tuple({re.sub(r"\d+", "*", path) for path, _ in model.named_parameters() if re.search(r"\.\d+\.", path)})
+    if kinds and (extra := sorted(key for key in info["unexpected_keys"] if re.sub(r"\d+", "*", key).endswith(kinds))):
+        raise OSError(
+            f"a model must have all blocks of its checkpoint, but the configuration of {name!r} leaves out "
+            f"{some(extra)}: take the configuration that was saved with them"
+        )
+
+
+def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that belongs to the model ``name``."""
+    folder = resolve(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens} - tokenizer.get_added_vocab().keys():
             raise ValueError("it has no vocabulary")  # transformers makes an empty one where there is no file
         return tokenizer
-    except (OSError, ValueError) as cause:
+    except Exception as cause:  # as above
         raise not_found("tokenizer", name, "MODEL", cause) from cause

@@ -1,6 +1,7 @@
 """Token windows of a text (protocol section 2)."""
 
 import glob
+import os
 import random
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from pyarrow import ArrowInvalid
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fragility_lab.inputs.checkpoints import EMBEDDED, not_found, quiet_loading
+from fragility_lab.inputs.checkpoints import EMBEDDED, named_as_path, not_found, quiet_loading, shortened
 from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -28,35 +29,41 @@ def load_rows(data: str) -> list[str]:
     Local files are .txt (a row per line), or .jsonl, .json, .csv and .parquet with a column ``text``. Raises OSError
     where the data is not found, ValueError for another kind of file or one without text.
     """
+    if data.startswith(EMBEDDED) and data not in EMBEDDED_TEXTS:
+        raise ValueError(f"the embedded texts are {', '.join(EMBEDDED_TEXTS)}, got {shortened(data)}")
     with quiet_loading():
         if data in EMBEDDED_TEXTS:
             files = [str(path) for path in EMBEDDED_TEXTS[data]]
             rows = load_dataset("text", data_files=files, split="train", sample_by="paragraph")
         elif Path(data).suffix in LOADERS:
-            rows = _load_local(Path(data))
-        elif Path(data).is_file():
+            rows = _load_local(data)
+        elif os.path.isfile(data):
             raise ValueError(f"a text file must end in one of {', '.join(LOADERS)}, got {data!r}: rename or convert it")
         elif data.count(":") > 2:
             raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
+        elif not os.path.isdir(data) and named_as_path(data.partition(":")[0]):
+            raise not_found("text", data, "DATA", FileNotFoundError("there is no such file"))
         else:
             rows = _load_from_hub(*data.split(":"))
     if "text" not in rows.column_names:
         raise ValueError(f'data must have a column "text", {data!r} has {", ".join(rows.column_names)}')
-    if rows.features["text"].dtype not in ("string", "large_string"):
-        raise ValueError(f'the column "text" of {data!r} must hold strings, got {rows.features["text"].dtype}')
+    kind = getattr(rows.features["text"], "dtype", "lists")
+    if kind not in ("string", "large_string"):
+        raise ValueError(f'the column "text" of {data!r} must hold strings, got {kind}')
     return [row for row in rows["text"] if row is not None]
 
 
-def _load_local(path: Path):
-    if not path.is_file():
-        raise not_found("text", str(path), "DATA", FileNotFoundError("no such file"))
-    if path.stat().st_size == 0:
-        raise ValueError(f"data must hold text, but {path} is empty: point DATA= at another file")
+def _load_local(file: str):
+    if not os.path.isfile(file):
+        raise not_found("text", file, "DATA", FileNotFoundError("there is no such file"))
+    if os.path.getsize(file) == 0:
+        raise ValueError(f"data must hold text, but {file} is empty: point DATA= at another file")
+    suffix = Path(file).suffix
     try:
-        return load_dataset(LOADERS[path.suffix], data_files=glob.escape(str(path)), split="train")
-    except (DatasetGenerationError, ArrowInvalid) as cause:
+        return load_dataset(LOADERS[suffix], data_files=glob.escape(file), split="train")
+    except (DatasetGenerationError, ArrowInvalid, ValueError) as cause:
         reason = cause.__cause__ or cause
-        raise ValueError(f"{path} must be readable as {path.suffix}, got {type(reason).__name__}: {reason}") from cause
+        raise ValueError(f"{file} must be readable as {suffix}, got {type(reason).__name__}: {reason}") from cause
 
 
 def _load_from_hub(name: str, config: str | None = None, split: str = "validation"):

@@ -69,7 +69,14 @@ def profile_values(profile: str, name: str) -> dict[str, Any]:
             f"profile {profile!r} has no parameters for notebook {name!r} ({file.name} is not in {file.parent}): "
             f"choose one of {', '.join(having)}"
         )
-    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        problem = "" if isinstance(values, dict) else f"a {type(values).__name__}"
+    except (yaml.YAMLError, UnicodeDecodeError) as cause:
+        problem = " ".join(str(cause).split())
+    if problem:
+        raise SystemExit(f"a profile's file must hold lines such as `windows: 24`, but {file} is none: got {problem}")
+    return values
 
 
 def defaults(notebook: Path) -> dict[str, Any]:

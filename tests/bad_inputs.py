@@ -1,0 +1,178 @@
+"""How each kind of bad input of ``data/bad_inputs.yaml`` reaches the code that must refuse it, without a kernel."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from fragility_core import bgss, protection
+from fragility_core.arithmetic import formats, recipes, schemes
+from fragility_lab import paths
+from fragility_lab.diagnosis import request
+from fragility_lab.experiments import e1, e2, e3, e5, outcomes, x1, x1_plans
+from fragility_lab.inputs import loading, text
+from fragility_lab.paths import CHECKPOINTS
+from fragility_lab.reporting import reruns
+from fragility_lab.running import execute
+
+GRID = {"model": "embedded", "data": "embedded", "precisions": ("bf16",), "lengths": (64,), "seeds": (0,), "windows": 4}
+NAMES = {
+    "bgss": bgss, "protection": protection, "formats": formats, "recipes": recipes, "schemes": schemes, "e1": e1,
+    "e2": e2, "e3": e3, "e5": e5, "outcomes": outcomes, "x1": x1, "x1_plans": x1_plans, "reruns": reruns,
+    "execute": execute, "run": e2.RunSpec("m", "d", "bf16", 64, 0, 4, 1, "cpu", "native"),
+}  # fmt: skip
+
+
+def diagnose(folder: Path, **values: str) -> None:
+    """``make diagnose NAME=value``."""
+    request.main([argument for name, value in values.items() for argument in ("-p", f"{name}={value}")])
+
+
+def parameters(folder: Path, notebook: str = "e2_predictor", profile: str = "smoke", given: tuple[str, ...] = ()):
+    """``python -m fragility_lab.running.execute NOTEBOOK --profile PROFILE -p GIVEN``."""
+    execute.parameters(notebook, profile, given)
+
+
+def profile(folder: Path, content: str) -> None:
+    """A profile of one's own whose file for E2 has this ``content``."""
+    (folder / "mine").mkdir()
+    (folder / "mine" / "e2_predictor.yaml").write_text(content)
+    before, paths.PROFILES = paths.PROFILES, folder
+    try:
+        execute.parameters("e2_predictor", "mine", ())
+    finally:
+        paths.PROFILES = before
+
+
+def grid(folder: Path, **changed) -> None:
+    """E2's notebook with other parameters."""
+    chosen = e2.Grid(**GRID | {name: tuple(v) if isinstance(v, list) else v for name, v in changed.items()})
+    e2.specifications(chosen, e2.load_inputs(chosen))
+
+
+def file(folder: Path, name: str, content: str = "", latin: str = "") -> None:
+    """A text file of one's own as DATA=."""
+    (folder / name).write_bytes(latin.encode("latin-1") if latin else content.encode())
+    text.load_rows(str(folder / name))
+
+
+def data(folder: Path, name: str) -> None:
+    """DATA= as it is given."""
+    text.load_rows(name)
+
+
+def model(folder: Path, name: str) -> None:
+    """MODEL= as it is given."""
+    loading.load(name, "embedded", ["bf16"], [64], 4)
+
+
+def config(folder: Path, **changed) -> None:
+    """A copy of the embedded checkpoint whose configuration was ``changed``; None removes an entry."""
+    path = _copied(folder) / "config.json"
+    entries = json.loads(path.read_text()) | changed
+    path.write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
+    loading.load(str(path.parent), "embedded", ["bf16"], [64], 4)
+
+
+def damaged(folder: Path, how: str) -> None:
+    """A copy of the embedded checkpoint, damaged by the function ``how`` of ``DAMAGES``."""
+    copy = _copied(folder)
+    DAMAGES[how](copy)
+    loading.load(str(copy), "embedded", ["bf16"], [64], 4)
+
+
+def call(folder: Path, code: str) -> None:
+    """A call of the library, with the modules of ``NAMES``."""
+    eval(code, NAMES)
+
+
+def _copied(folder: Path) -> Path:
+    copy = folder / "model"
+    copy.mkdir()
+    for source in (CHECKPOINTS / "embedded").iterdir():
+        if source.suffix == ".safetensors":
+            (copy / source.name).symlink_to(source)  # 12 MB; whoever changes it makes a file of its own
+        else:
+            shutil.copy(source, copy)
+    return copy
+
+
+def _weights(copy: Path) -> Path:
+    return copy / "model.safetensors"
+
+
+def _rewritten(change: Callable) -> Callable[[Path], None]:
+    """A damage that changes the dictionary of weights."""
+
+    def damage(copy: Path) -> None:
+        tensors = load_file(_weights(copy))
+        change(tensors)
+        _weights(copy).unlink()
+        save_file(tensors, _weights(copy), {"format": "pt"})
+
+    return damage
+
+
+def _replaced(name: str, content: bytes) -> Callable[[Path], None]:
+    def damage(copy: Path) -> None:
+        (copy / name).unlink(missing_ok=True)
+        (copy / name).write_bytes(content)
+
+    return damage
+
+
+def _sharded(index: dict) -> Callable[[Path], None]:
+    def damage(copy: Path) -> None:
+        _weights(copy).unlink()
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
+
+
+def _without(*names: str) -> Callable[[Path], None]:
+    return lambda copy: [(copy / name).unlink() for name in names]
+
+
+def _first_half(copy: Path) -> None:
+    content = _weights(copy).read_bytes()
+    _replaced("model.safetensors", content[: len(content) // 2])(copy)
+
+
+def _pickled(copy: Path) -> None:
+    _weights(copy).unlink()
+    (copy / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "weights cut in half": _first_half,
+    "weights of no bytes": _replaced("model.safetensors", b""),
+    "weights that are text": _replaced("model.safetensors", b"these are no weights"),
+    "weights in a pickle": _pickled,
+    "no weights": _without("model.safetensors"),
+    "no configuration": _without("config.json"),
+    "a configuration that is no JSON": _replaced("config.json", b"{"),
+    "a configuration that is a list": _replaced("config.json", b"[]"),
+    "an empty configuration": _replaced("config.json", b""),
+    "no tokenizer": _without("tokenizer.json", "tokenizer_config.json"),
+    "a tokenizer that is no JSON": _replaced("tokenizer.json", b"{"),
+    "an index that names files elsewhere": _sharded(
+        {"metadata": {}, "weight_map": {"transformer.wte.weight": "../../../../etc/passwd"}}
+    ),
+    "an index that names a missing file": _sharded(
+        {"metadata": {}, "weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
+    ),
+    "an index without a map": _sharded({"metadata": {}}),
+    "a weight that is not finite": _rewritten(lambda tensors: next(iter(tensors.values())).fill_(float("nan"))),
+    "a missing weight": _rewritten(lambda tensors: tensors.pop("transformer.h.0.mlp.c_fc.weight", None)),
+    "a weight of another shape": _rewritten(
+        lambda tensors: tensors.update(
+            {"transformer.h.0.ln_1.weight": tensors["transformer.h.0.ln_1.weight"][:-1].clone()}
+        )
+    ),
+}
+KINDS = {
+    function.__name__: function
+    for function in (diagnose, parameters, profile, grid, file, data, model, config, damaged, call)
+}
