@@ -27,7 +27,7 @@ WITH =
 STALE =
 # A dollar sign in a value given on the command line is no variable or function of make.
 $(foreach name,PROFILE MODEL DATA FORMAT BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY RECIPE TARGET REFERENCE \
-    PROBES SEED STEPS WITH STALE RESULTS SCHEDULER,$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+    PROBES SEED STEPS WITH RESULTS SCHEDULER,$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(PROBES)$(SEED)
 export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
 # STALE=keep takes finished runs of other code or other versions as they are.
