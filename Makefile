@@ -187,6 +187,20 @@ slides: .site/installed  ## outputs/slides: the lessons as slides, without their
 	.site/bin/python -m pip install -q -c constraints.txt -r docs/site/requirements.txt
 	@touch $@
 
+.PHONY: sbom
+sbom: .audit/installed  ## outputs/sbom.json: every package of the environment, in CycloneDX's format
+	.audit/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o outputs/sbom.json $(PYTHON)
+	@echo "sbom: outputs/sbom.json"
+
+.PHONY: audit
+audit: .audit/installed  ## known vulnerabilities of the environment's packages, where their database answers
+	@.audit/bin/python tools/audit.py $(PYTHON)
+
+.audit/installed: $(ENVIRONMENT)
+	$(PYTHON) -m venv .audit
+	.audit/bin/python -m pip install -q cyclonedx-bom pip-audit
+	@touch $@
+
 .PHONY: picture
 picture:  ## docs/diagnosis.png from outputs/embedded/diagnosis.html (needs Chromium)
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=900,1080 --screenshot=docs/diagnosis.png \
@@ -222,5 +236,5 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
-	rm -rf .venv .peers .site .home .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .peers .site .audit .home .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find fragility_core fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
