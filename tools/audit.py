@@ -27,15 +27,12 @@ def main(python: str) -> int:
     audited = [package for package in found if "vulns" in package]
     known = [(package, entry) for package in audited for entry in package["vulns"]]
     if found and not audited:
-        print(
-            f"not audited: the vulnerability database knows none of the {len(found)} packages, so it does not answer here"
-        )
+        print(f"not audited: the vulnerability database knows none of the {len(found)} packages: no answer from it")
     elif audited:
         print(f"{len(known)} known vulnerabilities in {len(audited)} packages; {len(found) - len(audited)} not audited")
     for package, entry in known:
-        print(
-            f"{package['name']} {package['version']}: {entry['id']}, mended in {', '.join(entry['fix_versions']) or '-'}"
-        )
+        mended = ", ".join(entry["fix_versions"]) or "no release"
+        print(f"{package['name']} {package['version']}: {entry['id']}, mended in {mended}")
     return 1 if known else 0
 
 
