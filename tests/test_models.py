@@ -8,7 +8,7 @@ import torch
 from tiny import TINY, random_gpt2
 from transformers import AutoModel, AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, OPTConfig
 
-from fragility_lab.inputs.checkpoints import default_device, load_config, load_model, load_tokenizer, resolve
+from fragility_lab.inputs.checkpoints import default_device, load_config, load_model, load_tokenizer, located
 from fragility_lab.paths import CHECKPOINTS
 
 
@@ -22,8 +22,8 @@ def test_a_local_model_is_loaded_in_fp32_for_evaluation(auto_class, reference_mo
 
 
 def test_the_embedded_default_has_a_name():
-    assert resolve("embedded") == str(CHECKPOINTS / "embedded")
-    assert resolve("gpt2") == "gpt2"
+    assert located("embedded") == str(CHECKPOINTS / "embedded")
+    assert located(str(CHECKPOINTS)) == str(CHECKPOINTS)
 
 
 def test_fp32_products_must_be_fp32(monkeypatch):
@@ -62,7 +62,7 @@ def test_what_is_not_found_is_named_with_the_way_out(kind, load, name, where):
     """conftest.py sets HF_HUB_OFFLINE, as on a machine without a network."""
     with pytest.raises(OSError) as error:
         load(name)
-    assert_says_how_to_go_on(error, "model" if where != HUB else kind, name, where)
+    assert_says_how_to_go_on(error, kind, name, where)
 
 
 @pytest.fixture

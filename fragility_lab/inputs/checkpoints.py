@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig,
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
+from fragility_lab.inputs import hub
 from fragility_lab.paths import CHECKPOINTS
 
 EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
@@ -39,18 +40,23 @@ def shortened(text: str) -> str:
     return brief.repr(text)
 
 
-def resolve(name: str) -> str:
-    """The folder or hub name that ``name`` stands for: the folder of an embedded checkpoint, or ``name`` itself.
+def located(name: str, kind: str = "model") -> str:
+    """The folder of the model ``name``: an embedded checkpoint's, ``name`` itself, or one in the cache of the hub.
 
-    Raises OSError where ``name`` can only be a folder's and there is none.
+    Raises OSError, which says how to go on, where there is none.
     """
     known = embedded_checkpoints()
     if name in known:
         return str(CHECKPOINTS / name)
-    if not os.path.exists(name) and (name.startswith(EMBEDDED) or named_as_path(name)):
+    if os.path.exists(name):
+        return name
+    if name.startswith(EMBEDDED) or named_as_path(name):
         cause = FileNotFoundError(f"there is no such folder, and the embedded checkpoints are {', '.join(known)}")
-        raise not_found("model", name, "MODEL", cause)
-    return name
+        raise not_found(kind, name, "MODEL", cause)
+    try:
+        return hub.snapshot(name)
+    except hub.HubError as cause:
+        raise not_found(kind, name, "MODEL", cause) from cause
 
 
 def named_as_path(name: str) -> bool:
@@ -67,9 +73,10 @@ def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     """One message for all errors that the hub libraries raise when they cannot find or reach something."""
     local = os.path.exists(name) or name.startswith(EMBEDDED) or named_as_path(name)
     where = "the folder" if local else "the model hub and this machine's cache"
-    reason = " ".join(str(cause).split()) or "no message"
+    words = " ".join(str(cause).split()) or "no message"
+    reason = words if isinstance(cause, hub.HubError) else f"{type(cause).__name__}: {words}"
     return OSError(
-        f"cannot load the {kind} {shortened(name)} from {where} ({type(cause).__name__}: {reason}). "
+        f"cannot load the {kind} {shortened(name)} from {where} ({reason}). "
         f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
         f"or leave {variable} unset: both then run on the embedded default, without a network."
     )
@@ -104,7 +111,7 @@ def load_config(name: str) -> PreTrainedConfig:
     Raises OSError, which says how to go on, where there is none, and ValueError where weights are quantized or a size
     is below 1.
     """
-    folder = resolve(name)
+    folder = located(name)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as cause:  # a damaged file makes the library raise a dozen unrelated types
@@ -135,7 +142,7 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
             f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
             'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
         )
-    folder = resolve(name)
+    folder = located(name)
     require_own_files(folder)
     try:
         with quiet_loading():
@@ -192,7 +199,7 @@ def require_described_weights(model: PreTrainedModel, name: str, info: dict) -> 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that belongs to the model ``name``."""
-    folder = resolve(name)
+    folder = located(name, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens} - tokenizer.get_added_vocab().keys():

@@ -1,0 +1,115 @@
+"""Models of a hub: fetched into this machine's cache before they are loaded, with the reason for every failure."""
+
+import hashlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+T = TypeVar("T")
+TIMEOUT = 10  # seconds that the hub may be silent
+TRIES = 3  # where the hub answers with an error of its own
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # neither pickles nor code
+CHECKSUM = re.compile(r"[0-9a-f]{64}")  # the cache calls large files by theirs
+MEANINGS = {
+    401: "which means that it does not know you or the name: check the name, or log in with `hf auth login`",
+    403: "which means that access is restricted: accept the terms on the model's page, then `hf auth login`",
+    404: "which means that there is no such repository",
+    429: "which means too many requests: wait some minutes, or log in with `hf auth login`",
+}
+
+
+class HubError(OSError):
+    """The hub, or what it sent, cannot be used; the message says why."""
+
+
+@cache
+def snapshot(name: str) -> str:
+    """The folder in this machine's cache with the model ``name`` of the hub, downloaded as far as it is not there.
+
+    Where the hub does not answer, the copy in the cache is taken as it is, and stderr says so. Raises HubError where
+    there is none, and for a download that broke off or has a wrong checksum.
+    """
+    try:
+        retried(lambda: HfApi().model_info(name, timeout=TIMEOUT))
+    except Exception as cause:  # of the hub's client and of two HTTP libraries
+        return cached(name, HubError(reason(cause)))
+    started = time.time()
+    try:
+        options = {"allow_patterns": PATTERNS, "ignore_patterns": ["*/*"], "etag_timeout": TIMEOUT}
+        folder = retried(lambda: snapshot_download(name, **options))
+    except Exception as cause:  # as above
+        raise HubError(f"the download broke off, and the same command goes on from there; {reason(cause)}") from cause
+    require_checksums(Path(folder), started)
+    return folder
+
+
+def cached(name: str, error: HubError) -> str:
+    """The folder of ``name`` in the cache; raises ``error`` where there is none."""
+    try:
+        folder = snapshot_download(name, local_files_only=True)
+    except Exception:
+        raise error from None
+    print(f"{error}: taking {name} from this machine's cache", file=sys.stderr)
+    return folder
+
+
+def retried(ask: Callable[[], T]) -> T:
+    """What ``ask`` returns; up to three times, after pauses, while the hub answers with an error of its own (5xx)."""
+    for attempt in range(1, TRIES):
+        try:
+            return ask()
+        except Exception as cause:  # as above
+            if (status(cause) or 0) < 500:
+                raise
+            print(f"{reason(cause)}: trying again ({attempt + 1} of {TRIES})", file=sys.stderr)
+            time.sleep(attempt)
+    return ask()
+
+
+def status(cause: BaseException | None) -> int | None:
+    """The HTTP status that ``cause``, or what it was raised from, is about, if there is one."""
+    while cause is not None:
+        if code := getattr(getattr(cause, "response", None), "status_code", None):
+            return code
+        cause = cause.__cause__
+    return None
+
+
+def reason(cause: Exception) -> str:
+    """Why the hub's answer cannot be used, in one line."""
+    if isinstance(cause, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if code := status(cause):
+        return f"the hub answers {code}" + (f", {MEANINGS[code]}" if code in MEANINGS else "")
+    if "Timeout" in type(cause).__name__:
+        return f"the hub did not answer within {TIMEOUT} s"
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def require_checksums(folder: Path, since: float) -> None:
+    """Raises HubError where a file downloaded after the time ``since`` is not what its checksum says, or none was.
+
+    The file is removed, so that the same command downloads it again.
+    """
+    if not folder.is_dir():
+        raise HubError(f"the repository holds none of the files that a model is loaded from, {', '.join(PATTERNS)}")
+    for path in folder.iterdir():
+        stored = path.resolve()
+        if not CHECKSUM.fullmatch(stored.name) or stored.stat().st_mtime < since:
+            continue
+        with stored.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != stored.name:
+            stored.unlink()
+            path.unlink()
+            raise HubError(
+                f"{path.name} must have the checksum that the hub says, {stored.name[:12]}…, got {found[:12]}…: it was "
+                "removed, and the same command downloads it again"
+            )
