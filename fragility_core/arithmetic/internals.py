@@ -224,6 +224,11 @@ def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
     return x
 
 
+def copy_marks(source: Tensor, x: Tensor) -> Tensor:
+    """Let ``x`` stand for what ``source`` stands for."""
+    return mark_stream(mark_stored(x, stored_as(source)), is_stream(source))
+
+
 def replace_forward(module: nn.Module, forward: Callable) -> None:
     """Let ``module`` run ``forward`` in place of its own, which no hook can prevent from running.
 

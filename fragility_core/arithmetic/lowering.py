@@ -51,12 +51,11 @@ def how_stored(model: nn.Module, recipe: Recipe, widened: bool = False) -> dict[
     """
     kernels = recipe.kernels
     dtype = kernels.compute_dtype
-    patterns = [name.replace("*", ".*") for name in names_kept_in_fp32(model, dtype)]
     weights = {} if recipe.plain else linear_weights(model)
     found = {}
     for path, x in model.named_parameters():
         found[path] = Storing(None, x.dtype, x.dtype)
-        if not x.is_floating_point() or any(re.search(pattern, path) for pattern in patterns):
+        if not x.is_floating_point() or stays_fp32(model, path, dtype):
             continue
         operands = recipe.operands(owner(path)) if path in weights else Operands()
         wide = operands.wide(kernels)
@@ -66,6 +65,11 @@ def how_stored(model: nn.Module, recipe: Recipe, widened: bool = False) -> dict[
         elif kernels.name not in ("fp32", "tf32"):
             found[path] = Storing(kernels, dtype, final)
     return found
+
+
+def stays_fp32(model: nn.Module, path: str, dtype: torch.dtype) -> bool:
+    """Whether transformers leaves the tensor at ``path`` in fp32 beside ``dtype``."""
+    return any(re.search(name.replace("*", ".*"), path) for name in names_kept_in_fp32(model, dtype))
 
 
 def rounded_copy(model: nn.Module, recipe: Recipe, weights_only: bool = False) -> nn.Module:
@@ -86,9 +90,10 @@ def rounded_copy(model: nn.Module, recipe: Recipe, weights_only: bool = False) -
         return nn.Parameter(read(), parameter.requires_grad)
 
     copied = copy.deepcopy(model, replaced(model, stored))
-    if kernels.compute_dtype != torch.float32 and not weights_only:
-        for x in stored_buffers(copied, kernels.compute_dtype).values():
-            x.data = kernels.round(x.data).to(kernels.compute_dtype)
+    if (dtype := kernels.compute_dtype) != torch.float32 and not weights_only:
+        for path, x in stored_buffers(copied, dtype).items():
+            if not stays_fp32(model, path, dtype):
+                x.data = kernels.round(x.data).to(dtype)
     return copied
 
 

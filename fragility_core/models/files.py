@@ -58,7 +58,7 @@ def open_hollow(made: PreTrainedModel, files: Iterable[Path], device: torch.devi
     checkpoint, device = Checkpoint(files), torch.device(device)
     fill_buffers(made, device)
     paths: dict[int, list[str]] = {}  # tied parameters have several
-    state = {path: x for path, x in made.named_parameters(remove_duplicate=False)}
+    state = dict(made.named_parameters(remove_duplicate=False))
     state |= {path: x for path, x in made.named_buffers() if x.device.type == "meta"}
     for path, x in state.items():
         paths.setdefault(id(x), []).append(path)

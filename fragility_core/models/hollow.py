@@ -71,7 +71,7 @@ def entries(parameter: nn.Parameter) -> Tensor:
         return parameter.detach()
 
 
-def twin(parameter: nn.Parameter) -> nn.Parameter:
+def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:
     """A copy of ``parameter``; that of a hollow one is hollow, too, and reads the same entries."""
     source = source_of(parameter)
     if source is None:
