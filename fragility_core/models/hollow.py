@@ -35,6 +35,18 @@ def hollow_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device
     return parameter
 
 
+def widen(parameter: nn.Parameter) -> None:
+    """Let ``parameter`` have its entries in fp32 from now on."""
+    source = source_of(parameter)
+    if source is None or parameter.dtype == torch.float32:
+        parameter.data = parameter.data.float()
+        return
+    read = source.read
+    source.read = lambda: read().float()
+    source.empty = torch.full((), math.nan, device=parameter.device).expand(parameter.shape)
+    parameter.data = parameter.data.float() if source.asked else source.empty
+
+
 def is_hollow(model: nn.Module) -> bool:
     """Whether some parameter of ``model`` is hollow."""
     return any(source_of(parameter) is not None for parameter in model.parameters())

@@ -21,7 +21,7 @@ from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.operands import linear_weights, owner
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
-from fragility_core.models.hollow import parameter_copy
+from fragility_core.models.hollow import parameter_copy, widen
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.structure import scores_can_be_kept
 
@@ -124,7 +124,7 @@ def widen_weights(norm: nn.Module, args: tuple) -> None:
     """Let a norm with an fp32 input compute in fp32, with its rounded weights."""
     if args[0].dtype == torch.float32:
         for parameter in norm.parameters():
-            parameter.data = parameter.data.float()
+            widen(parameter)
 
 
 @torch.no_grad()
