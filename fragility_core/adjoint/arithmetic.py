@@ -276,7 +276,7 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()
-            self.tape.watch_leaf(place, leaf, lambda: error)
+            self.tape.watch_leaf(place, leaf, lambda gradient: [error * gradient])
             self.tape.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()

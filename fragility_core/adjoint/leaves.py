@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,9 @@ from fragility_core.arithmetic.operands import linear_weights, operands_by_stora
 from fragility_core.arithmetic.recipes import Operands
 from fragility_core.models.hollow import filled
 
-Watch = Callable[[str, int, Tensor, Callable[[], Tensor]], None]  # path, place, leaf, its error
+PIECE = 2**24  # entries of a weight whose errors are formed at once
+Weighted = Callable[[Tensor], Iterable[Tensor]]  # error times gradient (P, ...), in pieces
+Watch = Callable[[str, int, Tensor, Weighted], None]  # path, place, leaf
 
 
 class Held(NamedTuple):
@@ -65,11 +66,22 @@ class Leaves:
         stays_fp32 = not (self.operands(path) or self.weights_only or self.recipe.kernels.name != "fp32")
         return (self.is_low(path) or self.exact is not None) and not stays_fp32
 
-    def error(self, path: str, rounded: Tensor) -> Callable[[], Tensor]:
-        """The local error of the tensor at ``path``, whose low-precision entries are ``rounded``."""
-        if self.exact is not None:  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
-            return partial(local_error, self.exact[path].data, rounded)
-        return partial(expected_error, rounded, self.operands(path).weights or self.recipe.kernels)
+    def weighted(self, path: str, rounded: Tensor) -> Weighted:
+        """The local error of the tensor at ``path`` times its gradient; its low-precision entries are ``rounded``."""
+        if self.exact is None:
+            format = self.operands(path).weights or self.recipe.kernels
+            return lambda gradient: [expected_error(rounded, format) * gradient]
+        exact = self.exact[path].data  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
+        rows = max(1, PIECE * len(exact) // max(1, exact.numel())) if exact.ndim else 1
+
+        def pieces(gradient: Tensor) -> Iterator[Tensor]:
+            if exact.numel() <= PIECE:
+                yield local_error(exact, rounded) * gradient
+                return
+            for parts in zip(exact.split(rows), rounded.split(rows), gradient.split(rows, 1)):
+                yield local_error(*parts[:2]) * parts[2]
+
+        return pieces
 
     @contextmanager
     def read(self, paths: Iterable[str]) -> Iterator[None]:
@@ -88,7 +100,7 @@ class Leaves:
                 leaf = (self.exact[path] if at_reference else rounded).detach()
                 if self.watched(path):
                     leaf.requires_grad_()
-                    watch(path, self.tape.weight(path), leaf, self.error(path, rounded))
+                    watch(path, self.tape.weight(path), leaf, self.weighted(path, rounded))
                 made[path] = mark_stored(leaf, "weight") if self.is_low(path) and path in self.parameters else leaf
         weights = {path: x for path, x in made.items() if path in self.linear}
         return Held(

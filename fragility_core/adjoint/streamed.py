@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from fragility_core.adjoint.leaves import Held, Leaves
+from fragility_core.adjoint.leaves import Held, Leaves, Weighted
 from fragility_core.adjoint.probes import backward, over_probes
 from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic.internals import (
@@ -58,12 +58,12 @@ class Stream:
             inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
         return call.result(inputs)
 
-    def watch(self, path: str, place: int, leaf: Tensor, error: Callable[[], Tensor]) -> None:
+    def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
         """As ``Tape.watch_leaf``. Gradients of a tensor that the pass uses several times are first added up."""
         if self.uses[path] > 1:
             self.tape.hook_leaf(leaf, partial(self._add, path))
         else:
-            self.tape.watch_leaf(place, leaf, error)
+            self.tape.watch_leaf(place, leaf, weighted)
 
     def _add(self, path: str, gradient: Tensor) -> None:
         gradient = gradient.cpu()
@@ -73,9 +73,10 @@ class Stream:
         """Record what gradients that were added up contribute, after a backward pass."""
         for path in list(self.totals):
             with self.leaves.read([path]):
-                tensor = self.leaves.tensors[path].detach().float()
-                error, total = self.leaves.error(path, tensor)(), self.totals.pop(path)
-            self.tape.record(self.tape.weight(path), error * total.to(error.device))
+                weighted = self.leaves.weighted(path, self.leaves.tensors[path].detach().float())
+            total = self.totals.pop(path).to(self.leaves.tensors[path].device)
+            for piece in weighted(total):
+                self.tape.record(self.tape.weight(path), piece)
 
 
 class PartCall:

@@ -1,7 +1,7 @@
 """The record of the passes: where values are rounded, by how much, and what it contributes to the final error."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -138,9 +138,17 @@ class Tape:
         errors.as_strided(view.shape, view.stride(), first).copy_(error)
         self.watch(place, whole, errors)
 
-    def watch_leaf(self, place: int, leaf: Tensor, error: Callable[[], Tensor]) -> None:
-        """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept."""
-        self.hook_leaf(leaf, lambda gradient: self.record(place, error() * gradient))
+    def watch_leaf(self, place: int, leaf: Tensor, weighted: Callable[[Tensor], Iterable[Tensor]]) -> None:
+        """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
+
+        ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other.
+        """
+
+        def record(gradient: Tensor) -> None:
+            for piece in weighted(gradient):
+                self.record(place, piece)
+
+        self.hook_leaf(leaf, record)
 
     def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead."""

@@ -17,25 +17,30 @@ class Checkpoint:
     """The tensors in safetensors ``files``, by the names that they have there."""
 
     def __init__(self, files: Iterable[Path]):
-        """Opens the ``files``; their entries stay on the disk."""
-        opened = [safe_open(file, framework="pt") for file in files]
-        self.files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118  it is no dictionary
-
-    def __deepcopy__(self, memo: dict) -> "Checkpoint":
-        return self
+        """Reads the names in ``files``; their entries stay on the disk."""
+        self.files: dict[str, Path] = {}
+        self.checked: set[str] = set()
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                self.files |= dict.fromkeys(opened.keys(), file)
 
     def read(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
         """The tensor called ``name`` in fp32, in memory of its own on ``device``.
 
-        Raises ValueError for another ``shape``, and for entries that are not finite.
+        A file is mapped to memory as long as the tensor is copied. Raises ValueError for another ``shape``, and for
+        entries that are not finite.
         """
-        stored = self.files[name].get_tensor(name)
-        if stored.shape != shape:
-            raise ValueError(f"a checkpoint must fit its model, got {name} of {tuple(stored.shape)} for {tuple(shape)}")
-        found = stored.to(device, torch.float32, copy=True)
-        if not found.isfinite().all():
-            raise ValueError(f"weights must be finite in fp32, but those of {name} are not")
-        return found
+        with safe_open(self.files[name], framework="pt") as opened:
+            stored = opened.get_tensor(name)
+            if stored.shape != shape:
+                found = f"{name} of {tuple(stored.shape)} for {tuple(shape)}"
+                raise ValueError(f"a checkpoint must fit its model, got {found}")
+            tensor = stored.to(device, torch.float32, copy=True)
+        if name not in self.checked:
+            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+                raise ValueError(f"weights must be finite in fp32, but those of {name} are not")
+            self.checked.add(name)
+        return tensor
 
     def name_of(self, paths: Iterable[str], prefix: str) -> str | None:
         """The name of the parameter that a model has at ``paths``: one of them, with or without the base's ``prefix``.
