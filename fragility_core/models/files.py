@@ -35,7 +35,7 @@ class Checkpoint:
             if stored.shape != shape:
                 found = f"{name} of {tuple(stored.shape)} for {tuple(shape)}"
                 raise ValueError(f"a checkpoint must fit its model, got {found}")
-            tensor = stored.to(device, torch.float32, copy=True)
+            tensor = stored.to(device).to(torch.float32, copy=device.type == "cpu")
         if name not in self.checked:
             if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
                 raise ValueError(f"weights must be finite in fp32, but those of {name} are not")

@@ -130,11 +130,7 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     configuration describes. Raises ValueError for weights that are not finite, and where torch may multiply fp32
     matrices in TF32 or bf16.
     """
-    if (precision := torch.get_float32_matmul_precision()) != "highest":  # the reference itself would drift
-        raise ValueError(
-            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
-            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
-        )
+    require_exact_products()
     folder = resolve(name)
     require_own_files(folder)
     try:
@@ -149,6 +145,15 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
     return model.eval().requires_grad_(False).to(device or default_device())
+
+
+def require_exact_products() -> None:
+    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference itself would drift."""
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        raise ValueError(
+            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
+            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+        )
 
 
 def require_own_files(folder: str) -> None:
