@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from fragility_core.arithmetic.operands import linear_weights, operands_by_stora
 from fragility_core.arithmetic.recipes import Operands
 from fragility_core.models.hollow import filled
 
-PIECE = 2**24  # entries of a weight whose errors are formed at once
+LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
+PIECE = 2**16  # entries of a piece, which stays in a CPU's cache
 Weighted = Callable[[Tensor], Iterable[Tensor]]  # error times gradient (P, ...), in pieces
 Watch = Callable[[str, int, Tensor, Weighted], None]  # path, place, leaf
 
@@ -72,16 +74,7 @@ class Leaves:
             format = self.operands(path).weights or self.recipe.kernels
             return lambda gradient: [expected_error(rounded, format) * gradient]
         exact = self.exact[path].data  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
-        rows = max(1, PIECE * len(exact) // max(1, exact.numel())) if exact.ndim else 1
-
-        def pieces(gradient: Tensor) -> Iterator[Tensor]:
-            if exact.numel() <= PIECE:
-                yield local_error(exact, rounded) * gradient
-                return
-            for parts in zip(exact.split(rows), rounded.split(rows), gradient.split(rows, 1)):
-                yield local_error(*parts[:2]) * parts[2]
-
-        return pieces
+        return partial(in_pieces if exact.numel() > LARGE else at_once, exact, rounded)
 
     @contextmanager
     def read(self, paths: Iterable[str]) -> Iterator[None]:
@@ -108,6 +101,21 @@ class Leaves:
             {id(self.tensors[path]): x for path, x in made.items() if path in self.buffers},
             operands_by_storage(weights, self.recipe),
         )
+
+
+def at_once(exact: Tensor, rounded: Tensor, gradient: Tensor) -> Iterator[Tensor]:
+    """The local error times the ``gradient`` (P, ...) of a weight."""
+    yield local_error(exact, rounded) * gradient
+
+
+def in_pieces(exact: Tensor, rounded: Tensor, gradient: Tensor) -> Iterator[Tensor]:
+    """As ``at_once``, some rows after the other; all pieces share their memory."""
+    rows = max(1, PIECE * exact.shape[0] // exact.numel())
+    error, weighted = torch.empty_like(exact[:rows]), torch.empty_like(gradient[:, :rows])
+    for parts in zip(exact.split(rows), rounded.split(rows), gradient.split(rows, 1)):
+        count = len(parts[0])
+        torch.sub(*parts[:2], out=error[:count]).nan_to_num_(0.0, 0.0, 0.0)
+        yield torch.mul(error[:count], parts[2], out=weighted[:, :count])
 
 
 def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ A hollow model takes the memory of its largest part, and the rest of the project
 lowered, run, monitored and estimated. Code that reads weights outside of a forward does so inside of ``loaded``.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from fragility_core.arithmetic.internals import mark_hollow, replace_forward, source_of
 from fragility_core.models.tree import block_paths
+
+M_MMAP_THRESHOLD = -3  # its number in malloc.h
 
 
 class Source:
@@ -120,8 +123,18 @@ class Loading:
             return self.forward(*args, **kwargs)
 
 
+def return_freed_memory() -> None:
+    """Let glibc give the memory of each tensor of 64 KiB or more back to the system, from now on in this process.
+
+    Left to itself it keeps holes between tensors that stay: a backward pass through 51 M parameters left 0.2 GB a block.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**16)
+
+
 def load_when_running(model: nn.Module) -> None:
     """Let every part of the hollow ``model`` read its parameters when it runs; read all others now, to stay."""
+    return_freed_memory()
     found = parts(model)
     for module in found.values():
         replace_forward(module, Loading(module))

@@ -5,6 +5,7 @@ threads, and the one file that is mapped. Pages of files that are only read do n
 """
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ LIMIT = 2_500_000_000
 DEPTH = 17
 SHARD = 200_000_000
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-REQUEST = {"data": "embedded", "format": "bf16", "budget": "2 blocks", "windows": 2, "length": 128}
+REQUEST = {"data": "embedded", "format": "bf16", "budget": "2 blocks", "windows": 1, "length": 64}
 DIAGNOSIS = f"""
     import json, sys, time
     from fragility_lab import diagnosis
@@ -76,8 +77,9 @@ def write_model(folder: Path, depth: int) -> int:
 def diagnose(folder: Path, limit: int) -> tuple[dict, int]:
     """What a diagnosis under the ``limit`` finds, and its largest number of bytes in memory that no file backs."""
     command = [sys.executable, "-c", textwrap.dedent(DIAGNOSIS), str(folder)]
+    environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # its own pool reserves a gigabyte
     run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )  # fmt: skip
     peak, status = 0, Path(f"/proc/{run.pid}/status")
