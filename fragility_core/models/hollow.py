@@ -126,7 +126,7 @@ class Loading:
 def return_freed_memory() -> None:
     """Let glibc give the memory of each tensor of 64 KiB or more back to the system, from now on in this process.
 
-    Left to itself it keeps holes between tensors that stay: a backward pass through 51 M parameters left 0.2 GB a block.
+    Left to itself it keeps holes between tensors that stay: 0.2 GB for each block of 51 M parameters.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 2**16)

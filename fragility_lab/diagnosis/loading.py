@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.models.tree import block_paths
 from fragility_core.protection import KEEPABLE_SITES
-from fragility_lab.diagnosis.forecast import whole_fits
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
+from fragility_lab.diagnosis.needs import whole_fits
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.inputs.loading import Inputs

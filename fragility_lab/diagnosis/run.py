@@ -16,8 +16,8 @@ from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers
 from fragility_core.protection.keep import protect
-from fragility_lab.diagnosis.forecast import Forecast
 from fragility_lab.diagnosis.measure import Ranges, compare, observe
+from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.inputs.loading import Inputs

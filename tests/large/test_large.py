@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fragility_lab.diagnosis.forecast import streamed_memory
+from fragility_lab.diagnosis.needs import streamed_memory
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.paths import CHECKPOINTS
 

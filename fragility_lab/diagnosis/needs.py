@@ -1,5 +1,6 @@
 """What a diagnosis will take: the form that fits into memory, the time, the memory, and what is read from the disk."""
 
+import argparse
 import re
 import sys
 import time
@@ -16,11 +17,12 @@ from fragility_core.models.hollow import loaded as read
 from fragility_core.models.tree import block_paths
 from fragility_lab.diagnosis.measure import observe
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.checkpoints import default_device
+from fragility_lab.inputs.checkpoints import default_device, load_config, on_meta
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 
 ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
+MEASURED = 4  # readings of a window by measured passes: of two models, without and with a plan
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,10 @@ def streamed_memory(request: Request, model: nn.Module) -> int:
 def readings_a_window(request: Request) -> int:
     """How often the streamed form reads the model for each window, if fp32 passes are measured.
 
-    The estimate reads it forward and backward at each end. Two passes are measured without a plan, and two with it.
+    The estimate reads it forward and backward at each end.
     """
     estimates = len(request.schemes) if request.mixes else 1
-    return 2 * ends(request) * estimates + 4
+    return 2 * ends(request) * estimates + MEASURED
 
 
 def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
@@ -199,3 +201,46 @@ def within_limits() -> list[int]:
         if file.is_file() and (text := file.read_text().strip()).isdecimal() and int(text) < 2**60:
             left.append(int(text) - used("RssAnon"))
     return [max(0, amount) for amount in left]
+
+
+def streaming(request: Request, name: str, disk: float, bus: float) -> str:
+    """What the streamed form of the model ``name`` needs, in words; of the model only the configuration is read.
+
+    ``disk`` and ``bus`` are bytes a second. Files are taken to hold the dtype that the configuration names.
+    """
+    model, dtype = on_meta(name), load_config(name).dtype or torch.float32
+    parameters = sum(p.numel() for p in model.parameters())
+    size, readings = parameters * dtype.itemsize, readings_a_window(request)
+    estimate = readings - MEASURED
+    rows = [
+        f"{parameters / 1e9:.2f} B parameters, {quantity(size)} of files in {str(dtype).removeprefix('torch.')}",
+        f"memory: {quantity(streamed_memory(request, model))} streamed, {quantity(whole(request, model))} whole",
+    ]
+    for what, count in (("an estimate", estimate), ("an estimate and the measured passes", readings)):
+        speeds = f"{duration(count * size / disk)} from the disk, {duration(count * size / bus)} over the bus"
+        rows.append(f"{what} of a window: {quantity(count * size)} read, {speeds}")
+    rows.append(f"once: {quantity(ONCE * size)} read, {duration(ONCE * size / disk)} from the disk")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Say what a streamed diagnosis of a model needs, before its weights are there."""
+    parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.needs", description=main.__doc__)
+    parser.add_argument("model", help="hub name, or a folder with config.json")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--probes", type=int, default=2)
+    parser.add_argument("--recipe", default="bf16")
+    parser.add_argument("--target", default="hidden")
+    parser.add_argument("--disk", type=float, default=3.0, help="GB a second from the disk")
+    parser.add_argument("--bus", type=float, default=25.0, help="GB a second to the device")
+    given = parser.parse_args(arguments)
+    sizes = {"windows": 1, "length": given.length, "probes": given.probes, "target": given.target}
+    try:
+        request = Request(given.model, "embedded", given.recipe, "1 block", **sizes)
+        print(streaming(request, given.model, given.disk * 1e9, given.bus * 1e9))
+    except (ValueError, OSError) as refused:
+        sys.exit(f"{parser.prog}: {refused}")
+
+
+if __name__ == "__main__":
+    main()
