@@ -17,7 +17,8 @@ from fragility_core.models.hollow import loaded as read
 from fragility_core.models.tree import block_paths
 from fragility_lab.diagnosis.measure import observe
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.checkpoints import default_device, load_config, on_meta
+from fragility_lab.inputs.checkpoints import default_device, load_config
+from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 
