@@ -17,6 +17,7 @@ from fragility_core.adjoint.leaves import LARGE, at_once, in_pieces
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.models.files import Checkpoint
 from fragility_core.models.hollow import entries, is_hollow, loaded, parts
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.surrogates.monitor import Monitor
@@ -201,6 +202,13 @@ def test_an_index_names_files_of_its_own_folder(folder):
 
 
 def test_a_streamed_diagnosis_says_the_same(monkeypatch):
+    read, sizes = Checkpoint.read, []
+
+    def counted(self, *given):
+        sizes.append((found := read(self, *given)).nbytes)
+        return found
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
     asked = {"model": "embedded", "data": "embedded", "format": "bf16", "budget": "1 block", "windows": 2, "length": 32}
     found = {}
     for form, free in (("whole", 10**12), ("streamed", 10**7)):
@@ -214,6 +222,7 @@ def test_a_streamed_diagnosis_says_the_same(monkeypatch):
         found[form] = diagnosis.diagnose(request, inputs, tokens, expected), expected
     (whole, much), (streamed, little) = found["whole"], found["streamed"]
     assert little.memory < much.memory / 2
+    assert sum(sizes) / inputs.files == pytest.approx(needs.ONCE + needs.readings_a_window(request) * 2, rel=0.2)
     for name in ("measured", "drift", "protected", "protected_drift", "ranges"):
         assert_same(getattr(streamed, name), getattr(whole, name))
     assert streamed.plan == whole.plan and " FORM=" not in command(streamed.request, "embedded-custom")
