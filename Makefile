@@ -20,6 +20,7 @@ WEIGHTS_ONLY =
 RECIPE =
 TARGET =
 REFERENCE =
+FORM =
 PROBES =
 SEED =
 STEPS =
@@ -27,9 +28,9 @@ WITH =
 STALE =
 # A dollar sign in a value given on the command line is no variable or function of make.
 $(foreach name,PROFILE MODEL DATA FORMAT BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY RECIPE TARGET REFERENCE \
-    PROBES SEED STEPS WITH RESULTS SCHEDULER,$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
-OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(PROBES)$(SEED)
-export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE PROBES SEED STEPS WITH
+    FORM PROBES SEED STEPS WITH RESULTS SCHEDULER,$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(FORM)$(PROBES)$(SEED)
+export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE FORM PROBES SEED STEPS WITH
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 
@@ -116,7 +117,7 @@ ASKED = $${REFERENCE_MODEL:+-p "reference_model=$$REFERENCE_MODEL" -p format=giv
     $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
     $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"} \
     $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"} $${REFERENCE:+-p "reference=$$REFERENCE"} \
-    $${PROBES:+-p "probes=$$PROBES"} $${SEED:+-p "seed=$$SEED"}
+    $${FORM:+-p "form=$$FORM"} $${PROBES:+-p "probes=$$PROBES"} $${SEED:+-p "seed=$$SEED"}
 
 .PHONY: diagnose
 diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MODEL=, in TARGET=; what to do for BUDGET=
@@ -153,6 +154,10 @@ test-browser: browser  ## use the teaching notebooks in a real JupyterLab and Ch
 .PHONY: test-peers
 test-peers: .peers/installed  ## compare schemes and exports with torchao, ModelOpt, compressed-tensors and gfloat
 	.peers/bin/python -m pytest -o filterwarnings=default tests/peers
+
+.PHONY: test-large
+test-large: $(ENVIRONMENT)  ## diagnose a model of 1 B parameters within 2.5 GB of memory (12 GB of disk, some minutes)
+	$(PYTHON) -m pytest tests/large -s
 
 .PHONY: notebooks
 notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and store clean outputs

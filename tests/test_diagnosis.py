@@ -41,7 +41,8 @@ from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, request
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
-from fragility_lab.diagnosis.request import Forecast, Request, kept_by_blocks
+from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
+from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import percent, quantity

@@ -14,6 +14,7 @@ from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T
 from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_core.adjoint.arithmetic import LowArithmetic
+from fragility_core.adjoint.leaves import Held
 from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import FORMATS
@@ -379,7 +380,7 @@ def test_a_constant_is_rounded_once(format, write, constant):
     assert got.dtype == chosen.compute_dtype and torch.equal(got, expected)
     drawn = stochastic(format, write, x, seen, constant)
     assert torch.equal(chosen.round(drawn.float()).to(drawn.dtype), drawn)
-    arithmetic = LowArithmetic(recipe, Tape(), {}, {}, {})
+    arithmetic = LowArithmetic(recipe, Tape(), Held({}, {}, {}), torch.device("cpu"))
     arithmetic.tape.begin(0)
     with arithmetic:
         differentiated = write(x, seen, constant)

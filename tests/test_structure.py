@@ -19,7 +19,16 @@ SOURCES = {
 }
 LAB_ONLY = ("fragility_lab", "IPython", "datasets", "ipywidgets", "jupyter_client", "jupyter_core", "jupyterlab")
 LAB_ONLY += ("matplotlib", "nbclient", "nbformat", "papermill", "seaborn")
-DECLARED = {"fragility_core", "numpy", "pandas", "scipy", "torch", "transformers", *sys.stdlib_module_names}
+DECLARED = {
+    "fragility_core",
+    "numpy",
+    "pandas",
+    "safetensors",
+    "scipy",
+    "torch",
+    "transformers",
+    *sys.stdlib_module_names,
+}
 
 
 def imported(name: str) -> set[str]:

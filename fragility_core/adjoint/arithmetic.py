@@ -6,6 +6,7 @@ They pass through a rounding as through the identity.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fragility_core.adjoint.leaves import Held
 from fragility_core.adjoint.recomputed import fast_products
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
@@ -22,7 +24,7 @@ from fragility_core.arithmetic import internals
 from fragility_core.arithmetic.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_core.arithmetic.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
 from fragility_core.arithmetic.nested import map_tensors
-from fragility_core.arithmetic.operands import operands_by_storage, storages
+from fragility_core.arithmetic.operands import storages
 from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
 from fragility_core.models.tree import is_block
 
@@ -105,24 +107,30 @@ class NotAView(torch.autograd.Function):
 class LowArithmetic(TorchFunctionMode):
     """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``tape``.
 
-    - ``weights`` and ``buffers`` map the ``id`` of a parameter or buffer to the fp32 tensor that stands for it.
-    - ``linear`` has, by path, those of the weights that are of linear layers.
+    - ``held`` has the fp32 tensors that stand for parameters and buffers.
     - ``stochastic``: recorded is the standard deviation of stochastic rounding, not the error of rounding to nearest.
     - ``rounding`` is False where the results of kernels are in fp32.
     - ``exact``: errors are recorded, but results stay as they were before rounding.
     """
 
     def __init__(
-        self, recipe: Recipe, tape: Tape, weights: dict[int, Tensor], buffers: dict[int, Tensor],
-        linear: dict[str, Tensor], stochastic: bool = False, rounding: bool = True, exact: bool = False,
+        self, recipe: Recipe, tape: Tape, held: Held, device: torch.device,
+        stochastic: bool = False, rounding: bool = True, exact: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.format, self.tape, self.weights, self.buffers = recipe.kernels, tape, weights, buffers
-        self.leaves = [x for x in {**weights, **buffers}.values() if x.requires_grad]
-        self.linear = operands_by_storage(linear, recipe)
+        self.format, self.tape, self.held = recipe.kernels, tape, held
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
-        self._fast = fast_products(next(iter(weights.values())).device) if weights else {}
+        self._fast = fast_products(device)
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
+
+    @contextmanager
+    def holding(self, held: Held) -> Iterator[None]:
+        """A context in which ``held`` stands for more parameters and buffers."""
+        before, self.held = self.held, Held(*({**old, **new} for old, new in zip(self.held, held)))
+        try:
+            yield
+        finally:
+            self.held = before
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -144,12 +152,12 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.mark_module("router")
         elif call.product == "values":
             self.tape.mark_module("attention")
-        if call.product == "weights" and self.linear:
+        if call.product == "weights" and self.held.linear:
             self._round_inputs(call)
         if self.rounding:
             return self._run(call)
         result = func(*call.args, **call.kwargs)
-        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.linear else result
+        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.held.linear else result
 
     def _same_weight(self, y: Tensor, call: FunctionCall) -> Tensor:
         """``y``, known as a weight if it is one whose entries were only moved, such as its transpose."""
@@ -167,10 +175,10 @@ class LowArithmetic(TorchFunctionMode):
 
     def _to_fp32(self, x: Tensor) -> Tensor:
         """The fp32 tensor that stands for ``x`` if ``x`` is of the low dtype, else ``x``."""
-        if id(x) in self.weights:
-            return self.weights[id(x)]
-        if id(x) in self.buffers:
-            return mark_stored(self.buffers[id(x)].clone())  # a model may write to it
+        if id(x) in self.held.weights:
+            return self.held.weights[id(x)]
+        if id(x) in self.held.buffers:
+            return mark_stored(self.held.buffers[id(x)].clone())  # a model may write to it
         return mark_stored(x.float()) if self.rounding and x.dtype == self.format.compute_dtype else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -215,7 +223,7 @@ class LowArithmetic(TorchFunctionMode):
 
     def _round_inputs(self, call: FunctionCall) -> None:
         """Round what is multiplied by the weights of a layer whose inputs are stored in other numbers."""
-        operands = next((self.linear[a] for a in storages(call.floating) & self.linear.keys()), Operands())
+        operands = next((self.held.linear[a] for a in storages(call.floating) & self.held.linear.keys()), Operands())
         if operands.inputs is not None:
 
             def change(x: Tensor) -> Tensor:
@@ -268,7 +276,7 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()
-            self.tape.watch_leaf(place, leaf, lambda: error)
+            self.tape.watch_leaf(place, leaf, lambda gradient: [error * gradient])
             self.tape.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,26 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
+from fragility_core.adjoint.leaves import Leaves
 from fragility_core.adjoint.probes import backward
 from fragility_core.adjoint.sites import Sites
-from fragility_core.adjoint.tape import Tape, expected_error, local_error
+from fragility_core.adjoint.streamed import Stream
+from fragility_core.adjoint.tape import Tape
 from fragility_core.adjoint.targets import Output, Target, get_target
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
-from fragility_core.arithmetic.internals import attention_of, mark_stored, mark_stream, replace_forward, version_of
+from fragility_core.arithmetic.internals import (
+    attention_of,
+    copy_marks,
+    mark_stream,
+    replace_forward,
+    version_of,
+    without_function_modes,
+)
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, require_low, sharing_copy
-from fragility_core.arithmetic.nested import tensors
-from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.recipes import Recipe
+from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import is_block
 
 GRADIENTS = ("low", "fp32", "both")  # the points at which gradients are taken
@@ -131,49 +139,18 @@ class Adjoint:
         self.model = sharing_copy(low.model)
         self.tape, self._lock = Tape(), threading.Lock()
         self._sites = pd.DataFrame()
-        self._linear = {} if self.recipe.plain or low.weights_only else linear_weights(self.model)
-        stochastic = low.execution == "stochastic"
+        leaves = Leaves(low, self.model, reference, self.tape, self._dtype)
+        self._stream = Stream(self.model, leaves, self.tape) if is_hollow(self.model) else None
+        stays = [path for path in leaves.tensors if self._stream is None or path not in self._stream.paths]
+        self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
+        stochastic, device = low.execution == "stochastic", next(self.model.parameters()).device
         self.points = []
         for exact in {"low": [False], "fp32": [True], "both": [False, True]}[gradients]:
-            weights, buffers = self._watch_weights(reference, exact)
-            linear = {path: weights[id(p)] for path, p in self._linear.items()}
-            how = stochastic, rounding, exact
-            self.points.append(LowArithmetic(self.recipe, self.tape, weights, buffers, linear, *how))
+            held = leaves.make(stays, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf))
+            self.points.append(LowArithmetic(self.recipe, self.tape, held, device, stochastic, rounding, exact))
         self._follow_modules()
         if not stochastic:
             self._recompute(rounding)
-
-    def _watch_weights(
-        self, reference: nn.Module | None, at_reference: bool
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """fp32 tensors for parameters and for buffers, by ``id``; the tape records their gradients.
-
-        They have the values of the low model, or ``at_reference`` the exact ones.
-        """
-        dtype = self._dtype
-        floating = {path: p for path, p in self.model.named_parameters() if p.is_floating_point()}
-        if not any(p.dtype == dtype for p in floating.values()):
-            raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
-        buffers = {} if self.low.weights_only else {p: x for p, x in self.model.named_buffers() if x.dtype == dtype}
-        exact = None if reference is None else exact_tensors(reference, floating | buffers)
-        leaves = {}
-        for path, stored in (floating | buffers).items():
-            operands = self.recipe.operands(owner(path)) if path in self._linear else None
-            low = stored.dtype == dtype or bool(operands)
-            rounded = stored.detach().float()  # for fp32 ones, too: the model's own gradients stay as they are
-            leaf = (exact[path] if at_reference else rounded).detach()
-            if exact is not None:  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
-                error = partial(local_error, exact[path], rounded)
-            else:
-                format = (operands and operands.weights) or self.recipe.kernels
-                error = partial(expected_error, rounded, format)
-            stays_fp32 = not (operands or self.low.weights_only or self.recipe.kernels.name != "fp32")
-            if (low or exact is not None) and not stays_fp32:
-                leaf.requires_grad_()
-                self.tape.watch_leaf(self.tape.weight(path), leaf, error)
-            leaves[path] = mark_stored(leaf, "weight") if low and path in floating else leaf
-        self._versions = [(parameter, version_of(parameter)) for parameter in floating.values()]
-        return {id(x): leaves[p] for p, x in floating.items()}, {id(x): leaves[p] for p, x in buffers.items()}
 
     def _follow_modules(self) -> None:
         """Let the tape know which module's forward is running, and mark the residual stream."""
@@ -227,12 +204,13 @@ class Adjoint:
         for arithmetic in self.points:
             tape.begin(window)
             tape.shares = SHARES[len(self.points), arithmetic.exact]
+            parts = [] if self._stream is None else [self._stream.begin()]
             with arithmetic, torch.enable_grad():
                 final = self.target.output(self.model, tokens)  # (1, T, ...)
             counted = scope[: final.shape[1]] if scope.ndim else scope
             generator = torch.Generator(final.device).manual_seed(self.seed)
             signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
-            self._backward(final, [*tape.leaves, *arithmetic.leaves], signs)
+            self._backward(final, [*tape.leaves, *arithmetic.held.leaves, *parts], signs)
         return self.target.norm(final.detach(), counted)
 
     def _backward(self, final: Tensor, leaves: list[Tensor], signs: Tensor) -> None:
@@ -240,13 +218,18 @@ class Adjoint:
         if self.at_once:
             before = self.tape.mark()
             try:
-                backward(final, leaves, signs)
+                self._backward_once(final, leaves, signs)
                 return
             except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
                 self.tape.rewind(before)
                 self.at_once = False
         for self.tape.probe, gradient in enumerate(signs):
-            backward(final, leaves, gradient[None])
+            self._backward_once(final, leaves, gradient[None])
+
+    def _backward_once(self, final: Tensor, leaves: list[Tensor], signs: Tensor) -> None:
+        backward([final], leaves, [signs], keep_graph=True)
+        if self._stream is not None:
+            self._stream.end()
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
         """Tidy tables of c^2 (windows, probes, places) and of the norms (windows,) of the target's outputs."""
@@ -274,28 +257,21 @@ class Adjoint:
         return replace(prediction, windows=windows)
 
 
-def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A hook before the forward of ``block``: the tensor that the block receives is the residual stream."""
+def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A hook before the forward of ``block``: the tensor that the block receives is the residual stream.
+
+    The block gets tensors of its own, so that what all blocks share (rotary embeddings) first has its gradients added
+    up in each block. Streamed passes cannot but do so, and both forms are to give the same bits.
+    """
     stream = args[0] if args else kwargs.get("hidden_states")
     if isinstance(stream, Tensor):
         mark_stream(stream)
 
+    def own(x: Tensor) -> Tensor:
+        return copy_marks(x, x.view_as(x)) if x.requires_grad and x is not stream else x
 
-def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of the fp32 ``reference`` by path, and those of its buffers that are among ``rounded``.
-
-    Raises ValueError for a reference that is not in fp32, or lacks a tensor of ``rounded`` in the same shape.
-    """
-    exact = {path: p.detach() for path, p in reference.named_parameters(remove_duplicate=False)}
-    exact |= {path: x.detach() for path, x in reference.named_buffers(remove_duplicate=False) if path in rounded}
-    if other := sorted({str(p.dtype) for p in exact.values() if p.is_floating_point()} - {"torch.float32"}):
-        raise ValueError(f"the reference must be in fp32, before its weights were rounded, got {', '.join(other)}")
-    for path, parameter in rounded.items():
-        if path not in exact or exact[path].shape != parameter.shape:
-            found = f"the shape {tuple(exact[path].shape)}" if path in exact else "no such parameter"
-            wanted = f"the model before its weights were rounded, with {path} of shape {tuple(parameter.shape)}"
-            raise ValueError(f"the reference must be {wanted}, got {found}")
-    return exact
+    with without_function_modes():
+        return map_tensors((args, kwargs), own)
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -20,22 +20,25 @@ from fragility_core.arithmetic.internals import (
 )
 
 
-def backward(output: Tensor, leaves: Sequence[Tensor], gradients: Tensor) -> None:
-    """One backward pass from ``output`` to ``leaves``, for all P ``gradients`` (P, *output.shape); keeps the graph.
+def backward(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = (),
+    keep_graph: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """One backward pass from ``outputs`` to ``leaves`` and ``inputs``, for all P ``gradients`` (P, *output.shape).
 
-    Raises RuntimeError for P > 1 if PyTorch cannot compute the gradient of a kernel for several probes at once, or
-    memory does not suffice.
+    Returns the gradients (P, *input.shape) of the ``inputs``. Raises RuntimeError for P > 1 if PyTorch cannot compute
+    the gradient of a kernel for several probes at once, or memory does not suffice.
     """
 
-    def run(gradient: Tensor) -> Tensor:
-        torch.autograd.grad(output, leaves, gradient, retain_graph=True, allow_unused=True)
-        return gradient.new_zeros(())
+    def run(*gradients: Tensor) -> tuple[Tensor, ...]:
+        ends = [*inputs, *leaves]
+        found = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep_graph, allow_unused=True)
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found))
 
-    if len(gradients) == 1:
-        run(gradients[0])
-    else:
-        with without_vmap_fallback():
-            torch.func.vmap(run)(gradients)
+    if len(gradients[0]) == 1:
+        return [x[None] for x in run(*(g[0] for g in gradients))]
+    with without_vmap_fallback():
+        return list(torch.func.vmap(run)(*gradients))
 
 
 def of_probes(function: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
@@ -53,10 +56,10 @@ def over_probes(function: Callable) -> Callable:
     """The ``backward`` of a custom autograd function, from one that takes and returns gradients (P, ...)."""
 
     @wraps(function)
-    def for_any(ctx, gradient: Tensor):
+    def for_any(ctx, *gradients: Tensor | None):
         level = vmap_level()
         with outside_of_vmap():
-            results = function(ctx, unbatched(gradient))
+            results = function(ctx, *(None if g is None else unbatched(g) for g in gradients))
         results = results if isinstance(results, tuple) else (results,)
         return tuple(None if x is None else batched(x, level) for x in results)
 

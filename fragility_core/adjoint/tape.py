@@ -1,7 +1,8 @@
 """The record of the passes: where values are rounded, by how much, and what it contributes to the final error."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +76,32 @@ class Tape:
         if self._latest is not None and within(self._latest[1], path):
             self.ends[self._latest[0]] = path
 
+    def bookmark(self, path: str) -> tuple[list[str], Counter]:
+        """Where the pass is, before the forward of the module at ``path``; for ``replaying`` it."""
+        counts = {(module, name): n for (module, name), n in self._counts.items() if within(module, path)}
+        return list(self.path), Counter(counts)
+
+    @contextmanager
+    def setting_leaves_apart(self) -> Iterator[list[Tensor]]:
+        """A context with a list of its own for the leaves that are made in it."""
+        before, self.leaves = self.leaves, []
+        try:
+            yield self.leaves
+        finally:
+            self.leaves = before
+
+    @contextmanager
+    def replaying(self, bookmark: tuple[list[str], Counter]) -> Iterator[list[Tensor]]:
+        """A context in which a module runs again: kernels have the places that they had. Yields the new leaves."""
+        before, seen = (self.path, self._counts, self._latest), len(self._largest)
+        self.path, self._counts = list(bookmark[0]), bookmark[1].copy()
+        try:
+            with self.setting_leaves_apart() as leaves:
+                yield leaves
+        finally:
+            self.path, self._counts, self._latest = before
+            del self._largest[seen:]
+
     def mark_module(self, role: str) -> None:
         """The running module multiplies values by values ("attention") or chooses among experts ("router")."""
         self.roles[role].add(self.path[-1])
@@ -111,12 +138,24 @@ class Tape:
         errors.as_strided(view.shape, view.stride(), first).copy_(error)
         self.watch(place, whole, errors)
 
-    def watch_leaf(self, place: int, leaf: Tensor, error: Callable[[], Tensor]) -> None:
-        """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept."""
-        record = of_probes(lambda gradient: self.record(place, error() * gradient))
+    def watch_leaf(self, place: int, leaf: Tensor, weighted: Callable[[Tensor], Iterable[Tensor]]) -> None:
+        """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
+
+        ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other.
+        """
+
+        def record(gradient: Tensor) -> None:
+            for piece in weighted(gradient):
+                self.record(place, piece)
+
+        self.hook_leaf(leaf, record)
+
+    def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
+        """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead."""
+        seen = of_probes(function)
 
         def hook(gradient: Tensor) -> Tensor:
-            record(gradient)
+            seen(gradient)
             return gradient.new_zeros(()).expand(gradient.shape)
 
         leaf.register_hook(hook)

@@ -47,6 +47,7 @@ PRIVATE = {
     "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
     "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
     "transformers.PreTrainedModel._from_config": "which buffers a model made in 16 bits has in them",
+    "transformers.PreTrainedModel._init_weights": "fills the buffers that no checkpoint holds",
     "transformers.PreTrainedModel._keep_in_fp32_modules": "what from_pretrained leaves in fp32 beside fp16",
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "what from_pretrained leaves in fp32",
 }
@@ -139,6 +140,29 @@ def names_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return names
 
 
+@torch.no_grad()
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Compute the buffers of a model of transformers on "meta" that no checkpoint holds, as ``from_pretrained`` does.
+
+    Raises ValueError for a floating buffer that the model's own class leaves empty.
+    """
+    saved = model.state_dict().keys()
+    unsaved = [(*path.rpartition("."), x) for path, x in model.named_buffers() if path not in saved]
+    for owner, _, name, x in unsaved:
+        filling = torch.nan if x.is_floating_point() else 0
+        empty = torch.full(x.shape, filling, dtype=x.dtype, device=device)
+        model.get_submodule(owner).register_buffer(name, empty, persistent=False)
+    for owner in {owner for owner, *_ in unsaved}:
+        steps = owner.split(".") if owner else []
+        above = (model.get_submodule(".".join(steps[:depth])) for depth in range(len(steps), -1, -1))
+        next(m for m in above if hasattr(m, "_init_weights"))._init_weights(model.get_submodule(owner))
+    for owner, dot, name, _ in unsaved:
+        if getattr(model.get_submodule(owner), name).isnan().any():
+            raise ValueError(
+                f"a class must fill its buffers, but {type(model).__name__} leaves {owner}{dot}{name} empty"
+            )
+
+
 def vmap_level() -> int | None:
     """The number of the ``torch.func.vmap`` that is running; None if none is."""
     return torch._C._functorch.maybe_current_level()
@@ -200,9 +224,27 @@ def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
     return x
 
 
+def copy_marks(source: Tensor, x: Tensor) -> Tensor:
+    """Let ``x`` stand for what ``source`` stands for."""
+    return mark_stream(mark_stored(x, stored_as(source)), is_stream(source))
+
+
 def replace_forward(module: nn.Module, forward: Callable) -> None:
     """Let ``module`` run ``forward`` in place of its own, which no hook can prevent from running.
 
     Wrapping the module would also work, but would change the paths of modules.
     """
     module.forward = forward
+
+
+# What is hidden on parameters: where the entries of a hollow one come from (``models.hollow``).
+
+
+def source_of(parameter: Tensor) -> Any:
+    """The source of a hollow ``parameter``, None for others."""
+    return getattr(parameter, "_source", None)
+
+
+def mark_hollow(parameter: Tensor, source: object) -> None:
+    """Let ``source`` give the entries of ``parameter``."""
+    parameter._source = source

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,38 +18,83 @@ from fragility_core.arithmetic.cache import store_cache
 from fragility_core.arithmetic.calibration import needs_calibration
 from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import has_native_kernels
-from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward
+from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward, source_of
 from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
 from fragility_core.arithmetic.operands import RoundedOperands, linear_weights, owner, rounded_weight
-from fragility_core.arithmetic.recipes import GIVEN, Recipe, Stored, get_recipe
+from fragility_core.arithmetic.recipes import GIVEN, Operands, Recipe, Stored, get_recipe
+from fragility_core.models.hollow import filled, hollow_parameter, replaced
 
 TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU's fused attention takes 16 bits alone
 
 
-def rounded_copy(model: nn.Module, recipe: Recipe, buffers: bool = True) -> nn.Module:
-    """A copy of ``model`` whose parameters, and with ``buffers`` its ``stored_buffers``, are as ``recipe`` stores them.
+class Storing(NamedTuple):
+    """How a parameter is stored: the numbers ``stored`` (None: as it is), cast ``through`` a dtype, as ``dtype``."""
+
+    stored: Stored | None
+    through: torch.dtype
+    dtype: torch.dtype
+    linear: bool = False  # whether it is rounded in rows along the inputs of a linear layer
+
+    def __call__(self, model: nn.Module, path: str, exact: Tensor) -> Tensor:
+        """The fp32 entries ``exact`` of the parameter at ``path`` as they are stored, in memory of their own."""
+        if self.stored is None:
+            return exact.clone()
+        rounded = rounded_weight(model, path, exact, self.stored) if self.linear else self.stored.round(exact)
+        return rounded.to(self.through).to(self.dtype)
+
+
+def how_stored(model: nn.Module, recipe: Recipe, widened: bool = False) -> dict[str, Storing]:
+    """How ``recipe`` stores each parameter of ``model``, by path; ``widened`` tensors are fp32 all the same.
 
     Those that transformers keeps in fp32, and all in TF32 but for linear weights, are in fp32. Weights are in the dtype
     of the kernels, unless products run in fp32 (``Operands.wide``).
     """
-    model, kernels = copy.deepcopy(model), recipe.kernels
+    kernels = recipe.kernels
     dtype = kernels.compute_dtype
-    patterns = [name.replace("*", ".*") for name in names_kept_in_fp32(model, dtype)]
-    stored = dict(model.named_parameters())
-    if buffers and dtype != torch.float32:
-        stored |= stored_buffers(model, dtype)
     weights = {} if recipe.plain else linear_weights(model)
-    for path, x in stored.items():
-        if not x.is_floating_point() or any(re.search(pattern, path) for pattern in patterns):
+    found = {}
+    for path, x in model.named_parameters():
+        found[path] = Storing(None, x.dtype, x.dtype)
+        if not x.is_floating_point() or stays_fp32(model, path, dtype):
             continue
-        operands = recipe.operands(owner(path)) if path in weights else None
-        if operands and operands.weights is not None:
-            rounded = rounded_weight(model, path, x.data, operands.weights)
-            x.data = rounded.float() if operands.wide(kernels) else rounded.to(dtype)
+        operands = recipe.operands(owner(path)) if path in weights else Operands()
+        wide = operands.wide(kernels)
+        final = torch.float32 if wide or widened else dtype
+        if operands.weights is not None:
+            found[path] = Storing(operands.weights, torch.float32 if wide else dtype, final, linear=True)
         elif kernels.name not in ("fp32", "tf32"):
-            rounded = kernels.round(x.data).to(dtype)
-            x.data = rounded.float() if operands and operands.wide(kernels) else rounded
-    return model
+            found[path] = Storing(kernels, dtype, final)
+    return found
+
+
+def stays_fp32(model: nn.Module, path: str, dtype: torch.dtype) -> bool:
+    """Whether transformers leaves the tensor at ``path`` in fp32 beside ``dtype``."""
+    return any(re.search(name.replace("*", ".*"), path) for name in names_kept_in_fp32(model, dtype))
+
+
+def rounded_copy(model: nn.Module, recipe: Recipe, weights_only: bool = False) -> nn.Module:
+    """A copy of ``model`` whose parameters and ``stored_buffers`` are as ``recipe`` stores them (``how_stored``).
+
+    With ``weights_only`` only the parameters are rounded, and all tensors are fp32. A hollow model has a hollow copy,
+    whose parameters are rounded whenever they are read.
+    """
+    kernels, storing = recipe.kernels, how_stored(model, recipe, weights_only)
+
+    def stored(path: str, parameter: nn.Parameter) -> nn.Parameter:
+        def read() -> Tensor:
+            with filled([parameter]):
+                return storing[path](model, path, parameter.data)
+
+        if source_of(parameter) is not None:
+            return hollow_parameter(parameter.shape, storing[path].dtype, parameter.device, read)
+        return nn.Parameter(read(), parameter.requires_grad)
+
+    copied = copy.deepcopy(model, replaced(model, stored))
+    if (dtype := kernels.compute_dtype) != torch.float32 and not weights_only:
+        for path, x in stored_buffers(copied, dtype).items():
+            if not stays_fp32(model, path, dtype):
+                x.data = kernels.round(x.data).to(dtype)
+    return copied
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -170,7 +216,7 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     if execution not in ("auto", "native", "emulated", "weights"):
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":
-        return LowPrecision(rounded_copy(model, chosen, buffers=False).float(), chosen, None, weights_only=True)
+        return LowPrecision(rounded_copy(model, chosen, weights_only=True), chosen, None, weights_only=True)
     if execution == "native" and (kernels.is_storage_only or kernels.name == "tf32"):
         raise ValueError(f'no device computes a whole model in {kernels.name}: use execution="emulated" or "auto"')
     first = next(model.parameters(), None)

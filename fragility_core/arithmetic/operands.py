@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.kernels import WEIGHT_PRODUCTS
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
@@ -68,7 +69,14 @@ class RoundedOperands(TorchFunctionMode):
     ):  # fmt: skip
         super().__init__()
         self.kernels, self.paused, self.generator = recipe.kernels, paused, generator
-        self.layers = operands_by_storage(linear_weights(model), recipe)
+        self.recipe, self.weights = recipe, linear_weights(model)
+        self.hollow = any(map(source_of, self.weights.values()))
+        self._layers = operands_by_storage(self.weights, recipe)
+
+    @property
+    def layers(self) -> dict[int, Operands]:
+        """The operands by the addresses of weights; those of a hollow model are elsewhere whenever they are read."""
+        return operands_by_storage(self.weights, self.recipe) if self.hollow else self._layers
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -87,7 +95,8 @@ class RoundedOperands(TorchFunctionMode):
 
     def _operands(self, *given: Any) -> Operands | None:
         """The operands of the layer whose weight is among the arguments ``given``, if any."""
-        return next((self.layers[address] for address in storages(tensors(given)) & self.layers.keys()), None)
+        layers = self.layers
+        return next((layers[address] for address in storages(tensors(given)) & layers.keys()), None)
 
     def _changed(self, x: Tensor, stored: Stored, wide: bool) -> Tensor:
         """``x`` rounded if it is an input. Weights are rounded already, and biases are no operands."""

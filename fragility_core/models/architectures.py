@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fragility_core.models.hollow import loaded
 from fragility_core.models.norms import Norm, known_norm
 from fragility_core.models.tree import attention_modules, block_paths, is_linear
 
@@ -119,7 +120,8 @@ class _Reading:
     def __init__(self, module: nn.Module, calls: dict[nn.Module, ModuleCall], heads: int):
         self.module, self.calls, self.heads = module, calls, heads
         self.attention = attention_modules(module)[0]
-        self.norms = {m: norm for m in calls if (norm := known_norm(m)) is not None}
+        with loaded(module):
+            self.norms = {m: norm for m in calls if (norm := known_norm(m)) is not None}
         attending = set(self.attention.modules())
         self.inside, self.outside = [m for m in calls if m in attending], [m for m in calls if m not in attending]
         self.projections, self.mlp = ([m for m in part if is_linear(m)] for part in (self.inside, self.outside))

@@ -21,6 +21,7 @@ from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.operands import linear_weights, owner
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
+from fragility_core.models.hollow import parameter_copy, widen
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
 from fragility_core.protection.structure import scores_can_be_kept
 
@@ -89,7 +90,7 @@ def restore_fp32(module: nn.Module, exact: nn.Module, copies: dict[int, nn.Param
     for rounded, twin in zip(module.modules(), exact.modules(), strict=True):
         for name, parameter in twin.named_parameters(recurse=False):
             if id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                copies[id(parameter)] = parameter_copy(parameter)
             setattr(rounded, name, copies[id(parameter)])
         for name, buffer in twin.named_buffers(recurse=False):
             setattr(rounded, name, buffer.clone())
@@ -123,7 +124,7 @@ def widen_weights(norm: nn.Module, args: tuple) -> None:
     """Let a norm with an fp32 input compute in fp32, with its rounded weights."""
     if args[0].dtype == torch.float32:
         for parameter in norm.parameters():
-            parameter.data = parameter.data.float()
+            widen(parameter)
 
 
 @torch.no_grad()

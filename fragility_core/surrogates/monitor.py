@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from fragility_core.arithmetic.attention import observers, observing_attention
 from fragility_core.arithmetic.lowering import LowPrecision, require_low
 from fragility_core.models.architectures import Block, blocks
+from fragility_core.models.hollow import loaded
 from fragility_core.models.norms import Norm
 from fragility_core.models.tree import final_hidden, hidden_and_logits
 from fragility_core.surrogates import reductions
@@ -236,7 +237,7 @@ class Monitor:
         statistics = record.statistics(epsilons, self.blocks[0].norm_1.gamma.numel())
         if self.power_iteration:
             with observing_attention(self.model):
-                norms = [branch_jacobian_norm(b.module, *call) for b, call in zip(self.blocks, record.calls)]
+                norms = [jacobian_norm(block, call) for block, call in zip(self.blocks, record.calls)]
             statistics["branch_jacobian_norm"] = torch.stack(norms)
         window = {"final_norm": torch.linalg.vector_norm(hidden.float().flatten(1), dim=-1)}
         if reference is not None:
@@ -296,6 +297,12 @@ class Monitor:
         if block.up is not None:
             yield observe(block.activation, lambda _, output: {"activated_max": window_max(output)})
             yield observe(block.up.modules[0], lambda _, output: {"up_max": window_max(block.up.of(output))})
+
+
+def jacobian_norm(block: Block, call: tuple) -> Tensor:
+    """``transport.branch_jacobian_norm`` of a ``block`` in a ``call`` of it."""
+    with loaded(block.module):
+        return branch_jacobian_norm(block.module, *call)
 
 
 def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.models.architectures import Block
+from fragility_core.models.hollow import loaded
 from fragility_core.surrogates.reductions import spectral_norm
 
 FOLLOWED = 4  # singular vectors kept from step to step: the largest ones may change their order
@@ -30,6 +31,11 @@ def matrices(block: Block) -> dict[str, Tensor]:
     """
     names = ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
     return {f"{name}_weight_norm": getattr(block, name).weight.detach() for name in names}
+
+
+def largest_gammas(block: Block) -> dict[str, Tensor]:
+    """The largest |gamma| of the two norms of a block."""
+    return {f"gamma_{site}_max": getattr(block, f"norm_{site}").gamma.abs().amax() for site in (1, 2)}
 
 
 class WeightStatistics:
@@ -61,10 +67,12 @@ class WeightStatistics:
     def measure(self) -> dict[str, list[float]]:
         """Exact spectral norms (``reductions.spectral_norm``), largest |gamma|, and constants."""
         self.subspaces = {}
-        per_block = [matrices(block) for block in self.blocks]
-        return self._collected(
-            {name: torch.stack([spectral_norm(m[name]) for m in per_block]) for name in per_block[0]}
-        )
+        per_block = []
+        for block in self.blocks:
+            with loaded(block.module):
+                norms = {name: spectral_norm(weight) for name, weight in matrices(block).items()}
+                per_block.append(norms | largest_gammas(block))
+        return self._collected({name: torch.stack([each[name] for each in per_block]) for name in per_block[0]})
 
     @torch.no_grad()
     def follow(self) -> dict[str, list[float]]:
@@ -84,15 +92,14 @@ class WeightStatistics:
             values, self.subspaces[shape] = followed_norms(stacked, self.subspaces.get(shape))
             for key, value in zip(weights, values.unbind()):
                 norms.setdefault(key.split()[0], []).append(value)
-        return self._collected({name: torch.stack(values) for name, values in norms.items()})
-
-    def _collected(self, norms: dict[str, Tensor]) -> dict[str, list[float]]:
-        """``norms``, each (L,), the largest |gamma| and the constants, with one transfer from the device."""
         gammas = {
             f"gamma_{site}_max": torch.stack([getattr(b, f"norm_{site}").gamma for b in self.blocks]).abs().amax(-1)
             for site in (1, 2)
         }
-        measured = norms | gammas
+        return self._collected({name: torch.stack(values) for name, values in norms.items()} | gammas)
+
+    def _collected(self, measured: dict[str, Tensor]) -> dict[str, list[float]]:
+        """``measured``, each (L,), and the constants, with one transfer from the device."""
         values = torch.stack([value.float() for value in measured.values()]).tolist()
         return dict(zip(measured, values)) | self._constants
 

@@ -4,7 +4,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fragility_core.models.hollow import entries, is_hollow
 from fragility_lab.inputs import checkpoints
+from fragility_lab.inputs.hollow import load_hollow, on_meta
 
 
 def require_same_architecture(model: str, reference: str) -> None:
@@ -12,8 +14,7 @@ def require_same_architecture(model: str, reference: str) -> None:
 
     Configurations are read, no weights. Raises the errors of ``inputs.checkpoints.load_config``.
     """
-    with torch.device("meta"):
-        models = [AutoModelForCausalLM.from_config(checkpoints.load_config(name)) for name in (model, reference)]
+    models = [on_meta(name) for name in (model, reference)]
     shapes = [{path: tuple(p.shape) for path, p in made.named_parameters()} for made in models]
     if differing := sorted({*shapes[0].items()} ^ {*shapes[1].items()}):
         path = differing[0][0]
@@ -25,12 +26,14 @@ def require_same_architecture(model: str, reference: str) -> None:
 
 
 def load_rounded(name: str, original: nn.Module) -> PreTrainedModel:
-    """The fp32 model ``name`` on the device of ``original``.
+    """The fp32 model ``name`` on the device of ``original``, hollow if that is.
 
     Raises the errors of ``inputs.checkpoints.load_model``, and ValueError if all weights are those of ``original``.
     """
     device = str(next(original.parameters()).device)
-    rounded = checkpoints.load_model(name, device, AutoModelForCausalLM)
-    if all(torch.equal(a, b) for a, b in zip(rounded.parameters(), original.parameters(), strict=True)):
+    load = load_hollow if is_hollow(original) else checkpoints.load_model
+    rounded = load(name, device, AutoModelForCausalLM)
+    pairs = zip(rounded.parameters(), original.parameters(), strict=True)
+    if all(torch.equal(entries(a), entries(b)) for a, b in pairs):
         raise ValueError(f"MODEL= must have other weights than REFERENCE_MODEL=, got the same ones in {name!r}")
     return rounded

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors
+from fragility_core.models.hollow import entries
 from fragility_core.models.tree import block_paths, hidden_and_logits
 from fragility_core.theory import mismatch
 
@@ -114,7 +115,7 @@ class Ranges:
         counts = torch.stack([sum(self.counts[path]) for path in paths]).cpu().numpy() if paths else []
         rows = [("output", path or "the model", *count) for path, count in zip(paths, counts)]
         largest = self.low.format.largest
-        over = {path: (p.abs() > largest).sum() for path, p in exact.named_parameters()}
+        over = {path: (entries(p).abs() > largest).sum() for path, p in exact.named_parameters()}
         counted = torch.stack([*over.values()]).cpu().numpy()
         rows = [("parameter", path, 0, count) for path, count in zip(over, counted)] + rows
         table = pd.DataFrame(rows, columns=["kind", "module", "nonfinite", "saturated"])

@@ -140,7 +140,9 @@ def command(request: Request, results: str) -> str:
     values += ["target"] * (request.target != "hidden") + ["keep"] * bool(request.keep)
     words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
     words += ["WEIGHTS_ONLY=yes"] * request.weights_only
-    words += [f"REFERENCE={request.reference}"] * (request.reference != "auto")
+    words += [
+        f"{name.upper()}={getattr(request, name)}" for name in ("reference", "form") if getattr(request, name) != "auto"
+    ]
     words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + "-custom")  # that of the Makefile
     return " ".join(["make diagnose", *words])
 

@@ -1,6 +1,5 @@
 """The work: predict every window, make a plan, and measure with and without it if memory allows a reference."""
 
-import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,13 +11,14 @@ from torch import Tensor
 from fragility_core import adjoint
 from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower
+from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers
 from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis.measure import Ranges, compare, observe
-from fragility_lab.diagnosis.request import Forecast, Request
+from fragility_lab.diagnosis.needs import Forecast
+from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import progress
@@ -94,7 +94,7 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         if loaded.rounded is None:
             kept = apply(model, plan, execution, tokens if needs_calibration(plan.recipe) else None)
         else:
-            kept = protect(as_given(copy.deepcopy(loaded.rounded)), model, plan)
+            kept = protect(as_given(sharing_copy(loaded.rounded)), model, plan)
         protected, protected_drift = measure(kept, model, tokens, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")

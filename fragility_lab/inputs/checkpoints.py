@@ -40,10 +40,11 @@ def shortened(text: str) -> str:
     return brief.repr(text)
 
 
-def located(name: str, kind: str = "model") -> str:
+def located(name: str, kind: str = "model", weights: bool = False) -> str:
     """The folder of the model ``name``: an embedded checkpoint's, ``name`` itself, or one in the cache of the hub.
 
-    Raises OSError, which says how to go on, where there is none.
+    Without ``weights``, those of a hub's model need not be there. Raises OSError, which says how to go on, where there
+    is no such model.
     """
     known = embedded_checkpoints()
     if name in known:
@@ -54,7 +55,7 @@ def located(name: str, kind: str = "model") -> str:
         cause = FileNotFoundError(f"there is no such folder, and the embedded checkpoints are {', '.join(known)}")
         raise not_found(kind, name, "MODEL", cause)
     try:
-        return hub.snapshot(name)
+        return hub.snapshot(name, weights)
     except hub.HubError as cause:
         raise not_found(kind, name, "MODEL", cause) from cause
 
@@ -137,12 +138,8 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     configuration describes. Raises ValueError for weights that are not finite, and where torch may multiply fp32
     matrices in TF32 or bf16.
     """
-    if (precision := torch.get_float32_matmul_precision()) != "highest":  # the reference itself would drift
-        raise ValueError(
-            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
-            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
-        )
-    folder = located(name)
+    require_exact_products()
+    folder = located(name, weights=True)
     require_own_files(folder)
     try:
         with quiet_loading():
@@ -156,6 +153,15 @@ def load_model(name: str, device: str | None = None, auto_class: type = AutoMode
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
     return model.eval().requires_grad_(False).to(device or default_device())
+
+
+def require_exact_products() -> None:
+    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference itself would drift."""
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        raise ValueError(
+            f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
+            'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
+        )
 
 
 def require_own_files(folder: str) -> None:

@@ -15,7 +15,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 T = TypeVar("T")
 TIMEOUT = 10  # seconds that the hub may be silent
 TRIES = 3  # where the hub answers with an error of its own
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # neither pickles nor code
+WEIGHTS = ["*.safetensors"]  # no pickles
+OTHERS = ["*.json", "*.model", "*.txt", "*.jinja"]  # no code
 CHECKSUM = re.compile(r"[0-9a-f]{64}")  # the cache calls large files by theirs
 MEANINGS = {
     401: "which means that it does not know you or the name: check the name, or log in with `hf auth login`",
@@ -30,11 +31,11 @@ class HubError(OSError):
 
 
 @cache
-def snapshot(name: str) -> str:
+def snapshot(name: str, weights: bool) -> str:
     """The folder in this machine's cache with the model ``name`` of the hub, downloaded as far as it is not there.
 
-    Where the hub does not answer, the copy in the cache is taken as it is, and stderr says so. Raises HubError where
-    there is none, and for a download that broke off or has a wrong checksum.
+    Without ``weights`` it has the configuration and the tokenizer. Where the hub does not answer, the copy in the cache
+    is taken as it is, and stderr says so. Raises HubError where there is none, and for a download that broke off or has a wrong checksum.
     """
     try:
         retried(lambda: HfApi().model_info(name, timeout=TIMEOUT))
@@ -42,8 +43,8 @@ def snapshot(name: str) -> str:
         return cached(name, HubError(reason(cause)))
     started = time.time()
     try:
-        options = {"allow_patterns": PATTERNS, "ignore_patterns": ["*/*"], "etag_timeout": TIMEOUT}
-        folder = retried(lambda: snapshot_download(name, **options))
+        wanted = {"allow_patterns": OTHERS + WEIGHTS * weights, "ignore_patterns": ["*/*"]}
+        folder = retried(lambda: snapshot_download(name, etag_timeout=TIMEOUT, **wanted))
     except Exception as cause:  # as above
         raise HubError(f"the download broke off, and the same command goes on from there; {reason(cause)}") from cause
     require_checksums(Path(folder), started)
@@ -99,7 +100,9 @@ def require_checksums(folder: Path, since: float) -> None:
     The file is removed, so that the same command downloads it again.
     """
     if not folder.is_dir():
-        raise HubError(f"the repository holds none of the files that a model is loaded from, {', '.join(PATTERNS)}")
+        raise HubError(
+            f"the repository holds none of the files that a model is loaded from, {', '.join(OTHERS + WEIGHTS)}"
+        )
     for path in folder.iterdir():
         stored = path.resolve()
         if not CHECKSUM.fullmatch(stored.name) or stored.stat().st_mtime < since:

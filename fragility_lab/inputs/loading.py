@@ -12,6 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.inputs import checkpoints
+from fragility_lab.inputs.hollow import load_hollow, weight_files
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 
@@ -19,13 +20,15 @@ from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
-    ``rounded`` is the same model with weights that somebody else has rounded, if there is one.
+    ``rounded`` is the same model with weights that somebody else has rounded, if there is one. The weights of a hollow
+    model stay in ``files`` bytes on the disk, and have no digest, since no run on them is kept.
     """
 
     model: PreTrainedModel
     stream: Tensor
     digest: str
     rounded: PreTrainedModel | None = None
+    files: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -49,8 +52,9 @@ def load(
     windows: int,
     device: str | None = None,
     auto_class: type = AutoModel,
+    hollow: bool = False,
 ) -> Inputs:
-    """Load what an experiment needs, and check that it can run.
+    """Load what an experiment needs, and check that it can run. A ``hollow`` model reads its weights when it runs.
 
     Raises OSError where the model or text is not found. Raises ValueError for windows longer than the model's context,
     a text with fewer windows than asked for, a tokenizer of another vocabulary, or an unknown precision.
@@ -72,6 +76,9 @@ def load(
         )
     for length in lengths:
         select_windows(stream, length, windows, seed=0)
+    if hollow:
+        size = sum(file.stat().st_size for file in weight_files(model))
+        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size)
     loaded = checkpoints.load_model(model, device, auto_class)
     return Inputs(loaded, stream, digest(loaded, stream))
 

@@ -1,0 +1,135 @@
+"""The fp32 tensors that stand for a model's weights in a differentiated pass, and the errors of the weights."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fragility_core.adjoint.tape import Tape, expected_error, local_error
+from fragility_core.arithmetic.internals import mark_stored
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.operands import linear_weights, operands_by_storage, owner
+from fragility_core.arithmetic.recipes import Operands
+from fragility_core.models.hollow import filled
+
+LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
+PIECE = 2**16  # entries of a piece, which stays in a CPU's cache
+Weighted = Callable[[Tensor], Iterable[Tensor]]  # error times gradient (P, ...), in pieces
+Watch = Callable[[str, int, Tensor, Weighted], None]  # path, place, leaf
+
+
+class Held(NamedTuple):
+    """Leaves for parameters and for buffers, by the ``id`` of these, and operands by the memory of the leaves."""
+
+    weights: dict[int, Tensor]
+    buffers: dict[int, Tensor]
+    linear: dict[int, Operands]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Those that have a gradient."""
+        return [x for x in {**self.weights, **self.buffers}.values() if x.requires_grad]
+
+
+class Leaves:
+    """Makes leaves for the tensors of ``model``, which holds the parameters and buffers of ``low.model``.
+
+    They have the values of the low model, or ``at_reference`` those of the fp32 ``reference``. Raises ValueError for a
+    model without parameters in the format, and for a reference that is not in fp32 or has other parameters.
+    """
+
+    def __init__(
+        self, low: LowPrecision, model: nn.Module, reference: nn.Module | None, tape: Tape, dtype: torch.dtype
+    ):
+        self.recipe, self.weights_only, self.tape, self.dtype = low.recipe, low.weights_only, tape, dtype
+        self.parameters = {path: p for path, p in model.named_parameters() if p.is_floating_point()}
+        if not any(p.dtype == dtype for p in self.parameters.values()):
+            raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
+        self.linear = {} if self.recipe.plain or low.weights_only else linear_weights(model)
+        self.buffers = {} if low.weights_only else {path: x for path, x in model.named_buffers() if x.dtype == dtype}
+        self.tensors = self.parameters | self.buffers
+        self.exact = None if reference is None else exact_tensors(reference, self.tensors)
+        for path in filter(self.watched, self.tensors):
+            tape.weight(path)  # numbers the places in this order
+
+    def operands(self, path: str) -> Operands:
+        """Those of the linear layer that has the weight at ``path``."""
+        return self.recipe.operands(owner(path)) if path in self.linear else Operands()
+
+    def is_low(self, path: str) -> bool:
+        """Whether the low-precision model stores the tensor at ``path`` in low precision."""
+        return self.tensors[path].dtype == self.dtype or bool(self.operands(path))
+
+    def watched(self, path: str) -> bool:
+        """Whether rounding the tensor at ``path`` contributes to the error."""
+        stays_fp32 = not (self.operands(path) or self.weights_only or self.recipe.kernels.name != "fp32")
+        return (self.is_low(path) or self.exact is not None) and not stays_fp32
+
+    def weighted(self, path: str, rounded: Tensor) -> Weighted:
+        """The local error of the tensor at ``path`` times its gradient; its low-precision entries are ``rounded``."""
+        if self.exact is None:
+            format = self.operands(path).weights or self.recipe.kernels
+            return lambda gradient: [expected_error(rounded, format) * gradient]
+        exact = self.exact[path].data  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
+        return partial(in_pieces if exact.numel() > LARGE else at_once, exact, rounded)
+
+    @contextmanager
+    def read(self, paths: Iterable[str]) -> Iterator[None]:
+        """A context in which the tensors at ``paths``, and the exact ones, have their entries."""
+        paths = list(paths)
+        exact = [] if self.exact is None else [self.exact[path] for path in paths]
+        with filled(exact), filled([self.tensors[path] for path in paths]):
+            yield
+
+    def make(self, paths: Iterable[str], at_reference: bool, watch: Watch) -> Held:
+        """New leaves for the tensors at ``paths``; ``watch`` is called for those that are ``watched``."""
+        made = {}
+        with self.read(paths := list(paths)):
+            for path in paths:
+                rounded = self.tensors[path].detach().float()  # for fp32 ones, too: the model's own have no gradient
+                leaf = (self.exact[path] if at_reference else rounded).detach()
+                if self.watched(path):
+                    leaf.requires_grad_()
+                    watch(path, self.tape.weight(path), leaf, self.weighted(path, rounded))
+                made[path] = mark_stored(leaf, "weight") if self.is_low(path) and path in self.parameters else leaf
+        weights = {path: x for path, x in made.items() if path in self.linear}
+        return Held(
+            {id(self.tensors[path]): x for path, x in made.items() if path in self.parameters},
+            {id(self.tensors[path]): x for path, x in made.items() if path in self.buffers},
+            operands_by_storage(weights, self.recipe),
+        )
+
+
+def at_once(exact: Tensor, rounded: Tensor, gradient: Tensor) -> Iterator[Tensor]:
+    """The local error times the ``gradient`` (P, ...) of a weight."""
+    yield local_error(exact, rounded) * gradient
+
+
+def in_pieces(exact: Tensor, rounded: Tensor, gradient: Tensor) -> Iterator[Tensor]:
+    """As ``at_once``, some rows after the other; all pieces share their memory."""
+    rows = max(1, PIECE * exact.shape[0] // exact.numel())
+    error, weighted = torch.empty_like(exact[:rows]), torch.empty_like(gradient[:, :rows])
+    for parts in zip(exact.split(rows), rounded.split(rows), gradient.split(rows, 1)):
+        count = len(parts[0])
+        torch.sub(*parts[:2], out=error[:count]).nan_to_num_(0.0, 0.0, 0.0)
+        yield torch.mul(error[:count], parts[2], out=weighted[:, :count])
+
+
+def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of the fp32 ``reference`` by path, and those of its buffers that are among ``rounded``.
+
+    Raises ValueError for a reference that is not in fp32, or lacks a tensor of ``rounded`` in the same shape.
+    """
+    exact = dict(reference.named_parameters(remove_duplicate=False))
+    exact |= {path: x for path, x in reference.named_buffers(remove_duplicate=False) if path in rounded}
+    if other := sorted({str(p.dtype) for p in exact.values() if p.is_floating_point()} - {"torch.float32"}):
+        raise ValueError(f"the reference must be in fp32, before its weights were rounded, got {', '.join(other)}")
+    for path, parameter in rounded.items():
+        if path not in exact or exact[path].shape != parameter.shape:
+            found = f"the shape {tuple(exact[path].shape)}" if path in exact else "no such parameter"
+            wanted = f"the model before its weights were rounded, with {path} of shape {tuple(parameter.shape)}"
+            raise ValueError(f"the reference must be {wanted}, got {found}")
+    return exact

@@ -1,0 +1,171 @@
+"""Differentiated passes of hollow models: one part after the other has its weights and its graph.
+
+The forward pass runs each part as the whole pass does, and keeps only what entered it. The backward pass runs each part
+again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth. The
+kernels are those of the whole pass, in the same order, so that all numbers are the same.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from fragility_core.adjoint.leaves import Held, Leaves, Weighted
+from fragility_core.adjoint.probes import backward, over_probes
+from fragility_core.adjoint.tape import Tape
+from fragility_core.arithmetic.internals import (
+    copy_marks,
+    current_function_mode,
+    is_stream,
+    replace_forward,
+    without_function_modes,
+)
+from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.models.hollow import parts
+
+
+class Stream:
+    """The parts of a hollow ``model`` in differentiated passes. ``paths`` are those of the tensors that they own."""
+
+    def __init__(self, model: nn.Module, leaves: Leaves, tape: Tape):
+        self.leaves, self.tape = leaves, tape
+        self.owned: dict[str, list[str]] = {}  # paths of tensors by that of the part
+        known = {id(x): path for path, x in leaves.tensors.items()}
+        for path, module in parts(model).items():
+            held = [*module.parameters(), *module.buffers()]
+            self.owned[path] = [known[id(x)] for x in held if id(x) in known]
+            replace_forward(module, partial(self.run, path, module.forward.forward))
+        self.paths = {path for owned in self.owned.values() for path in owned}
+        self.begin()
+
+    def begin(self) -> Tensor:
+        """Start a pass. The backward pass must go to the tensor that is returned, so that it reaches all parts."""
+        self.uses: Counter[str] = Counter()  # how often the pass has used a tensor
+        self.totals: dict[str, Tensor] = {}  # gradients of tensors that it uses several times, on the host
+        self.anchor = torch.zeros((), requires_grad=True)
+        return self.anchor
+
+    def run(self, path: str, forward: Callable, *args, **kwargs) -> Any:
+        """Run the part at ``path``, whose own forward is ``forward``."""
+        self.uses.update(self.owned[path])
+        call = PartCall(self, path, forward, args, kwargs)
+        with without_function_modes():
+            inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
+        return call.result(inputs)
+
+    def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
+        """As ``Tape.watch_leaf``. Gradients of a tensor that the pass uses several times are first added up."""
+        if self.uses[path] > 1:
+            self.tape.hook_leaf(leaf, partial(self._add, path))
+        else:
+            self.tape.watch_leaf(place, leaf, weighted)
+
+    def _add(self, path: str, gradient: Tensor) -> None:
+        gradient = gradient.cpu()
+        self.totals[path] = self.totals[path] + gradient if path in self.totals else gradient
+
+    def end(self) -> None:
+        """Record what gradients that were added up contribute, after a backward pass."""
+        for path in list(self.totals):
+            with self.leaves.read([path]):
+                weighted = self.leaves.weighted(path, self.leaves.tensors[path].detach().float())
+            total = self.totals.pop(path).to(self.leaves.tensors[path].device)
+            for piece in weighted(total):
+                self.tape.record(self.tape.weight(path), piece)
+
+
+class PartCall:
+    """One call of a part: what entered it, from which it can be run again."""
+
+    def __init__(self, stream: Stream, path: str, forward: Callable, args: tuple, kwargs: dict):
+        self.stream, self.path, self.forward = stream, path, forward
+        self.arithmetic = current_function_mode()
+        self.bookmark = stream.tape.bookmark(path)
+        self.differentiated: list[bool] = []
+        self.devices: list[torch.device] = []
+        with without_function_modes():
+            self.given = map_tensors((args, kwargs), self._keep)
+
+    def _keep(self, x: Tensor) -> Tensor:
+        """``x`` without its history. The residual stream is kept on the host, all else is shared by the parts."""
+        self.differentiated.append(x.requires_grad)
+        self.devices.append(x.device)
+        return copy_marks(x, x.data.cpu() if is_stream(x) else x.data)
+
+    def inputs(self) -> tuple[tuple, dict, list[Tensor]]:
+        """Arguments for the part's forward, and those tensors among them that have a gradient."""
+        numbers, leaves = iter(range(len(self.differentiated))), []
+
+        def make(x: Tensor) -> Tensor:
+            number = next(numbers)
+            fresh = copy_marks(x, x.data.to(self.devices[number]))
+            if self.differentiated[number]:
+                leaves.append(fresh.requires_grad_())
+            return fresh
+
+        with without_function_modes():
+            args, kwargs = map_tensors(self.given, make)
+        return tuple(map(own_copy, args)), {name: own_copy(x) for name, x in kwargs.items()}, leaves
+
+    def held(self) -> Held:
+        """Leaves for the tensors that the part owns, read now."""
+        stream = self.stream
+        with without_function_modes():
+            return stream.leaves.make(stream.owned[self.path], self.arithmetic.exact, stream.watch)
+
+    def result(self, inputs: Sequence[Tensor]) -> Any:
+        """The result of the part as one differentiable function of ``inputs``."""
+        args, kwargs, _ = self.inputs()
+        with self.stream.tape.setting_leaves_apart(), self.arithmetic.holding(self.held()), torch.enable_grad():
+            returned = self.forward(*args, **kwargs)
+        with without_function_modes():
+            found = list(tensors(returned))
+            plain = [x.data for x in found]
+            if any(x.requires_grad for x in found):
+                constant = [p for x, p in zip(found, plain) if not x.requires_grad]
+                plain = list(Part.apply(self, self.stream.anchor, constant, plain, *inputs))
+            results = iter([copy_marks(x, y) for x, y in zip(found, plain)])
+            return map_tensors(returned, lambda _: next(results))
+
+    def gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients (P, ...) of the inputs, from those of the results; records what the part contributes."""
+        args, kwargs, inputs = self.inputs()
+        held = self.held()
+        with self.stream.tape.replaying(self.bookmark) as made, torch.enable_grad():
+            with self.arithmetic.holding(held), self.arithmetic:
+                returned = self.forward(*args, **kwargs)
+            reached = [(x, g) for x, g in zip(tensors(returned), gradients) if g is not None]
+            del returned
+            probes = max(len(g) for _, g in reached)
+            outputs, given = zip(*((x, g.expand(probes, *x.shape)) for x, g in reached))
+            return backward(outputs, [*made, *held.leaves], given, inputs)
+
+
+class Part(torch.autograd.Function):
+    """A part of a model as one function, which keeps only what entered it."""
+
+    @staticmethod
+    def forward(ctx, call: PartCall, anchor: Tensor, constant: list, results: list, *inputs: Tensor) -> tuple:
+        ctx.call = call
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, *gradients: Tensor | None):
+        return None, None, None, None, *ctx.call.gradients(gradients)
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of a cache: a part that is run again must not find what it has stored before. Other values themselves."""
+    if not isinstance(value, Cache):
+        return value
+    copied = copy.copy(value)
+    copied.layers = [copy.copy(layer) for layer in value.layers]
+    return copied

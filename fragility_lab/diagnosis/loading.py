@@ -1,0 +1,76 @@
+"""Loading what a request names: the model, whole or hollow, and its windows, checked before any work."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from fragility_core.arithmetic.internals import attention_of
+from fragility_core.models.tree import block_paths
+from fragility_core.protection import KEEPABLE_SITES
+from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
+from fragility_lab.diagnosis.needs import whole_fits
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.inputs.hollow import on_meta
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.loading import load as load_inputs
+from fragility_lab.inputs.text import select_windows
+
+
+def load(request: Request) -> tuple[Inputs, Tensor]:
+    """The model with its head and the windows (B, T) on its device; a hollow one in the streamed form.
+
+    With a reference model, ``Inputs.model`` is that one, and ``Inputs.rounded`` the other. Raises the errors of
+    ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model or for an attention
+    implementation that the model lacks.
+    """
+    name, given = request.reference_model or request.model, bool(request.reference_model)
+    if given:
+        require_same_architecture(request.model, name)
+    hollow = request.form == "streamed" or (request.form == "auto" and not whole_fits(request, on_meta(name)))
+    loaded = load_inputs(
+        name, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM, hollow
+    )
+    if given:
+        loaded = replace(loaded, rounded=load_rounded(request.model, loaded.model))
+        set_attention(loaded.rounded, request)
+    (count, unit), modules = request.parsed_budget, [m.parameters(recurse=False) for m in loaded.model.modules()]
+    owning = sum(next(parameters, None) is not None for parameters in modules)
+    most = {"blocks": len(block_paths(loaded.model)), "sites": len(KEEPABLE_SITES), "modules": owning}.get(unit, count)
+    if count > most:
+        raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
+    set_attention(loaded.model, request)
+    require_causal(loaded.model, request.model)
+    _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
+    return loaded, tokens.to(loaded.device)
+
+
+def set_attention(model: nn.Module, request: Request) -> None:
+    """Set ``model`` to the attention of ``request``: for "auto" sdpa where the model has it, else its own.
+
+    Raises ValueError for one that the model lacks.
+    """
+    asked = "sdpa" if request.attention == "auto" else request.attention
+    try:
+        model.set_attn_implementation(asked)
+        if (runs := attention_of(model)) != asked:  # some only log that they refuse
+            raise ValueError(f"it runs {runs}")
+    except ValueError as cause:
+        if request.attention != "auto":
+            raise ValueError(
+                f"{request.model!r} must have the attention that it is to run with, but has no {asked} attention: "
+                "use ATTENTION=auto"
+            ) from cause
+
+
+@torch.no_grad()
+def require_causal(model: nn.Module, name: str) -> None:
+    """Raises ValueError unless the logits of ``model`` at a position are the same whatever follows it."""
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
+    a, b = model(tokens, use_cache=False).logits[:, :-1]
+    if not torch.allclose(a, b, rtol=1e-2, atol=1e-4 * float(a.abs().max())):
+        raise ValueError(
+            f"a diagnosis needs a model that predicts each token from those before it, got {name!r}, an encoder whose "
+            "logits depend on later tokens"
+        )

@@ -1,0 +1,247 @@
+"""What a diagnosis will take: the form that fits into memory, the time, the memory, and what is read from the disk."""
+
+import argparse
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fragility_core.arithmetic.internals import attention_of
+from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.models.hollow import is_hollow, parts
+from fragility_core.models.hollow import loaded as read
+from fragility_core.models.tree import block_paths
+from fragility_lab.diagnosis.measure import observe
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.inputs.checkpoints import default_device, load_config
+from fragility_lab.inputs.hollow import on_meta
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.reporting.tables import duration, quantity
+
+ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
+MEASURED = 4  # readings of a window by measured passes: of two models, without and with a plan
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
+
+    In the streamed form ``streams`` says why, and how much is read from the disk; it is empty in the whole form.
+    """
+
+    seconds: float
+    memory: int
+    free: int | None
+    streams: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the free memory suffices, as far as it is known."""
+        return self.free is None or self.memory < self.free
+
+    def __str__(self) -> str:
+        free = "" if self.free is None else f" ({quantity(self.free)} free)"
+        return f"about {duration(self.seconds)} and {quantity(self.memory)} of additional memory{free}{self.streams}"
+
+
+def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
+    """An estimate from two timed fp32 passes of one window and from the model's size, good to a factor of two."""
+    model, count = loaded.model, len(tokens)
+    observe(model, tokens[:1])
+    start = seconds(loaded.device)
+    observe(model, tokens[:1])
+    plain = seconds(loaded.device) - start
+    emulated = not request.rounds_weights_alone and loaded.execution(request.format) == "emulated"
+    passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
+    if request.mixes:
+        passes += len(request.schemes) * 8 * (1 + request.probes)
+    free = free_memory(loaded.device)
+    if not is_hollow(model):
+        return Forecast(plain * passes * count, memory(request, model), free)
+    start = seconds(loaded.device)
+    for part in parts(model).values():
+        with read(part):
+            pass
+    reading = seconds(loaded.device) - start
+    readings = ONCE + readings_a_window(request) * count
+    why = (
+        "it was asked for" if request.form == "streamed" else f"the whole form takes {quantity(whole(request, model))}"
+    )
+    streams = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk"
+    computing = max(plain - reading, 0) * (passes + 3) * count  # the estimate runs forward twice
+    return Forecast(computing + reading * readings, streamed_memory(request, model), free, streams)
+
+
+def seconds(device: torch.device) -> float:
+    """The clock in seconds, after ``device`` has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def ends(request: Request) -> int:
+    """At how many points gradients are taken."""
+    return 1 if request.measured_in == "hidden" else 2
+
+
+def stored_dtype(request: Request) -> torch.dtype:
+    """The dtype of most parameters of the low-precision model."""
+    return torch.float32 if request.rounds_weights_alone else get_recipe(request.format).kernels.compute_dtype
+
+
+def activations(request: Request, model: nn.Module) -> tuple[int, int]:
+    """Bytes that the backward pass keeps of a window: of all blocks, and of the head."""
+    config, recipe = model.config.get_text_config(), get_recipe(request.format)
+    rounds_operands = recipe.linear.inputs is not None and not request.weights_only
+    kept_a_token = kept_by_blocks(model, rounds_operands)
+    if attention_of(model) == "eager":
+        kept_a_token += 4 * 6 * getattr(config, "num_attention_heads", 0) * request.length * config.num_hidden_layers
+    return request.length * kept_a_token, request.length * 6 * 4 * config.vocab_size
+
+
+def memory(request: Request, model: nn.Module) -> int:
+    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps."""
+    parameters = sum(p.numel() for p in model.parameters())
+    copies = parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request))
+    return copies + sum(activations(request, model))
+
+
+def whole(request: Request, model: nn.Module) -> int:
+    """Bytes that the whole form takes, with the fp32 model and, with a reference model, the other one."""
+    return memory(request, model) + 4 * (1 + bool(request.reference_model)) * sum(p.numel() for p in model.parameters())
+
+
+def whole_fits(request: Request, model: nn.Module) -> bool:
+    """Whether the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
+    free = free_memory(torch.device(default_device()))
+    return free is None or whole(request, model) < free
+
+
+def streamed_memory(request: Request, model: nn.Module) -> int:
+    """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
+
+    A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
+    formed for all probes, in two copies. Gradients of tied matrices wait for the embedding.
+    """
+    config, blocks = model.config.get_text_config(), block_paths(model)
+    of_blocks, of_head = activations(request, model)
+
+    def held(part: nn.Module) -> int:
+        entries = [p.numel() for p in part.parameters()]
+        return sum(entries) * (8 + stored_dtype(request).itemsize) + max(entries) * 4 * 2 * request.probes
+
+    found = {path: held(part) for path, part in parts(model).items()}
+    in_blocks = max(found[path] for path in blocks) + of_blocks // len(blocks)
+    elsewhere = max((size for path, size in found.items() if path not in blocks), default=0) + of_head
+    tied = getattr(config, "tie_word_embeddings", False) and request.measured_in != "hidden"
+    waiting = tied * 4 * request.probes * config.vocab_size * config.hidden_size
+    return max(in_blocks, elsewhere) + waiting + 4 * request.length * config.hidden_size * len(blocks)
+
+
+def readings_a_window(request: Request) -> int:
+    """How often the streamed form reads the model for each window, if fp32 passes are measured.
+
+    The estimate reads it forward and backward at each end.
+    """
+    estimates = len(request.schemes) if request.mixes else 1
+    return 2 * ends(request) * estimates + MEASURED
+
+
+def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
+    """Bytes per token that the backward pass keeps of all blocks: a rough estimate, rather too high.
+
+    It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), where experts count as far as a
+    token meets them, and 100 bytes per entry of the stream (160 with experts). In eight families (with rounded operands
+    in five), 0.5 to 1 times as many bytes were measured.
+    """
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    matrices = [p for path in block_paths(model) for p in model.get_submodule(path).parameters() if p.ndim > 1]
+    routed = chosen is not None and any(p.ndim == 3 for p in matrices)
+    running = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
+    of_matrices = (11 if rounds_operands else 8) * running / config.hidden_size
+    return int(of_matrices + (160 if routed else 100) * config.hidden_size * config.num_hidden_layers)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on ``device``, within the limits of this process; None if the system does not say."""
+    if device.type == "cuda":  # torch keeps what it freed
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    table = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.is_file() else None
+    known = [int(found[1]) * 1024] if found else []
+    return min(known + within_limits(), default=None)
+
+
+def within_limits() -> list[int]:
+    """What this process may still take, by its limit of data (``ulimit -d``) and by that of its control group."""
+    status = Path("/proc/self/status")
+    if sys.platform != "linux" or not status.is_file():
+        return []
+    import resource  # there is none on Windows
+
+    def used(name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+) kB", status.read_text())
+        return int(found[1]) * 1024 if found else 0
+
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    left = [] if limit == resource.RLIM_INFINITY else [limit - used("VmData")]
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, group = line.split(":", 2)
+        if number == "0":
+            file = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.max")
+        elif "memory" in controllers.split(","):
+            file = Path("/sys/fs/cgroup/memory", group.lstrip("/"), "memory.limit_in_bytes")
+        else:
+            continue
+        if file.is_file() and (text := file.read_text().strip()).isdecimal() and int(text) < 2**60:
+            left.append(int(text) - used("RssAnon"))
+    return [max(0, amount) for amount in left]
+
+
+def streaming(request: Request, name: str, disk: float, bus: float) -> str:
+    """What the streamed form of the model ``name`` needs, in words; of the model only the configuration is read.
+
+    ``disk`` and ``bus`` are bytes a second. Files are taken to hold the dtype that the configuration names.
+    """
+    model, dtype = on_meta(name), load_config(name).dtype or torch.float32
+    parameters = sum(p.numel() for p in model.parameters())
+    size, readings = parameters * dtype.itemsize, readings_a_window(request)
+    estimate = readings - MEASURED
+    rows = [
+        f"{parameters / 1e9:.2f} B parameters, {quantity(size)} of files in {str(dtype).removeprefix('torch.')}",
+        f"memory: {quantity(streamed_memory(request, model))} streamed, {quantity(whole(request, model))} whole",
+    ]
+    for what, count in (("an estimate", estimate), ("an estimate and the measured passes", readings)):
+        speeds = f"{duration(count * size / disk)} from the disk, {duration(count * size / bus)} over the bus"
+        rows.append(f"{what} of a window: {quantity(count * size)} read, {speeds}")
+    rows.append(f"once: {quantity(ONCE * size)} read, {duration(ONCE * size / disk)} from the disk")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Say what a streamed diagnosis of a model needs, before its weights are there."""
+    parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.needs", description=main.__doc__)
+    parser.add_argument("model", help="hub name, or a folder with config.json")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--probes", type=int, default=2)
+    parser.add_argument("--recipe", default="bf16")
+    parser.add_argument("--target", default="hidden")
+    parser.add_argument("--disk", type=float, default=3.0, help="GB a second from the disk")
+    parser.add_argument("--bus", type=float, default=25.0, help="GB a second to the device")
+    given = parser.parse_args(arguments)
+    sizes = {"windows": 1, "length": given.length, "probes": given.probes, "target": given.target}
+    try:
+        request = Request(given.model, "embedded", given.recipe, "1 block", **sizes)
+        print(streaming(request, given.model, given.disk * 1e9, given.bus * 1e9))
+    except (ValueError, OSError) as refused:
+        sys.exit(f"{parser.prog}: {refused}")
+
+
+if __name__ == "__main__":
+    main()

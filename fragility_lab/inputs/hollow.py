@@ -1,0 +1,62 @@
+"""Hollow models by hub name or local path: their weights are read whenever they are needed."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fragility_core.models.files import Checkpoint, open_hollow
+from fragility_lab.inputs.checkpoints import (
+    default_device,
+    load_config,
+    located,
+    not_found,
+    require_described_weights,
+    require_exact_products,
+    require_own_files,
+)
+
+
+def on_meta(name: str, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """The fp32 model ``name`` without weights, on the device "meta"; raises the errors of ``load_config``."""
+    with torch.device("meta"):
+        return auto_class.from_config(load_config(name), dtype=torch.float32)
+
+
+def weight_files(name: str) -> list[Path]:
+    """The safetensors files of the model ``name``, from its folder or the hub.
+
+    Raises OSError, which says how to go on, where they are not found, and for an index that names other folders.
+    """
+    folder = Path(located(name, weights=True))
+    require_own_files(str(folder))
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    files = [folder / file for file in sorted(names)]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise not_found("model", name, "MODEL", FileNotFoundError(f"there is no {absent[0]}"))
+    return files
+
+
+def load_hollow(name: str, device: str | None = None, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """The fp32 model ``name`` as a hollow one (``models.hollow``).
+
+    Raises the errors of ``checkpoints.load_model``; those of shapes, and of weights that are not finite, when the
+    weights are read.
+    """
+    require_exact_products()
+    made, files = on_meta(name, auto_class), weight_files(name)
+    try:
+        model, found = open_hollow(made, files, device or default_device()), Checkpoint(files)
+    except (OSError, ValueError, SafetensorError) as cause:
+        raise not_found("model", name, "MODEL", cause) from cause
+    prefix = model.base_model_prefix
+    paths = {path for path, _ in model.named_parameters(remove_duplicate=False)}
+    known = paths | {f"{prefix}.{path}" for path in paths} | {path.removeprefix(f"{prefix}.") for path in paths}
+    extra = sorted(found.files.keys() - known)
+    require_described_weights(model, name, {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": extra})
+    return model

@@ -1,0 +1,259 @@
+"""Hollow models give what whole models give, bit for bit, with one part in memory at a time."""
+
+import json
+import re
+import shutil
+from functools import partial
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import TINY, random_gpt2
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.adjoint.leaves import LARGE, at_once, in_pieces
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.internals import source_of
+from fragility_core.arithmetic.lowering import lower
+from fragility_core.models.files import Checkpoint
+from fragility_core.models.hollow import entries, is_hollow, loaded, parts
+from fragility_core.protection import Contributions, Plan, apply
+from fragility_core.surrogates.monitor import Monitor
+from fragility_lab import diagnosis
+from fragility_lab.diagnosis import needs
+from fragility_lab.diagnosis.page import command
+from fragility_lab.inputs.checkpoints import load_model
+from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.paths import CHECKPOINTS
+
+BASE = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES = {
+    "gpt2": TINY,  # its head is tied to its embedding
+    "llama": LlamaConfig(**BASE),
+    "qwen3": Qwen3Config(num_key_value_heads=2, head_dim=16, **BASE),  # gated, grouped queries, norms of heads
+}
+PASSES = [
+    ("bf16", "auto", "sdpa", {}),
+    ("fp16", "auto", OBSERVED_EAGER, {"probes": 2}),
+    ("fp8_e4m3", "auto", "eager", {"probes": 2, "target": "margin"}),
+    ("w4a16-g32", "auto", "sdpa", {"probes": 2, "target": "kl", "gradients": "both"}),
+    ("w4a16-g32", "weights", "sdpa", {"probes": 2}),
+    ("w8a8-int8", "auto", OBSERVED_EAGER, {"probes": 2, "target": "logprob", "gradients": "fp32"}),
+    ("kv-fp8", "auto", "sdpa", {"probes": 2}),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(request, tmp_path_factory):
+    """A whole model and a hollow one, from the same shards."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = FAMILIES[request.param]
+    if request.param == "gpt2":
+        model = random_gpt2(config)
+    else:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1 + 0.4 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len([*folder.glob("*.safetensors")]) > 3
+    whole = load_model(str(folder), "cpu", AutoModelForCausalLM)
+    return whole, load_hollow(str(folder), "cpu")
+
+
+def assert_same(one: pd.DataFrame, other: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(one, other, check_exact=True)
+
+
+@pytest.mark.parametrize(("recipe", "execution", "attention", "options"), PASSES)
+def test_an_estimate_is_that_of_the_whole_pass(recipe, execution, attention, options, both, tiny_tokens):
+    found = []
+    for model in both:
+        low = lower(model, recipe, execution)
+        set_attention(low.model, attention)
+        found.append(Adjoint(low, model, **options)(tiny_tokens[:2]))
+    whole, streamed = found
+    assert_same(streamed.contributions, whole.contributions)
+    assert_same(streamed.windows, whole.windows)
+    assert streamed.ran == whole.ran and whole.windows.predicted.gt(0).all()
+
+
+def test_an_estimate_without_a_reference_and_one_probe_at_a_time(both, tiny_tokens):
+    found = []
+    for model in both:
+        adjoint = Adjoint(lower(model, "bf16"), probes=2, target="kl")
+        adjoint.at_once = False
+        found.append(adjoint(tiny_tokens[:1]))
+    assert_same(found[1].contributions, found[0].contributions)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp8_e4m3"])
+def test_a_monitored_pass_is_that_of_the_whole_model(recipe, both, tiny_tokens):
+    whole, streamed = (
+        Monitor(lower(model, recipe), power_iteration=recipe == "bf16")(tiny_tokens, loss=True) for model in both
+    )
+    assert_same(streamed.layers, whole.layers)
+    assert_same(streamed.windows, whole.windows)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "w8a8-int8"])
+def test_plans_keep_the_same_in_fp32(recipe, both, tiny_tokens):
+    logits = []
+    for model in both:
+        known = Contributions(model, Adjoint(lower(model, recipe), model)(tiny_tokens[:1]))
+        sites = known.structure.sites
+        plans = [known.plan(1, "blocks"), Plan(recipe, (*sites["embedding"], *sites["norms"]), residual=True)]
+        protected = [apply(model, plan) for plan in plans]
+        with torch.no_grad():
+            for low in protected:
+                with low.running():
+                    logits.append(low.model(tiny_tokens).logits)
+    assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[3])
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_one_part_is_in_memory_at_a_time_and_none_afterwards(both, tiny_tokens, monkeypatch):
+    model = both[1]
+    owners = {id(p): path for path, module in parts(model).items() for p in module.parameters()}
+    seen = set()
+
+    def watched(read):
+        seen.add(frozenset(owners[id(p)] for p in model.parameters() if source_of(p).asked))
+        return read()
+
+    for source in map(source_of, model.parameters()):
+        monkeypatch.setattr(source, "read", partial(watched, source.read))
+    low = lower(model, "bf16")
+    Adjoint(low, model, probes=2, target="kl")(tiny_tokens[:1])
+    Monitor(low)(tiny_tokens)
+    assert max(map(len, seen)) == 1 and len(seen) == len(set(owners.values()))
+    assert all(p.isnan().all() for m in (model, low.model) for p in m.parameters())
+
+
+def test_entries_are_there_when_asked_for(both):
+    whole, hollow = both
+    assert is_hollow(hollow) and not is_hollow(whole)
+    for (path, exact), parameter in zip(whole.named_parameters(), hollow.parameters()):
+        assert torch.equal(entries(parameter), exact) and parameter.isnan().all(), path
+    with loaded(hollow), loaded(hollow):
+        assert not any(p.isnan().any() for p in hollow.parameters())
+
+
+def test_large_weights_are_recorded_in_pieces():
+    exact = torch.randn(700, LARGE // 512, generator=torch.Generator().manual_seed(0))
+    rounded, gradient = exact.bfloat16().float(), exact.flip(0).expand(2, *exact.shape)
+    (whole,) = at_once(exact, rounded, gradient)
+    pieces = [piece.clone() for piece in in_pieces(exact, rounded, gradient)]
+    assert len(pieces) > 10 and torch.equal(torch.cat(pieces, 1), whole)
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the embedded checkpoint."""
+    return shutil.copytree(CHECKPOINTS / "embedded", tmp_path / "copy")
+
+
+def change(folder, change):
+    """Save what ``change`` makes of the weights in ``folder``."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def test_files_that_lack_weights_are_refused_at_once(folder):
+    change(folder, lambda weights: weights.pop(next(path for path in weights if "ln_f.weight" in path)))
+    with pytest.raises(OSError, match=r"the files lack transformer.ln_f.weight: load the whole model"):
+        load_hollow(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(lambda x: x[1:], r"must fit its model, got .*ln_f.weight of \(\d+,\) for \(\d+,\)"), (lambda x: x / 0, "finite")],
+)
+def test_wrong_weights_are_refused_when_they_are_read(broken, message, folder):
+    def spoil(weights):
+        path = next(path for path in weights if "ln_f.weight" in path)
+        weights[path] = broken(weights[path]).contiguous()
+
+    change(folder, spoil)
+    model = load_hollow(str(folder), "cpu")
+    with pytest.raises(ValueError, match=message):
+        model(torch.arange(8)[None])
+
+
+def test_an_index_names_files_of_its_own_folder(folder):
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    index = {"weight_map": {"a": "../elsewhere.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(OSError, match="model.safetensors.index.json must name files of the folder"):
+        load_hollow(str(folder))
+
+
+# --- The diagnosis ----------------------------------------------------------------------------------
+
+
+def test_a_streamed_diagnosis_says_the_same(monkeypatch):
+    read, sizes = Checkpoint.read, []
+
+    def counted(self, *given):
+        sizes.append((found := read(self, *given)).nbytes)
+        return found
+
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    asked = {"model": "embedded", "data": "embedded", "format": "bf16", "budget": "1 block", "windows": 2, "length": 32}
+    found = {}
+    for form, free in (("whole", 10**12), ("streamed", 10**7)):
+        monkeypatch.setattr(needs, "free_memory", lambda device, free=free: free)
+        request = diagnosis.Request(**asked)
+        inputs, tokens = diagnosis.load(request)
+        assert is_hollow(inputs.model) == (form == "streamed")
+        monkeypatch.setattr(needs, "free_memory", lambda device: 10**12)
+        expected = diagnosis.forecast(request, inputs, tokens)
+        assert ("; streamed, as the whole form takes" in str(expected)) == (form == "streamed")
+        found[form] = diagnosis.diagnose(request, inputs, tokens, expected), expected
+    (whole, much), (streamed, little) = found["whole"], found["streamed"]
+    assert little.memory < much.memory / 2
+    assert sum(sizes) / inputs.files == pytest.approx(needs.ONCE + needs.readings_a_window(request) * 2, rel=0.2)
+    for name in ("measured", "drift", "protected", "protected_drift", "ranges"):
+        assert_same(getattr(streamed, name), getattr(whole, name))
+    assert streamed.plan == whole.plan and " FORM=" not in command(streamed.request, "embedded-custom")
+    assert " FORM=streamed" in command(diagnosis.Request(**asked, form="streamed"), "embedded-custom")
+    with pytest.raises(ValueError, match="form must be one of auto, whole, streamed, got 'half'"):
+        diagnosis.Request(**asked, form="half")
+
+
+def test_a_limit_of_the_process_is_less_memory():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (2**36, before[1]))
+        (left, *_) = needs.within_limits()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert 2**35 < left < 2**36
+
+
+def test_what_a_model_needs_is_known_from_its_configuration(tmp_path, capsys):
+    """Llama 3's 70 B: 141 GB of bf16."""
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072, dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    needs.main([str(tmp_path), "--disk", "3", "--bus", "25"])
+    first, memory, estimate, *_ = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").splitlines()
+    assert first == "70.55 B parameters, 141 GB of files in bfloat16"
+    assert re.fullmatch(r"memory: 3\d(\.\d)? GB streamed, \d{3} GB whole", memory)
+    assert estimate == "an estimate of a window: 282 GB read, 1 min 34 s from the disk, 11.3 s over the bus"
+    with pytest.raises(SystemExit, match="cannot load the model"):
+        needs.main([str(tmp_path / "nothing")])
