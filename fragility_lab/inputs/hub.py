@@ -35,8 +35,8 @@ def snapshot(name: str, weights: bool) -> str:
     """The folder in this machine's cache with the model ``name`` of the hub, downloaded as far as it is not there.
 
     Without ``weights`` it has the configuration and the tokenizer. Where the hub does not answer, the copy in the cache
-    is taken as it is, and stderr says so. Raises HubError where there is none, and for a download that broke off or has a
-    wrong checksum.
+    is taken as it is, and stderr says so. Raises HubError where there is none, and for a download that broke off or has
+    a wrong checksum.
     """
     try:
         retried(lambda: HfApi().model_info(name, timeout=TIMEOUT))
