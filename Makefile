@@ -133,6 +133,10 @@ explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the e
 compare: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
 	@$(PYTHON) -m fragility_lab.reporting.reruns "$$RESULTS" "$$WITH"
 
+.PHONY: verify
+verify: $(ENVIRONMENT)  ## compute a sample of the committed results again, and compare (SEED= draws it; three minutes)
+	@$(PYTHON) -m fragility_lab.reporting.verify $${SEED:+--seed "$$SEED"}
+
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train an embedded checkpoint again (two hours on two CPU cores; STEPS= for fewer)
 	@$(EXECUTE) pretrain_embedded $(GIVEN) $${STEPS:+-p "steps=$$STEPS"}
