@@ -12,7 +12,7 @@ from torch import nn
 
 from fragility_core.adjoint import Adjoint, predict
 from fragility_core.adjoint.flips import Competition, expected_length, next_tokens
-from fragility_core.adjoint.realisations import Realisations
+from fragility_core.adjoint.realisations import Realisations, with_random_signs
 from fragility_core.adjoint.targets import Target, logits, root_of_count
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import get_recipe
@@ -93,6 +93,15 @@ def test_realised_errors_have_the_squares_that_contributions_add_up_to(name, gra
     assert float(changes.square().sum(-1).mean()) == pytest.approx(want, rel=0.2)
     if gradients != "low":
         assert torch.allclose(exact, logits(model, TOKENS), rtol=1e-3, atol=1e-3)
+
+
+def test_errors_of_a_channel_keep_their_signs_relative_to_each_other():
+    error, generator = normal(40, 6), torch.Generator().manual_seed(0)
+    alike, apart = (torch.stack([with_random_signs(error, generator, x) for _ in range(200)]) for x in (True, False))
+    assert torch.equal(alike.abs(), error.abs().expand(200, 40, 6)) and torch.equal(apart.abs(), alike.abs())
+    signs = (alike / error).sign()
+    assert torch.equal(signs, signs[:, :1].expand_as(signs)) and signs[:, 0].mean(0).abs().max() < 0.3
+    assert (apart / error).sign().mean(0).abs().max() < 0.4 and (apart / error).sign().std(1).min() > 0.5
 
 
 def test_errors_of_weights_move_an_output_as_in_fp64():

@@ -22,11 +22,14 @@ Result = TypeVar("Result")
 
 
 def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = False) -> Tensor:
-    """``error`` with a random sign at every place, or if ``alike`` with one for each channel, the last dimension."""
+    """``error`` times a random sign for each entry, or if ``alike`` for each channel, the last dimension."""
     shape = error.shape[-1:] if alike else error.shape
     pairs = shape.numel() // 2 + 1  # of 32 bits, the first of which is the sign
     bits = torch.randint(-(2**62), 2**62, (pairs,), generator=generator, device=error.device)
-    return torch.copysign(error, bits.view(torch.float32)[: shape.numel()].view(shape))
+    signs = bits.view(torch.float32)[: shape.numel()].view(shape)
+    if alike:  # errors of one channel keep their signs relative to each other
+        return error * torch.copysign(error.new_ones(()), signs)
+    return torch.copysign(error, signs)
 
 
 class RandomSigns:
