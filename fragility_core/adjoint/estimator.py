@@ -57,7 +57,7 @@ class Prediction:
     - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
 
     ``recipe`` and ``target`` say what was predicted. ``length`` is the number of tokens of a window. ``ran`` has the
-    paths of the modules that ran. Changes in a mixture's choice of experts are not predicted.
+    paths of the modules that ran. Changes in a mixture's choice of experts do not count.
     """
 
     contributions: pd.DataFrame
