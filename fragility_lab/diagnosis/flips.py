@@ -43,11 +43,12 @@ class Flips:
         }
         return pd.Series(shares, dtype=float)
 
-
-def scales(prediction: Prediction, planned: pd.Series) -> pd.Series:
-    """By what the errors are multiplied with a plan, by window, where ``planned`` is the prediction with it."""
-    shares = planned / prediction.windows.set_index("window").predicted
-    return shares**0.5 if prediction.target.squared else shares
+    def with_plan(self, prediction: Prediction, planned: pd.Series | None) -> pd.Series | None:
+        """``changed`` with a plan, by which the ``prediction`` is ``planned``, by window; None without a plan."""
+        if planned is None:
+            return None
+        shares = planned / prediction.windows.set_index("window").predicted
+        return self.changed(shares**0.5 if prediction.target.squared else shares)
 
 
 def find(

@@ -19,7 +19,6 @@ from fragility_core.protection import Contributions, Plan
 from fragility_core.protection.bits import Choices
 from fragility_lab import paths
 from fragility_lab.diagnosis.explore import explorer
-from fragility_lab.diagnosis.flips import scales
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.run import Diagnosis
 from fragility_lab.inputs.checkpoints import EMBEDDED
@@ -106,7 +105,7 @@ def by_window(diagnosis: Diagnosis) -> pd.DataFrame:
     column, flips = TARGETS[diagnosis.request.measured_in][1], diagnosis.flips
     known, planned = {"predicted": diagnosis.prediction.windows.set_index("window").predicted}, diagnosis.planned
     if column == "changed":
-        planned = None if planned is None else flips.changed(scales(diagnosis.prediction, planned))
+        planned = flips.with_plan(diagnosis.prediction, planned)
         known = {"predicted": flips.changed().reindex(known["predicted"].index)}
     if diagnosis.measured is not None:
         known["measured"] = diagnosis.measured.set_index("window")[column]
@@ -330,9 +329,7 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         budgets=[] if diagnosis.choices is None else budgets(diagnosis.choices, write_prediction),
         disagreement=disagreement(found["predicted"], known) if measured is not None and len(measured) else None,
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
-        planned_changes=None
-        if plan is None
-        else diagnosis.flips.changed(scales(diagnosis.prediction, diagnosis.planned)),
+        planned_changes=diagnosis.flips.with_plan(diagnosis.prediction, diagnosis.planned),
         effects=[] if measured is None or measured.empty else effects(measured, protected),
         modules=[] if contributions is None else largest(contributions),
         price=None if plan is None else price(plan),
