@@ -268,6 +268,11 @@ def test_experts_that_change_are_counted_and_said(tmp_path):
     assert "This model chooses experts, and nothing was measured" in page.page(blind)
 
 
+def test_changed_tokens_are_not_predicted_for_streamed_models():
+    with pytest.raises(ValueError, match="the model is streamed, got TARGET=flips: use TARGET=kl, or FORM=whole"):
+        diagnosis.load(replace(ASKED, target="flips", form="streamed"))
+
+
 def test_changed_tokens_are_a_target(tiny_tokens):
     """The page says what share of the tokens changes, for plans too, and how long greedy decoding agrees."""
     model = random_gpt2(TINY)

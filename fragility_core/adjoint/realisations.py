@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.estimator import Adjoint
+from fragility_core.adjoint.leaves import Held
 from fragility_core.adjoint.tape import local_error, stochastic_error
 from fragility_core.arithmetic.internals import mark_stored, stored_as
+from fragility_core.arithmetic.operands import operands_by_storage
 from fragility_core.arithmetic.recipes import Stored
+from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import within
 
 Result = TypeVar("Result")
@@ -61,11 +64,10 @@ class RandomArithmetic(LowArithmetic):
     Kernels of modules outside of ``base`` round nothing: they are the head, whose rounding keeps the order of logits.
     """
 
-    def __init__(self, at: LowArithmetic, weights: dict[int, Tensor], linear: dict, base: str, generator):
-        recipe, how = at.recipe, (at.stochastic, at.rounding)
-        super().__init__(recipe, at.tape, weights, at.buffers, linear, *how)
+    def __init__(self, at: LowArithmetic, held: Held, base: str, generator: torch.Generator | None):
+        super().__init__(at.recipe, at.tape, held, next(iter(held.weights.values())).device, rounding=at.rounding)
         self.base, self.signs = base, (generator, at.stochastic)
-        self.format = RandomSigns(recipe.kernels, *self.signs)
+        self.format = RandomSigns(at.recipe.kernels, *self.signs)
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
@@ -85,7 +87,9 @@ class Realisations:
     """
 
     def __init__(self, adjoint: Adjoint, seed: int = 0):
-        """``seed`` draws the signs."""
+        """``seed`` draws the signs. Raises ValueError for a model that is streamed, part by part."""
+        if is_hollow(adjoint.model):
+            raise ValueError("errors are realised for all weights at once, but the model is streamed: load it whole")
         self.adjoint, self.at = adjoint, adjoint.points[-1]
         self.generator = torch.Generator(next(adjoint.model.parameters()).device).manual_seed(seed)
         self.base = getattr(adjoint.model, "base_model_prefix", "")
@@ -106,13 +110,21 @@ class Realisations:
         return self._run(run, self.generator)
 
     def _run(self, run: Callable[[nn.Module], Result], generator: torch.Generator | None) -> Result:
-        adjoint, at = self.adjoint, self.at
+        adjoint = self.adjoint
         with adjoint.lock, torch.inference_mode(False), torch.no_grad():
-            weights = dict(at.weights)
-            for key, error in adjoint.weight_errors.items() if generator is not None else ():
-                leaf = at.weights[key]
-                weights[key] = mark_stored(leaf + with_random_signs(error(), generator), stored_as(leaf))
-            linear = {path: weights[id(p)] for path, p in adjoint.linear.items()}
+            held = self.at.held if generator is None else self._held(generator)
             adjoint.tape.begin(0)
-            with RandomArithmetic(at, weights, linear, self.base, generator):
+            with RandomArithmetic(self.at, held, self.base, generator):
                 return run(adjoint.model)
+
+    def _held(self, generator: torch.Generator) -> Held:
+        """What stands for the weights, with errors of random sign."""
+        leaves, weights = self.adjoint.leaves, dict(self.at.held.weights)
+        for path in filter(leaves.watched, leaves.parameters):
+            stored = leaves.tensors[path]
+            leaf = weights[id(stored)]
+            signs = with_random_signs(torch.ones_like(leaf), generator)
+            pieces = [piece.clone() for piece in leaves.weighted(path, stored.detach().float())(signs[None])]
+            weights[id(stored)] = mark_stored(leaf + torch.cat(pieces, 1)[0], stored_as(leaf))
+        linear = {path: weights[id(leaves.tensors[path])] for path in leaves.linear}
+        return Held(weights, self.at.held.buffers, operands_by_storage(linear, self.at.recipe))

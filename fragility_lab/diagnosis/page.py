@@ -329,7 +329,6 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         budgets=[] if diagnosis.choices is None else budgets(diagnosis.choices, write_prediction),
         disagreement=disagreement(found["predicted"], known) if measured is not None and len(measured) else None,
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
-        planned_changes=diagnosis.flips.with_plan(diagnosis.prediction, diagnosis.planned),
         effects=[] if measured is None or measured.empty else effects(measured, protected),
         modules=[] if contributions is None else largest(contributions),
         price=None if plan is None else price(plan),

@@ -13,6 +13,7 @@ from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
 from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.models.hollow import is_hollow
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers
 from fragility_core.protection.keep import protect
@@ -35,7 +36,7 @@ class Diagnosis:
     reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
     rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window, and
-    ``flips`` that of changed choices.
+    ``flips`` that of changed choices, for models in the whole form.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
     implementation that ran.
     """
@@ -104,7 +105,7 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
-    choosing = flips.find(low, model, tokens, prediction, request.probes, referenced)
+    choosing = None if is_hollow(model) else flips.find(low, model, tokens, prediction, request.probes, referenced)
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
         measured, drift, protected, protected_drift, changed, planned, choices, choice,
