@@ -123,8 +123,8 @@ class Realisations:
         for path in filter(leaves.watched, leaves.parameters):
             stored = leaves.tensors[path]
             leaf = weights[id(stored)]
-            signs = with_random_signs(torch.ones_like(leaf), generator)
-            pieces = [piece.clone() for piece in leaves.weighted(path, stored.detach().float())(signs[None])]
-            weights[id(stored)] = mark_stored(leaf + torch.cat(pieces, 1)[0], stored_as(leaf))
+            weighted = leaves.weighted(path, stored.detach().float())(torch.ones_like(leaf)[None])
+            error = torch.cat([piece.clone() for piece in weighted], 1)[0]  # pieces share their memory
+            weights[id(stored)] = mark_stored(leaf + with_random_signs(error, generator), stored_as(leaf))
         linear = {path: weights[id(leaves.tensors[path])] for path in leaves.linear}
         return Held(weights, self.at.held.buffers, operands_by_storage(linear, self.at.recipe))
