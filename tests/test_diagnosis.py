@@ -263,9 +263,32 @@ def test_experts_that_change_are_counted_and_said(tmp_path):
     request = replace(ASKED, model=str(tmp_path), windows=1)
     found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
     assert 0 <= found.changed_experts < 1
-    assert "This model chooses experts, and rounding changes" in page.page(found)
+    assert "This model chooses experts, and rounding changes" in page.page(found) and 0 <= found.flips.experts < 1
     blind = diagnosis.diagnose(replace(request, reference="no"), *diagnosis.load(request), ENOUGH)
     assert "This model chooses experts, and nothing was measured" in page.page(blind)
+
+
+def test_changed_tokens_are_not_predicted_for_streamed_models():
+    with pytest.raises(ValueError, match="the model is streamed, got TARGET=flips: use TARGET=kl, or FORM=whole"):
+        diagnosis.load(replace(ASKED, target="flips", form="streamed"))
+
+
+def test_changed_tokens_are_a_target(tiny_tokens):
+    """The page says what share of the tokens changes, for plans too, and how long greedy decoding agrees."""
+    model = random_gpt2(TINY)
+    found = diagnose(model, tiny_tokens, format="fp8_e4m3", target="flips", budget="2 blocks", probes=8)
+    known = page.by_window(found)
+    assert known.predicted.mean() == pytest.approx(known.measured.mean(), rel=0.6)  # 120 tokens
+    assert known["predicted with plan"].mean() < known.predicted.mean() < 1
+    assert page.in_unit(found, found.prediction.windows.predicted.mean()) == pytest.approx(known.predicted.mean())
+    flips = found.flips
+    assert flips.horizon == tiny_tokens.shape[1] // 2 and 0 <= flips.length <= flips.horizon >= flips.measured_length
+    html = page.page(found)
+    assert f"{flips.length:.1f} of {flips.horizon} tokens</b>, and did so for {flips.measured_length:.1f}" in html
+    assert f"for <b>{percent(known.predicted.mean())}</b> of the tokens" in html
+    mixed = diagnose(model, tiny_tokens, format="w4a16-g32", target="flips", budget="7 bits", reference="no")
+    assert mixed.flips.measured_length is None and mixed.plan.predicted < mixed.prediction.windows.predicted.mean()
+    assert page.means(mixed)[1]["predicted with plan"]["mean"] < page.means(mixed)[1]["predicted"]["mean"]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +406,7 @@ def test_a_bound_on_the_divergence_is_kept_by_the_prediction(mixed):
     [
         ({"budget": "5 bits"}, "the recipe must name the smallest, such as RECIPE=w4a16-g128, .*, got 'bf16'"),
         ({"budget": "KL 0.1", "format": "w4a16-g128+kv-fp8"}, "without a KV cache, got"),
-        ({"target": "flips"}, "target must be one of hidden, kl, logprob, got 'flips'"),
+        ({"target": "margin"}, "target must be one of hidden, kl, logprob, flips, got 'margin'"),
         ({"format": "fp9"}, "a recipe must be one of fp32, .*, got 'fp9'"),
         ({"budget": "KL low"}, "got 'KL low'"),
         ({"budget": "5 bits", "format": "w4a16-g128", "keep": "residual, tail"}, "keep must name some of .*, got tail"),

@@ -69,7 +69,7 @@ def test_contributions_are_second_derivatives_of_the_divergence(gradients):
     want = {
         "kl": (p * (1 - p) * squares).sum(-1).mean().item() / 2,
         "logprob": (slopes**2 * squares[:-1]).sum(-1).mean().sqrt().item(),
-        "margin": squares.gather(-1, z.topk(2, -1).indices).sum(-1).mean().sqrt().item(),
+        "flips": squares.gather(-1, z.topk(2, -1).indices).sum(-1).mean().sqrt().item(),
     }
     for name, value in want.items():
         adjoint = Adjoint(low, model, probes=200, target=name, gradients=gradients)
@@ -220,7 +220,7 @@ def test_a_model_without_a_cache_of_keys_is_refused():
 
 def test_targets_by_name(tiny_gpt2):
     assert get_target("kl") is TARGETS["kl"] and get_target(TARGETS["kl"]) is TARGETS["kl"]
-    with pytest.raises(ValueError, match="a target must be one of hidden, kl, logprob, loss, margin, got 'nll'"):
+    with pytest.raises(ValueError, match="a target must be one of hidden, kl, logprob, loss, flips, got 'nll'"):
         get_target("nll")
     low = lower(tiny_gpt2, "bf16")
     with pytest.raises(ValueError, match="one of low, fp32, both, got 'high'"):

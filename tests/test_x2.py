@@ -1,15 +1,20 @@
-"""X2: ratios with intervals, changed tokens, single layers and plans against passes made by hand."""
+"""X2: ratios with intervals, changed choices, greedy decoding, single layers and plans against passes made by hand."""
+
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from scipy.special import ndtr
 from tiny import TINY, random_gpt2
 
-from fragility_core.adjoint.flips import changed_share
+from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import linear_weights, owner, rounded_weight
-from fragility_core.arithmetic.recipes import LINEAR, get_recipe
-from fragility_lab.experiments import x2
+from fragility_core.arithmetic.recipes import LINEAR, NARROW, get_recipe
+from fragility_core.arithmetic.schemes import Scheme
+from fragility_lab.diagnosis.decoding import greedy
+from fragility_lab.experiments import x2, x2_flips
 from fragility_lab.reporting import figures_x2
 
 
@@ -17,24 +22,6 @@ from fragility_lab.reporting import figures_x2
 def setting():
     tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
     return x2.Setting(random_gpt2(TINY), tokens, probes=4)
-
-
-@pytest.mark.parametrize("deviation", [0.01, 0.3, 2.0])
-def test_two_tokens_change_places_as_often_as_a_normal_difference_is_below_zero(deviation):
-    margins = torch.linspace(0, 3, 2000)
-    logits = torch.stack([margins, torch.zeros_like(margins)], -1)
-    want = ndtr(-margins.double().numpy() / deviation).mean()
-    assert changed_share(logits, deviation) == pytest.approx(want, abs=2e-3)
-    assert changed_share(logits, deviation) == changed_share(logits, deviation)
-    assert changed_share(torch.randn(50, 20).sort().values * 100, 0.0) == 0
-
-
-def test_rounding_keeps_the_order_but_for_ties():
-    """Of two logits that bf16 takes for one, the first counts."""
-    tied = torch.tensor([[20.01, 20.0], [20.0, 20.01]])
-    bf16 = get_recipe("bf16").kernels
-    assert changed_share(tied[:1], 0.0, bf16) == 0 and changed_share(tied[1:], 0.0, bf16) == 1
-    assert changed_share(torch.tensor([[20.2, 20.0]]), 0.0, bf16) == 0
 
 
 def test_the_interval_of_a_ratio_covers_it():
@@ -69,7 +56,7 @@ def test_one_layer_alone_is_quantized(setting):
 
 def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
     table = x2.recipe_table(setting, ["bf16", "w8a16-g32"])
-    assert set(table.quantity) == set(x2.QUANTITIES) and len(table) == 6
+    assert set(table.quantity) == set(x2.QUANTITIES) and len(table) == 4
     divergences = table[table.quantity == "kl"]
     assert divergences.ratio.between(0.6, 1.8).all()  # one draw of a small model
     assert len(figures_x2.x2_recipes(table).get_yticks()) == 2
@@ -78,3 +65,32 @@ def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
     assert (best.measured.to_numpy() <= 1.1 * chance.measured.to_numpy()).all() and best.ratio.between(0.5, 2).all()
     assert (chance.bits.to_numpy() <= best.bits.to_numpy() + 1).all()
     assert figures_x2.x2_plans(plans).get_xlabel() == "bits a weight"
+
+
+def test_greedy_decoding_reads_the_cache_and_gives_the_text_of_whole_passes():
+    model, prompts = random_gpt2(TINY), torch.arange(18).view(3, 6)
+    for low in (None, lower(model, "kv-int8")):
+        text = prompts
+        for _ in range(8):
+            with nullcontext() if low is None else low.running():
+                logits = (model if low is None else low.model)(text).logits
+            text = torch.cat([text, logits[:, -1:].argmax(-1)], 1)
+        found = greedy(model if low is None else low.model, prompts, 8, low)
+        assert torch.equal(found, text[:, 6:])
+    coarse = replace(get_recipe("kv-int8"), cache=Scheme(NARROW["int3"], "row"))
+    assert (greedy(lower(model, coarse).model, prompts, 8) != greedy(model, prompts, 8)).any()
+
+
+def test_changed_tokens_and_lengths_are_those_that_were_predicted():
+    model = random_gpt2(TINY)
+    tokens = torch.randint(TINY.vocab_size, (16, 40), generator=torch.Generator().manual_seed(1))
+    changed = x2_flips.changed_table(model, tokens, ["bf16", "fp8_e4m3"], draws=2)
+    lengths = x2_flips.length_table(model, tokens[:, :8], 24, ["bf16", "fp8_e4m3"], draws=2)
+    assert changed.measured.is_monotonic_increasing and lengths.measured.is_monotonic_decreasing
+    assert changed.ratio[1] == pytest.approx(1, abs=0.5) and lengths.ratio[1] == pytest.approx(1, abs=0.5)
+    assert len(figures_x2.x2_recipes(pd.concat([changed, lengths])).get_yticks()) == 2
+
+
+def test_changed_experts_are_those_that_were_predicted():
+    table = x2_flips.expert_table(["w4a16-g32"], windows=8)
+    assert table.ratio.between(0.7, 1.4).all() and (table.measured > 0).all()

@@ -28,8 +28,8 @@ Limits:
   distribution with p - 1 degrees of freedom.
 - The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in
   fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
-- A mixture of experts may choose other experts after rounding, which no derivative sees
-  (``fragility_lab.diagnosis.routing`` counts the changes).
+- A mixture of experts may choose other experts after rounding, which no derivative sees. ``realisations`` draws errors,
+  and so predicts how many choices change, of experts and of next tokens (``flips``).
 """
 
 from fragility_core.adjoint.estimator import Adjoint, Prediction, predict

@@ -118,7 +118,7 @@ class LowArithmetic(TorchFunctionMode):
         stochastic: bool = False, rounding: bool = True, exact: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.format, self.tape, self.held = recipe.kernels, tape, held
+        self.recipe, self.format, self.tape, self.held = recipe, recipe.kernels, tape, held
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
         self._fast = fast_products(device)
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``

@@ -57,7 +57,7 @@ class Prediction:
     - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
 
     ``recipe`` and ``target`` say what was predicted. ``length`` is the number of tokens of a window. ``ran`` has the
-    paths of the modules that ran. Changes in a mixture's choice of experts are not predicted.
+    paths of the modules that ran. Changes in a mixture's choice of experts do not count.
     """
 
     contributions: pd.DataFrame
@@ -137,9 +137,9 @@ class Adjoint:
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
         rounding = self._dtype != torch.float32
         self.model = sharing_copy(low.model)
-        self.tape, self._lock = Tape(), threading.Lock()
+        self.tape, self.lock = Tape(), threading.Lock()
         self._sites = pd.DataFrame()
-        leaves = Leaves(low, self.model, reference, self.tape, self._dtype)
+        self.leaves = leaves = Leaves(low, self.model, reference, self.tape, self._dtype)
         self._stream = Stream(self.model, leaves, self.tape) if is_hollow(self.model) else None
         stays = [path for path in leaves.tensors if self._stream is None or path not in self._stream.paths]
         self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
@@ -184,7 +184,7 @@ class Adjoint:
             raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
         if tokens.ndim < 2 or not tokens.numel():
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
-        with self._lock, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
             everywhere = torch.ones((), device=tokens.device)
             scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()

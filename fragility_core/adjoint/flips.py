@@ -1,38 +1,65 @@
-"""How many most probable next tokens change, from the predicted standard deviation of logit differences."""
+"""How many choices of the largest rounding changes: most probable next tokens, and when greedy decoding departs."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fragility_core.adjoint.estimator import Prediction, predict
+from fragility_core.adjoint.realisations import Realisations
+from fragility_core.adjoint.targets import logits
 from fragility_core.arithmetic.recipes import Stored
 
-RIVALS = 10  # tokens that may take the first place
-DRAWS = 64
+RIVALS = 32  # tokens that may take the first place
 
 
-def deviations(prediction: Prediction) -> list[float]:
-    """The standard deviation, by window, of the ``prediction`` for the target "margin", but for the last rounding.
+@dataclass(frozen=True)
+class Competition:
+    """What decides which of several is the largest.
 
-    Rounding keeps the order of logits. It makes ties of them at most, which ``changed_share`` resolves.
+    ``exact`` (..., k) has the values, in the order in which ``argmax`` takes the first of equals. ``changes``
+    (draws, ..., k) has realised errors of them. Values are compared as they are ``stored``, if that is given.
     """
-    rows = prediction.contributions
-    last = (rows.site == "head") & (rows.kind == "kernel")
-    return predict(rows[~last], prediction.windows).predicted.tolist()
+
+    exact: Tensor
+    changes: Tensor
+    stored: Stored | None = None
+
+    def probabilities(self, scale: float = 1.0) -> Tensor:
+        """The share of draws (...) in which another value is the largest.
+
+        ``scale`` multiplies the errors. For a plan, which leaves out some of them, it is the root of the share of the
+        contributions to the target "flips" that stay.
+        """
+        moved = self.exact + scale * self.changes
+        moved = moved if self.stored is None else self.stored.round(moved).float()
+        return (moved.argmax(-1) != self.exact.argmax(-1)).float().mean(0)
 
 
-def changed_share(logits: Tensor, deviation: float, stored: Stored | None = None, seed: int = 0) -> float:
-    """The expected share of positions of fp32 ``logits`` (..., vocabulary) whose largest entry is another one.
+def next_tokens(
+    realisations: Realisations, tokens: Tensor, draws: int, exact: Tensor | None = None
+) -> Competition:  # fmt: skip
+    """The competition for the next token at every position of ``tokens`` (B, T), among the RIVALS largest logits.
 
-    The RIVALS largest logits get independent normal errors, such that the difference of two has the standard
-    ``deviation``. Then they are rounded as they are ``stored``, and of equal ones the first counts, as in ``argmax``.
-    For two tokens in fp32 the share is Phi(-margin / deviation). ``seed`` draws the DRAWS errors of each position.
+    ``exact`` (B, T, vocabulary) are the logits without errors, if they are known. Raises ValueError for fewer than one
+    of the ``draws``.
     """
-    generator = torch.Generator(logits.device).manual_seed(seed)
-    order = logits.topk(min(RIVALS, logits.shape[-1]), -1).indices.flatten(0, -2).sort(-1).values
-    rivals = logits.float().flatten(0, -2).gather(-1, order)  # (N, k) in the order of the vocabulary
-    first, changed = rivals.argmax(-1), 0.0
-    for _ in range(DRAWS):
-        moved = rivals + torch.randn(rivals.shape, generator=generator, device=logits.device) * (deviation / 2**0.5)
-        moved = moved if stored is None else stored.round(moved).float()
-        changed += float((moved.argmax(-1) != first).float().mean()) / DRAWS
-    return changed
+    if draws < 1:
+        raise ValueError(f"a choice needs at least one realisation of the errors, got {draws} draws")
+
+    def run(model) -> Tensor:
+        return logits(model, tokens)  # (B, T, vocabulary)
+
+    exact = realisations.exact(run) if exact is None else exact.float()
+    order = exact.topk(min(RIVALS, exact.shape[-1]), -1).indices.sort(-1).values
+    exact = exact.gather(-1, order)  # (B, T, k)
+    changes = [realisations.draw(run).gather(-1, order) - exact for _ in range(draws)]
+    return Competition(exact, torch.stack(changes), realisations.stored)
+
+
+def expected_length(changes: Tensor) -> Tensor:
+    """The expected number of tokens before the first change, from the probability (..., T) of each to change.
+
+    It is the sum over t of the probability that none of the first t changes, and so T at most; changes at different
+    positions are taken as independent.
+    """
+    return (1 - changes).cumprod(-1).sum(-1)

@@ -82,7 +82,10 @@ def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def margins(model: nn.Module, tokens: Tensor) -> Tensor:
-    """How far the logit of the most probable next token is above the second, (B, T, 1)."""
+    """How far the logit of the most probable next token is above the second, (B, T, 1).
+
+    ``flips`` says how many next tokens change, and what becomes of that where contributions are left out.
+    """
     z = logits(model, tokens)
     first, second = z.detach().topk(2, -1).indices.split(1, -1)
     return z.gather(-1, first) - z.gather(-1, second)
@@ -95,7 +98,7 @@ TARGETS: dict[str, Target] = {
         Target("kl", divergence, lambda z, counted: (2 * root_of_count(z, counted) ** 2).sqrt(), "nats a token", True),
         Target("logprob", log_probabilities, root_of_count, "nats, root mean square"),
         Target("loss", mean_loss, lambda z, counted: torch.ones(()), "nats, standard deviation"),
-        Target("margin", margins, root_of_count, "logits, root mean square"),
+        Target("flips", margins, root_of_count, "logits, root mean square"),
     )
 }
 

@@ -22,13 +22,18 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     """The model with its head and the windows (B, T) on its device; a hollow one in the streamed form.
 
     With a reference model, ``Inputs.model`` is that one, and ``Inputs.rounded`` the other. Raises the errors of
-    ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model or for an attention
-    implementation that the model lacks.
+    ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model, for an attention
+    implementation that the model lacks, or for the target "flips" in the streamed form.
     """
     name, given = request.reference_model or request.model, bool(request.reference_model)
     if given:
         require_same_architecture(request.model, name)
     hollow = request.form == "streamed" or (request.form == "auto" and not whole_fits(request, on_meta(name)))
+    if hollow and request.target == "flips":
+        raise ValueError(
+            "changed tokens are predicted with all weights in memory, but the model is streamed, got TARGET=flips: use "
+            "TARGET=kl, or FORM=whole where memory suffices"
+        )
     loaded = load_inputs(
         name, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM, hollow
     )

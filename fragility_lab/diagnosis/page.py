@@ -34,11 +34,10 @@ TARGETS = {
     "hidden": ("mismatch ‖X̃ − X‖ / ‖X‖ of the final hidden state", "mismatch", 0.2),
     "kl": ("KL divergence from the fp32 next-token distribution, in nats a token", "kl", 0.4),
     "logprob": ("root mean square change of the log probability of the text's next token, in nats", "logprob", 1.0),
+    "flips": ("share of the tokens whose most probable next token changes", "changed", 1.0),
 }
 # What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
 MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}
-
-
 SITE_NAMES = {
     "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
     "context": "attention context", "projection": "attention projections", "attention": "attention, other",
@@ -103,12 +102,15 @@ def helps(diagnosis: Diagnosis) -> bool | None:
 
 def by_window(diagnosis: Diagnosis) -> pd.DataFrame:
     """The predicted and the measured error of every window, without and with the plan, as far as they are known."""
-    column = TARGETS[diagnosis.request.measured_in][1]
-    known = {"predicted": diagnosis.prediction.windows.set_index("window").predicted}
+    column, flips = TARGETS[diagnosis.request.measured_in][1], diagnosis.flips
+    known, planned = {"predicted": diagnosis.prediction.windows.set_index("window").predicted}, diagnosis.planned
+    if column == "changed":
+        planned = flips.with_plan(diagnosis.prediction, planned)
+        known = {"predicted": flips.changed().reindex(known["predicted"].index)}
     if diagnosis.measured is not None:
         known["measured"] = diagnosis.measured.set_index("window")[column]
     if diagnosis.plan is not None:
-        known["predicted with plan"] = diagnosis.planned
+        known["predicted with plan"] = planned
         if diagnosis.protected is not None:
             known["measured with plan"] = diagnosis.protected.set_index("window")[column]
     return pd.DataFrame(known)
@@ -123,6 +125,13 @@ def means(diagnosis: Diagnosis) -> tuple[pd.Series, dict[str, dict]]:
     known = by_window(diagnosis)
     kept = np.isfinite(known if diagnosis.plan is not None else known.drop(columns="predicted")).all(axis=1)
     return kept, {name: mean_of(values[kept] if kept.any() else values) for name, values in known.items()}
+
+
+def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
+    """A mean prediction in the unit of the page: for the target "flips" the share of changed tokens."""
+    if diagnosis.request.measured_in != "flips":
+        return predicted
+    return diagnosis.flips.changed(predicted / diagnosis.prediction.windows.predicted.mean()).mean()
 
 
 def disagreement(predicted: dict[str, float], measured: dict[str, float]) -> float | None:
@@ -255,7 +264,11 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
     target = TARGETS[diagnosis.request.measured_in][1]
     if diagnosis.choices is not None:
         bits = diagnosis.choices.curve()
-        mean = diagnosis.plan.predicted, None if diagnosis.protected is None else diagnosis.protected[target].mean()
+        bits = bits.assign(predicted=[in_unit(diagnosis, x) for x in bits.predicted])
+        mean = (
+            in_unit(diagnosis, diagnosis.plan.predicted),
+            None if diagnosis.protected is None else diagnosis.protected[target].mean(),
+        )
         found["budgets"] = uri(figures_diagnosis.budgets(bits, float(diagnosis.plan.label.split()[0]), *mean, target))
     if diagnosis.drift is not None:
         named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
@@ -287,10 +300,14 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     )
     known = found.get("measured", found["predicted"])
     words, column, limit = TARGETS[request.measured_in]
-    write_number = percent if column == "mismatch" else nats
+    write_number = percent if column in ("mismatch", "changed") else nats
     still = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
     ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
     recipe = get_recipe(request.format)
+
+    def write_prediction(predicted: float) -> str:
+        return write_number(in_unit(diagnosis, predicted))
+
     filters = {"number": number, "percent": percent, "estimate": partial(estimate, write=write_number)}
     return template("diagnosis/page.html.jinja", **filters).render(
         request=request,
@@ -309,13 +326,13 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         kept_parts=[] if diagnosis.choices is None else kept_parts(plan, diagnosis.choices),
         absent=[] if contributions is None else [s for s in request.kept if s not in contributions.structure.sites],
         stored_size=None if diagnosis.choices is None else quantity(diagnosis.choices.stored_bytes(diagnosis.choice)),
-        budgets=[] if diagnosis.choices is None else budgets(diagnosis.choices, write_number),
+        budgets=[] if diagnosis.choices is None else budgets(diagnosis.choices, write_prediction),
         disagreement=disagreement(found["predicted"], known) if measured is not None and len(measured) else None,
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
         effects=[] if measured is None or measured.empty else effects(measured, protected),
         modules=[] if contributions is None else largest(contributions),
         price=None if plan is None else price(plan),
-        alternatives=[] if contributions is None else alternatives(contributions, write_number),
+        alternatives=[] if contributions is None else alternatives(contributions, write_prediction),
         ranges=ranges.to_numpy().tolist(),
         images=pictures(diagnosis),
         explorer=explorer(diagnosis),

@@ -11,7 +11,7 @@ from fragility_lab.diagnosis.given import require_same_architecture
 from fragility_lab.inputs.checkpoints import EMBEDDED, shortened
 
 ATTENTIONS = ("auto", "sdpa", "eager")
-TARGETS = ("hidden", "kl", "logprob")
+TARGETS = ("hidden", "kl", "logprob", "flips")
 REFERENCES = ("auto", "yes", "no")
 FORMS = ("auto", "whole", "streamed")
 SWITCH = {"yes": True, "true": True, "no": False, "false": False}
@@ -28,7 +28,7 @@ class Request:
     ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB" to keep in fp32; a bare number counts blocks. "5 bits" a
     weight, "KL 0.01" at most, or for a recipe with schemes for weights "12 MB" of the whole model, gives each linear
     layer one of the ``schemes``. Then ``keep`` names sites, such as "residual head", of which the plan may keep parts
-    in fp32. ``target`` is what the error is measured in: "hidden", "kl" or "logprob" (``adjoint.targets``). ``seed``
+    in fp32. ``target`` is what the error is measured in, one of TARGETS (``adjoint.targets``). ``seed``
     draws ``windows`` windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention``
     is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures
     them if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. The ``format``

@@ -1,9 +1,10 @@
-"""Mixtures of experts: where rounding changes the choice of experts, which no first-order estimate sees."""
+"""Mixtures of experts: where rounding changes the choice of experts, measured and predicted."""
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fragility_core.adjoint.realisations import Realisations
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.models.tree import final_hidden
 
@@ -39,11 +40,26 @@ def expert_choices(model: nn.Module, tokens: Tensor) -> list[Tensor]:
     return choices.experts
 
 
+def differing(exact: list[Tensor], moved: list[Tensor], tokens: Tensor) -> Tensor:
+    """Where two lists of ``expert_choices`` for ``tokens`` (B, T) differ: (routers, B, T)."""
+    changed = [(a != b).any(-1).view(tokens.shape) for a, b in zip(exact, moved)]
+    return torch.stack(changed) if changed else torch.zeros(0, *tokens.shape, dtype=torch.bool)
+
+
 @torch.no_grad()
 def changed_choices(low: LowPrecision, reference: nn.Module, tokens: Tensor) -> Tensor:
     """Where ``low`` chooses other experts than the fp32 ``reference`` for ``tokens`` (B, T): (routers, B, T)."""
-    exact = expert_choices(reference, tokens)
     with low.running():
         rounded = expert_choices(low.model, tokens)
-    changed = [(a != b).any(-1).view(tokens.shape) for a, b in zip(exact, rounded)]
-    return torch.stack(changed) if changed else torch.zeros(0, *tokens.shape, dtype=torch.bool)
+    return differing(expert_choices(reference, tokens), rounded, tokens)
+
+
+def predicted_choices(realisations: Realisations, tokens: Tensor, draws: int) -> Tensor:
+    """The share (routers, B, T) of ``draws`` of the errors in which other experts are chosen for ``tokens`` (B, T)."""
+
+    def run(model: nn.Module) -> list[Tensor]:
+        return expert_choices(model, tokens)
+
+    exact = realisations.exact(run)
+    found = [differing(exact, realisations.draw(run), tokens).float() for _ in range(draws)]
+    return torch.stack(found).mean(0)

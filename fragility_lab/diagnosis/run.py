@@ -13,9 +13,12 @@ from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
 from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.models.hollow import is_hollow
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers
 from fragility_core.protection.keep import protect
+from fragility_lab.diagnosis import flips
+from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.measure import Ranges, compare, observe
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
@@ -32,7 +35,8 @@ class Diagnosis:
     like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
     reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
-    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
+    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window, and
+    ``flips`` that of changed choices, for models in the whole form.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
     implementation that ran.
     """
@@ -53,6 +57,7 @@ class Diagnosis:
     choices: Choices | None = None
     choice: Choice | None = None
     attention: str = ""
+    flips: Flips | None = None
 
 
 def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast) -> Diagnosis:
@@ -100,10 +105,11 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
+    choosing = None if is_hollow(model) else flips.find(low, model, tokens, prediction, request.probes, referenced)
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
         measured, drift, protected, protected_drift, changed, planned, choices, choice,
-        attention_of(model) or "its own",
+        attention_of(model) or "its own", choosing,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """X2: what quantization does to the next token, predicted and measured; not in the paper.
 
-Every recipe is predicted in nats (KL, log-probabilities) and in changed tokens, layer by layer, and mixed plans are
-predicted before they are measured.
+Every recipe is predicted in nats (KL, log-probabilities), layer by layer, and mixed plans are predicted before they are
+measured. ``x2_flips`` predicts changed tokens.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.adjoint import Adjoint, Prediction
-from fragility_core.adjoint.flips import changed_share, deviations
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.protection import apply
@@ -24,7 +23,7 @@ from fragility_lab.diagnosis.measure import ObservedPass, compare, observe
 from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.running.environment import progress
 
-QUANTITIES = {"kl": "KL (nats a token)", "logprob": "log-probability (nats, root mean square)", "changed": "changed"}
+QUANTITIES = ("kl", "logprob")  # targets, and columns of ``measure.compare``
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,16 @@ def recipe_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
     for name in progress(recipes, desc="recipes"):
         recipe = get_recipe(name)
         found = setting.measure(lower(setting.model, recipe))
-        known = {target: setting.predict(recipe, target).windows.predicted for target in ("kl", "logprob")}
-        spread = deviations(setting.predict(recipe, "margin"))
-        pairs = zip(setting.exact, spread)
-        known["changed"] = pd.Series([changed_share(a.logits, s, recipe.kernels) for a, s in pairs])
         for quantity in QUANTITIES:
-            predicted, here = known[quantity].to_numpy(), found[quantity].to_numpy()
-            row = {"recipe": name, "quantity": quantity, "predicted": predicted.mean(), "measured": here.mean()}
-            rows.append(row | ratio(predicted, here))
+            predicted = setting.predict(recipe, quantity).windows.predicted.to_numpy()
+            rows.append(row(name, quantity, predicted, found[quantity].to_numpy()))
     return pd.DataFrame(rows)
+
+
+def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray) -> dict[str, object]:
+    """Means over windows, and their ratio with its interval."""
+    means = {"recipe": recipe, "quantity": quantity, "predicted": predicted.mean(), "measured": found.mean()}
+    return means | ratio(predicted, found)
 
 
 def layer_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:

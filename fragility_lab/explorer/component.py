@@ -15,7 +15,12 @@ SITES = {
     "attention": "attention, other", "mlp": "MLP", "router": "router", "residual": "residual",
 }  # fmt: skip
 ROWS = {"embedding": "the embedding", "norm": "the final norm", "head": "the head", "rest": "all else"}
-TARGETS = {"hidden": "mismatch", "kl": "KL a token", "logprob": "change of log-probability"}
+TARGETS = {
+    "hidden": "mismatch",
+    "kl": "KL a token",
+    "logprob": "change of log-probability",
+    "flips": "change of the margin",
+}
 KEPT = {"norms": "the norms", "attention": "the attention", "mlp": "the MLP"}
 WORDS = {"sites": SITES, "rows": ROWS, "targets": TARGETS, "parents": PARENTS, "kept": KEPT}
 

@@ -6,17 +6,19 @@ from matplotlib.axes import Axes
 
 from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style
 
-NAMES = {"kl": "KL", "logprob": "log-probability", "changed": "changed tokens"}
+NAMES = {
+    "kl": "KL", "logprob": "log-probability", "changed": "changed tokens", "length": "length of equal greedy texts",
+}  # fmt: skip
 
 
 @style()
-def x2_recipes(table: pd.DataFrame) -> Axes:
+def x2_recipes(table: pd.DataFrame, title: str = "X2: recipes, predicted over measured") -> Axes:
     """Predicted over measured means of every recipe with their intervals, one marker for each quantity."""
-    recipes = list(dict.fromkeys(table.recipe))
+    recipes, quantities = (list(dict.fromkeys(table[column])) for column in ("recipe", "quantity"))
     axes = canvas(7.0, 0.34 * len(recipes) + 1.4)
-    for number, (quantity, marker) in enumerate(zip(NAMES, "osD")):
+    for number, (quantity, marker) in enumerate(zip(quantities, "os")):
         rows = table[table.quantity == quantity]
-        at = [recipes.index(name) + 0.22 * (number - 1) for name in rows.recipe]
+        at = [recipes.index(name) + 0.22 * (number - 0.5) for name in rows.recipe]
         ends = [rows.ratio - rows.low, rows.high - rows.ratio]
         axes.errorbar(rows.ratio, at, xerr=ends, fmt=marker, ms=4, lw=1, color=COLOURS[number], label=NAMES[quantity])
     axes.axvline(1, **DASHED)
@@ -26,7 +28,7 @@ def x2_recipes(table: pd.DataFrame) -> Axes:
     axes.set_xticks([0.5, 0.7, 1, 1.5, 2], ["0.5", "0.7", "1", "1.5", "2"])
     axes.minorticks_off()
     axes.legend(loc="lower right")
-    return finished(axes, "predicted / measured", "", "X2: recipes, predicted over measured")
+    return finished(axes, "predicted / measured", "", title)
 
 
 @style()

@@ -114,11 +114,14 @@ def independent() -> dict[str, object]:
     return {"runs": len(runs), "seeds": runs.seed.nunique(), "claims": families(tables, second)}
 
 
-def recipe_rows(tables: Tables) -> pd.DataFrame:
-    """One row per recipe of X2: measured values, and ratios with their intervals as text."""
-    rows = tables["x2_recipes"]
-    texts = [f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f})" for r in rows.itertuples()]
-    known = rows.assign(text=texts).pivot(index="recipe", columns="quantity", values=["measured", "text"])
+def ratio_text(rows: pd.DataFrame) -> list[str]:
+    """Ratios with their intervals."""
+    return [f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f})" for r in rows.itertuples()]
+
+
+def recipe_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per recipe of a table of X2: measured values, and ratios with their intervals as text."""
+    known = rows.assign(text=ratio_text(rows)).pivot(index="recipe", columns="quantity", values=["measured", "text"])
     known = known.loc[list(dict.fromkeys(rows.recipe))]
     ratios = known["text"].add_suffix("_ratio")
     return known["measured"].astype(float).join(ratios).reset_index()
@@ -127,15 +130,19 @@ def recipe_rows(tables: Tables) -> pd.DataFrame:
 def quantization(tables: Tables) -> dict[str, object]:
     """Numbers of X2."""
     ratios = tables["x2_recipes"].pivot(index="recipe", columns="quantity", values="ratio")
+    choices = tables["x2_flips"].pivot(index="recipe", columns="quantity", values="ratio")
     plans = tables["x2_plans"]
     measured = plans.assign(number=plans.groupby(["schemes", "chosen_by"]).cumcount())
     pairs = measured.pivot(index=["schemes", "number"], columns="chosen_by", values="measured")
     errors = (plans.predicted / plans.measured - 1).abs()
     return {
-        "recipes": recipe_rows(tables),
+        "recipes": recipe_rows(tables["x2_recipes"]),
+        "choices": recipe_rows(tables["x2_flips"]),
         "kl_within": int(ratios.kl.between(0.9, 1.1).sum()),
         "logprob_within": int(ratios.logprob.between(0.95, 1.05).sum()),
-        "changed_over": ratios.changed - 1,
+        "changed_within": int(choices.changed.between(0.9, 1.1).sum()),
+        "length_within": int(choices.length.between(0.8, 1.2).sum()),
+        "experts": tables["x2_experts"].assign(text=ratio_text(tables["x2_experts"])),
         "best_plans": plans[plans.chosen_by == "prediction"],
         "plan_kl_errors": errors,
         "plans_within": int((errors <= 0.1).sum()),

@@ -1,0 +1,130 @@
+"""Realisations of the rounding errors of a pass: each of the errors that a prediction knows gets a random sign.
+
+A prediction adds up squares, and so says how large an error is on the whole. What a choice depends on, such as the most
+probable next token, differs from position to position: how far the errors of several logits are apart, and which of
+them are large together. One pass with random signs is one draw of all of them.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fragility_core.adjoint.arithmetic import LowArithmetic
+from fragility_core.adjoint.estimator import Adjoint
+from fragility_core.adjoint.leaves import Held
+from fragility_core.adjoint.tape import local_error, stochastic_error
+from fragility_core.arithmetic.internals import mark_stored, stored_as
+from fragility_core.arithmetic.operands import operands_by_storage
+from fragility_core.arithmetic.recipes import Stored
+from fragility_core.models.hollow import is_hollow
+from fragility_core.models.tree import within
+
+Result = TypeVar("Result")
+
+
+def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = False) -> Tensor:
+    """``error`` times a random sign for each entry, or if ``alike`` for each channel, the last dimension."""
+    shape = error.shape[-1:] if alike else error.shape
+    pairs = shape.numel() // 2 + 1  # of 32 bits, the first of which is the sign
+    bits = torch.randint(-(2**62), 2**62, (pairs,), generator=generator, device=error.device)
+    signs = bits.view(torch.float32)[: shape.numel()].view(shape)
+    if alike:  # errors of one channel keep their signs relative to each other
+        return error * torch.copysign(error.new_ones(()), signs)
+    return torch.copysign(error, signs)
+
+
+class RandomSigns:
+    """Numbers as ``stored`` rounds them, but for the sign of the error; a stand-in for a format.
+
+    The result is the value before rounding plus the error times a random sign. Without a ``generator``
+    nothing is added.
+    """
+
+    def __init__(self, stored: Stored, generator: torch.Generator | None, stochastic: bool = False):
+        self.stored, self.generator, self.stochastic = stored, generator, stochastic
+
+    def __getattr__(self, name: str):
+        return getattr(self.stored, name)
+
+    def round(self, x: Tensor, alike: bool = False) -> Tensor:
+        """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
+        if self.generator is None:
+            return x
+        error = local_error(x, self.stored.round(x).float())
+        if self.stochastic:
+            error = stochastic_error(error, x, self.stored)
+        return x + with_random_signs(error, self.generator, alike)
+
+
+class RandomArithmetic(LowArithmetic):
+    """A context in which kernels compute as ``at`` says, with errors of random sign; nothing is recorded.
+
+    Kernels of modules outside of ``base`` round nothing: they are the head, whose rounding keeps the order of logits.
+    """
+
+    def __init__(self, at: LowArithmetic, held: Held, base: str, generator: torch.Generator | None):
+        super().__init__(at.recipe, at.tape, held, next(iter(held.weights.values())).device, rounding=at.rounding)
+        self.base, self.signs = base, (generator, at.stochastic)
+        self.format = RandomSigns(at.recipe.kernels, *self.signs)
+
+    def round(
+        self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
+        in_place: bool = False, format: Stored | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``y`` with the error of its rounding, in its own memory."""
+        if not constant and within(self.tape.path[-1], self.base):
+            numbers = self.format if format is None else RandomSigns(format, *self.signs)
+            y.data.copy_(numbers.round(y.data, alike=name == "operand"))
+        return self._marked(y)
+
+
+class Realisations:
+    """Passes of the model of an ``adjoint`` in fp32 with realised errors.
+
+    Without errors its weights are those in fp32 if the adjoint takes gradients there, else the rounded ones.
+    """
+
+    def __init__(self, adjoint: Adjoint, seed: int = 0):
+        """``seed`` draws the signs. Raises ValueError for a model that is streamed, part by part."""
+        if is_hollow(adjoint.model):
+            raise ValueError("errors are realised for all weights at once, but the model is streamed: load it whole")
+        self.adjoint, self.at = adjoint, adjoint.points[-1]
+        self.generator = torch.Generator(next(adjoint.model.parameters()).device).manual_seed(seed)
+        self.base = getattr(adjoint.model, "base_model_prefix", "")
+        if not hasattr(adjoint.model, self.base):  # the model has no head
+            self.base = ""
+
+    @property
+    def stored(self) -> Stored | None:
+        """The format that the head rounds logits to; None if it does not."""
+        return self.at.recipe.kernels if self.at.rounding else None
+
+    def exact(self, run: Callable[[nn.Module], Result]) -> Result:
+        """What ``run`` returns for the model without random errors."""
+        return self._run(run, None)
+
+    def draw(self, run: Callable[[nn.Module], Result]) -> Result:
+        """What ``run`` returns for the model with errors of new random signs."""
+        return self._run(run, self.generator)
+
+    def _run(self, run: Callable[[nn.Module], Result], generator: torch.Generator | None) -> Result:
+        adjoint = self.adjoint
+        with adjoint.lock, torch.inference_mode(False), torch.no_grad():
+            held = self.at.held if generator is None else self._held(generator)
+            adjoint.tape.begin(0)
+            with RandomArithmetic(self.at, held, self.base, generator):
+                return run(adjoint.model)
+
+    def _held(self, generator: torch.Generator) -> Held:
+        """What stands for the weights, with errors of random sign."""
+        leaves, weights = self.adjoint.leaves, dict(self.at.held.weights)
+        for path in filter(leaves.watched, leaves.parameters):
+            stored = leaves.tensors[path]
+            leaf = weights[id(stored)]
+            weighted = leaves.weighted(path, stored.detach().float())(torch.ones_like(leaf)[None])
+            error = torch.cat([piece.clone() for piece in weighted], 1)[0]  # pieces share their memory
+            weights[id(stored)] = mark_stored(leaf + with_random_signs(error, generator), stored_as(leaf))
+        linear = {path: weights[id(leaves.tensors[path])] for path in leaves.linear}
+        return Held(weights, self.at.held.buffers, operands_by_storage(linear, self.at.recipe))

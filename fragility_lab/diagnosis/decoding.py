@@ -1,0 +1,42 @@
+"""Greedy decoding, token by token, in fp32 and in low precision, and where the two part."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core.adjoint.flips import expected_length, next_tokens
+from fragility_core.adjoint.realisations import Realisations
+from fragility_core.arithmetic.lowering import LowPrecision
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompts: Tensor, count: int, low: LowPrecision | None = None) -> Tensor:
+    """The most probable ``count`` tokens (B, count) after ``prompts`` (B, T), one at a time; in ``low``, if given.
+
+    Keys and values are read from the model's cache. A model that returns no such cache reads the whole text each time.
+    """
+    text, cache = prompts, None
+    with nullcontext() if low is None else low.running():
+        for _ in range(count):
+            kept = {} if cache is None else {"past_key_values": cache}
+            output = model(text if cache is None else text[:, -1:], use_cache=True, **kept)
+            cache = getattr(output, "past_key_values", None)
+            text = torch.cat([text, output.logits[:, -1:].argmax(-1)], 1)
+    return text[:, prompts.shape[1] :]
+
+
+def agreed(first: Tensor, second: Tensor) -> Tensor:
+    """How many tokens (B,) of two texts (B, T) agree before the first that does not."""
+    return (first == second).cumprod(1).sum(1)
+
+
+def predicted_length(realisations: Realisations, prompts: Tensor, reference: Tensor, draws: int) -> Tensor:
+    """The expected number of tokens (B,) for which greedy decoding keeps to the ``reference`` (B, T) after ``prompts``.
+
+    The reference is the greedy text in fp32. At T tokens counting ends.
+    """
+    text = torch.cat([prompts, reference], 1)[:, :-1]
+    changes = next_tokens(realisations, text, draws).probabilities()
+    return expected_length(changes[:, prompts.shape[1] - 1 :])

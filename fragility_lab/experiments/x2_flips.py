@@ -1,0 +1,96 @@
+"""X2: how many next tokens and experts quantization changes, and how soon greedy decoding leaves fp32's text."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.adjoint.flips import next_tokens
+from fragility_core.adjoint.realisations import Realisations
+from fragility_core.adjoint.targets import logits
+from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.recipes import get_recipe
+from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
+from fragility_lab.diagnosis.routing import changed_choices, predicted_choices
+from fragility_lab.experiments.x2 import row
+from fragility_lab.running.environment import progress
+
+TOGETHER = 64  # prompts that are decoded at once
+SIZES = {
+    "vocab_size": 257, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 160, "num_experts_per_tok": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+MIXTURES = (
+    MixtralConfig(num_local_experts=8, **SIZES),
+    Qwen3MoeConfig(num_experts=8, moe_intermediate_size=48, head_dim=16, **SIZES),
+)
+
+
+def realised(model: PreTrainedModel, recipe: str) -> tuple[LowPrecision, Realisations]:
+    """``model`` by ``recipe``, and what draws its errors."""
+    low = lower(model, get_recipe(recipe))
+    return low, Realisations(Adjoint(low, model, target="flips", gradients="fp32"))
+
+
+@torch.no_grad()
+def changed_table(model: PreTrainedModel, windows: Tensor, recipes: Sequence[str], draws: int = 1) -> pd.DataFrame:
+    """One row per recipe: the share of next tokens that changes, mean over ``windows`` (B, T), and its ratio."""
+    rows = []
+    for name in progress(recipes, desc="changed tokens"):
+        (low, realisations), shares = realised(model, name), []
+        for window in windows.split(1):
+            exact = logits(model, window)
+            with low.running():
+                changed = low.model(window, use_cache=False).logits.argmax(-1) != exact.argmax(-1)
+            known = next_tokens(realisations, window, draws, exact).probabilities()
+            shares.append([float(x.double().mean()) for x in (known, changed)])
+        rows.append(row(name, "changed", *np.transpose(shares)))
+    return pd.DataFrame(rows)
+
+
+def length_table(
+    model: PreTrainedModel, prompts: Tensor, count: int, recipes: Sequence[str], draws: int = 1
+) -> pd.DataFrame:
+    """One row per recipe: for how many of ``count`` tokens greedy decoding keeps to fp32's, mean over ``prompts``.
+
+    Measured is decoding token by token, with a cache of keys and values as the recipe stores them.
+    """
+    parts, rows = prompts.split(TOGETHER), []
+    references = [greedy(model, part, count) for part in parts]
+    for name in progress(recipes, desc="greedy decoding"):
+        low, realisations = realised(model, name)
+        pairs = [*zip(parts, references)]
+        measured = torch.cat([agreed(greedy(low.model, part, count, low), text) for part, text in pairs])
+        predicted = torch.cat([predicted_length(realisations, *pair, draws) for pair in pairs])
+        rows.append(row(name, "length", predicted.double().cpu().numpy(), measured.double().cpu().numpy()))
+    return pd.DataFrame(rows)
+
+
+@torch.no_grad()
+def random_mixture(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A mixture of experts whose random matrices keep the norm of vectors."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 1.0 if "emb" in name else parameter.shape[-1] ** -0.5)
+    return model
+
+
+def expert_table(recipes: Sequence[str], windows: int, length: int = 64, draws: int = 1) -> pd.DataFrame:
+    """One row per mixture of MIXTURES and recipe: the share of choices of experts that changes, over random tokens."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    tokens = torch.randint(1, SIZES["vocab_size"], (windows, length), generator=generator)
+    for config in MIXTURES:
+        model = random_mixture(config)
+        for name in progress(recipes, desc=f"experts of {config.model_type}"):
+            low, realisations = realised(model, name)
+            found = [changed_choices(low, model, window).double().mean() for window in tokens.split(1)]
+            known = [predicted_choices(realisations, window, draws).mean() for window in tokens.split(1)]
+            shares = (np.array([float(share) for share in each]) for each in (known, found))
+            rows.append({"model": config.model_type} | row(name, "experts", *shares))
+    return pd.DataFrame(rows)
