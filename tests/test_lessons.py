@@ -200,9 +200,9 @@ HALVES = {"target": 0.5, "epsilon_min": 1e-5, "epsilon_max": 1e-2}
 
 # The answers that the library can compute, by lesson and by the place of the exercise in it.
 SOLUTIONS = {
-    ("floating_point", 0): lambda: floating_point.spacing(300, get_format("bf16")),
-    ("floating_point", 2): lambda: floating_point.row_sensitivity(torch.tensor([0.8, 0.2])),
-    ("floating_point", 4): lambda: math.hypot(101, 99) / math.hypot(1, -1),
+    ("floating_point", 3): lambda: floating_point.spacing(300, get_format("bf16")),
+    ("floating_point", 5): lambda: floating_point.row_sensitivity(torch.tensor([0.8, 0.2])),
+    ("floating_point", 6): lambda: math.hypot(101, 99) / math.hypot(1, -1),
     ("attention_error", 0): lambda: get_format("bf16").unit_roundoff / get_format("fp16").unit_roundoff,
     ("attention_error", 2): lambda: math.log(64),
     ("attention_error", 4): lambda: 1 / get_format("fp8_e5m2").unit_roundoff,
@@ -218,7 +218,6 @@ SOLUTIONS = {
     ("controller", 2): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
     ("controller", 4): lambda: 11 + math.ceil(math.log2(96_000)),
     ("calibrated", 1): lambda: 0.1 * np.linalg.norm(calibrated.gradients(np.array(1.0))),
-    ("calibrated", 2): lambda: 1 - 0.64**0.5,
     ("window", 1): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
     ("window", 2): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
 }

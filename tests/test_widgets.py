@@ -234,7 +234,7 @@ def settings(control) -> list:
 def test_notebooks_controls_work_at_their_ends(name):
     explorers, exercises = run(name)
     assert explorers
-    assert 3 <= len(exercises) <= 5
+    assert 5 <= len(exercises) <= 7
     for explorer in explorers:
         ends = {name: settings(control) for name, control in explorer.controls.items()}
         start = {name: control.value for name, control in explorer.controls.items()}
