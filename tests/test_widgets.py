@@ -15,6 +15,7 @@ import pytest
 matplotlib.use("Agg")
 
 from ipywidgets import Dropdown, FloatSlider, IntSlider, ToggleButtons
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from fragility_lab.lessons import pictures
 from fragility_lab.lessons.widgets import Exercise, Explorer, buttons, choice, numbers, slider
@@ -248,6 +249,18 @@ def test_notebooks_controls_work_at_their_ends(name):
             control.value = next(value for value in ends[name] if value != start[name])
             assert explorer.picture.value != before, f"{control.description} changes nothing"
             control.value = start[name]
+
+
+@pytest.mark.parametrize("name", TEACHING)
+@figures.style()
+def test_no_label_leaves_its_picture(name):
+    for explorer in run(name)[0]:
+        panels, _ = explorer.draw(**{label: control.value for label, control in explorer.controls.items()})
+        for axes in panels:
+            figure = axes.get_figure()
+            width, height = figure.get_size_inches()
+            box = figure.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, axes.get_title()
 
 
 @pytest.mark.parametrize("name", TEACHING)

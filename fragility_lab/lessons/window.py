@@ -93,7 +93,7 @@ def text(block: int, format: str) -> Picture:
     drift, columns = passed(format).token_drift, 8
     shades = np.log10(drift)  # one scale for all blocks, without its dark end, so that letters stay legible
     (axes,) = panels(9.6, height=3.8)
-    axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.02)
+    axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.05)
     scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
     cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
     bar = axes.get_figure().colorbar(cells, fraction=0.04, pad=0.02)
