@@ -234,8 +234,8 @@ SOLUTIONS = {
     ("controller", 4): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
     ("controller", 6): lambda: 11 + math.ceil(math.log2(96_000)),
     ("calibrated", 1): lambda: 0.1 * np.linalg.norm(calibrated.gradients(np.array(1.0))),
-    ("window", 1): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
-    ("window", 2): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
+    ("window", 4): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
+    ("window", 5): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
 }
 
 
