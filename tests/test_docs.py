@@ -114,10 +114,17 @@ def test_every_section_that_is_cited_exists():
     assert not {name: number for number, name in cited.items() if number not in sections}
 
 
-def test_every_symbol_of_the_protocol_is_in_its_table_once():
-    table = PROTOCOL.partition("## Symbols")[2].partition("\n## ")[0]
-    symbols = re.findall(r"^\| ([^|]+?) \|", table, re.M)[2:]
-    assert len(symbols) > 20 and len(set(symbols)) == len(symbols)
+def test_the_glossary_has_every_symbol_once_with_unit_citation_and_section():
+    rows = re.findall(r"^\| (.+) \|$", (PROJECT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.M)
+    cells = [re.split(r" \| ", row) for row in rows if not row.startswith("symbol |")]
+    symbols = [symbol for symbol, *_ in cells]
+    assert len(symbols) > 40 and len(set(symbols)) == len(symbols)
+    assert {len(row) for row in cells} == {5}
+    sections = set(re.findall(r"^## (\d+)\. ", PROTOCOL, re.M))
+    for symbol, _, unit, paper, section in cells:
+        assert unit, symbol
+        assert paper == "–" or re.fullmatch(r"\S+ \S+ \(`\S+`\)", paper), paper  # test_paper checks number and label
+        assert section == "–" or section in sections, section
 
 
 def test_citation_and_package_have_the_same_version():

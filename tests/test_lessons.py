@@ -1,6 +1,7 @@
 """What the teaching notebooks compute, against closed forms, all numbers of a format, and native kernels."""
 
 import math
+import re
 
 import matplotlib
 import numpy as np
@@ -194,33 +195,47 @@ def test_readout_names_the_value_scales_that_break_the_bound():
     assert "fails for values of 2^10;" in readout  # far above, all saturate: the bound exceeds ‖A‖ and allows it
 
 
+def test_what_the_exercises_say_of_attention():
+    def looser(format: str, margin: float) -> float:
+        mean = attention_error.sweep(0, format).groupby("margin").mean().loc[margin]
+        return mean.bound / mean.observed
+
+    assert 3.5 < looser("bf16", 8) < 4.5 and 27 < looser("bf16", 10) < 35
+    assert looser("fp8_e4m3", 10) > 300 and looser("fp8_e5m2", 10) > 300
+    largest = [
+        attention_error.low_attention(attention_error.peaked(torch.tensor([m])), "bf16")[1].max() for m in (8.0, 10.0)
+    ]
+    assert largest[0] < 1 == largest[1]
+    _, readout = attention_error.looseness(1.0, "bf16")
+    assert re.search(r"median 2[345],", readout), readout
+    steps = attention_error.ladder(attention_error.stored(attention_error.normal(1.0, 200), "bf16"), "bf16")
+    lost = np.log(steps).diff(axis=1).mean().iloc[1:]
+    assert lost.idxmax() == attention_error.STEPS[-1]
+
+
 # --- Exercises ----------------------------------------------------------------------------------
 
 HALVES = {"target": 0.5, "epsilon_min": 1e-5, "epsilon_max": 1e-2}
 
 # The answers that the library can compute, by lesson and by the place of the exercise in it.
 SOLUTIONS = {
-    ("floating_point", 0): lambda: floating_point.spacing(300, get_format("bf16")),
-    ("floating_point", 2): lambda: floating_point.row_sensitivity(torch.tensor([0.8, 0.2])),
-    ("floating_point", 4): lambda: math.hypot(101, 99) / math.hypot(1, -1),
-    ("attention_error", 0): lambda: get_format("bf16").unit_roundoff / get_format("fp16").unit_roundoff,
-    ("attention_error", 2): lambda: math.log(64),
-    ("attention_error", 4): lambda: 1 / get_format("fp8_e5m2").unit_roundoff,
-    ("layernorm_epsilon", 0): lambda: theory.layernorm_factor(0.04, 0.0),
-    ("layernorm_epsilon", 1): lambda: 2,
-    ("layernorm_epsilon", 2): lambda: theory.layernorm_ratio(10.0, 1e-5, 768, 2**-11),
-    ("layernorm_epsilon", 4): lambda: 2 * (64 * 128) ** 0.5,
-    ("residual_depth", 0): lambda: torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2),
-    ("residual_depth", 1): lambda: theory.downstream_transport(torch.full((13,), 0.2))[0],
-    ("residual_depth", 2): lambda: torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2),
-    ("residual_depth", 3): lambda: 2**10 / residual_depth.course("rotation", 1.0, 10).worst.iloc[-1],
-    ("controller", 0): lambda: theory.layernorm_ratio(0.01, 1e-5, 128, 2**-11),
-    ("controller", 2): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
-    ("controller", 4): lambda: 11 + math.ceil(math.log2(96_000)),
+    ("floating_point", 3): lambda: floating_point.spacing(300, get_format("bf16")),
+    ("floating_point", 5): lambda: floating_point.row_sensitivity(torch.tensor([0.8, 0.2])),
+    ("floating_point", 6): lambda: math.hypot(101, 99) / math.hypot(1, -1),
+    ("attention_error", 4): lambda: math.log(64),
+    ("attention_error", 6): lambda: 1 / get_format("fp8_e5m2").unit_roundoff,
+    ("layernorm_epsilon", 4): lambda: theory.layernorm_factor(0.04, 0.0),
+    ("layernorm_epsilon", 5): lambda: theory.layernorm_ratio(10.0, 1e-5, 768, 2**-11),
+    ("layernorm_epsilon", 6): lambda: 2 * (64 * 128) ** 0.5,
+    ("residual_depth", 2): lambda: torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2),
+    ("residual_depth", 4): lambda: torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2),
+    ("residual_depth", 5): lambda: 2**10 / residual_depth.course("rotation", 1.0, 10).worst.iloc[-1],
+    ("controller", 3): lambda: theory.layernorm_ratio(0.01, 1e-5, 128, 2**-11),
+    ("controller", 4): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
+    ("controller", 6): lambda: 11 + math.ceil(math.log2(96_000)),
     ("calibrated", 1): lambda: 0.1 * np.linalg.norm(calibrated.gradients(np.array(1.0))),
-    ("calibrated", 2): lambda: 1 - 0.64**0.5,
-    ("window", 1): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
-    ("window", 2): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
+    ("window", 4): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
+    ("window", 5): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
 }
 
 

@@ -234,7 +234,7 @@ def stops(precision: int) -> np.ndarray:
 
 def test_in_fp16_the_regime_gate_stops_what_the_thresholds_let_through():
     assert (stops(11) == controller.GATES.index("regime")).all()
-    assert controller.EXERCISES[3].solution == list(controller.STOPS)[controller.GATES.index("regime")]
+    assert controller.EXERCISES[5].solution == list(controller.STOPS)[controller.GATES.index("regime")]
 
 
 def test_fp32_opens_it_for_block_0_only():
@@ -252,3 +252,23 @@ def test_the_printed_algorithm_acts_at_five_precisions_only():
 def test_the_released_controller_leaves_block_0_alone_in_the_steady_run():
     assert set(controller.released("steady").layer) == set(range(3, 9))
     assert (len(controller.released("steady")), len(controller.released("spiking"))) == (8, 24)
+
+
+def test_what_the_exercises_say_of_the_runs():
+    rows = controller.first_step()
+    change = controller.raised(rows, controller.CAP)
+    fall, lower = 1 - change.after / change.before, change.reduction / rows.risk
+    assert (
+        fall[0] > 0.5
+        and lower[0] == pytest.approx(1 / 7, rel=0.1)
+        and rows.variance_1[0] == pytest.approx(0.006, rel=0.1)
+    )
+    assert (
+        fall[1:].between(0.0005, 0.0045).all()
+        and rows.loc[1:, ["variance_1", "variance_2"]].stack().between(2, 13).all()
+    )
+    whole = controller.recorded("steady")
+    assert np.maximum(whole.variance_1, whole.variance_2).min() == pytest.approx(0.005, rel=0.05)
+    ratio = whole.groupby("layer").layernorm_ratio.min()
+    assert 30 < ratio[0] < 40 and (ratio[1:] > 17_000).all()
+    assert (stops(24) != 6).all()  # fp32: nothing is raised

@@ -176,6 +176,19 @@ def test_matrix_readings_are_the_magnitudes_of_the_residual_stream(hidden):
     assert readings.loc[3].tolist() == pytest.approx([by_row.item(), mean.item()], rel=1e-4)
 
 
+def test_what_the_exercises_say_of_the_checkpoint_and_of_a_single_rounding():
+    sites = embedded.sites()
+    assert sites.variance.min() == pytest.approx(0.006, rel=0.05) and sites.variance.max() == pytest.approx(
+        15, rel=0.05
+    )
+    assert (layernorm_epsilon.gate(1e-5, 128, "fp16").ratio < 1).sum() == int(layernorm_epsilon.EXERCISES[2].solution)
+    needed = 1e-5 * layernorm_epsilon.gate(1e-5, 128, "fp16").ratio.max()
+    assert needed == pytest.approx(1, rel=0.1)  # a hundred times the cap
+    for variance, offset, epsilon in ((3.0, 0.0, 1e-5), (3.0, 8.0, 1e-5), (0.01, 2.0, 1e-5), (3.0, 2.0, 10.0)):
+        table = rows.errors(rows.drawn(variance, offset, 200), torch.ones(rows.FEATURES), epsilon, "bf16", "the result")
+        assert (table.relative * 2**8).median() == pytest.approx(0.42, abs=0.03)
+
+
 # --- The kernels' constants ---------------------------------------------------------------------
 
 

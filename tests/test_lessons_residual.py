@@ -161,3 +161,13 @@ def test_readout_of_the_checkpoint():
     _, readout = residual_depth.checkpoint(3, "power_iteration")
     assert f"grows {table.power_iteration[3]:.3g}-fold by" in readout
     assert f"{table.worst[3]:.3g}-fold in the worst direction, {table.rounding[3]:.3g}-fold if bf16" in readout
+
+
+def test_what_the_exercises_say():
+    table = residual_depth.course("random", 0.3, 12).iloc[-1]
+    assert table.transport == pytest.approx(23, rel=0.02) and table.worst == pytest.approx(2, rel=0.05)
+    factors = residual_depth.factors()
+    assert 1 < factors.rounding[0] < 2 and 20 < factors.worst.max() < 28
+    assert factors.operator_norm[9] < 1e12 < factors.operator_norm[8]  # 1e12 is the top of the picture
+    assert 5e7 < factors.power_iteration[0] / factors.worst[0] < 2e8 and factors.power_iteration[0] > 1e9
+    assert set(factors.rounding.nlargest(4).index) == {3, 4, 5, 6}

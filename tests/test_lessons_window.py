@@ -13,7 +13,9 @@ from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.models.architectures import blocks
 from fragility_lab.experiments.shadow import set_epsilons
-from fragility_lab.lessons import embedded, window
+from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
+from fragility_lab.lessons import embedded, own_text, pictures, window
+from fragility_lab.lessons.widgets import Explorer
 
 FORMATS = pytest.mark.parametrize("format", window.FORMATS)
 
@@ -162,8 +164,67 @@ def test_epsilon_shows_the_frozen_and_the_measured():
 
 def test_exercises_are_true_of_the_window():
     bf16, fp16 = map(window.passed, window.FORMATS)
-    assert window.EXERCISES[0].solution == f"block {bf16.layers.risk.argmax()}" == f"block {fp16.layers.risk.argmax()}"
+    for seen in (bf16, fp16):
+        growth = seen.drift / np.append(seen.drift[0], seen.drift[:-1])
+        assert np.log(growth[4:9]).sum() > 0.8 * np.log(growth).sum() and growth[4:9].prod() == pytest.approx(
+            7, rel=0.15
+        )
+        assert seen.predicted_drift[0] / seen.drift[0] == pytest.approx(6, rel=0.15)
+        assert 2000 < seen.predicted_drift[-1] / seen.drift[-1] < 6000
+        assert window.EXERCISES[2].solution == f"block {seen.layers.risk.argmax()}"
     assert bf16.drift[-1] / fp16.drift[-1] == pytest.approx(8, rel=0.25)
     row = window.raised_epsilons().loc[(0, 1e-2)]
     start = window.raised_epsilons().loc[(0, 1e-5)]
-    assert row.change > 0.3 > abs(row.bf16 / start.bf16 - 1)
+    assert row.change == pytest.approx(0.5, rel=0.1) and abs(row.bf16 / start.bf16 - 1) < 0.25
+    (frozen, _), _ = window.epsilon(block=0, exponent=-2, format="bf16")
+    assert 0.15 < 1 - frozen.lines[0].get_ydata()[window.EPSILONS.index(1e-2)] < 0.2
+
+
+# --- The reader's own text ------------------------------------------------------------------------
+
+
+def test_errors_of_a_text_are_those_of_the_window_for_its_text():
+    _, tokens = embedded.prepared()
+    text = load_tokenizer(EMBEDDED).decode(tokens[0])
+    assert own_text.encoded(text).equal(tokens)
+    np.testing.assert_allclose(own_text.errors(text, "bf16"), window.passed("bf16").token_drift, rtol=1e-3)
+    assert own_text.words(text) == [window.readable(word) for word in window.words()]
+
+
+def test_a_new_text_brings_its_tokens_and_its_picture():
+    explorer = Explorer(own_text.depth, **own_text.controls())
+    text, token = explorer.controls["text"], explorer.controls["token"]
+    token.value = 5
+    text.value = "Split the string at spaces."
+    assert [label for label, _ in token.options] == own_text.words(text.value) and token.value == 0
+    assert f"token 0 “{own_text.words(text.value)[0]}”" in explorer.picture.value
+    token.value = 2
+    expected = own_text.errors(text.value, "bf16")[:, 2]
+    assert f"off by {expected[0]:.2g} after block 0 and by {expected[-1]:.2g} at the end" in explorer.picture.value
+    (_, single), _ = own_text.depth(text.value, 2, "bf16")
+    np.testing.assert_array_equal(single.lines[1].get_ydata(), expected)
+
+
+@pytest.mark.parametrize("blank", ["", "  \n "])
+def test_an_empty_text_is_told_and_the_next_one_is_shown(blank):
+    explorer = Explorer(own_text.depth, **own_text.controls())
+    text, token = explorer.controls["text"], explorer.controls["token"]
+    text.value = blank
+    assert "There is no text yet. Type a few words, and press Enter." in explorer.picture.value
+    assert not token.options and "<img" not in explorer.picture.value
+    text.value = "again"
+    assert token.value == 0 and explorer.picture.value.count("<img") == 2
+
+
+def test_a_long_text_is_cut_and_told():
+    text = "word " * 500
+    assert len(own_text.words(text)) == own_text.errors(text, "fp16").shape[1] == own_text.MOST
+    assert own_text.depth(text, 3, "fp16")[1].endswith("Only the first 64 tokens are read.")
+    assert "Only" not in own_text.depth(own_text.START, 3, "fp16")[1]
+
+
+def test_any_characters_are_a_text():
+    odd = "$x$ <b>é</b> 😀 \\frac{1}{2}_^"
+    for token in range(len(own_text.words(odd))):
+        axes, readout = own_text.depth(odd, token, "bf16")
+        assert all(pictures.svg(panel) for panel in axes) and "nan" not in readout

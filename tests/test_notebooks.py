@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import load_tokenizer
+from fragility_lab.lessons.widgets import exercises
 from fragility_lab.paths import NOTEBOOKS, PROJECT
 from fragility_lab.running.execute import notebook_names, notebook_path
 
@@ -43,7 +44,7 @@ def test_notebook_is_clean(name):
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.cells[0].cell_type == "markdown"
     for cell in notebook.cells:
-        assert set(cell.metadata) <= {"tags"}
+        assert set(cell.metadata) <= {"tags", "jupyter"}
         if cell.cell_type != "code":
             continue
         assert cell.execution_count is not None, f"not executed: {cell.source[:60]}"
@@ -101,3 +102,74 @@ def test_links_lead_somewhere(name):
     for target in links(name):
         assert (folder / target).exists(), target
         assert (folder / target).resolve().is_relative_to(PROJECT), f"{target} is outside of what JupyterLab serves"
+
+
+# --- Lessons --------------------------------------------------------------------------------------
+
+LESSONS = [
+    name for name in ALL if name.startswith(("theory/1", "theory/2", "theory/3", "theory/4", "theory/5", "theory/7"))
+]
+MOST_WORDS = 80
+
+
+def is_written_by_the_student(cell) -> bool:
+    return ".CODING.check(" in cell.source
+
+
+def shown(cell) -> bool:
+    """Whether a code cell shows a picture, a table or an exercise; printed checks are folded and do not count."""
+    return is_written_by_the_student(cell) or any(out.output_type == "execute_result" for out in cell.outputs)
+
+
+def words(source: str) -> int:
+    """Words of Markdown, between white space; a formula counts as one."""
+    return len(re.sub(r"\$\$.*?\$\$|\$[^$]*\$", "formula", source, flags=re.S).split())
+
+
+def test_a_formula_counts_as_one_word():
+    assert words("So $a + b$, and\n\n$$c = d + e$$\n\n**end**") == 5
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_few_words_between_pictures(name):
+    read = 0
+    for cell in nbformat.read(notebook_path(name), as_version=4).cells:
+        if cell.cell_type == "markdown":
+            read += words(cell.source)
+            assert read <= MOST_WORDS, f"{read} words up to: {cell.source[:60]}"
+        elif shown(cell):
+            read = 0
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_code_is_folded_but_for_what_the_student_writes(name):
+    cells = [cell for cell in nbformat.read(notebook_path(name), as_version=4).cells if cell.cell_type == "code"]
+    opened = [cell for cell in cells if "jupyter" not in cell.metadata]
+    assert len(opened) == 1 and is_written_by_the_student(opened[0])
+    for cell in cells:
+        if cell is not opened[0]:
+            assert cell.metadata["jupyter"] == {"source_hidden": True} and "hide-input" in cell.metadata["tags"]
+    assert opened[0].outputs[0].text.startswith("Not yet. Hint: ")
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_has_predictions_before_their_pictures(name):
+    predicted, pending = 0, False
+    for cell in nbformat.read(notebook_path(name), as_version=4).cells:
+        if cell.cell_type != "code":
+            continue
+        if found := re.fullmatch(r"(\w+)\.EXERCISES\[(\d+)\]", cell.source):
+            exercise = exercises(found[1])[int(found[2])]
+            if exercise.question.startswith("Predict: "):
+                assert exercise.options and "picture" in exercise.explanation and not pending
+                pending = True
+        elif pending and shown(cell):
+            assert "Explorer(" in cell.source or ".live()" in cell.source
+            predicted, pending = predicted + 1, False
+    assert predicted >= 2 and not pending
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_links_the_glossary_first(name):
+    first = nbformat.read(notebook_path(name), as_version=4).cells[0].source
+    assert first.startswith("# ") and "](../../docs/glossary.md)" in first

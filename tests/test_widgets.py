@@ -14,7 +14,8 @@ import pytest
 
 matplotlib.use("Agg")
 
-from ipywidgets import Dropdown, FloatSlider, IntSlider, ToggleButtons
+from ipywidgets import Dropdown, FloatSlider, IntSlider, Text, ToggleButtons
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from fragility_lab.lessons import pictures
 from fragility_lab.lessons.widgets import Exercise, Explorer, buttons, choice, numbers, slider
@@ -226,7 +227,11 @@ def run(name: str) -> tuple[list[Explorer], list[Exercise]]:
 
 
 def settings(control) -> list:
-    """Both ends of a slider, all options of a choice."""
+    """Both ends of a slider, the values of all options of a choice, a text as it is."""
+    if isinstance(control, Text):
+        return [control.value]
+    if isinstance(control, ToggleButtons):
+        return [option[1] if isinstance(option, tuple) else option for option in control.options]
     return list(control.options) if hasattr(control, "options") else [control.min, control.max]
 
 
@@ -234,7 +239,7 @@ def settings(control) -> list:
 def test_notebooks_controls_work_at_their_ends(name):
     explorers, exercises = run(name)
     assert explorers
-    assert 3 <= len(exercises) <= 5
+    assert 5 <= len(exercises) <= 7
     for explorer in explorers:
         ends = {name: settings(control) for name, control in explorer.controls.items()}
         start = {name: control.value for name, control in explorer.controls.items()}
@@ -244,10 +249,24 @@ def test_notebooks_controls_work_at_their_ends(name):
             _, readout = explorer.draw(**values)
             assert "nan" not in readout, f"{values}: {readout}"
         for name, control in explorer.controls.items():
+            if len(ends[name]) == 1:
+                continue
             before = explorer.picture.value
             control.value = next(value for value in ends[name] if value != start[name])
             assert explorer.picture.value != before, f"{control.description} changes nothing"
             control.value = start[name]
+
+
+@pytest.mark.parametrize("name", TEACHING)
+@figures.style()
+def test_no_label_leaves_its_picture(name):
+    for explorer in run(name)[0]:
+        panels, _ = explorer.draw(**{label: control.value for label, control in explorer.controls.items()})
+        for axes in panels:
+            figure = axes.get_figure()
+            width, height = figure.get_size_inches()
+            box = figure.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, axes.get_title()
 
 
 @pytest.mark.parametrize("name", TEACHING)

@@ -18,6 +18,7 @@ from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.theory import AttentionNorms
 from fragility_lab.lessons import pictures
+from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import BESIDE, HERE, LIMIT, TWO_COLUMNS, Picture, finish, panels, strength
 from fragility_lab.lessons.widgets import exercises
 
@@ -122,6 +123,47 @@ def normal(spread: float, draws: int) -> Head:
     return queries * math.sqrt(spread), keys * math.sqrt(spread), values
 
 
+# --- The coding exercise ------------------------------------------------------------------------
+
+
+def bracket(query: Tensor, key: Tensor, d_smx: float) -> float:
+    """The bracket of Theorem 1 (`thm:attn`) for kernels that round once, with ``d_smx`` given."""
+    scores, probabilities, _ = theory.exact_attention(query, key, key)
+    norms, width = (query.norm(), key.norm(), probabilities.norm()), query.shape[-1]
+    kappa = theory.kappa_softmax(scores.norm(), probabilities.norm(), d_smx)
+    return theory.attention_coefficient(kappa, theory.chi_score(*norms, width, d_smx), **CONSTANTS)
+
+
+def _mistaken(query: Tensor, key: Tensor, d_smx: float, width: int, dim: int = -1, product: bool = False) -> Tensor:
+    scores = query @ key.T / width**0.5
+    size = (query @ key.T).norm() if product else query.norm() * key.norm()
+    return 2 + (scores.norm() + size / width**0.5) / scores.softmax(dim).norm() * d_smx
+
+
+CODING = Coding(
+    reference=bracket,
+    cases=[(torch.tensor([[1.0, 2.0], [0.5, -1.0]]), torch.tensor([[0.3, 1.0], [2.0, -0.5]]), 0.25)],
+    mistakes={
+        "divide the scores and χ_score by √d, where d is the number of columns.": (
+            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=1)
+        ),
+        "softmax goes over the keys, which are the columns of S.": (
+            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=2, dim=0)
+        ),
+        "χ_score has ‖Q‖ ‖K‖, not the norm of the product.": (
+            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=2, product=True)
+        ),
+        "the constants c_smx and c'_gemm are missing.": lambda *given: bracket(*given) - 2,
+    },
+    solution="""def bracket(query, key, d_smx):
+    scores = query @ key.T / query.shape[1] ** 0.5
+    probabilities = scores.softmax(-1)
+    kappa = scores.norm() / probabilities.norm() * d_smx
+    chi = query.norm() * key.norm() / (probabilities.norm() * query.shape[1] ** 0.5) * d_smx
+    return 1 + kappa + chi + 1""",
+)
+
+
 # --- Pictures ----------------------------------------------------------------------------------
 
 
@@ -185,7 +227,7 @@ def beyond_range(margin: float, format: str) -> Picture:
         strong = strength(name == format)
         axes.plot(EXPONENTS, ratio.clip(max=1e6), marker=marker, markersize=4, label=name, **strong)
     axes.axhline(1, **LIMIT)
-    axes.text(-30, 0.4, "bound", fontsize="small")
+    axes.text(-4, 1.5, "bound", fontsize="small")
     title = "the theorem holds while nothing over- or underflows"
     finish(axes, "log2 of the value scale", "largest error / bound", title, "y", BESIDE, ylim=(1e-3, 1e6))
     broken = EXPONENTS[~held[format]]

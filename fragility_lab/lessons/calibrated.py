@@ -13,6 +13,7 @@ import torch
 from fragility_core.arithmetic.formats import get_format
 from fragility_lab.explorer import build
 from fragility_lab.explorer.component import Component
+from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
 
@@ -20,8 +21,6 @@ EXERCISES = exercises("calibrated")
 FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2")
 DRAWS, MOST = 400, 64
 WINDOWS, LENGTH = 4, 64
-SOLUTION = """def predicted(gradients, errors):
-    return ((gradients * errors) ** 2).sum() ** 0.5"""
 
 
 # --- Squares add up ------------------------------------------------------------------------------
@@ -143,25 +142,20 @@ def by_hand(x: float, format: str) -> Picture:
     )
 
 
-def check(function: Callable) -> str:
-    """What is said to a student's ``function(gradients, errors)``, which should give the predicted error."""
-    slopes, local = torch.tensor([4.0, -3.0, 1.0, -0.5, 1.0]), torch.tensor([0.1, 0.2, -0.1, 0.3, 0.1])
-    terms = slopes * local
-    right = terms.square().sum().sqrt()
-    mistakes = {
-        "That is the worst case: unknown signs cancel in part. Square each term before you add.": terms.abs().sum(),
-        "Here terms of different signs cancel, but signs are unknown. Square each term before you add.": terms.sum(),
-        "That is the squared error. Take its root.": terms.square().sum(),
-        "Multiply each error by its gradient first.": local.square().sum().sqrt(),
-    }
-    try:
-        found = float(function(slopes, local))
-    except (TypeError, ValueError):
-        return "Not yet. Hint: return one number. Which function of gradients and errors is it?"
-    if abs(found - right) <= 1e-4 * right:
-        return "Right."
-    hints = [hint for hint, value in mistakes.items() if abs(found - value) <= 1e-4 * abs(value)]
-    return f"Not yet. Hint: {(hints or ['multiply, square, add, take the root: in this order.'])[0]}"
+CODING = Coding(
+    reference=lambda gradients, errors: torch.linalg.vector_norm(gradients * errors),
+    cases=[(torch.tensor([4.0, -3.0, 1.0, -0.5, 1.0]), torch.tensor([0.1, 0.2, -0.1, 0.3, 0.1]))],
+    mistakes={
+        "that is the worst case: unknown signs cancel in part. Square each term before you add.": (
+            lambda gradients, errors: (gradients * errors).abs().sum()
+        ),
+        "here terms of different signs cancel, but signs are unknown. Square each term before you add.": torch.dot,
+        "that is the squared error. Take its root.": lambda gradients, errors: (gradients * errors).square().sum(),
+        "multiply each error by its gradient first.": lambda gradients, errors: errors.norm(),
+    },
+    solution="""def predicted(gradients, errors):
+    return ((gradients * errors) ** 2).sum() ** 0.5""",
+)
 
 
 # --- The model -----------------------------------------------------------------------------------

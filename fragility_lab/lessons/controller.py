@@ -14,6 +14,7 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.bgss import State, advance, get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.lessons import record
+from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, LIMIT, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
 from fragility_lab.reporting.figures import COLOURS, Axes
@@ -111,6 +112,45 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
         f"σ² = {variance[-1]:.2g}, u = 2^-{precision}: ρ_LN = {before[-1]:.3g} before, the gate ρ_LN < 1 is {gate}; "
         f"the update {gives} ε = {epsilon[-1]:.2g} and ρ_LN = {after[-1]:.3g}, guaranteed {bound[-1]:.3g}"
     )
+
+
+def new_epsilon(epsilon: float, variance: float, d_model: int, u: float, target: float, cap: float) -> float:
+    """epsilon of one block after the printed update and its regime gate; the old epsilon is the lower bound."""
+    if theory.layernorm_ratio(variance, epsilon, d_model, u) >= 1:
+        return epsilon
+    bounds = {"epsilon_min": epsilon, "epsilon_max": cap}
+    return theory.epsilon_update(epsilon, theory.epsilon_candidate(variance, d_model, u, target=target, **bounds))
+
+
+CODING = Coding(
+    reference=new_epsilon,
+    cases=[  # one in the band, one above it, one below it, one for which the cap is too low
+        (1e-5, 1e-4, 128, 2**-11, 0.5, 1e-2),
+        (1e-5, 1.0, 128, 2**-11, 0.5, 1e-2),
+        (1e-5, 1e-6, 128, 2**-11, 0.5, 1e-2),
+        (1e-5, 1e-4, 128, 2**-11, 0.25, 2e-5),
+    ],
+    mistakes={
+        "the gate is missing: nothing happens where ρ_LN is 1 or more.": (
+            lambda epsilon, variance, d, u, target, cap: max(epsilon, min(variance * d * u / target, cap))
+        ),
+        "ε never falls. Take the larger one of the old and the new.": (
+            lambda epsilon, variance, d, u, target, cap: (
+                epsilon if variance / epsilon * d * u >= 1 else min(variance * d * u / target, cap)
+            )
+        ),
+        "the cap is missing.": lambda *given: new_epsilon(*given[:5], 1.0),
+        "ρ_LN falls as ε grows: divide by the target.": (
+            lambda epsilon, variance, d, u, target, cap: (
+                epsilon if variance / epsilon * d * u >= 1 else max(epsilon, min(variance * d * u * target, cap))
+            )
+        ),
+    },
+    solution="""def new_epsilon(epsilon, variance, d_model, u, target, cap):
+    if variance / epsilon * d_model * u >= 1:
+        return epsilon
+    return max(epsilon, min(variance * d_model * u / target, cap))""",
+)
 
 
 # --- A recorded run under the controllers -----------------------------------------------------------

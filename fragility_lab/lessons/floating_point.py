@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import FORMATS, Format, get_format
+from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import BESIDE, HERE, LIMIT, Picture, finish, panels, strength
 from fragility_lab.lessons.widgets import exercises
 
@@ -79,6 +80,30 @@ def neighbours(x: float, format: str) -> Picture:
         f"{format}: {x:.4g} is rounded to {nearest:.6g}, relative error {own:.2e} = {own / unit:.2f} u; "
         f"u = {unit:.3g}, spacing above 1 = {chosen.spacing:.3g}"
     )
+
+
+def _on_grid(x: float, step: float) -> float:
+    return step * round(x / step)
+
+
+BY_BITS = {round(-math.log2(get_format(name).unit_roundoff)): get_format(name) for name in LOW}
+CODING = Coding(
+    reference=lambda x, e, t: rounded(x, BY_BITS[t]),
+    cases=[(1.23, 0, 4), (300.7, 8, 8), (2.6, 1, 3), (0.37, -2, 11)],
+    mistakes={
+        "that is the grid between 1 and 2. Its spacing doubles at each power of two.": (
+            lambda x, e, t: _on_grid(x, 2.0 ** (1 - t))
+        ),
+        "that cuts off. Round to the nearest number of the grid.": (
+            lambda x, e, t: 2.0 ** (e + 1 - t) * (x // 2.0 ** (e + 1 - t))
+        ),
+        "your grid is too fine. Between 1 and 2 the spacing is 2u.": lambda x, e, t: _on_grid(x, 2.0 ** (e - t)),
+        "your grid is too coarse. Between 1 and 2 the spacing is 2u.": lambda x, e, t: _on_grid(x, 2.0 ** (e + 2 - t)),
+    },
+    solution="""def rounded(x, e, t):
+    step = 2 ** (e + 1 - t)
+    return step * round(x / step)""",
+)
 
 
 @cache

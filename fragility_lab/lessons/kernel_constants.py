@@ -54,7 +54,7 @@ def slack_quantiles(format: str) -> pd.DataFrame:
 def statements(exponent: float, statement: str, format: str) -> Picture:
     """The share of draws over the slack that they do not exceed, one line for each statement."""
     quantiles = slack_quantiles(format)
-    (axes,) = panels(8.2, height=4.2, right=2.4)
+    (axes,) = panels(8.2, height=4.2, right=2.6)
     for style, name in zip(["-", "--", "-.", ":", "-", "--"], STATEMENTS.values()):
         strong = strength(name == statement)
         axes.plot(quantiles[name].clip(upper=1e9), quantiles.index, style, label=name, **strong)

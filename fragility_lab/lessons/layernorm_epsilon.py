@@ -1,14 +1,17 @@
 """Notebook 3: how LayerNorm amplifies errors, what epsilon changes about it, and the ratio rho_LN."""
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from fragility_core import theory
 from fragility_core.arithmetic.formats import get_format
 from fragility_lab.lessons import embedded, pictures
+from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
 from fragility_lab.lessons.rows import FEATURES, drawn, errors, ladder, mean_variance, uneven_gamma
 from fragility_lab.lessons.widgets import exercises
@@ -42,7 +45,7 @@ def factor(variance_exponent: float, epsilon_exponent: float) -> Picture:
     shares.plot(epsilons, bound / scale, color="C2", linestyle="-.", label="C_LN (their quotient)")
     shares.axvline(variance, **LIMIT)
     title = "as a share of the value at ε = 0"
-    finish(shares, "ε (dashed: ε = σ²)", "share", title, "x", "center left", ylim=(0, 1.05))
+    finish(shares, "ε (dashed: ε = σ²)", "share", title, "x", "lower left", ylim=(0, 1.05))
     for axes in (curve, shares):
         axes.axvline(epsilon, **HERE)
     share = epsilon / variance
@@ -51,6 +54,47 @@ def factor(variance_exponent: float, epsilon_exponent: float) -> Picture:
         f"to {(1 + share) ** -0.5:.3g}, the error bound to {here * variance**0.5 / 2:.3g}, their quotient to "
         f"{(2 + share) / (1 + share) / 2:.3g}"
     )
+
+
+def bound(x: Tensor, gamma: Tensor, epsilon: float, u: float) -> Tensor:
+    """u M_LN of the row ``x`` (d_model,) with a_ln = 1 (Proposition 1 (`prop:ln`))."""
+    norms = theory.layernorm_norms(x, gamma, epsilon)
+    return theory.layernorm_error_bound(norms.gamma_max, norms.variance, epsilon, norms.input_norm, u, a_ln=1.0)
+
+
+def _mistaken(x: Tensor, gamma: Tensor, epsilon: float, u: float, /, **wrong: Callable) -> Tensor:
+    """``bound`` with some of its factors wrong, each a function of x, gamma and epsilon."""
+    variance = x.var(correction=0)
+    right = {
+        "gamma": gamma.abs().max(), "factor": theory.layernorm_factor(variance, epsilon), "input": x.norm(), "u": u,
+    }  # fmt: skip
+    right |= {name: change(x, gamma, epsilon) for name, change in wrong.items()}
+    return right["gamma"] * right["factor"] * right["input"] * right["u"]
+
+
+CODING = Coding(
+    reference=bound,
+    cases=[(torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([0.5, -2.0, 1.0, 1.5]), 0.1, 2**-8)],
+    mistakes={
+        "σ² is the mean of the squares, without the correction by one: x.var(correction=0).": (
+            lambda *given: _mistaken(*given, factor=lambda x, gamma, epsilon: theory.layernorm_factor(x.var(), epsilon))
+        ),
+        "f(ε) is not 1/√(σ² + ε): it counts the error of σ² too.": lambda *given: _mistaken(
+            *given, factor=lambda x, gamma, epsilon: (x.var(correction=0) + epsilon) ** -0.5
+        ),
+        "M_LN has ‖x‖. The mean counts.": lambda *given: _mistaken(
+            *given, input=lambda x, gamma, epsilon: (x - x.mean()).norm()
+        ),
+        "take the largest |γ|: signs do not count.": lambda *given: _mistaken(
+            *given, gamma=lambda x, gamma, epsilon: gamma.max()
+        ),
+        "that is M_LN. The bound has the factor u.": lambda *given: _mistaken(*given, u=lambda *_: 1.0),
+    },
+    solution="""def bound(x, gamma, epsilon, u):
+    variance = x.var(correction=0)
+    f = (epsilon + 2 * variance) / (variance + epsilon) ** 1.5
+    return u * gamma.abs().max() * f * x.norm()""",
+)
 
 
 # --- Measured errors --------------------------------------------------------------------------

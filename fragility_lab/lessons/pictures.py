@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from fragility_lab.reporting.figures import style
 
@@ -17,6 +17,7 @@ HERE = {"color": "0.2", "linestyle": ":"}  # a line at the value of a control
 LIMIT = {"color": "0.2", "linestyle": "--", "linewidth": 1}
 BESIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend to the right of the panel
 SMALL_BESIDE = BESIDE | {"fontsize": "small"}
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 TWO_COLUMNS = {"frameon": False, "fontsize": "small", "loc": "upper right", "ncols": 2}
 
 
@@ -52,13 +53,19 @@ def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axe
     return row
 
 
+def power(value: float, _position: int | None = None) -> str:
+    """A power of ten in at most four letters, so that it leaves room for the label of its axis: "0.01", "10⁻³"."""
+    exponent = round(np.log10(value)) if value > 0 else 0
+    return f"{value:g}" if abs(exponent) < 3 else f"10{str(exponent).translate(RAISED)}"
+
+
 def log_scale(axes: Axes, directions: str = "xy") -> None:
     """Few ticks at powers of ten, in plain text: mathtext takes milliseconds a label."""
     for direction in directions:
         axes.set(**{f"{direction}scale": "log"})
         axis = getattr(axes, f"{direction}axis")
         axis.set_major_locator(LogLocator(numticks=5))
-        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_major_formatter(FuncFormatter(power))
         axis.set_minor_locator(NullLocator())
 
 
@@ -89,7 +96,7 @@ def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> P
     count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31), color="C0")
     count.axvline(0, color="C3", linewidth=2)
     count.axvline(np.log10(slack.median()), **LIMIT)
-    ticks = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 1000"]}
+    ticks = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 10³"]}
     finish(count, "bound / observed error", draws, f"{format}: how loose the bound is", **ticks)
     factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])  # geometric means
     steps.barh(range(len(factors)), factors, color="C0", height=0.45)

@@ -4,6 +4,7 @@ A block is x -> x + J x with ||J||_2 = rho. A stack is a tensor of Jacobians (L,
 """
 
 from itertools import accumulate
+from operator import mul
 
 import pandas as pd
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fragility_core import theory
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lab.lessons import embedded
+from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, LIMIT, Picture, finish, panels, strength
 from fragility_lab.lessons.widgets import exercises
 
@@ -73,6 +75,29 @@ def course(kind: str, rho: float, blocks: int) -> pd.DataFrame:
 def condition(values: Tensor) -> Tensor:
     """kappa (...) from descending singular values (..., n), infinite if the smallest is zero up to rounding."""
     return torch.where(values[..., -1] > 1e-12, values[..., 0] / values[..., -1], torch.inf)
+
+
+CODING = Coding(
+    reference=lambda rho: theory.downstream_transport(torch.tensor(rho)),
+    cases=[([0.5, 0.2, 1.0, 0.3],)],
+    mistakes={
+        "an error is made at the end of its block, so the block's own ρ does not count.": (
+            lambda rho: list(accumulate((1 + gain for gain in reversed(rho)), mul))[::-1]
+        ),
+        "those are the blocks before. An error passes the blocks after its own.": (
+            lambda rho: list(accumulate((1 + gain for gain in rho[:-1]), mul, initial=1.0))
+        ),
+        "gains do not add up: each block multiplies the error.": (
+            lambda rho: list(accumulate(reversed(rho[1:]), initial=1.0))[::-1]
+        ),
+    },
+    solution="""def transport(rho):
+    factors = [1.0]
+    for gain in reversed(rho[1:]):
+        factors.insert(0, factors[0] * (1 + gain))
+    return factors""",
+    returns="return a list with one number for each block",
+)
 
 
 def one_block(rho: float, kind: str) -> Picture:
@@ -152,7 +177,7 @@ def checkpoint(layer: int, estimator: str) -> Picture:
     growth.plot(table.index, table.worst, "^-", color="0.2", markersize=5, label="worst direction (measured)")
     growth.plot(table.index, table.rounding, "*-", color="C3", markersize=8, label="bf16 rounding (measured)")
     right = ("factor", "growth of an error up to the end", (0.5, 1e12))
-    for axes, (y, title, limits) in ((gain, ("ρ", "gain of every block", (0.1, 1e7))), (growth, right)):
+    for axes, (y, title, limits) in ((gain, ("ρ", "gain of every block", (0.1, 1e9))), (growth, right)):
         axes.axvline(layer, **HERE)
         finish(axes, "block", y, title, "y", "upper right", ylim=limits, xticks=range(0, len(rho), 2))
     return [gain, growth], (

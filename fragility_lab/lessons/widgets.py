@@ -49,9 +49,9 @@ def choice(label: str, options: Sequence[str], start: str) -> Dropdown:
     return Dropdown(options=options, value=start, description=label, style=LABEL, layout=WIDE)
 
 
-def buttons(label: str, options: Sequence[int | str], start: int | str) -> ToggleButtons:
-    """A button for each of ``options``, one of them pressed."""
-    style = {"button_width": "3.4em"}
+def buttons(label: str, options: Sequence, start: int | str, width: str = "3.4em") -> ToggleButtons:
+    """A button for each of ``options``, values or pairs of text and value, one of them pressed."""
+    style = {"button_width": width}
     return ToggleButtons(options=options, value=start, description=label, style=style, layout={"width": "100%"})
 
 

@@ -21,6 +21,7 @@ from fragility_lab.diagnosis.measure import block_outputs
 from fragility_lab.experiments.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded
+from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.controller import raised
 from fragility_lab.lessons.pictures import HERE, TWO_COLUMNS, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
@@ -36,6 +37,11 @@ def words() -> list[str]:
     """The text of each token of the window."""
     _, window = embedded.prepared()
     return load_tokenizer(EMBEDDED).batch_decode(window[0][:, None])
+
+
+def readable(word: str) -> str:
+    """The text of a token as a label: a line break and a blank have a sign."""
+    return word.strip(" ").replace("\n", "⏎") or "␣"
 
 
 # --- The passes -----------------------------------------------------------------------------------
@@ -85,6 +91,31 @@ def passed(format: str) -> WindowPass:
     )
 
 
+def predicted_error(magnitudes: list[float], gains: list[float], u: float) -> Tensor:
+    """u sum_k M_k prod_{j > k} (1 + rho_j), which is Theorem 3 (`thm:unified`) times the norm of the hidden state."""
+    return theory.mismatch_bound(torch.tensor(magnitudes), torch.tensor(gains), torch.tensor(1.0), u)
+
+
+CODING = Coding(
+    reference=predicted_error,
+    cases=[([10.0, 4.0, 7.0], [0.5, 0.2, 1.0], 2**-8)],
+    mistakes={
+        "a block's own ρ does not count: its error is made at its end.": (
+            lambda magnitudes, gains, u: sum(u * m * np.prod(1 + np.array(gains[k:])) for k, m in enumerate(magnitudes))
+        ),
+        "the errors pass the later blocks: multiply what came before by 1 + ρ.": lambda magnitudes, gains, u: (
+            u * sum(magnitudes)
+        ),
+        "the factor u is missing.": lambda magnitudes, gains, u: predicted_error(magnitudes, gains, 1.0),
+    },
+    solution="""def predicted(magnitudes, gains, u):
+    error = 0.0
+    for magnitude, gain in zip(magnitudes, gains):
+        error = (1 + gain) * error + u * magnitude
+    return error""",
+)
+
+
 # --- The window and its drift -----------------------------------------------------------------------
 
 
@@ -93,7 +124,7 @@ def text(block: int, format: str) -> Picture:
     drift, columns = passed(format).token_drift, 8
     shades = np.log10(drift)  # one scale for all blocks, without its dark end, so that letters stay legible
     (axes,) = panels(9.6, height=3.8)
-    axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.02)
+    axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.05)
     scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
     cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
     bar = axes.get_figure().colorbar(cells, fraction=0.04, pad=0.02)
@@ -101,7 +132,7 @@ def text(block: int, format: str) -> Picture:
     inside = powers[np.abs(np.log10(powers * unit) - shades.mean()) < np.ptp(shades) / 1.5]
     bar.set_ticks(np.log10(inside * unit), labels=[f"{power:g}" for power in inside])
     axes.invert_yaxis()
-    shown = [word.strip(" ").replace("\n", "⏎") or "␣" for word in words()]
+    shown = [readable(word) for word in words()]
     for place, word in enumerate(shown):
         row, column = divmod(place, columns)
         axes.text(column + 0.5, row + 0.5, word, ha="center", va="center", fontsize="small")

@@ -1,0 +1,51 @@
+"""Exercises in which a student writes a function, and the check that compares it with the library's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Coding:
+    """A function for a student to write.
+
+    ``reference`` is the library's function, ``cases`` are arguments to try. ``mistakes`` are functions that go wrong,
+    by the hint that a student gets who makes the same mistake. ``solution`` is a worked answer as source.
+    ``returns`` says what the function is to return.
+    """
+
+    reference: Callable
+    cases: Sequence[tuple]
+    mistakes: Mapping[str, Callable]
+    solution: str
+    returns: str = "return one number"
+
+    def check(self, function: Callable) -> str:
+        """What is said to a student's ``function``; an exception inside it is the student's to see."""
+        found = [function(*arguments) for arguments in self.cases]
+        right = self._values(self.reference)
+        try:
+            values = [np.asarray(value, dtype=float) for value in found]
+        except (TypeError, ValueError):
+            return f"Not yet. Hint: {self.returns}."
+        if any(value.shape != wanted.shape for value, wanted in zip(values, right)):
+            return f"Not yet. Hint: {self.returns}."
+        if _equal(values, right):
+            return "Right."
+        hints = [hint for hint, wrong in self.mistakes.items() if _equal(values, self._values(wrong))]
+        return f"Not yet. Hint: {hints[0] if hints else self._first_difference(values, right)}"
+
+    def _values(self, function: Callable) -> list[np.ndarray]:
+        return [np.asarray(function(*arguments), dtype=float) for arguments in self.cases]
+
+    def _first_difference(self, found: list[np.ndarray], right: list[np.ndarray]) -> str:
+        for arguments, value, wanted in zip(self.cases, found, right):
+            if not _equal([value], [wanted]):
+                shown = ", ".join(np.array2string(np.asarray(given), precision=3) for given in arguments)
+                return f"for the arguments {shown} the library gives {wanted:.4g}, and your function {value:.4g}."
+        raise AssertionError("unreachable: some value differs")
+
+
+def _equal(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> bool:
+    return all(np.allclose(value, other, rtol=1e-4, atol=0) for value, other in zip(found, wanted))
