@@ -10,9 +10,9 @@ import torch
 from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, evidence, outcomes, runs
 from fragility_lab.experiments.outcomes import SpikeRule
-from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
+from fragility_lab.running.engine import complete
 
 RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
 SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
