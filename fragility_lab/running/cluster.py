@@ -5,6 +5,7 @@ A worker computes one run at a time, with as many threads as the worker has (``-
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -58,14 +59,20 @@ def _refusal(address: str, reason: str) -> str:
 
 @contextmanager
 def _local(workers: int, threads: int) -> Iterator[LocalCluster]:
-    cluster = LocalCluster(
-        n_workers=0,
-        threads_per_worker=threads,
-        host=LOOPBACK,
-        dashboard_address=f"{LOOPBACK}:0",
-        memory_limit=0,  # runs hold little that could be spilled; the system says when memory is out
-        silence_logs=logging.CRITICAL,
-    )
+    # The cluster's threads and processes inherit the mask. An interrupt at the terminal goes to all processes of its
+    # group; only this thread takes it, and ends the others.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        cluster = LocalCluster(
+            n_workers=0,
+            threads_per_worker=threads,
+            host=LOOPBACK,
+            dashboard_address=f"{LOOPBACK}:0",
+            memory_limit=0,  # runs hold little that could be spilled; the system says when memory is out
+            silence_logs=logging.CRITICAL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with cluster:
         cluster.scale(workers)
         yield cluster

@@ -9,7 +9,9 @@ request is reported before any work starts.
 import argparse
 import ast
 import glob
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +29,10 @@ from fragility_lab.running.environment import TERMINAL
 SMOKE = "smoke"
 USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
 REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # errors that say what to do
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: everything ends as after an interrupt."""
 
 
 class OwnInterpreter(AsyncKernelManager):
@@ -185,13 +191,22 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
     os.environ[USED] = given.profile
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         # Another model or text makes another set of results: -p profile=NAME.
         print(f"executed notebook: {execute(given.notebook, values.get('profile', given.profile), values)}")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        logging.getLogger("asyncio").disabled = True  # it would tell of every task that the stop has ended
         goes_on = "starts again" if given.notebook == "diagnose_my_model" else "goes on from the last finished run"
-        print(f"\ninterrupted: the same command {goes_on}", file=sys.stderr)
-        raise SystemExit(130) from None
+        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"\n{what}: the same command {goes_on}", file=sys.stderr)
+        raise SystemExit(status) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_) -> None:
+    raise Terminated
 
 
 if __name__ == "__main__":
