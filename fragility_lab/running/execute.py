@@ -22,17 +22,26 @@ import yaml
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import DeadKernelError
+from papermill.iorw import LocalHandler, papermill_io
 
 from fragility_lab import paths
 from fragility_lab.running.environment import TERMINAL
+from fragility_lab.running.files import write_whole
 
 SMOKE = "smoke"
 USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
-REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # errors that say what to do
+REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWorkersError")  # errors that say what to do
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM came: everything ends as after an interrupt."""
+
+
+class WholeFiles(LocalHandler):
+    """Papermill's way to files, except that they appear whole."""
+
+    def write(self, buf: str, path: str) -> None:
+        write_whole(Path(path), buf)
 
 
 class OwnInterpreter(AsyncKernelManager):
@@ -155,6 +164,7 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
             "let it be a folder that can be written to"
         ) from error
     os.environ[TERMINAL] = "1"  # the kernel inherits it, and its progress bars come to our stderr
+    papermill_io.register(str(executed), WholeFiles())
     print(f"{name}, profile {profile}", flush=True)
     try:
         # The working directory stays the caller's, so that relative paths given as MODEL= and DATA= hold.
@@ -173,6 +183,8 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
         told = "" if error.ename in REFUSALS else f"{error}\n"  # the message says what to do; a traceback would hide it
         print(f"{told}{name} stopped; executed so far: {executed}", file=sys.stderr)
         raise SystemExit(f"{error.ename}: {error.evalue}") from error
+    except OSError as error:  # the executed copy cannot be written
+        raise SystemExit(str(error)) from error
     except DeadKernelError as error:
         print(f"{name} stopped; executed so far: {executed}", file=sys.stderr)
         raise SystemExit(f"{type(error).__name__}: {error} (out of memory?)") from error

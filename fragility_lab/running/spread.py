@@ -52,8 +52,8 @@ def spread(
 ) -> None:
     """Have all ``groups`` computed, by ``workers`` processes or by the cluster that is named.
 
-    ``tell`` hears how far each run is, ``say`` takes lines for the user. Raises what a run raises, and LostWorkersError,
-    after all other runs are finished, where a run has ended its worker three times.
+    ``tell`` hears how far each run is, ``say`` takes lines for the user. Raises what a run raises.
+    Raises LostWorkersError, after all other runs are finished, where a run has ended its worker three times.
     """
     with connected(workers, order.threads) as (client, mend):
         if client.dashboard_link:
