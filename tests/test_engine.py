@@ -19,6 +19,7 @@ from fragility_lab.experiments import runs
 from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.running import engine
 from fragility_lab.running.environment import STALE
+from fragility_lab.running.spread import LostWorkersError
 from fragility_lab.running.task import Worker
 
 CPU = torch.device("cpu")
@@ -56,13 +57,15 @@ class Paired(Number):
 class Square(Worker):
     """Squares, and refuses or waits where a test wants it to."""
 
-    def __init__(self, inputs, store, refused: int = -1, endless: int = -1):
+    def __init__(self, inputs, store, refused: int = -1, endless: int = -1, deadly: int = -1):
         super().__init__(inputs, store)
-        self.refused, self.endless = refused, endless
+        self.refused, self.endless, self.deadly = refused, endless, deadly
 
     def run(self, spec, advance):
         if spec.value == self.refused:
             raise ValueError(f"no square of {spec.value}")
+        if spec.value == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
         while spec.value == self.endless and time.monotonic() < begin + 300:
             time.sleep(0.005)
@@ -140,6 +143,15 @@ def test_an_error_is_seen_while_other_processes_report(tmp_path):
     with pytest.raises(ValueError, match="no square of 2"):
         engine.complete(Square, [Number(2), Number(3)], INPUTS, tmp_path, 2, refused=2, endless=3)
     assert time.monotonic() - begin < 250
+
+
+def test_a_run_that_kills_its_workers_is_named_and_the_others_finish(tmp_path):
+    told = r"3 ended in each of these of squares, probably out of memory: number4\. All others are finished"
+    with pytest.raises(LostWorkersError, match=told):
+        engine.complete(Square, SPECS, INPUTS, tmp_path, 2, deadly=4)
+    store = RunStore(tmp_path)
+    assert [spec.value for spec in SPECS if store.load(spec) is None] == [4]
+    assert engine.complete(Square, SPECS, INPUTS, tmp_path).square.tolist() == [1, 4, 9, 16, 25]
 
 
 def test_an_interrupt_ends_the_processes(tmp_path):

@@ -18,6 +18,7 @@ from distributed import Future, KilledWorker
 from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.cluster import connected
+from fragility_lab.running.environment import named_scheduler
 from fragility_lab.running.remote import Order, carry_out, held
 from fragility_lab.running.task import Standing
 
@@ -100,7 +101,7 @@ class _Spread:
             if flight.unseen > 1 and not flight.future.done():  # once may be a message on its way
                 self._lost(self.flights.pop(key))
         self.alone = 0 if tasks else self.alone + 1
-        if self.alone == PATIENCE:
+        if self.alone == PATIENCE and named_scheduler():
             self.say("no worker has come yet, waiting (`dask worker` starts one)")
         for worker, theirs in tasks.items():
             if not theirs:
