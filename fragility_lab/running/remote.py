@@ -50,7 +50,6 @@ def carry_out(order: Order, specs: Sequence[Specification], inputs: bytes) -> No
     here = get_worker()
     report = _reporter(here, order.token, here.get_current_task())
     with _alone:
-        report(Standing(0, 0))  # who is lost from now on was computing this
         torch.set_num_threads(here.state.nthreads)
         _require_alike(order, specs[0])
         if order.token not in _prepared:

@@ -23,7 +23,7 @@ from fragility_lab.running.remote import Order, carry_out, held
 from fragility_lab.running.task import Standing
 
 INTERVAL = 0.5  # seconds between two looks at the workers
-PATIENCE = 20  # looks without any worker until the user is told
+PATIENCE = 20  # looks without any worker, or without a task that a worker has, until something is done
 ATTEMPTS = 3  # workers that one run may cost
 Tell = Callable[[Specification, Standing], None]
 
@@ -39,7 +39,6 @@ class _Flight:
     future: Future
     worker: str
     specs: Sequence[Specification]
-    run: int = 0  # number of the run that is being computed
     unseen: int = 0  # looks in a row at which the worker did not have the task
 
 
@@ -98,7 +97,9 @@ class _Spread:
         tasks = self.client.processing()
         for key, flight in [*self.flights.items()]:
             flight.unseen = 0 if key in tasks.get(flight.worker, ()) else flight.unseen + 1
-            if flight.unseen > 1 and not flight.future.done():  # once may be a message on its way
+            # A worker that came back under its address lacks the task, and for a while one that waits for the inputs.
+            gone = flight.worker not in tasks or flight.unseen > PATIENCE
+            if gone and not flight.future.done():
                 self._lost(self.flights.pop(key))
         self.alone = 0 if tasks else self.alone + 1
         if self.alone == PATIENCE and named_scheduler():
@@ -131,9 +132,7 @@ class _Spread:
                     case Future() as future if future.key in self.flights:
                         self._ended(self.flights.pop(future.key))
                     case {"task": key, "run": run, "done": done, "kept": kept} if key in self.flights:
-                        flight = self.flights[key]
-                        flight.run = run + kept
-                        self.tell(flight.specs[run], Standing(run, done, kept))
+                        self.tell(self.flights[key].specs[run], Standing(run, done, kept))
                 if not self.waiting and not self.flights:
                     return
 
@@ -148,13 +147,11 @@ class _Spread:
     def _lost(self, flight: _Flight) -> None:
         """Put back what is missing of a lost worker's task, except a run that has cost too many workers."""
         flight.future.cancel()
-        guilty = flight.specs[min(flight.run, len(flight.specs) - 1)]
         left = [spec for spec in flight.specs if self.store.load(spec) is None]
-        if guilty in left:
-            self.losses[guilty] += 1
-            if self.losses[guilty] == ATTEMPTS:
-                self.given_up.append(guilty)
-                left.remove(guilty)
+        if left:
+            self.losses[left[0]] += 1  # it was being computed: runs of a task follow one another
+            if self.losses[left[0]] == ATTEMPTS:
+                self.given_up.append(left.pop(0))
         if left:
             self.waiting.appendleft(left)
 
