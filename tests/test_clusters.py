@@ -65,8 +65,13 @@ def test_a_cluster_started_by_two_commands_loses_a_worker(tmp_path, monkeypatch,
         pd.testing.assert_frame_equal(rows, whole(name))
 
 
-STUB = {
-    "sbatch": '#!/bin/sh\nsh "$1" >/dev/null 2>&1 &\necho $! >> "{jobs}"\necho "Submitted batch job $!"\n',
+STUB = {  # like the real one, it keeps a copy of the script
+    "sbatch": """#!/bin/sh
+cp "$1" "{jobs}.$$"
+bash "{jobs}.$$" >/dev/null 2>&1 &
+echo $! >> "{jobs}"
+echo "Submitted batch job $!"
+""",
     "scancel": '#!/bin/sh\npkill -P "$1"; kill "$1"\n',
 }
 

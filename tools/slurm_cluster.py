@@ -5,6 +5,8 @@ replaced one by one. Ctrl-C or SIGTERM ends all jobs. Further options of ``sbatc
 """
 
 import argparse
+import os
+import shlex
 import signal
 import sys
 import threading
@@ -26,17 +28,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("options", nargs="*", help="further options of sbatch, after --")
     given = parser.parse_args(arguments)
     extra = [*given.options, *(["--gres=gpu:1"] if given.gpu else [])]
+    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
     cluster = SLURMCluster(
         cores=given.threads,
         processes=1,
         memory=given.memory,
         walltime=given.walltime,
         job_extra_directives=extra,
-        job_script_prologue=[
-            f"export PYTHONPATH={PROJECT}",
-            "export DASK_DISTRIBUTED__NANNY__PRE_SPAWN_ENVIRON='{}'",  # keep glibc's settings
-            "export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824",
-        ],
+        job_script_prologue=[f"export PYTHONPATH={shlex.quote(path)}"],
         python=sys.executable,
         scheduler_options={"scheduler_file": str(given.file)},
     )

@@ -4,7 +4,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,14 @@ def held(inputs: bytes) -> bytes:
     return inputs
 
 
-def carry_out(order: Order, specs: Sequence[Specification], inputs: bytes) -> None:
-    """Compute the runs ``specs`` and keep them in the order's folder.
+def carry_out(task: bytes, inputs: bytes) -> None:
+    """Compute the runs of ``task``, a pickled order and its specifications, and keep them in the order's folder.
 
+    Pickled here, what this machine cannot import is an error of the task; Dask would end the worker.
     Raises OSError where this worker does not see the folder. Raises ValueError where it has other code, other
     versions of packages or, with runs that are compared step by step, another number of threads.
     """
+    order, specs = pickle.loads(task)
     here = get_worker()
     report = _reporter(here, order.token, here.get_current_task())
     with _alone:

@@ -103,7 +103,7 @@ class _Spread:
                 self._lost(self.flights.pop(key))
         self.alone = 0 if tasks else self.alone + 1
         if self.alone == PATIENCE and named_scheduler():
-            self.say("no worker has come yet, waiting (`dask worker` starts one)")
+            self.say("waiting: no worker yet (`dask worker` starts one; without this project it ends at once)")
         for worker, theirs in tasks.items():
             if not theirs:
                 self._give(worker)
@@ -116,7 +116,8 @@ class _Spread:
         specs = self.waiting.popleft()
         self.tasks += 1
         key = f"{specs[0].experiment}-{specs[0].label}-{self.order.token}-{self.tasks}"
-        future = self.client.submit(carry_out, self.order, specs, self.inputs, key=key, workers=[worker], pure=False)
+        task = pickle.dumps((self.order, specs))
+        future = self.client.submit(carry_out, task, self.inputs, key=key, workers=[worker], pure=False)
         self.flights[key] = _Flight(future, worker, specs)
         future.add_done_callback(self.heard.put)
 
