@@ -26,6 +26,7 @@ SEED =
 STEPS =
 WITH =
 STALE =
+SCHEDULER =
 # A dollar sign in a value given on the command line is no variable or function of make.
 $(foreach name,PROFILE MODEL DATA FORMAT BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY RECIPE TARGET REFERENCE \
     FORM PROBES SEED STEPS WITH RESULTS SCHEDULER,$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
@@ -33,6 +34,8 @@ OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOW
 export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE FORM PROBES SEED STEPS WITH
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
+# SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
+export FRAGILITY_SCHEDULER := $(SCHEDULER)
 
 # An activated environment that has the packages works even without the package installed into it.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -71,7 +74,8 @@ GIVEN = --profile "$$PROFILE" -p "profile=$$RESULTS" \
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path,"
-	@echo "  RESULTS= a name for the folder of results under outputs, STALE=keep takes runs of older code as they are"
+	@echo "  RESULTS= a name for the folder of results under outputs, STALE=keep takes runs of older code as they are,"
+	@echo "  SCHEDULER=tcp://... or file.json the Dask cluster that computes, as docs/clusters.md says"
 
 .PHONY: reproduce
 reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures under outputs/PROFILE
@@ -146,6 +150,10 @@ test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed d
 	$(PYTHON) -m pytest tests $(PARALLEL)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env --nbval-kernel-startup-timeout 300 $(NOTEBOOKS) $(PARALLEL) \
 	    --dist loadfile
+
+.PHONY: test-faults
+test-faults: $(ENVIRONMENT)  ## kill E2, E3, E5 and X1 at 50 random moments each, and compare their tables (hours)
+	KILLS=50 $(PYTHON) -m pytest tests/test_faults.py -k killed
 
 .PHONY: browser
 browser: $(ENVIRONMENT)  ## install what test-browser needs, or say what is missing

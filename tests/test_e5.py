@@ -1,5 +1,6 @@
 """E5 end to end on a tiny model: resuming bit for bit, policies, ends, and views of the rows."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,8 @@ import torch
 from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, evidence, outcomes, runs
 from fragility_lab.experiments.outcomes import SpikeRule
-from fragility_lab.experiments.pool import complete
-from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
+from fragility_lab.running.engine import complete
 
 RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
 SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
@@ -122,12 +122,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path,
     assert list((tmp_path / "cut").glob("*.checkpoint")) == []
 
 
-def test_an_unreadable_checkpoint_is_started_over(inputs, tmp_path):
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+def test_a_truncated_checkpoint_is_started_over(inputs, tmp_path, monkeypatch, share):
     policy = get_policy("none")
     whole = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "whole")
-    (spec,) = e5.specifications(SETTING, [policy], (0,), inputs)
-    path = RunStore(tmp_path / "broken").path(spec).with_suffix(".checkpoint")
-    path.write_bytes(b"no checkpoint")
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken", checkpoint_interval=2)
+    (path,) = (tmp_path / "broken").glob("*.checkpoint")
+    os.truncate(path, int(share * path.stat().st_size))
     with pytest.warns(UserWarning, match=r"cannot be read .*, its run starts again"):
         again = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken")
     pd.testing.assert_frame_equal(whole, again, check_exact=True)

@@ -54,11 +54,11 @@ from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e5
 from fragility_lab.experiments.patching import Patching
-from fragility_lab.experiments.pool import complete
 from fragility_lab.experiments.shadow import ShadowTraining, set_epsilons
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import load
 from fragility_lab.paths import CHECKPOINTS
+from fragility_lab.running.engine import complete
 
 HEADS, WIDTH, TOKENS = 4, 32, 20
 BASE = {

@@ -16,9 +16,9 @@ from fragility_lab.diagnosis import Request, diagnose, forecast
 from fragility_lab.diagnosis.page import page
 from fragility_lab.experiments import e2, e3, e5, x1, x1_plans
 from fragility_lab.experiments.patching import Patching
-from fragility_lab.experiments.pool import complete
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.running.engine import complete
 
 GRID = e2.Grid("tiny", "random", ("bf16", "fp16"), (32,), (0,), 4)
 EXECUTIONS = [

@@ -26,6 +26,7 @@ from fragility_lab.reporting import figures, figures_diagnosis
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import duration, number, percent, quantity
 from fragility_lab.reporting.verdicts import student
+from fragility_lab.running.files import write_whole
 
 MANY = 24  # bars and rows that a page shows
 TOLERATED = 1.1  # ratio of predicted to measured mismatch
@@ -346,5 +347,5 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
 def write(diagnosis: Diagnosis, profile: str) -> Path:
     """Write ``outputs/<profile>/diagnosis.html`` and return its path."""
     path = paths.output_folder(profile) / "diagnosis.html"
-    path.write_text(page(diagnosis, profile), encoding="utf-8")
+    write_whole(path, page(diagnosis, profile))
     return path

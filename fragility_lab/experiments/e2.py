@@ -18,10 +18,10 @@ from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import LAYERNORM_TERMS, Estimator, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import TRANSPORTS
-from fragility_lab.experiments.pool import Advance, Worker
 from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.inputs.text import select_windows
+from fragility_lab.running.task import Advance, Worker
 
 T = TypeVar("T")
 LEAST = 3  # windows of a correlation

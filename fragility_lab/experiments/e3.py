@@ -18,9 +18,9 @@ from fragility_core.models.tree import final_hidden
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, RunSpec, window_rows
 from fragility_lab.experiments.patching import Patching, patch_effects
-from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
+from fragility_lab.running.task import Advance
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
 WINDOW = [*IDENTITY, "window"]

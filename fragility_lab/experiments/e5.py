@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from io import BytesIO
 from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,13 +23,14 @@ from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.bgss import Policy, State, advance, get_policy, policy_class, replay
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
-from fragility_lab.experiments.pool import Advance, Worker
 from fragility_lab.experiments.realisations import moved
-from fragility_lab.experiments.runs import RunStore, Specification, written_whole
+from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.inputs.text import select_windows
 from fragility_lab.running.environment import keeps_stale
+from fragility_lab.running.files import write_whole
+from fragility_lab.running.task import Advance, Worker
 
 
 @dataclass(frozen=True)
@@ -250,8 +252,9 @@ def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State,
         "provenance": spec.provenance(), "training": training.state(), "controller": state, "rows": rows,
         "random": torch.get_rng_state(), "random_on_gpus": torch.cuda.get_rng_state_all(),  # none without a GPU
     }  # fmt: skip
-    with written_whole(path) as partial:
-        torch.save(record, partial)
+    content = BytesIO()
+    torch.save(record, content)
+    write_whole(path, content.getbuffer())
 
 
 def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:

@@ -11,8 +11,8 @@ import pandas as pd
 
 from fragility_lab.experiments import outcomes
 from fragility_lab.experiments.e5 import Mitigation, TrainingSpec
-from fragility_lab.experiments.pool import complete
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.running.engine import complete
 from fragility_lab.running.environment import code_digest, keeps_stale
 
 
@@ -29,7 +29,7 @@ def summaries(
 
     Runs of these seeds that the table ``known`` lacks are computed in ``folder``. A row of ``known`` counts where it is
     of the same specification, rule and code; that of other code does if stale runs are kept. ``options`` are those of
-    ``pool.complete``.
+    ``engine.complete``.
     """
     found = _usable(known, rule)
     missing = [spec for spec in specs if spec.seed < seeds and spec.digest not in found.index]

@@ -6,11 +6,9 @@ skips the finished runs, so an interrupted experiment continues where it stopped
 
 import hashlib
 import json
-import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fragility_lab.running.environment import NUMERICAL, code_digest, keeps_stale, versions
+from fragility_lab.running.files import write_whole
 
 METADATA_KEY = b"fragility"
 
@@ -67,17 +66,6 @@ class Specification(ABC):
         """Whether the ``provenance`` in ``record`` is this one, so that its numbers hold here."""
         then, now = record.get("versions", {}), versions()
         return record.get("code") == code_digest(type(self)) and all(then.get(name) == now[name] for name in NUMERICAL)
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to; the file appears at ``path`` complete or not at all."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class RunStore:
@@ -151,8 +139,9 @@ class RunStore:
         table = pa.Table.from_pandas(frame, preserve_index=False)
         record = {"specification": asdict(spec)} | spec.provenance() | metadata
         table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: json.dumps(record).encode()})
-        with written_whole(self.path(spec)) as path:
-            pq.write_table(table, path, compression="zstd")
+        with pa.BufferOutputStream() as stream:
+            pq.write_table(table, stream, compression="zstd")
+            write_whole(self.path(spec), stream.getvalue())
 
 
 def _record(schema: pa.Schema) -> dict:

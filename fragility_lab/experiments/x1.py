@@ -23,10 +23,10 @@ from fragility_lab.experiments import rankings
 from fragility_lab.experiments.agreement import by_run, signal_agreement
 from fragility_lab.experiments.e2 import DerivedSpec, DerivedWorker, window_rows
 from fragility_lab.experiments.e3 import WINDOW, by_block
-from fragility_lab.experiments.pool import Advance
 from fragility_lab.experiments.realisations import moved
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
+from fragility_lab.running.task import Advance
 
 SITE_COLUMNS = ["site", "layer", "block_output"]
 OUTSIDE = -1  # the layer of what belongs to no block

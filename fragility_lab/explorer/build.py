@@ -20,6 +20,7 @@ from fragility_lab.explorer.component import Component
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 from fragility_lab.reporting.html import template
+from fragility_lab.running.files import write_whole
 
 WINDOWS, LENGTH, PROBES = 8, 128, 2
 SCHEMES = ("w4a16-g128", "w8a16-g128", "bf16")
@@ -80,7 +81,7 @@ def main() -> Path:
     """Write ``outputs/embedded/explorer.html`` and return its path."""
     model, windows = embedded()
     path = paths.output_folder(EMBEDDED) / "explorer.html"
-    path.write_text(page(Component(keeping(model, windows), choosing(model, windows))), encoding="utf-8")
+    write_whole(path, page(Component(keeping(model, windows), choosing(model, windows))))
     print(f"page: {path.relative_to(paths.PROJECT)}, {path.stat().st_size / 1e6:.2f} MB")
     return path
 

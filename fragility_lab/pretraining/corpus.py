@@ -21,6 +21,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
+from fragility_lab.running.files import write_whole
 
 TRAINING_CHARACTERS = 900_000  # of the frozen text: more than 150,000 tokens of the embedded tokenizer
 STANDARD_LIBRARY = "stdlib"
@@ -158,7 +159,7 @@ def freeze() -> None:
     The topics of the reference overlap ("compound" holds all of "if"), so some passages occur several times.
     """
     evaluation = "\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
-    EVALUATION_TEXT.write_text(evaluation, encoding="utf-8")
+    write_whole(EVALUATION_TEXT, evaluation)
     keep, parts, size = Deduplicator([evaluation]), [], 0
     for document in sorted(documents([STANDARD_LIBRARY]), key=order):
         if "/test" in document.source:
@@ -167,7 +168,7 @@ def freeze() -> None:
             break
         parts.append(keep(document).text)
         size += len(parts[-1])
-    TRAINING_TEXT.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_whole(TRAINING_TEXT, "\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

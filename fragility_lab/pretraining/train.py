@@ -29,6 +29,7 @@ from transformers import (
 
 from fragility_lab.inputs.checkpoints import quiet_loading
 from fragility_lab.running.environment import progress
+from fragility_lab.running.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -180,7 +181,7 @@ def train(
             if losses["validation_loss"] < best:
                 best = losses["validation_loss"]
                 weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            pd.DataFrame(log).to_csv(folder / "log.csv", index=False)
+            write_whole(folder / "log.csv", pd.DataFrame(log).to_csv(index=False))
     model.load_state_dict(weights)
     return pd.DataFrame(log)
 
@@ -199,7 +200,7 @@ def save_checkpoint(
     with quiet_loading():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    log.to_csv(folder / "log.csv", index=False, float_format="%.6g")
+    write_whole(folder / "log.csv", log.to_csv(index=False, float_format="%.6g"))
     best = log.loc[log.validation_loss.idxmin()]
     record = {
         "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
@@ -208,5 +209,5 @@ def save_checkpoint(
         "config": asdict(config),
         **provenance,
     }
-    (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_whole(folder / "record.json", json.dumps(record, indent=2) + "\n")
     return record

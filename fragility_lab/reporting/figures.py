@@ -17,10 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+from fragility_lab.running.files import write_whole
+
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
 DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
 SEQUENTIAL = sns.color_palette("crest", as_cmap=True)  # its light end shows on white
 PNG_DPI = 110
+UNDATED = {"CreationDate": None}  # the same bytes for the same data
 
 # Matplotlib searches the height of a title unless it is fixed, which takes time.
 STYLE = {
@@ -47,8 +50,10 @@ def style() -> Iterator[None]:
 def save_figure(axes: Axes, folder: Path, name: str) -> None:
     """Write the figure of ``axes`` as PNG and PDF, the same bytes for the same data."""
     figure = axes.get_figure()
-    figure.savefig(folder / f"{name}.png", dpi=PNG_DPI, bbox_inches="tight", metadata={"Software": None})
-    figure.savefig(folder / f"{name}.pdf", bbox_inches="tight", metadata={"CreationDate": None})
+    for form, options in (("png", {"dpi": PNG_DPI, "metadata": {"Software": None}}), ("pdf", {"metadata": UNDATED})):
+        content = BytesIO()
+        figure.savefig(content, format=form, bbox_inches="tight", **options)
+        write_whole(folder / f"{name}.{form}", content.getbuffer())
 
 
 @style()

@@ -17,6 +17,7 @@ from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import cells, duration, number, shown
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, compare
 from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
+from fragility_lab.running.files import write_whole
 
 CUSTOM = "-custom"
 
@@ -155,5 +156,5 @@ def write(profile: str) -> Path:
     checkpoints = embedded_checkpoints() if profile in embedded_checkpoints() else []
     others = {name: read_tables(name) for name in checkpoints if name != profile and (paths.OUTPUTS / name).is_dir()}
     html = page(profile, read_tables(profile), paths.output_folder(profile, "figures"), others)
-    path.write_text(html, encoding="utf-8")
+    write_whole(path, html)
     return path

@@ -19,6 +19,7 @@ from fragility_lab.reporting.claims import E2, E3, E5, E5_SCARCE
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
 from fragility_lab.reporting.verdicts import UNDECIDED, VERDICTS, compare
+from fragility_lab.running.files import write_whole
 
 TEMPLATES = ASSETS / "results"
 PAGE, README = PROJECT / "docs" / "results.md", PROJECT / "README.md"
@@ -201,9 +202,9 @@ def rendered(name: str, tables: Tables, other: Tables, second: Tables) -> str:
 
 def main() -> None:
     found = [read_tables(name) for name in (RESULTS, OTHER, SECOND)]
-    PAGE.write_text(rendered("page.md.jinja", *found), encoding="utf-8")
+    write_whole(PAGE, rendered("page.md.jinja", *found))
     findings = rendered("findings.md.jinja", *found)
-    README.write_text(FINDINGS.sub(lambda _: findings, README.read_text(encoding="utf-8")), encoding="utf-8")
+    write_whole(README, FINDINGS.sub(lambda _: findings, README.read_text(encoding="utf-8")))
     print(f"written: {PAGE}, and the findings in {README}")
 
 

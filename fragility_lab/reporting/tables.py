@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pandas as pd
 
+from fragility_lab.running.files import write_whole
+
 AS_THEY_ARE = ["experiment", "quantity", "verdict", "claim", "tested", "remark"]
 BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict", "remark"]
 
 
 def save_table(table: pd.DataFrame, folder: Path, name: str) -> pd.DataFrame:
     """Write ``table`` as ``<name>.csv`` with six significant digits and return it."""
-    table.to_csv(folder / f"{name}.csv", float_format="%.6g", index=any(table.index.names))
+    write_whole(folder / f"{name}.csv", table.to_csv(float_format="%.6g", index=any(table.index.names)))
     return table
 
 

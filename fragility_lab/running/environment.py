@@ -22,6 +22,7 @@ RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy",
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
 FOLLOWED = ("fragility_lab.experiments.", "fragility_lab.inputs.")  # imports that the numbers of a run depend on
 TERMINAL = "FRAGILITY_TERMINAL"  # in the environment of kernels whose stderr is a terminal's
+SCHEDULER = "FRAGILITY_SCHEDULER"  # in the environment: tcp://... or file.json; `make` sets it from SCHEDULER=
 STALE = "FRAGILITY_STALE"  # in the environment: "keep" takes stale runs as they are; `make` sets it from STALE=
 
 
@@ -40,6 +41,11 @@ def keeps_stale() -> bool:
     if (asked := os.environ.get(STALE, "")) not in ("", "keep"):
         raise ValueError(f"STALE must be keep or unset, got {asked!r}: leave it out to compute stale runs again")
     return asked == "keep"
+
+
+def named_scheduler() -> str:
+    """The address or file of the Dask scheduler whose workers compute; "" where processes here do."""
+    return os.environ.get(SCHEDULER, "")
 
 
 @cache

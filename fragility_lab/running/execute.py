@@ -9,7 +9,9 @@ request is reported before any work starts.
 import argparse
 import ast
 import glob
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +22,26 @@ import yaml
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import DeadKernelError
+from papermill.iorw import LocalHandler, papermill_io
 
 from fragility_lab import paths
 from fragility_lab.running.environment import TERMINAL
+from fragility_lab.running.files import write_whole
 
 SMOKE = "smoke"
 USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
-REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError")  # errors that say what to do
+REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWorkersError")  # errors that say what to do
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: everything ends as after an interrupt."""
+
+
+class WholeFiles(LocalHandler):
+    """Papermill's way to files, except that they appear whole."""
+
+    def write(self, buf: str, path: str) -> None:
+        write_whole(Path(path), buf)
 
 
 class OwnInterpreter(AsyncKernelManager):
@@ -149,6 +164,7 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
             "let it be a folder that can be written to"
         ) from error
     os.environ[TERMINAL] = "1"  # the kernel inherits it, and its progress bars come to our stderr
+    papermill_io.register(str(executed), WholeFiles())
     print(f"{name}, profile {profile}", flush=True)
     try:
         # The working directory stays the caller's, so that relative paths given as MODEL= and DATA= hold.
@@ -167,6 +183,8 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
         told = "" if error.ename in REFUSALS else f"{error}\n"  # the message says what to do; a traceback would hide it
         print(f"{told}{name} stopped; executed so far: {executed}", file=sys.stderr)
         raise SystemExit(f"{error.ename}: {error.evalue}") from error
+    except OSError as error:  # the executed copy cannot be written
+        raise SystemExit(str(error)) from error
     except DeadKernelError as error:
         print(f"{name} stopped; executed so far: {executed}", file=sys.stderr)
         raise SystemExit(f"{type(error).__name__}: {error} (out of memory?)") from error
@@ -185,13 +203,22 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
     os.environ[USED] = given.profile
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         # Another model or text makes another set of results: -p profile=NAME.
         print(f"executed notebook: {execute(given.notebook, values.get('profile', given.profile), values)}")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        logging.getLogger("asyncio").disabled = True  # it would tell of every task that the stop has ended
         goes_on = "starts again" if given.notebook == "diagnose_my_model" else "goes on from the last finished run"
-        print(f"\ninterrupted: the same command {goes_on}", file=sys.stderr)
-        raise SystemExit(130) from None
+        what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"\n{what}: the same command {goes_on}", file=sys.stderr)
+        raise SystemExit(status) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_) -> None:
+    raise Terminated
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sys
 import nbformat
 
 from fragility_lab.running.execute import SMOKE, execute, notebook_names, notebook_path
+from fragility_lab.running.files import write_whole
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOISE = ("execution", "papermill", "widgets")  # metadata of a run, not of its result
@@ -38,4 +39,4 @@ if __name__ == "__main__":
             if cell.cell_type == "code":  # progress bars come as text
                 cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         clean(executed)
-        nbformat.write(executed, notebook_path(name))
+        write_whole(notebook_path(name), nbformat.writes(executed) + "\n")

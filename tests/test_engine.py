@@ -1,8 +1,10 @@
 """Runs shared out over processes: same values, no lost work, errors and interrupts that end them all."""
 
+import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,9 +15,12 @@ import psutil
 import pytest
 import torch
 
-from fragility_lab.experiments import pool, runs
+from fragility_lab.experiments import runs
 from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.running import engine
 from fragility_lab.running.environment import STALE
+from fragility_lab.running.spread import LostWorkersError
+from fragility_lab.running.task import Worker
 
 CPU = torch.device("cpu")
 
@@ -49,16 +54,18 @@ class Paired(Number):
     paired = True
 
 
-class Square(pool.Worker):
+class Square(Worker):
     """Squares, and refuses or waits where a test wants it to."""
 
-    def __init__(self, inputs, store, refused: int = -1, endless: int = -1):
+    def __init__(self, inputs, store, refused: int = -1, endless: int = -1, deadly: int = -1):
         super().__init__(inputs, store)
-        self.refused, self.endless = refused, endless
+        self.refused, self.endless, self.deadly = refused, endless, deadly
 
     def run(self, spec, advance):
         if spec.value == self.refused:
             raise ValueError(f"no square of {spec.value}")
+        if spec.value == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
         while spec.value == self.endless and time.monotonic() < begin + 300:
             time.sleep(0.005)
@@ -74,13 +81,13 @@ SPECS = [Number(value) for value in (1, 2, 3, 4, 5)]
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_run_is_computed_once_and_kept_in_order(tmp_path, workers):
     store = RunStore(tmp_path)
-    rows = pool.complete(Square, SPECS, INPUTS, tmp_path, workers)
+    rows = engine.complete(Square, SPECS, INPUTS, tmp_path, workers)
     assert rows.value.tolist() == [1, 2, 3, 4, 5]
     assert rows.square.tolist() == [1, 4, 9, 16, 25]
     assert (rows.process == os.getpid()).all() == (workers == 1)
     assert rows.process[0] == rows.process[1], "a group stays in one process"
     assert store.metadata(Number(3))["attention"] == INPUTS.attention
-    again = pool.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=1)
+    again = engine.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=1)
     pd.testing.assert_frame_equal(rows, again)
 
 
@@ -98,35 +105,35 @@ def test_a_finished_run_is_all_of_its_progress(tmp_path, monkeypatch, reported):
             return super().run(spec, lambda units: None)
 
     bar = MagicMock()
-    monkeypatch.setattr(pool, "progress", lambda **options: bar)
-    pool.complete(Reporting, [Long(1), Long(2)], INPUTS, tmp_path)
+    monkeypatch.setattr(engine, "progress", lambda **options: bar)
+    engine.complete(Reporting, [Long(1), Long(2)], INPUTS, tmp_path)
     assert sum(call.args[0] for call in bar.__enter__().update.call_args_list) == 2 * 3
 
 
 def test_stale_runs_are_computed_again_or_kept_and_either_is_said(tmp_path, monkeypatch):
-    pool.complete(Square, SPECS[:2], INPUTS, tmp_path)
+    engine.complete(Square, SPECS[:2], INPUTS, tmp_path)
     monkeypatch.setattr(runs, "code_digest", lambda kind: "other")
     monkeypatch.setenv(STALE, "keep")
     with pytest.warns(UserWarning, match="2 finished runs .* computed by other code .* are taken as they are"):
-        assert len(pool.complete(Square, SPECS[:2], INPUTS, tmp_path, refused=1)) == 2
+        assert len(engine.complete(Square, SPECS[:2], INPUTS, tmp_path, refused=1)) == 2
     monkeypatch.delenv(STALE)
     with pytest.warns(UserWarning, match="2 finished runs .* are computed again"):
-        pool.complete(Square, SPECS, INPUTS, tmp_path)
+        engine.complete(Square, SPECS, INPUTS, tmp_path)
     assert {RunStore(tmp_path).metadata(spec)["code"] for spec in SPECS} == {"other"}
 
 
 def test_a_copy_of_another_run_is_computed_again(tmp_path):
-    rows, store = pool.complete(Square, SPECS, INPUTS, tmp_path), RunStore(tmp_path)
+    rows, store = engine.complete(Square, SPECS, INPUTS, tmp_path), RunStore(tmp_path)
     shutil.copy(store.path(Number(4)), store.path(Number(2)))
     with pytest.warns(UserWarning, match="must hold the run that its name says, but holds another one"):
-        pd.testing.assert_frame_equal(pool.complete(Square, SPECS, INPUTS, tmp_path), rows)
+        pd.testing.assert_frame_equal(engine.complete(Square, SPECS, INPUTS, tmp_path), rows)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers):
     store = RunStore(tmp_path)
     with pytest.raises(ValueError, match="no square of 2"):
-        pool.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=2)
+        engine.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=2)
     assert store.load(Number(1)) is not None
     assert store.load(Number(2)) is None
 
@@ -134,24 +141,35 @@ def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers)
 def test_an_error_is_seen_while_other_processes_report(tmp_path):
     begin = time.monotonic()
     with pytest.raises(ValueError, match="no square of 2"):
-        pool.complete(Square, [Number(2), Number(3)], INPUTS, tmp_path, 2, refused=2, endless=3)
+        engine.complete(Square, [Number(2), Number(3)], INPUTS, tmp_path, 2, refused=2, endless=3)
     assert time.monotonic() - begin < 250
 
 
-def test_an_interrupt_ends_the_processes(tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
+def test_a_run_that_kills_its_workers_is_named_and_the_others_finish(tmp_path):
+    told = r"3 ended in each of these of squares, probably out of memory: number4\. All others are finished"
+    with pytest.raises(LostWorkersError, match=told):
+        engine.complete(Square, SPECS, INPUTS, tmp_path, 2, deadly=4)
+    store = RunStore(tmp_path)
+    assert [spec.value for spec in SPECS if store.load(spec) is None] == [4]
+    assert engine.complete(Square, SPECS, INPUTS, tmp_path).square.tolist() == [1, 4, 9, 16, 25]
 
-    monkeypatch.setattr(pool, "_forward", interrupted)
+
+def test_an_interrupt_ends_the_processes(tmp_path):
+    def interrupt():
+        while RunStore(tmp_path).load(Number(2)) is None:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        pool.complete(Square, SPECS, INPUTS, tmp_path, 2, endless=3)
+        engine.complete(Square, SPECS, INPUTS, tmp_path, 2, endless=3)
     assert workers_of(os.getpid()) == []
 
 
 def test_processes_end_with_a_killed_parent(tmp_path):
-    context = pool.multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     given = (Square, SPECS, INPUTS, tmp_path, 2)
-    parent = context.Process(target=pool.complete, args=given, kwargs={"endless": 3})
+    parent = context.Process(target=engine.complete, args=given, kwargs={"endless": 3})
     parent.start()
     deadline = time.monotonic() + 60
     while RunStore(tmp_path).load(Number(2)) is None and time.monotonic() < deadline:
@@ -174,31 +192,31 @@ def workers_of(pid: int) -> list[psutil.Process]:
     [(1, 9, "cpu", 1), (0, 9, "cpu", 4), (0, 3, "cpu", 3), (8, 9, "cpu", 8), (0, 9, "cuda", 1), (8, 9, "cuda", 1)],
 )
 def test_worker_count(monkeypatch, asked, groups, device, count):
-    monkeypatch.setattr(pool, "cores", lambda: 4)
-    assert pool.worker_count(asked, groups, torch.device(device)) == count
+    monkeypatch.setattr(engine, "cores", lambda: 4)
+    assert engine.worker_count(asked, groups, torch.device(device)) == count
 
 
 def test_paired_runs_need_as_many_threads(tmp_path, monkeypatch):
     """Runs that were finished with other threads round otherwise; all finished, they are taken as they are."""
     paired, threads = [Paired(value) for value in (1, 2, 3)], torch.get_num_threads()
     for specs in (paired, SPECS):
-        pool.complete(Square, specs[:2], INPUTS, tmp_path)
+        engine.complete(Square, specs[:2], INPUTS, tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert len(pool.complete(Square, paired[:2], INPUTS, tmp_path)) == 2
+    assert len(engine.complete(Square, paired[:2], INPUTS, tmp_path)) == 2
     refused = f"would have {threads + 1}, finished ones had {threads}: .* remove {tmp_path}"
     with pytest.raises(ValueError, match=refused):
-        pool.complete(Square, paired, INPUTS, tmp_path)
+        engine.complete(Square, paired, INPUTS, tmp_path)
     assert RunStore(tmp_path).load(paired[2]) is None, "refused before any work"
-    assert len(pool.complete(Square, SPECS, INPUTS, tmp_path)) == 5, "runs that are not paired are computed"
+    assert len(engine.complete(Square, SPECS, INPUTS, tmp_path)) == 5, "runs that are not paired are computed"
 
 
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_thread_count(monkeypatch, count):
-    monkeypatch.setattr(pool, "cores", lambda: 4)
-    assert pool.thread_count(count) == max(1, 4 // count)
-    assert pool.thread_count(1) == torch.get_num_threads()
+    monkeypatch.setattr(engine, "cores", lambda: 4)
+    assert engine.thread_count(count) == max(1, 4 // count)
+    assert engine.thread_count(1) == torch.get_num_threads()
 
 
 def test_negative_workers_are_refused():
     with pytest.raises(ValueError, match=r"workers must be 0 \(one per core\) or a number of processes, got -1"):
-        pool.worker_count(-1, 3, CPU)
+        engine.worker_count(-1, 3, CPU)

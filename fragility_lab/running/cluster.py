@@ -1,0 +1,89 @@
+"""The Dask cluster that computes: one on this machine for the time of an experiment, or any that is named.
+
+A worker computes one run at a time, with as many threads as the worker has (``--nthreads``).
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import dask
+from distributed import Client, LocalCluster, Status
+
+from fragility_lab.running.environment import named_scheduler
+
+LOOPBACK = "127.0.0.1"
+SETTINGS = {
+    "distributed.admin.large-graph-warning-threshold": "1 TB",  # the inputs travel once, and have to
+    "distributed.nanny.pre-spawn-environ": {},  # glibc's thresholds, as `make` sets them, hold in workers too
+}
+
+
+@contextmanager
+def connected(workers: int, threads: int) -> Iterator[tuple[Client, Callable[[], None]]]:
+    """A client of the cluster that ``SCHEDULER=`` names, or of a new one of ``workers`` processes here.
+
+    Also gives a function that starts workers anew which died while they started. Raises OSError where no scheduler
+    answers at the given address.
+    """
+    with dask.config.set(SETTINGS):
+        if address := named_scheduler():
+            with _named(address) as client:
+                yield client, lambda: None
+        else:
+            with _local(workers, threads) as cluster, Client(cluster.scheduler_address, set_as_default=False) as client:
+                yield client, lambda: _replace_failed(cluster, workers)
+
+
+@contextmanager
+def _named(address: str) -> Iterator[Client]:
+    how = {"scheduler_file": address} if address.endswith(".json") else {"address": address}
+    if "scheduler_file" in how and not os.path.isfile(address):
+        raise OSError(_refusal(address, "there is no such file"))
+    try:
+        client = Client(**how, timeout=10, set_as_default=False)
+    except (OSError, ValueError) as cause:
+        raise OSError(_refusal(address, (str(cause).splitlines() or [type(cause).__name__])[0])) from cause
+    with client:
+        yield client
+
+
+def _refusal(address: str, reason: str) -> str:
+    return (
+        f"SCHEDULER must lead to a running Dask scheduler, by tcp://host:port or its file.json, got {address!r} "
+        f"({reason}): start one with `dask scheduler --scheduler-file file.json`, or leave SCHEDULER out"
+    )
+
+
+@contextmanager
+def _local(workers: int, threads: int) -> Iterator[LocalCluster]:
+    # The cluster's threads and processes inherit the mask. An interrupt at the terminal goes to all processes of its
+    # group; only this thread takes it, and ends the others.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        cluster = LocalCluster(
+            n_workers=0,
+            threads_per_worker=threads,
+            host=LOOPBACK,
+            dashboard_address=f"{LOOPBACK}:0",
+            memory_limit=0,  # runs hold little that could be spilled; the system says when memory is out
+            silence_logs=logging.CRITICAL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    with cluster:
+        cluster.scale(workers)
+        yield cluster
+
+
+def _replace_failed(cluster: LocalCluster, workers: int) -> None:
+    """Dask starts a dead worker again, unless it died before its start was over."""
+    failed = sum(worker.status in (Status.failed, Status.closed) for worker in cluster.workers.values())
+    if failed > 3 * workers:
+        raise RuntimeError(
+            f"worker processes must start, but {failed} died while they did (out of memory?): "
+            "free memory, or take fewer at once (workers=1)"
+        )
+    cluster.scale(workers + failed)

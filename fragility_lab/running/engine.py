@@ -1,0 +1,131 @@
+"""Compute what is missing of a set of runs, in parallel where that helps.
+
+On a CPU, many processes with few threads each are faster than one process with all threads: most kernels of a small
+model are too short to be split. A GPU has one process. Several processes are workers of a Dask cluster.
+"""
+
+import os
+import uuid
+import warnings
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.running.environment import keeps_stale, named_scheduler, progress
+from fragility_lab.running.task import Standing, Worker, compute
+
+
+def complete(
+    worker: type[Worker], specs: Sequence[Specification], inputs: Inputs, folder: Path, workers: int = 1, **options
+) -> pd.DataFrame:
+    """The rows of all runs ``specs``, in their order. Those that ``folder`` lacks are computed and kept there.
+
+    Stale runs are computed again unless they are kept (``RunStore.load``). ``workers`` processes share the runs out;
+    0 means one per core. Where a cluster is named (``SCHEDULER=``), its workers share them out. Each process makes its
+    ``worker(inputs, store, **options)``, which is pickled where there are several. An interrupt keeps every finished
+    run. Raises ValueError where ``paired`` runs would have another number of CPU threads than the finished ones: other
+    threads add up in another order. Raises LostWorkersError as ``spread`` does.
+    """
+    store = RunStore(folder)
+    by_group: dict[Hashable, list[Specification]] = {}
+    for spec in specs:
+        by_group.setdefault(spec.group, []).append(spec)
+    count = worker_count(workers, len(by_group), inputs.device)
+    unfinished = {spec for spec in specs if store.load(spec) is None}
+    finished = [spec for spec in specs if spec not in unfinished]
+    paired = specs[0].paired and inputs.device.type == "cpu"
+    threads = _threads(store, finished if paired and unfinished else [], count)
+    _warn_of_stale(store, specs)
+    missing = [[spec for spec in group if spec in unfinished] for group in by_group.values()]
+    missing = sorted(filter(None, missing), key=lambda group: -sum(spec.size for spec in group))
+    total, left = (sum(spec.size for spec in some) for some in (specs, unfinished))
+    bar_options = {"desc": specs[0].experiment, "unit": specs[0].unit, "unit_scale": True}
+    with progress(total=total, initial=total - left, **bar_options) as bar:
+        told = _Told(bar, len(finished), len(specs))
+        if missing and (count > 1 or named_scheduler()):
+            # Imported where it is needed: most calls compute in this process, or nothing at all.
+            from fragility_lab.running.spread import Order, spread
+
+            order = Order(uuid.uuid4().hex[:8], worker, folder, options, specs[0].provenance(), paired, threads)
+            spread(order, missing, inputs, count, told, bar.write)
+        elif missing:
+            alone = worker(inputs, store, **options)
+            for group in missing:
+                compute(group, alone, lambda standing, group=group: told(group[standing.run], standing))
+    return store.rows(specs)
+
+
+class _Told:
+    """Shows on a bar how far runs are. Work that is done again, as its worker was lost, counts once."""
+
+    def __init__(self, bar, finished: int, runs: int):
+        self.bar, self.finished, self.runs = bar, finished, runs
+        self.done: dict[Specification, int] = {}
+        self.kept: set[Specification] = set()
+        self._count()
+
+    def __call__(self, spec: Specification, standing: Standing) -> None:
+        before = self.done.get(spec, 0)
+        if standing.done > before:
+            self.done[spec] = standing.done
+            self.bar.update(standing.done - before)
+        if standing.kept and spec not in self.kept:
+            self.kept.add(spec)
+            self._count()
+
+    def _count(self) -> None:
+        self.bar.set_postfix_str(f"{self.finished + len(self.kept)}/{self.runs} runs")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_count(asked: int, groups: int, device: torch.device) -> int:
+    """Processes here for ``groups`` groups of runs; ``asked`` = 0 means one per core, and a GPU has one process.
+
+    The count depends on all groups, not only on unfinished ones. A resumed experiment therefore computes with as many
+    threads as an uninterrupted one, and gets the same values.
+    """
+    if asked < 0:
+        raise ValueError(f"workers must be 0 (one per core) or a number of processes, got {asked}")
+    return 1 if device.type != "cpu" else max(1, min(asked or cores(), groups))
+
+
+def thread_count(processes: int) -> int:
+    """Threads of each of ``processes`` processes; a single process has as many as PyTorch takes."""
+    return max(1, cores() // processes) if processes > 1 else torch.get_num_threads()
+
+
+def _threads(store: RunStore, finished: Sequence[Specification], count: int) -> int | None:
+    """Threads of each process; None stands for what the workers of a named cluster have.
+
+    The paired runs ``finished`` want theirs again.
+    """
+    then = {store.metadata(spec)["threads"] for spec in finished}
+    if named_scheduler():
+        return min(then, default=None)
+    threads = thread_count(count)
+    if others := sorted(then - {threads}):
+        raise ValueError(
+            "runs that are compared step by step must have equal numbers of threads: those still to come would "
+            f"have {threads}, finished ones had {', '.join(map(str, others))}: set workers as it was for them, or "
+            f"remove {store.folder} to compute all of them again"
+        )
+    return threads
+
+
+def _warn_of_stale(store: RunStore, specs: Sequence[Specification]) -> None:
+    count = sum(store.is_stale(spec) for spec in specs)
+    if count:
+        what = "taken as they are, as STALE=keep asks" if keeps_stale() else "computed again (STALE=keep takes them)"
+        warnings.warn(
+            f"{count} finished runs in {store.folder} were computed by other code or other versions of packages and "
+            f"are {what}",
+            stacklevel=3,
+        )

@@ -1,0 +1,97 @@
+"""What a worker of a cluster does with a task."""
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from distributed import Worker as DaskWorker
+from distributed import get_worker
+
+from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.running.task import Standing, Worker, compute
+
+INTERVAL = 0.2  # seconds between two messages about one run
+
+_alone = threading.Lock()  # PyTorch's threads and random state belong to the process: one run at a time
+_prepared: dict[str, Worker] = {}  # of the last order
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all tasks of one experiment have in common; ``token`` names it."""
+
+    token: str
+    worker: type[Worker]
+    folder: Path
+    options: dict[str, Any]
+    provenance: dict[str, Any]  # of the runs, where they were asked for
+    paired: bool  # whether all runs must have equal numbers of threads
+    threads: int | None  # of a process; None: the first worker's
+
+
+def held(inputs: bytes) -> bytes:
+    """The pickled inputs, kept by the cluster until the experiment ends."""
+    return inputs
+
+
+def carry_out(task: bytes, inputs: bytes) -> None:
+    """Compute the runs of ``task``, a pickled order and its specifications, and keep them in the order's folder.
+
+    Pickled here, what this machine cannot import is an error of the task; Dask would end the worker.
+    Raises OSError where this worker does not see the folder. Raises ValueError where it has other code, other
+    versions of packages or, with runs that are compared step by step, another number of threads.
+    """
+    order, specs = pickle.loads(task)
+    here = get_worker()
+    report = _reporter(here, order.token, here.get_current_task())
+    with _alone:
+        torch.set_num_threads(here.state.nthreads)
+        _require_alike(order, specs[0])
+        if order.token not in _prepared:
+            _prepared.clear()
+            _prepared[order.token] = order.worker(pickle.loads(inputs), RunStore(order.folder), **order.options)
+        compute(specs, _prepared[order.token], report)
+
+
+def _require_alike(order: Order, spec: Specification) -> None:
+    host, threads = socket.gethostname(), torch.get_num_threads()
+    if not order.folder.is_dir():
+        raise OSError(
+            f"workers must see the folder of the runs, but {host} does not see {order.folder}: "
+            "let the project lie on a file system that all machines share"
+        )
+    if not spec.is_current(order.provenance):
+        raise ValueError(
+            f"workers must have the code and the versions of packages that ask for the runs, but {host} has others, "
+            f"{spec.provenance()} in place of {order.provenance}: start workers from the same folder and environment"
+        )
+    if order.paired and order.threads != threads:
+        raise ValueError(
+            "runs that are compared step by step must have equal numbers of threads: "
+            f"a worker on {host} has {threads}, other runs had {order.threads}: start workers with "
+            f"--nthreads {order.threads}, or remove {order.folder} to compute all of them again"
+        )
+
+
+def _reporter(here: DaskWorker, token: str, key: str) -> Callable[[Standing], None]:
+    """Sends how far the task is to the one who asked for it; raises CancelledError once nobody does any more."""
+    sent: tuple[int, float] = (-1, 0.0)
+
+    def report(standing: Standing) -> None:
+        nonlocal sent
+        task = here.state.tasks.get(key)
+        if not standing.kept and (task is None or task.state != "executing"):
+            raise CancelledError
+        now = time.monotonic()
+        if standing.kept or standing.run != sent[0] or now > sent[1] + INTERVAL:
+            sent = standing.run, now
+            here.log_event(token, {"task": key, "run": standing.run, "done": standing.done, "kept": standing.kept})
+
+    return report

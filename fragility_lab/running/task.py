@@ -1,0 +1,61 @@
+"""What a process does with runs, alone or as a worker of a cluster."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.running.environment import device_name
+
+Advance = Callable[[int], None]
+Report = Callable[["Standing"], None]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far the run number ``run`` of a task is: units of work ``done``, and whether its rows are ``kept``."""
+
+    run: int
+    done: int
+    kept: bool = False
+
+
+class Worker(ABC):
+    """Computes the runs of one experiment and keeps what they have in common; each process has one."""
+
+    def __init__(self, inputs: Inputs, store: RunStore):
+        """``store`` holds the finished runs."""
+        self.inputs, self.store = inputs, store
+
+    @abstractmethod
+    def run(self, spec: Specification, advance: Advance) -> pd.DataFrame:
+        """The rows of ``spec``; calls ``advance(n)`` after every n units of progress."""
+
+
+def compute(specs: Sequence[Specification], worker: Worker, report: Report) -> None:
+    """Compute the runs ``specs`` one after another and keep each; ``report`` hears how far they are."""
+    for number, spec in enumerate(specs):
+        _compute_one(number, spec, worker, report)
+
+
+def _compute_one(number: int, spec: Specification, worker: Worker, report: Report) -> None:
+    record = {"device_name": device_name(spec.device), "threads": torch.get_num_threads()}
+    done = 0
+
+    def advance(units: int) -> None:
+        nonlocal done
+        done += units
+        report(Standing(number, min(done, spec.size)))
+
+    advance(0)
+    spec.provenance()  # read before the run: files may change meanwhile
+    begin = time.perf_counter()
+    frame = worker.run(spec, advance)
+    record |= {"seconds": round(time.perf_counter() - begin, 3), "attention": worker.inputs.attention}
+    worker.store.save(spec, frame, record)
+    report(Standing(number, spec.size, kept=True))  # also what needed no work, such as windows that overflowed

@@ -1,0 +1,75 @@
+"""The experiments on a tiny model, as a program that tests can kill: ``python tests/swept.py E2 FOLDER WORKERS``.
+
+With SLOW_WRITES=seconds in the environment every file takes that long to appear, so that a random moment often falls
+into a write.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import torch
+from tiny import TINY, random_gpt2
+
+from fragility_core.bgss import get_policy
+from fragility_lab.experiments import e2, e3, e5, x1
+from fragility_lab.inputs.loading import Inputs, digest
+from fragility_lab.running import engine
+
+GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 32), (0, 1), windows=16, batch_tokens=128)
+SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=24, learning_rate=2e-3, warmup_steps=4)
+POLICIES = ("none", "static_global", "random_same_budget", "bgss")
+
+
+# Classes of this module, so that each process that computes imports it.
+Passes, Patches, Mitigation, Estimates = (
+    type(name, (kind,), {"__module__": __name__})
+    for name, kind in {
+        "Passes": e2.Passes,
+        "Patches": e3.Patches,
+        "Mitigation": e5.Mitigation,
+        "Estimates": x1.Estimates,
+    }.items()
+)
+
+if seconds := float(os.environ.get("SLOW_WRITES", 0)):
+    replace = os.replace
+
+    def replace_slowly(*paths: Path) -> None:
+        time.sleep(seconds)
+        replace(*paths)
+
+    os.replace = replace_slowly
+
+
+def tiny_inputs() -> Inputs:
+    model = random_gpt2(TINY)
+    stream = torch.randint(101, (2000,), generator=torch.Generator().manual_seed(3))
+    return Inputs(model, stream, digest(model, stream))
+
+
+def sweep(name: str, folder: Path, workers: int) -> pd.DataFrame:
+    """The rows of one experiment, computed in ``folder`` as far as they are missing."""
+    inputs = tiny_inputs()
+    if name == "E5":
+        policies = [get_policy(name) for name in POLICIES]
+        specs = e5.specifications(SETTING, policies, (0, 1), inputs)
+        return engine.complete(Mitigation, specs, inputs, folder / "e5", workers, checkpoint_interval=3)
+    sources = e2.specifications(GRID, inputs)
+    rows = engine.complete(Passes, sources, inputs, folder / "e2", workers)
+    if name == "E2":
+        return rows
+    kind, specs = {
+        "E3": (Patches, e3.PatchSpec.of(sources, windows=6)),
+        "X1": (Estimates, x1.EstimateSpec.of(sources, probes=2)),
+    }[name]
+    return engine.complete(kind, specs, inputs, folder / name.lower(), workers, source=folder / "e2")
+
+
+if __name__ == "__main__":
+    import swept  # the module of this name, not __main__, is what workers import
+
+    name, folder, workers = sys.argv[1:]
+    swept.sweep(name, Path(folder), int(workers))

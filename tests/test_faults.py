@@ -1,0 +1,139 @@
+"""What goes wrong on real machines: killed processes, stops, full disks, two commands at once."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+from swept import sweep
+
+from fragility_lab.paths import OUTPUTS, PROJECT
+from fragility_lab.running import engine, files
+
+KILLS = int(os.environ.get("KILLS", 3))  # `make test-faults` asks for 50
+EXPERIMENTS = ["E2", "E3", "E5", "X1"] if "KILLS" in os.environ else ["E3", "E5"]  # E3 begins with E2
+WORKERS = 2
+
+
+def environ(**given: str) -> dict[str, str]:
+    """The environment of a process of its own."""
+    return os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "OMP_NUM_THREADS": "1"} | given
+
+
+def start(name: str, folder: Path, **given: str) -> psutil.Popen:
+    """An experiment on several workers in a process of its own."""
+    command = [sys.executable, PROJECT / "tests" / "swept.py", name, folder, str(WORKERS)]
+    return psutil.Popen(command, env=environ(SLOW_WRITES="0.1", **given), stderr=subprocess.DEVNULL)
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    """The worker processes of an experiment."""
+    try:
+        return [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads_as_a_worker():
+    """What is computed here has the values of workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(engine.thread_count(WORKERS))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_killed_at_random_moments_the_tables_are_equal(tmp_path, name):
+    whole, moments = sweep(name, tmp_path / "whole", 1), random.Random(name)
+    killed = attempt = 0
+    while killed < KILLS:
+        folder = tmp_path / f"broken{attempt}"
+        experiment = start(name, folder)
+        while killed < KILLS and experiment.poll() is None:
+            time.sleep(moments.uniform(0, 2))
+            if victims := workers_of(experiment):
+                moments.choice([experiment, *victims]).kill()
+                killed += 1
+        attempt += experiment.wait(300) == 0  # it was finished before it was killed
+    pd.testing.assert_frame_equal(sweep(name, folder, 1), whole)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 0.8])
+def test_a_worker_killed_while_it_starts_is_replaced(tmp_path, delay):
+    def kill() -> None:
+        while not (found := workers_of(psutil.Process())):
+            time.sleep(0.01)
+        time.sleep(delay)
+        found[0].kill()
+
+    whole = sweep("E2", tmp_path / "whole", 1)
+    threading.Thread(target=kill, daemon=True).start()
+    pd.testing.assert_frame_equal(sweep("E2", tmp_path / "broken", WORKERS), whole)
+
+
+def test_two_commands_at_once_get_the_same_tables(tmp_path):
+    both = [start("E5", tmp_path / "one") for _ in range(2)]
+    assert [experiment.wait(300) for experiment in both] == [0, 0]
+    begin = time.monotonic()
+    rows = sweep("E5", tmp_path / "one", 1)
+    assert time.monotonic() - begin < 2, "nothing was left to compute"
+    pd.testing.assert_frame_equal(rows, sweep("E5", tmp_path / "other", 1))
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_stop_while_workers_are_busy_is_one_line(tmp_path, number, status, said):
+    """An interrupt at the terminal goes to all processes of its group; so does this SIGTERM."""
+    command = [sys.executable, "-m", "fragility_lab.running.execute", "e2_predictor"]
+    results, log = f"stopped-{os.getpid()}", tmp_path / "log"
+    for parameter in (f"profile={results}", "workers=2", "windows=200", "lengths=[128]"):
+        command += ["-p", parameter]
+    try:
+        with log.open("w") as stream:
+            stopped = psutil.Popen(command, env=environ(), stdout=stream, stderr=stream, start_new_session=True)
+        while not re.search(r"\| [1-9]\S*/102k", log.read_text()) and stopped.poll() is None:
+            time.sleep(0.2)
+        processes = stopped.children(recursive=True)
+        os.killpg(stopped.pid, number)
+        assert stopped.wait(60) == status
+        assert psutil.wait_procs(processes, timeout=60)[1] == []
+    finally:
+        shutil.rmtree(OUTPUTS / results, ignore_errors=True)
+    assert log.read_text().splitlines()[-1] == f"{said}: the same command goes on from the last finished run"
+    assert not re.search("Traceback|never retrieved|Error", log.read_text())
+
+
+def test_a_full_disk_says_how_much_is_missing(tmp_path, monkeypatch):
+    """Linux has a file whose disk is always full."""
+    path = tmp_path / "page.html"
+    files.write_whole(path, "before")
+    partial = path.with_name(f"page.html.{socket.gethostname()}-{os.getpid()}.partial")
+    partial.symlink_to("/dev/full")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=400))
+    with pytest.raises(OSError, match=r"page.html must fit .* the file has 1,000 bytes, 400 are free, 600 are missing"):
+        files.write_whole(path, "x" * 1000)
+    assert path.read_text() == "before" and not partial.is_symlink()
+
+
+def test_a_file_is_replaced_whole_or_stays(tmp_path):
+    path = tmp_path / "page.html"
+    files.write_whole(path, "Größe")
+    files.write_whole(path, memoryview(b"later"))
+    assert path.read_bytes() == b"later"
+    with pytest.raises(OSError, match="must be a file that can be written, but that is not possible"):
+        files.write_whole(path / "below", b"")
+    assert [found.name for found in tmp_path.iterdir()] == ["page.html"]
