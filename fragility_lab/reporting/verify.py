@@ -14,9 +14,9 @@ from pathlib import Path
 import pandas as pd
 
 from fragility_lab.experiments import agreement, e1, e2, e3, e5, outcomes, x1
-from fragility_lab.experiments.pool import complete
 from fragility_lab.paths import OUTPUTS
 from fragility_lab.reporting.report import read_tables
+from fragility_lab.running.engine import complete
 from fragility_lab.running.execute import defaults, notebook_path, parameters
 
 PROFILE = "embedded"
