@@ -5,6 +5,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from ipywidgets import Text, ValueWidget
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from fragility_core.arithmetic.formats import get_format
@@ -66,7 +67,21 @@ def controls() -> dict[str, ValueWidget]:
 
 
 def _numbered(text: str) -> list[tuple[str, int]]:
-    return [(word, place) for place, word in enumerate(words(text))]
+    # ipywidgets tells buttons apart by their text, so equal tokens get their number.
+    return [(f"{place} {word}", place) for place, word in enumerate(words(text))]
+
+
+@lru_cache(maxsize=2)
+def everything(text: str, format: str) -> Axes:
+    """The error of all tokens after every block, drawn once for all choices of a token."""
+    shares = errors(text, format)
+    layers, count = shares.shape
+    (axes,) = panels(4.8, height=3.8)
+    axes.grid(False)
+    axes.imshow(np.log10(shares), cmap="YlOrBr", aspect="auto", origin="lower")
+    ticks = {"xticks": range(0, count, max(1, count // 6)), "yticks": range(0, layers, 2)}
+    finish(axes, "token", "after block", "error of every token (dark: large)", **ticks)
+    return axes
 
 
 def depth(text: str, token: int | None, format: str) -> Picture:
@@ -75,21 +90,16 @@ def depth(text: str, token: int | None, format: str) -> Picture:
         return [], "There is no text yet. Type a few words, and press Enter."
     shares, unit, here = errors(text, format), get_format(format).unit_roundoff, words(text)[token]
     layers, count = shares.shape
-    everything, single = panels(height=3.8)
-    everything.grid(False)
-    everything.imshow(np.log10(shares), cmap="YlOrBr", aspect="auto", origin="lower")
-    everything.plot([token - 0.5] * 2 + [token + 0.5] * 2, [-0.5, layers - 0.5, layers - 0.5, -0.5], color="0.2")
-    ticks = {"xticks": range(0, count, max(1, count // 6)), "yticks": range(0, layers, 2)}
-    finish(everything, "token", "after block", "error of every token (dark: large)", **ticks)
+    (single,) = panels(4.8, height=3.8)
     single.fill_between(range(layers), shares.min(1), shares.max(1), color="C0", alpha=0.15, label="all tokens")
     single.plot(np.median(shares, axis=1), color="0.4", label="their median")
     single.plot(shares[:, token], "o-", color="C3", markersize=5, label=f"“{here}”".replace("$", r"\$"))
     single.axhline(unit, **LIMIT | {"label": "u"})
     limits = {"ylim": (unit / 8, 512 * unit), "xticks": range(0, layers, 2)}
-    finish(single, "block", "relative error", "error of the chosen token", "y", "upper left", **limits)
+    finish(single, "block", "relative error", f"error of token {token}", "y", "upper left", **limits)
     rank = 1 + int((shares[-1] > shares[-1, token]).sum())
     cut = f" Only the first {MOST} tokens are read." if encoded(text).shape[1] > MOST else ""
-    return [everything, single], (
+    return [everything(text, format), single], (
         f"{format}, token {token} “{here}”: off by {shares[0, token]:.2g} after block 0 and by {shares[-1, token]:.2g} "
         f"at the end, the error of rank {rank} among {count} tokens.{cut}"
     )

@@ -1,5 +1,6 @@
 """What the pictures of all lessons share: panels, scales, labels and legends, and the slack of a bound."""
 
+from functools import lru_cache
 from io import BytesIO
 
 import matplotlib as mpl
@@ -21,9 +22,13 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 TWO_COLUMNS = {"frameon": False, "fontsize": "small", "loc": "upper right", "ncols": 2}
 
 
+@lru_cache(maxsize=4)
 @style()
 def svg(axes: Axes) -> bytes:
-    """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text."""
+    """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text.
+
+    A lesson that returns the same Axes again has changed nothing in them.
+    """
     buffer = BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
         axes.get_figure().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -93,7 +93,7 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
     command = [
         sys.executable, "-m", "jupyterlab", "--config=jupyter_server_config.py", "--no-browser",
         *["--allow-root"] * (os.geteuid() == 0),
-        "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={free_port()}",
+        "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={free_port()}", "--expose-app-in-browser",
     ]  # fmt: skip
     with log.open("w") as stream:
         server = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=root)

@@ -19,8 +19,9 @@ EXPLORER = "1_floating_point_and_softmax"
 # JupyterLab shows a traceback with the MIME type of stderr.
 COMPLAINTS = ", ".join(f'[data-mime-type="application/vnd.jupyter.{kind}"]' for kind in ("error", "stderr"))
 COMPLAINTS += ", pre[role=alert]"  # that of a callback
+# A folded cell shows no execution count, so the model is asked for it.
 ENDED = rf"""() => document.querySelector('{COMPLAINTS}') !== null ||
-    [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].every(e => /^\[\d+\]:$/.test(e.textContent))"""
+    [...jupyterapp.shell.currentWidget.content.model.cells].every(e => e.type !== 'code' || e.executionCount)"""
 # Milliseconds from each key press to the change of the picture that it causes.
 STOPWATCH = """explorer => {
     window.latencies = [];
@@ -74,8 +75,8 @@ def expect_live(page: Page, name: str) -> None:
 
 
 def first_control(explorer: Locator) -> Locator:
-    """The first slider or button."""
-    return explorer.locator("[role=slider], button").first
+    """The first slider, button or field."""
+    return explorer.locator("[role=slider], button, input").first
 
 
 def move_by_keyboard(explorer: Locator) -> None:
@@ -95,7 +96,7 @@ def move_by_keyboard(explorer: Locator) -> None:
 def expect_accessible_names(explorer: Locator) -> None:
     """Screen readers can name every control, and tell which button is pressed."""
     for label in explorer.locator("label.widget-label:visible").all_text_contents():
-        named = [explorer.get_by_role(role, name=label) for role in ("slider", "combobox", "button")]
+        named = [explorer.get_by_role(role, name=label) for role in ("slider", "combobox", "button", "textbox")]
         assert sum(controls.count() for controls in named) >= 1, label
     if explorer.locator(".widget-toggle-buttons").count():
         expect(explorer.get_by_role("button", pressed=True)).to_have_count(1)
@@ -168,6 +169,46 @@ def test_notebook(page, lab, name):
         exercise.screenshot(path=PICTURES / f"{name}_exercise_{number}.png")
     # Recorded only, because other work on the machine counts too. test_widgets limits the kernel's part.
     (PICTURES / f"{name}_latencies.csv").write_text("\n".join(latencies) + "\n")
+
+
+def test_a_text_of_ones_own_is_read_by_keyboard(page, lab):
+    open_notebook(page, lab, "theory/6_one_window_layer_by_layer")
+    run_all(page)
+    explorer = page.locator(".explorer:has(input[type=text])")
+    field, readout = explorer.get_by_role("textbox", name="your text"), explorer.locator(".readout")
+    for text, told in (
+        ("", "There is no text yet."),
+        ("Join the words.", "token 0 “"),
+        ("word " * 99, "first 64 tokens"),
+    ):
+        field.fill(text)
+        field.press("Enter")
+        expect(readout).to_contain_text(told)
+    buttons = explorer.locator(".widget-toggle-buttons button")
+    expect(buttons).to_have_count(64)
+    buttons.nth(7).press("Space")
+    expect(readout).to_contain_text("token 7 “")
+    expect_accessible_names(explorer)
+    explorer.screenshot(path=PICTURES / "own_text.png")
+
+
+def test_what_a_student_writes_is_checked(page, lab):
+    open_notebook(page, lab, f"theory/{EXPLORER}")
+    run_all(page)
+    cell = page.locator(".jp-CodeCell:has-text('CODING.check')").last
+    output = cell.locator(".jp-OutputArea-output")
+    expect(output).to_contain_text("Not yet. Hint: return one number.")
+    for line, told in (
+        ("x", "Not yet. Hint: for the arguments"),
+        ("2 ** (e + 1 - t) * round(x / 2 ** (e + 1 - t))", "Right."),
+    ):
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Control+a")
+        page.keyboard.insert_text(
+            f"def rounded(x, e, t):\n    return {line}\n\n\nprint(floating_point.CODING.check(rounded))"
+        )
+        page.keyboard.press("Control+Enter")
+        expect(output).to_contain_text(told)
 
 
 def restart_kernel(page: Page, entry: str) -> None:
