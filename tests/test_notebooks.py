@@ -173,3 +173,10 @@ def test_a_lesson_has_predictions_before_their_pictures(name):
 def test_a_lesson_links_the_glossary_first(name):
     first = nbformat.read(notebook_path(name), as_version=4).cells[0].source
     assert first.startswith("# ") and "](../../docs/glossary.md)" in first
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_takes_as_long_as_lecturers_are_told(name):
+    first = nbformat.read(notebook_path(name), as_version=4).cells[0].source
+    row = re.search(rf"{name}\.ipynb\) \| (\d+) \|", (PROJECT / "docs/teaching.md").read_text(encoding="utf-8"))
+    assert f"About {row[1]} minutes." in first.replace("\n", " ")
