@@ -40,11 +40,15 @@ class Coding:
         return [np.asarray(function(*arguments), dtype=float) for arguments in self.cases]
 
     def _first_difference(self, found: list[np.ndarray], right: list[np.ndarray]) -> str:
-        for arguments, value, wanted in zip(self.cases, found, right):
-            if not _equal([value], [wanted]):
-                shown = ", ".join(np.array2string(np.asarray(given), precision=3) for given in arguments)
-                return f"for the arguments {shown} the library gives {wanted:.4g}, and your function {value:.4g}."
-        raise AssertionError("unreachable: some value differs")
+        place = next(place for place, pair in enumerate(zip(found, right)) if not _equal(*([each] for each in pair)))
+        given = ", ".join(map(_shown, self.cases[place]))
+        wanted, value = _shown(right[place]), _shown(found[place])
+        return f"for the arguments {given} the library gives {wanted}, and your function {value}."
+
+
+def _shown(value: object) -> str:
+    array = np.asarray(value, dtype=float)
+    return np.array2string(array, separator=", ", formatter={"float": "{:.4g}".format}).replace("\n", "")
 
 
 def _equal(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> bool:
