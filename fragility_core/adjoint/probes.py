@@ -24,9 +24,9 @@ def backward(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = (),
     keep_graph: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """One backward pass from ``outputs`` to ``leaves`` and ``inputs``, for all P ``gradients`` (P, *output.shape).
+    """One backward pass from ``outputs`` to ``leaves`` and ``inputs``, for all P ``gradients``, each (P, ...) like its output.
 
-    Returns the gradients (P, *input.shape) of the ``inputs``. Raises RuntimeError for P > 1 if PyTorch cannot compute
+    Returns the gradients (P, ...) of the ``inputs``. Raises RuntimeError for P > 1 if PyTorch cannot compute
     the gradient of a kernel for several probes at once, or memory does not suffice.
     """
 

@@ -187,7 +187,7 @@ def without_vmap_fallback() -> Iterator[None]:
 
 
 def unbatched(x: Tensor) -> Tensor:
-    """``x`` for all members of the batch of the running vmap, (P, *x.shape); P = 1 if they have it in common."""
+    """``x`` for all members of the batch of the running vmap, (P, ...); P = 1 if they have it in common."""
     if not torch._C._functorch.is_batchedtensor(x):
         return x[None]
     return torch._C._functorch.get_unwrapped(x).movedim(torch._C._functorch.maybe_get_bdim(x), 0)

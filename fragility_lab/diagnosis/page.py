@@ -346,6 +346,5 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
 
 def write(diagnosis: Diagnosis, profile: str) -> Path:
     """Write ``outputs/<profile>/diagnosis.html`` and return its path."""
-    path = paths.output_folder(profile) / "diagnosis.html"
-    write_whole(path, page(diagnosis, profile))
+    write_whole(path := paths.output_folder(profile) / "diagnosis.html", page(diagnosis, profile))
     return path
