@@ -24,7 +24,7 @@ def backward(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = (),
     keep_graph: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """One backward pass from ``outputs`` to ``leaves`` and ``inputs``, for all P ``gradients``, each (P, ...) like its output.
+    """One backward pass from ``outputs`` to ``leaves`` and ``inputs``, for all P ``gradients`` (P, ...) of the outputs.
 
     Returns the gradients (P, ...) of the ``inputs``. Raises RuntimeError for P > 1 if PyTorch cannot compute
     the gradient of a kernel for several probes at once, or memory does not suffice.
