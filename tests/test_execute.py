@@ -43,7 +43,7 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "NOTEBOOKS", notebooks)
     monkeypatch.setattr(paths, "PROFILES", notebooks / "profiles")
     monkeypatch.setattr(paths, "OUTPUTS", tmp_path / "outputs")
-    for name in (execute.TERMINAL, execute.USED):
+    for name in (execute.TERMINAL, execute.ASKED):
         monkeypatch.setenv(name, "")  # restored afterwards: the runner sets them
     return tmp_path
 

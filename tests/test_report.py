@@ -30,7 +30,7 @@ from fragility_lab.reporting.verdicts import (
     interval,
     judge,
 )
-from fragility_lab.running.execute import USED
+from fragility_lab.running.provenance import ASKED
 
 POLICIES = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss", "bgss_printed")
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
@@ -481,7 +481,7 @@ def test_command_names_a_folder_of_another_name(tables, figures, monkeypatch):
     assert report.command("my own", None, "paper") == "make reproduce PROFILE=paper RESULTS='my own'"
     other = records().assign(model="gpt2")
     assert report.command("paper", other, "embedded") == "make reproduce MODEL=gpt2 RESULTS=paper"
-    monkeypatch.setenv(USED, "smoke")
+    monkeypatch.setenv(ASKED, '{"profile": "smoke"}')
     assert "make reproduce PROFILE=smoke RESULTS=mine" in report.page("mine", tables, figures)
 
 

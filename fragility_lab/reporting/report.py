@@ -3,7 +3,6 @@
 The same tables and figures give the same bytes.
 """
 
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,9 @@ from fragility_lab.inputs.checkpoints import EMBEDDED, embedded_checkpoints
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import cells, duration, number, shown
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, compare
-from fragility_lab.running.execute import USED, defaults, notebook_path, profile_names, profile_values
+from fragility_lab.running.execute import defaults, notebook_path, profile_names, profile_values
 from fragility_lab.running.files import write_whole
+from fragility_lab.running.provenance import asked
 
 CUSTOM = "-custom"
 
@@ -134,7 +134,7 @@ def page(
     recorded = pd.concat(records) if records else pd.DataFrame()
     return template("report/page.html.jinja", number=number, cells=cells).render(
         profile=profile,
-        command=command(profile, records.get("E2"), os.environ.get(USED)),
+        command=command(profile, records.get("E2"), asked().get("profile")),
         missing={name: book for name, (book, table) in EXPERIMENTS.items() if table not in tables},
         provenance=provenances,
         recorded=list(records),

@@ -120,6 +120,26 @@ def ratio_text(rows: pd.DataFrame) -> list[str]:
     return [f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f})" for r in rows.itertuples()]
 
 
+def calibrated(tables: Tables, second: Tables) -> dict[str, object]:
+    """X1 on the second trained family beside the first; the second has some of the window lengths."""
+    lengths = second["x1_runs"].length.unique()
+    mine = tables["x1_runs"][tables["x1_runs"].length.isin(lengths)]
+    plan = second["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
+    unplanned = second["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
+    kinds = second["x1_kinds"].set_index(["precision", "label"]).measured.unstack().div(unplanned, axis=0).mean()
+    return {
+        "lengths": " and ".join(str(length) for length in sorted(lengths)),
+        "runs": second["x1_runs"],
+        "summary": second["x1_summary"],
+        "sites": second["x1_sites"],
+        "plan_errors": (plan.predicted / plan.measured - 1).abs(),
+        "plans": len(plan),
+        "best": kinds.idxmin(),
+        "left": kinds.min(),
+        "first_pearson": mine.adjoint_pearson.mean(),
+    }
+
+
 def recipe_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per recipe of a table of X2: measured values, and ratios with their intervals as text."""
     known = rows.assign(text=ratio_text(rows)).pivot(index="recipe", columns="quantity", values=["measured", "text"])
@@ -182,6 +202,7 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
             "second_signal": second["e2_signals"].set_index("signal"),
             "families": families(tables, second),
             "independent": independent(),
+            "calibrated": calibrated(tables, second),
             "realisation": realisation(tables),
         }
         | quantization(tables)

@@ -6,14 +6,16 @@ from pathlib import Path
 import pandas as pd
 
 from fragility_lab.running.files import write_whole
+from fragility_lab.running.provenance import record
 
 AS_THEY_ARE = ["experiment", "quantity", "verdict", "claim", "tested", "remark"]
 BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict", "remark"]
 
 
 def save_table(table: pd.DataFrame, folder: Path, name: str) -> pd.DataFrame:
-    """Write ``table`` as ``<name>.csv`` with six significant digits and return it."""
+    """Write ``table`` as ``<name>.csv`` with six significant digits, note what wrote it, and return it."""
     write_whole(folder / f"{name}.csv", table.to_csv(float_format="%.6g", index=any(table.index.names)))
+    record(folder, name)
     return table
 
 

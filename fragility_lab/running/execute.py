@@ -9,6 +9,7 @@ request is reported before any work starts.
 import argparse
 import ast
 import glob
+import json
 import logging
 import os
 import signal
@@ -27,9 +28,9 @@ from papermill.iorw import LocalHandler, papermill_io
 from fragility_lab import paths
 from fragility_lab.running.environment import TERMINAL
 from fragility_lab.running.files import write_whole
+from fragility_lab.running.provenance import ASKED
 
 SMOKE = "smoke"
-USED = "FRAGILITY_PROFILE"  # in the environment: the profile that a notebook was started with
 REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWorkersError")  # errors that say what to do
 
 
@@ -202,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--if-present", help="set a value if the notebook has this parameter", **several)
     given = parser.parse_args(arguments)
     values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
-    os.environ[USED] = given.profile
+    os.environ[ASKED] = json.dumps({"notebook": given.notebook, "profile": given.profile, "parameters": values})
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         # Another model or text makes another set of results: -p profile=NAME.

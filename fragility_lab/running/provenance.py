@@ -1,0 +1,57 @@
+"""What wrote a table: commit, notebook, parameters, versions and device, in ``provenance.json`` beside the tables.
+
+The numbers of a run may be older than its table: ``e2_records.csv`` and the like say which code computed each run.
+"""
+
+import json
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from fragility_lab.paths import PROJECT
+from fragility_lab.running.environment import device_name, versions
+from fragility_lab.running.files import write_whole
+
+ASKED = "FRAGILITY_ASKED"  # in the environment of a notebook: its name, profile and parameters, as JSON
+FILE = "provenance.json"
+CODE = ("fragility_core", "fragility_lab", "notebooks", "pyproject.toml", "constraints.txt")
+
+
+@cache
+def commit() -> dict[str, str | bool]:
+    """The commit of the project, and whether its code is that commit's; nothing where the project is no checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(PROJECT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--", *CODE)}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+def asked() -> dict:
+    """The notebook that runs, its profile and its parameters; nothing outside of ``running.execute``."""
+    return json.loads(os.environ.get(ASKED, "{}"))
+
+
+def provenance() -> dict:
+    """What computes here, and what it was asked for."""
+    from fragility_lab.inputs.checkpoints import (
+        default_device,  # takes seconds, which ``running.execute`` need not wait
+    )
+
+    return {**commit(), **asked(), "device": device_name(default_device()), "versions": versions()}
+
+
+def record(folder: Path, table: str) -> None:
+    """Note in ``folder`` what wrote ``table``."""
+    path = folder / FILE
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or not ours
+        known = {}
+    known[table] = provenance()
+    write_whole(path, json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
