@@ -5,19 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from accessibility import WIDTHS, serious
 from explored import choices, contributions, views
 from playwright.sync_api import Browser, Locator, Page, expect
-from prepare import AXE
 
 from fragility_lab import paths
 from fragility_lab.explorer.build import page as explorer_page
 from fragility_lab.explorer.component import Component
 
 COMMITTED = {name: paths.OUTPUTS / "embedded" / f"{name}.html" for name in ("explorer", "diagnosis")}
-WIDTHS = (1400, 900, 390)
-AXE_RUN = """async () => (await axe.run()).violations
-    .filter(v => ['serious', 'critical'].includes(v.impact))
-    .map(v => v.id + ': ' + v.nodes.map(n => n.html + ' ' + n.failureSummary).slice(0, 3).join(' | '))"""
 
 
 @contextmanager
@@ -224,13 +220,12 @@ def test_committed_pages_can_be_used_by_everyone(browser, name, scheme):
     for width in WIDTHS:
         with opened(browser, COMMITTED[name], width, scheme) as page:
             expect(page.locator(".plan-explorer .px-grid")).to_be_visible()
-            page.evaluate(AXE.read_text())
             for tab in page.locator(".px-tabs button").all() or [None]:
                 if tab is not None:
                     tab.click()
                 page.get_by_role("slider").press("ArrowRight")
                 assert page.evaluate("document.documentElement.scrollWidth") <= width
-                assert page.evaluate(AXE_RUN) == []
+                assert serious(page) == []
             page.locator(".plan-explorer").screenshot(
                 path=paths.OUTPUTS / "browser" / f"{name}_{width}_{scheme}.png", animations="disabled"
             )
