@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import threading
@@ -17,7 +18,9 @@ import torch
 
 from fragility_lab.experiments import runs
 from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.paths import PROJECT
 from fragility_lab.running import engine
+from fragility_lab.running.cluster import connected
 from fragility_lab.running.environment import STALE
 from fragility_lab.running.spread import LostWorkersError
 from fragility_lab.running.task import Worker
@@ -220,3 +223,20 @@ def test_thread_count(monkeypatch, count):
 def test_negative_workers_are_refused():
     with pytest.raises(ValueError, match=r"workers must be 0 \(one per core\) or a number of processes, got -1"):
         engine.worker_count(-1, 3, CPU)
+
+
+def test_a_local_cluster_listens_on_this_machine_alone():
+    """Whoever reaches a scheduler can run code on its workers."""
+    with connected(1, 1):
+        mine = psutil.Process()
+        everyone = [mine, *mine.children(recursive=True)]
+        sockets = [socket for process in everyone for socket in process.net_connections("tcp")]
+        listening = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+    assert "127.0.0.1" in listening and listening <= {"127.0.0.1", "::1"}
+
+
+def test_jupyter_keeps_its_own_address_and_token():
+    """By default it listens on this machine alone, and wants the token that it prints."""
+    config = (PROJECT / "jupyter_server_config.py").read_text() + (PROJECT / "Makefile").read_text()
+    assert not re.search(r"\b(ip|token|password|allow_origin|disable_check_xsrf)\b *=", config)
+    assert "--ip" not in config and "--ServerApp" not in config
