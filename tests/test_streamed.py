@@ -40,7 +40,7 @@ FAMILIES = {
 PASSES = [
     ("bf16", "auto", "sdpa", {}),
     ("fp16", "auto", OBSERVED_EAGER, {"probes": 2}),
-    ("fp8_e4m3", "auto", "eager", {"probes": 2, "target": "margin"}),
+    ("fp8_e4m3", "auto", "eager", {"probes": 2, "target": "flips"}),
     ("w4a16-g32", "auto", "sdpa", {"probes": 2, "target": "kl", "gradients": "both"}),
     ("w4a16-g32", "weights", "sdpa", {"probes": 2}),
     ("w8a8-int8", "auto", OBSERVED_EAGER, {"probes": 2, "target": "logprob", "gradients": "fp32"}),
