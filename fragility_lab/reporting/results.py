@@ -197,7 +197,7 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
             "kinds": kinds.div(unplanned, axis=0).mean(),
             "plans": blocks.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index(),
             "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
-            "ratio_is_off_by": (runs.mean_ratio - 1).abs().max(),
+            "ratio_is_off_by": (pd.concat([runs, second["x1_runs"]]).mean_ratio - 1).abs().max(),
             "other": other_cpu(tables, other),
             "second": second,
             "second_signal": second["e2_signals"].set_index("signal"),
