@@ -9,9 +9,11 @@ from accessibility import WIDTHS, serious
 from explored import choices, contributions, views
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from fragility_core.protection.bits import Choice
 from fragility_lab import paths
 from fragility_lab.explorer.build import page as explorer_page
 from fragility_lab.explorer.component import Component
+from fragility_lab.explorer.terms import BUDGETS
 
 COMMITTED = {name: paths.OUTPUTS / "embedded" / f"{name}.html" for name in ("explorer", "diagnosis")}
 
@@ -54,7 +56,7 @@ def expect_plan(page: Page, **kept) -> None:
 
 
 def expect_choice(page: Page, choice: list[int]) -> None:
-    known = choices()
+    known, choice = choices(), Choice(tuple(choice))
     assert value(page, "target=kl") == pytest.approx(known.predict(choice).mean(), rel=1e-5)
     assert value(page, "cost=bits") == pytest.approx(known.mean_bits(choice))
 
@@ -198,7 +200,7 @@ def test_schemes_for_layers(browser, path):
         for path_, number in groups.items():
             choice[number] = 1 if path_.endswith("c_attn") else choice[number]
         expect_choice(page, choice)
-        curve = known.curve()
+        curve = known.curve(BUDGETS)
         for count in (1, len(curve) - 1):
             page.get_by_role("slider").fill(str(count))
             assert value(page, "target=kl") == pytest.approx(curve.predicted[count], rel=1e-5)

@@ -41,6 +41,7 @@ def test_every_page_of_the_site_can_be_used_by_everyone(page, site):
     files = [
         file for file in sorted(site.rglob("*.html")) if "_static" not in file.parts and "autoapi" not in file.parts
     ]
+    files = [file for file in files if 'http-equiv="refresh"' not in file.read_text(encoding="utf-8")]
     assert len(files) > 20
     found = {str(file.relative_to(site)): violations(page, file, 900) for file in files}
     assert {file: problems for file, problems in found.items() if problems} == {}
