@@ -25,6 +25,7 @@ def x1_calibration(windows: pd.DataFrame) -> Axes:
     for precision, axes in grid.axes_dict.items():
         ends = kept[kept.precision == precision][["adjoint", "mismatch"]].stack().agg(["min", "max"])
         axes.plot(ends, ends, **DASHED)
+        axes.locator_params(axis="x", nbins=3)
     grid.set_axis_labels("predicted mismatch (adjoint)", "measured mismatch").set_titles("{col_name}")
     grid.figure.suptitle("X1: predicted and measured, by window", y=1.02)
     return grid.axes.flat[0]
@@ -62,7 +63,8 @@ def x1_realisations(table: pd.DataFrame) -> Axes:
     grid.set(xscale="log", xticks=counts, xticklabels=counts, ylim=(None, 1))
     for axes in grid.axes.flat:
         axes.xaxis.set_minor_locator(NullLocator())
-    grid.set_axis_labels("realisations averaged", "Spearman with their mean").set_titles("{col_name} tokens")
+    grid.set_axis_labels("", "Spearman with their mean").set_titles("{col_name} tokens")
+    grid.figure.supxlabel("realisations averaged", fontsize="medium", y=0.02)
     grid.figure.suptitle("X1: how much of the disagreement is noise", y=1.04)
     return grid.axes.flat[0]
 
