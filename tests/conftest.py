@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test touches a network
@@ -21,10 +22,12 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config):
-    """One thread in each of several processes; a warning of PyTorch's own.
+    """One thread in each of several processes; interrupts that count; a warning of PyTorch's own.
 
     Its rules of forward differentiation, imported at the first JVP, use torch.jit.script.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # so a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pandas as pd
 import psutil
@@ -36,9 +37,10 @@ def ended(processes: list[psutil.Popen]) -> None:
 
 def test_a_cluster_started_by_two_commands_loses_a_worker(tmp_path, monkeypatch, whole):
     file, folder = tmp_path / "cluster.json", tmp_path / "runs"
+    dask = Path(sys.executable).with_name("dask")  # an environment that is not activated is on no path
     # Ports are left to the system, as other tests may run at the same time.
-    scheduler = ["dask", "scheduler", "--scheduler-file", file, "--port", "0", "--no-dashboard", "--host", "127.0.0.1"]
-    worker = ["dask", "worker", "--scheduler-file", file, "--nthreads", "1"]
+    scheduler = [dask, "scheduler", "--scheduler-file", file, "--port", "0", "--no-dashboard", "--host", "127.0.0.1"]
+    worker = [dask, "worker", "--scheduler-file", file, "--nthreads", "1"]
     quiet = {"env": environ(SLOW_WRITES="0.2"), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     processes = [psutil.Popen(command, **quiet) for command in (scheduler, worker, worker, worker)]
     finished_at_kill = []
