@@ -122,6 +122,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path,
     assert list((tmp_path / "cut").glob("*.checkpoint")) == []
 
 
+def test_runs_of_equal_seeds_share_what_comes_before_the_first_action(inputs, tmp_path, monkeypatch):
+    """The same rows bit for bit, in fewer steps; static_global acts before the first step and shares nothing."""
+    policies = e5.policies(RELEASED, SETTING, inputs, **EAGER)
+    apart = run_policies(SETTING, policies, (0, 1), inputs, tmp_path / "apart", shared_steps=0)
+    done = interrupted_after(monkeypatch, 1000)
+    together = run_policies(SETTING, policies, (0, 1), inputs, tmp_path / "together", shared_steps=2)
+    assert len(done) == 2 * (5 * SETTING.steps - 3 * 2)
+    pd.testing.assert_frame_equal(apart, together, check_exact=True)
+    assert list((tmp_path / "together").glob("*.start")) == []
+
+
+def test_a_policy_that_may_act_earlier_shares_nothing(inputs, tmp_path, monkeypatch):
+    done = interrupted_after(monkeypatch, 1000)
+    run_policies(SETTING, [get_policy("none"), acting("bgss")], (0,), inputs, tmp_path, shared_steps=3)
+    assert len(done) == 2 * SETTING.steps
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_truncated_checkpoint_is_started_over(inputs, tmp_path, monkeypatch, share):
     policy = get_policy("none")

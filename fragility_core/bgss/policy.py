@@ -40,6 +40,11 @@ class Policy(ABC):
     def limits(self) -> Limits:
         """The budget of a run, and the bounds of epsilon."""
 
+    @property
+    def first_step(self) -> float:
+        """The first step at which the policy may act; -1 is before the run, infinity is never."""
+        return 0
+
     def initial_actions(self, state: State) -> tuple[Action, ...]:
         """The actions before the first step. ``state`` is the state before that step."""
         return ()
@@ -91,6 +96,10 @@ class Uncontrolled(Policy):
     def limits(self) -> Limits:
         return Limits(actions=0)
 
+    @property
+    def first_step(self) -> float:
+        return math.inf
+
 
 @dataclass(frozen=True, kw_only=True)
 class StaticGlobal(Policy):
@@ -108,6 +117,10 @@ class StaticGlobal(Policy):
     @property
     def limits(self) -> Limits:
         return Limits(epsilon_max=self.static_epsilon)
+
+    @property
+    def first_step(self) -> float:
+        return -1
 
     def initial_actions(self, state: State) -> tuple[Action, ...]:
         layers = state.layers

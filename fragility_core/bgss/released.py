@@ -56,6 +56,10 @@ class Released(Policy):
             epsilon_min=self.base_epsilon, epsilon_max=self.epsilon_max,
         )  # fmt: skip
 
+    @property
+    def first_step(self) -> float:
+        return self.warmup_steps
+
     def decide(self, state: State, rows: pd.DataFrame, signal: float) -> tuple[Action, ...]:
         if not self.triggered(state, signal):
             return ()

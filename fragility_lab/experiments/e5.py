@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.bgss import Policy, State, advance, get_policy, policy_class, replay
+from fragility_core.bgss.released import Released
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.realisations import moved
@@ -157,13 +158,22 @@ def initial_model(model: PreTrainedModel, setting: Setting, seed: int) -> PreTra
 
 
 class Mitigation(Worker):
-    """Computes the runs of E5, each from its last checkpoint where there is one."""
+    """Computes the runs of E5, each from its last checkpoint where there is one.
 
-    def __init__(self, inputs: Inputs, store: RunStore, checkpoint_interval: int = 64):
-        """Raises ValueError for an interval below 1 step."""
+    Runs of equal seeds are one run until the first action. The first of them leaves its state at step ``shared_steps``,
+    and those whose policies may not act earlier go on from there.
+    """
+
+    shared_files = "*.start"
+
+    def __init__(
+        self, inputs: Inputs, store: RunStore, checkpoint_interval: int = 64, shared_steps: int = Released.warmup_steps
+    ):
+        """Raises ValueError for an interval below 1 step, or for less than 0 shared steps."""
         super().__init__(inputs, store)
         require_at_least(1, checkpoint_interval=checkpoint_interval)
-        self.interval = checkpoint_interval
+        require_at_least(0, shared_steps=shared_steps)
+        self.interval, self.shared_steps = checkpoint_interval, shared_steps
 
     def run(self, spec: TrainingSpec, advance_by: Advance) -> pd.DataFrame:
         """Rows per step and block. A nonfinite loss, gradient or mismatch is named in ``event`` and ends the run."""
@@ -180,8 +190,7 @@ class Mitigation(Worker):
         Until its first action a policy trains as ``none`` does, so a policy that never acts has the run of ``none``.
         """
         policy = spec.build_policy()
-        uncontrolled = get_policy("none", base_epsilon=policy.base_epsilon)
-        rows = self.store.load(replace(spec, policy="none", parameters=tuple(asdict(uncontrolled).items())))
+        rows = self.store.load(uncontrolled(spec))
         if rows is None or rows.event.any():
             return None
         layers = rows.assign(window=rows.step)
@@ -196,9 +205,17 @@ class Mitigation(Worker):
         training = ShadowTraining(*shadow, setting.weight_decay, setting.clip)
         torch.manual_seed(spec.seed)
         path = self.store.path(spec).with_suffix(".checkpoint")
-        state, rows = restore(path, spec, training) or (policy.start(len(training.monitor.blocks), spec.seed), [])
+        start = self.store.path(uncontrolled(spec)).with_suffix(f".{self.shared_steps}.start")
+        shares = 0 < self.shared_steps <= policy.first_step
+        state, rows = policy.start(len(training.monitor.blocks), spec.seed), []
+        if taken_up := restore(path, spec, training):
+            state, rows = taken_up
+        elif shares and (shared := restore(start, spec, training)):
+            state, rows = replace(state, step=shared[0].step, signals=shared[0].signals), shared[1]
         advance_by(state.step)
         for step in range(state.step, setting.steps):
+            if shares and step == self.shared_steps and not start.exists():
+                save(start, spec, training, state, rows)
             tokens = windows[step % len(windows)][None].to(self.inputs.device)
             frame, state = one_step(training, policy, state, tokens, setting)
             rows.append(frame)
@@ -209,6 +226,12 @@ class Mitigation(Worker):
                 save(path, spec, training, state, rows)
         path.unlink(missing_ok=True)
         return pd.concat(rows, ignore_index=True)
+
+
+def uncontrolled(spec: TrainingSpec) -> TrainingSpec:
+    """The run of policy ``none`` that equals that of ``spec`` until the first action."""
+    none = get_policy("none", base_epsilon=spec.build_policy().base_epsilon)
+    return replace(spec, policy="none", parameters=tuple(asdict(none).items()))
 
 
 def one_step(

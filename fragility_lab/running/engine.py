@@ -56,7 +56,10 @@ def complete(
             alone = worker(inputs, store, **options)
             for group in missing:
                 compute(group, alone, lambda standing, group=group: told(group[standing.run], standing))
-    return store.rows(specs)
+    rows = store.rows(specs)
+    for path in folder.glob(worker.shared_files) if worker.shared_files else ():
+        path.unlink(missing_ok=True)
+    return rows
 
 
 class _Told:

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pandas as pd
 import torch
@@ -26,7 +27,12 @@ class Standing:
 
 
 class Worker(ABC):
-    """Computes the runs of one experiment and keeps what they have in common; each process has one."""
+    """Computes the runs of one experiment and keeps what they have in common; each process has one.
+
+    ``shared_files`` is a pattern of the files that runs leave for one another beside the finished ones.
+    """
+
+    shared_files: ClassVar[str] = ""
 
     def __init__(self, inputs: Inputs, store: RunStore):
         """``store`` holds the finished runs."""
@@ -35,7 +41,6 @@ class Worker(ABC):
     @abstractmethod
     def run(self, spec: Specification, advance: Advance) -> pd.DataFrame:
         """The rows of ``spec``; calls ``advance(n)`` after every n units of progress."""
-
 
 def compute(specs: Sequence[Specification], worker: Worker, report: Report) -> None:
     """Compute the runs ``specs`` one after another and keep each; ``report`` hears how far they are."""
