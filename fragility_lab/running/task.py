@@ -42,6 +42,7 @@ class Worker(ABC):
     def run(self, spec: Specification, advance: Advance) -> pd.DataFrame:
         """The rows of ``spec``; calls ``advance(n)`` after every n units of progress."""
 
+
 def compute(specs: Sequence[Specification], worker: Worker, report: Report) -> None:
     """Compute the runs ``specs`` one after another and keep each; ``report`` hears how far they are."""
     for number, spec in enumerate(specs):
