@@ -194,7 +194,7 @@ site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API a
 	@echo "site: outputs/site/index.html"
 
 .PHONY: slides
-slides: .site/installed  ## outputs/slides: the lessons as slides, without their code
+slides: .site/installed  ## outputs/slides: the lessons as slides, with no code but the functions to write
 	.site/bin/python -m sphinx -q -W --keep-going -c docs/site/slides -d .site/slides -b revealjs . outputs/slides
 	@echo "slides: outputs/slides/notebooks/theory/*.html"
 

@@ -44,7 +44,7 @@ def test_notebook_is_clean(name):
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.cells[0].cell_type == "markdown"
     for cell in notebook.cells:
-        assert set(cell.metadata) <= {"tags", "jupyter"}
+        assert set(cell.metadata) <= {"tags", "jupyter", "mystnb"}
         if cell.cell_type != "code":
             continue
         assert cell.execution_count is not None, f"not executed: {cell.source[:60]}"
@@ -150,6 +150,7 @@ def test_code_is_folded_but_for_what_the_student_writes(name):
         if cell is not opened[0]:
             assert cell.metadata["jupyter"] == {"source_hidden": True} and "hide-input" in cell.metadata["tags"]
     assert opened[0].outputs[0].text.startswith("Not yet. Hint: ")
+    assert opened[0].metadata["mystnb"] == {"remove_code_source": False}, "slides show what the student writes"
 
 
 @pytest.mark.parametrize("name", LESSONS)

@@ -1,4 +1,7 @@
-"""How ``make slides`` turns the lessons into slides (Sphinx with reveal.js): a section is a slide, code is left out."""
+"""How ``make slides`` turns the lessons into slides (Sphinx with reveal.js).
+
+A section is a slide. Code is left out, except the functions that students write.
+"""
 
 project = "Numerical fragility in Transformers"
 extensions = ["myst_nb", "sphinx-mathjax-offline", "sphinx_revealjs"]
