@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 REPOSITORY, COMMIT = "someone/tiny", "0" * 39 + "1"
-WEIGHTS = "model.safetensors"
+LARGE = ("model.safetensors", "train.jsonl")
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -32,7 +32,7 @@ class Hub(BaseHTTPRequestHandler):
         self.asked[name] += 1
         if self.refused(name):
             return
-        if self.path.startswith(f"/api/models/{REPOSITORY}"):
+        if self.path.startswith((f"/api/models/{REPOSITORY}", f"/api/datasets/{REPOSITORY}")):
             self.describe()
             return
         file = self.folder / name
@@ -41,7 +41,7 @@ class Hub(BaseHTTPRequestHandler):
             return
         content = file.read_bytes()
         etag = hashlib.sha256(content).hexdigest()
-        large = name == WEIGHTS
+        large = name in LARGE
         if large and self.behaviour == "wrong checksum":
             content = bytes([content[0] ^ 1]) + content[1:]
         self.send_response(200)
@@ -55,7 +55,8 @@ class Hub(BaseHTTPRequestHandler):
     def describe(self) -> None:
         """The repository's commit and files, or none for the tree of a folder."""
         paths = sorted(self.folder.iterdir())
-        known: object = {"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": path.name} for path in paths]}
+        files = [{"rfilename": path.name} for path in paths]
+        known: object = {"id": REPOSITORY, "sha": COMMIT, "siblings": files}
         if "/tree/" in self.path:
             whole = self.path.partition("?")[0].endswith((COMMIT, "/main"))
             entries = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": COMMIT} for p in paths]

@@ -1,5 +1,9 @@
-"""A model of a hub, with the real client, from a server on this machine that behaves well, badly, or not at all."""
+"""A model and a text of a hub, with the real clients.
 
+The server is on this machine and behaves well, badly, or not at all.
+"""
+
+import json
 import os
 import shutil
 import subprocess
@@ -12,18 +16,26 @@ from hub import COMMIT, REPOSITORY, Hub, serving
 
 from fragility_lab.paths import CHECKPOINTS
 
-# Loads the model and prints what it is or the error; every line of stdin is a behaviour to report on.
+ROWS = 60
+
+# Loads the model or the text and prints what it is or the error. Every line of stdin asks for one of them, with an
+# empty cache or the one there is.
 CLIENT = """
 import shutil, sys
-from huggingface_hub.constants import HF_HUB_CACHE
+from datasets.config import HF_CACHE_HOME
 from fragility_lab.inputs import hub
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
+from fragility_lab.inputs.text import load_rows
 hub.TIMEOUT = 1
 for line in sys.stdin:
+    what, cache = line.split()
     hub.snapshot.cache_clear()
-    if line.strip() != "keep":
-        shutil.rmtree(HF_HUB_CACHE, ignore_errors=True)
+    if cache != "keep":
+        shutil.rmtree(HF_CACHE_HOME, ignore_errors=True)
     try:
+        if what == "text":
+            print(f"loaded {len(load_rows(NAME + ':default:train'))}", flush=True)
+            continue
         load_config(NAME), load_tokenizer(NAME)
         print(f"loaded {sum(p.numel() for p in load_model(NAME).parameters())}", flush=True)
     except OSError as error:
@@ -39,6 +51,8 @@ def ask(tmp_path_factory, reference_model_path):
         shutil.copy(path, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(CHECKPOINTS / "embedded" / name, folder)
+    rows = [json.dumps({"text": f"row {number}"}) for number in range(ROWS)]
+    (folder / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
     with serving(folder) as (address, server):
         offline = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"}
         environ = {name: value for name, value in os.environ.items() if name not in offline}
@@ -52,10 +66,10 @@ def ask(tmp_path_factory, reference_model_path):
 def answering(client: subprocess.Popen, server: type[Hub], home: Path) -> Callable[..., str]:
     """The function that asks ``client``; its ``cache`` is where the client keeps what it downloads."""
 
-    def answer(behaviour: str, cache: str = "empty") -> str:
+    def answer(behaviour: str, what: str = "model", cache: str = "empty") -> str:
         server.behaviour = behaviour
         server.asked.clear()
-        client.stdin.write(cache + "\n")
+        client.stdin.write(f"{what} {cache}\n")
         client.stdin.flush()
         return client.stdout.readline().strip()
 
@@ -88,10 +102,32 @@ def test_a_hub_that_fails_is_answered_by_the_reason(ask, behaviour, said):
     )
 
 
+@pytest.mark.parametrize("behaviour", ["good", "slow", "flaky"])
+def test_a_text_is_loaded(ask, behaviour):
+    assert ask(behaviour, "text") == f"loaded {ROWS}"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ("401", "the hub answers 401, which means that it does not know you or the name: check the name, or log in"),
+        ("gated", "the hub answers 403, which means that access is restricted: accept the terms"),
+        ("404", "the hub answers 404, which means that there is no such repository"),
+        ("429", "the hub answers 429, which means too many requests: wait some minutes"),
+        ("500", "the hub answers 500"),
+        ("silent", "the hub did not answer within 1 s"),
+    ],
+)
+def test_a_hub_that_does_not_give_a_text_is_answered_by_the_reason(ask, behaviour, said):
+    start = f"cannot load the text {REPOSITORY!r} from the model hub and this machine's cache ({said}"
+    assert ask(behaviour, "text").startswith(start)
+
+
+@pytest.mark.parametrize("what", ["model", "text"])
 @pytest.mark.parametrize("behaviour", ["500", "silent", "404"])
-def test_the_cache_serves_when_the_hub_does_not(ask, behaviour):
-    loaded = ask("good")
-    assert ask(behaviour, cache="keep") == loaded
+def test_the_cache_serves_when_the_hub_does_not(ask, behaviour, what):
+    loaded = ask("good", what)
+    assert loaded.startswith("loaded ") and ask(behaviour, what, cache="keep") == loaded
 
 
 def test_a_broken_download_is_taken_up_again(ask):

@@ -1,4 +1,4 @@
-"""Models of a hub: fetched into this machine's cache before they are loaded, with the reason for every failure."""
+"""Models and texts of a hub: asked for before they are loaded, with the reason for every failure."""
 
 import hashlib
 import re
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
@@ -38,13 +38,11 @@ def snapshot(name: str, weights: bool) -> str:
     is taken as it is, and stderr says so. Raises HubError where there is none, and for a download that broke off or has
     a wrong checksum.
     """
-    try:
-        retried(lambda: HfApi().model_info(name, timeout=TIMEOUT))
-    except Exception as cause:  # of the hub's client and of two HTTP libraries
-        return cached(name, HubError(reason(cause)))
+    wanted = {"allow_patterns": OTHERS + WEIGHTS * weights, "ignore_patterns": ["*/*"]}
+    if error := trouble(name, "model"):
+        return cached(name, wanted, error)
     started = time.time()
     try:
-        wanted = {"allow_patterns": OTHERS + WEIGHTS * weights, "ignore_patterns": ["*/*"]}
         folder = retried(lambda: snapshot_download(name, etag_timeout=TIMEOUT, **wanted))
     except Exception as cause:  # as above
         raise HubError(f"the download broke off, and the same command goes on from there; {reason(cause)}") from cause
@@ -52,10 +50,20 @@ def snapshot(name: str, weights: bool) -> str:
     return folder
 
 
-def cached(name: str, error: HubError) -> str:
-    """The folder of ``name`` in the cache; raises ``error`` where there is none."""
+def trouble(name: str, kind: Literal["model", "dataset"]) -> HubError | None:
+    """Why the hub does not give the repository ``name``; None where it does."""
+    ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
-        folder = snapshot_download(name, local_files_only=True)
+        retried(lambda: ask(name, timeout=TIMEOUT))
+    except Exception as cause:  # of the hub's client and of two HTTP libraries
+        return HubError(reason(cause))
+    return None
+
+
+def cached(name: str, wanted: dict, error: HubError) -> str:
+    """The folder of ``name`` in the cache, with the files ``wanted``; raises ``error`` where there is none."""
+    try:
+        folder = snapshot_download(name, local_files_only=True, **wanted)
     except Exception:
         raise error from None
     print(f"{error}: taking {name} from this machine's cache", file=sys.stderr)

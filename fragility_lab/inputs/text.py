@@ -3,8 +3,11 @@
 import glob
 import os
 import random
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import datasets
 import torch
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -12,6 +15,7 @@ from pyarrow import ArrowInvalid
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fragility_lab.inputs import hub
 from fragility_lab.inputs.checkpoints import EMBEDDED, named_as_path, not_found, quiet_loading, shortened
 from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
 
@@ -67,10 +71,15 @@ def _load_local(file: str):
 
 
 def _load_from_hub(name: str, config: str | None = None, split: str = "validation"):
+    error = None if os.path.isdir(name) else hub.trouble(name, "dataset")
     try:
-        found = load_dataset(name, config, split=split)
-    except Exception as cause:  # the library raises a dozen unrelated types when offline
-        raise not_found("text", name, "DATA", cause) from cause
+        with patch.object(datasets.config, "HF_HUB_OFFLINE", datasets.config.HF_HUB_OFFLINE or bool(error)):
+            found = hub.retried(lambda: load_dataset(name, config, split=split))
+    except Exception as cause:  # the library raises a dozen unrelated types
+        answered = hub.HubError(hub.reason(cause)) if hub.status(cause) else cause
+        raise not_found("text", name, "DATA", error or answered) from cause
+    if error:
+        print(f"{error}: taking {name} from this machine's cache", file=sys.stderr)
     return found[split] if isinstance(found, DatasetDict) else found
 
 
