@@ -2,7 +2,8 @@
 
 A prediction adds up squares, and so says how large an error is on the whole. What a choice depends on, such as the most
 probable next token, differs from position to position: how far the errors of several logits are apart, and which of
-them are large together. One pass with random signs is one draw of all of them.
+them are large together. One pass with random signs is one draw of all of them. A pass with a share of every error shows
+whether the error of the output grows in proportion, as a prediction assumes.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.estimator import Adjoint
-from fragility_core.adjoint.leaves import Held
+from fragility_core.adjoint.leaves import Held, Leaves
 from fragility_core.adjoint.tape import local_error, stochastic_error
 from fragility_core.arithmetic.internals import mark_stored, stored_as
 from fragility_core.arithmetic.operands import operands_by_storage
@@ -36,46 +37,78 @@ def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = F
 
 
 class RandomSigns:
-    """Numbers as ``stored`` rounds them, but for the sign of the error; a stand-in for a format.
+    """Rounding whose errors get random signs, drawn by ``generator``.
 
-    The result is the value before rounding plus the error times a random sign. Without a ``generator``
-    nothing is added.
+    If ``stochastic``, their size is the standard deviation of stochastic rounding.
     """
 
-    def __init__(self, stored: Stored, generator: torch.Generator | None, stochastic: bool = False):
-        self.stored, self.generator, self.stochastic = stored, generator, stochastic
+    def __init__(self, generator: torch.Generator, stochastic: bool = False):
+        self.generator, self.stochastic = generator, stochastic
+
+    def __call__(self, x: Tensor, stored: Stored, alike: bool = False) -> Tensor:
+        """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
+        error = local_error(x, stored.round(x).float())
+        if self.stochastic:
+            error = stochastic_error(error, x, stored)
+        return x + with_random_signs(error, self.generator, alike)
+
+    def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
+        """The weight at ``path``, which is ``leaf`` without errors."""
+        weighted = leaves.weighted(path, leaves.tensors[path].detach().float())(torch.ones_like(leaf)[None])
+        error = torch.cat([piece.clone() for piece in weighted], 1)[0]  # pieces share their memory
+        return leaf + with_random_signs(error, self.generator)
+
+
+class Dose:
+    """Rounding with a share of its error: x + share (Q(x) - x)."""
+
+    def __init__(self, share: float):
+        self.share = share
+
+    def __call__(self, x: Tensor, stored: Stored, alike: bool = False) -> Tensor:
+        """``x`` with its share of the error; exactly Q(x) for the whole."""
+        return torch.lerp(x, stored.round(x).float(), self.share)
+
+    def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
+        """The weight at ``path``, which is ``leaf`` without errors."""
+        return torch.lerp(leaf, leaves.tensors[path].detach().float(), self.share)
+
+
+Rounding = RandomSigns | Dose
+
+
+class Realised:
+    """Numbers as ``stored`` rounds them, but with errors by ``rounding``; a stand-in for a format."""
+
+    def __init__(self, stored: Stored, rounding: Rounding | None):
+        self.stored, self.rounding = stored, rounding
 
     def __getattr__(self, name: str):
         return getattr(self.stored, name)
 
     def round(self, x: Tensor, alike: bool = False) -> Tensor:
-        """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
-        if self.generator is None:
-            return x
-        error = local_error(x, self.stored.round(x).float())
-        if self.stochastic:
-            error = stochastic_error(error, x, self.stored)
-        return x + with_random_signs(error, self.generator, alike)
+        """``x`` with an error, or without one; ``alike`` as in ``with_random_signs``."""
+        return x if self.rounding is None else self.rounding(x, self.stored, alike)
 
 
-class RandomArithmetic(LowArithmetic):
-    """A context in which kernels compute as ``at`` says, with errors of random sign; nothing is recorded.
+class RealisedArithmetic(LowArithmetic):
+    """A context in which kernels compute as ``at`` says, with errors by ``rounding`` (None: without); none is recorded.
 
-    Kernels of modules outside of ``base`` round nothing: they are the head, whose rounding keeps the order of logits.
+    Kernels of modules outside of ``base`` round nothing.
     """
 
-    def __init__(self, at: LowArithmetic, held: Held, base: str, generator: torch.Generator | None):
+    def __init__(self, at: LowArithmetic, held: Held, base: str, rounding: Rounding | None):
         super().__init__(at.recipe, at.tape, held, next(iter(held.weights.values())).device, rounding=at.rounding)
-        self.base, self.signs = base, (generator, at.stochastic)
-        self.format = RandomSigns(at.recipe.kernels, *self.signs)
+        self.base, self.rounding_by = base, rounding
+        self.format = Realised(at.recipe.kernels, rounding)
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
         in_place: bool = False, format: Stored | None = None,
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
-        if not constant and within(self.tape.path[-1], self.base):
-            numbers = self.format if format is None else RandomSigns(format, *self.signs)
+        if not constant and (not self.base or within(self.tape.path[-1], self.base)):
+            numbers = self.format if format is None else Realised(format, self.rounding_by)
             y.data.copy_(numbers.round(y.data, alike=name == "operand"))
         return self._marked(y)
 
@@ -106,25 +139,38 @@ class Realisations:
         return self._run(run, None)
 
     def draw(self, run: Callable[[nn.Module], Result]) -> Result:
-        """What ``run`` returns for the model with errors of new random signs."""
-        return self._run(run, self.generator)
+        """What ``run`` returns for the model with errors of new random signs; the head rounds nothing.
 
-    def _run(self, run: Callable[[nn.Module], Result], generator: torch.Generator | None) -> Result:
+        Its rounding keeps the order of logits.
+        """
+        return self._run(run, RandomSigns(self.generator, self.at.stochastic), self.base)
+
+    def dose(self, run: Callable[[nn.Module], Result], share: float) -> Result:
+        """What ``run`` returns for the model with ``share`` of every error: at 1 as in low precision, at 0 as in fp32.
+
+        Raises ValueError where gradients are not taken in fp32: the errors are then not known, or for stochastic
+        rounding.
+        """
+        if not self.at.exact:
+            raise ValueError(
+                'a share of the errors is taken from the fp32 reference on: make the Adjoint with gradients="both"'
+            )
+        return self._run(run, Dose(share), "")
+
+    def _run(self, run: Callable[[nn.Module], Result], rounding: Rounding | None, base: str = "") -> Result:
         adjoint = self.adjoint
         with adjoint.lock, torch.inference_mode(False), torch.no_grad():
-            held = self.at.held if generator is None else self._held(generator)
+            held = self.at.held if rounding is None else self._held(rounding)
             adjoint.tape.begin(0)
-            with RandomArithmetic(self.at, held, self.base, generator):
+            with RealisedArithmetic(self.at, held, base, rounding):
                 return run(adjoint.model)
 
-    def _held(self, generator: torch.Generator) -> Held:
-        """What stands for the weights, with errors of random sign."""
+    def _held(self, rounding: Rounding) -> Held:
+        """What stands for the weights, with their errors."""
         leaves, weights = self.adjoint.leaves, dict(self.at.held.weights)
         for path in filter(leaves.watched, leaves.parameters):
             stored = leaves.tensors[path]
             leaf = weights[id(stored)]
-            weighted = leaves.weighted(path, stored.detach().float())(torch.ones_like(leaf)[None])
-            error = torch.cat([piece.clone() for piece in weighted], 1)[0]  # pieces share their memory
-            weights[id(stored)] = mark_stored(leaf + with_random_signs(error, generator), stored_as(leaf))
+            weights[id(stored)] = mark_stored(rounding.weight(leaf, leaves, path), stored_as(leaf))
         linear = {path: weights[id(leaves.tensors[path])] for path in leaves.linear}
         return Held(weights, self.at.held.buffers, operands_by_storage(linear, self.at.recipe))
