@@ -1,0 +1,80 @@
+"""Passes with a share of every error: none, the whole, and what is between them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import TINY, random_gpt2
+from torch import nn
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.adjoint.realisations import Realisations
+from fragility_core.adjoint.targets import logits
+from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.recipes import get_recipe
+
+TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def run(model):
+    return logits(model, TOKENS)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e4m3", "w4a16-g32", "fp8-dynamic", "nvfp4-w4a4", "kv-fp8"])
+def test_without_errors_it_is_the_fp32_pass_and_with_all_the_low_precision_one(name, attention):
+    model = random_gpt2(TINY)
+    model.set_attn_implementation(attention)
+    low = lower(model, get_recipe(name), "emulated")
+    realisations = Realisations(Adjoint(low, model, target="kl", gradients="fp32"))
+    with torch.no_grad(), low.running():
+        rounded = run(low.model)
+    assert torch.equal(realisations.dose(run, 0.0), run(model))
+    assert torch.equal(realisations.dose(run, 1.0), rounded)
+    change = realisations.dose(run, 0.5) - run(model)
+    assert 0.3 < float(change.norm() / (rounded - run(model)).norm()) < 0.7
+
+
+def test_a_model_without_a_head_has_errors_in_all_of_its_modules():
+    model = random_gpt2(TINY).transformer
+    low = lower(model, "bf16", "emulated")
+    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+
+    def final(model):
+        return model(TOKENS).last_hidden_state.float()
+
+    with torch.no_grad(), low.running():
+        want = final(low.model) - final(model)
+    drawn = realisations.draw(final) - realisations.exact(final)
+    assert 0.7 < float(drawn.norm() / want.norm()) < 1.4
+
+
+class Linear(nn.Module):
+    """One linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(16, 8, bias=False)])
+        self.layers[0].weight = nn.Parameter(torch.randn(8, 16, generator=generator), requires_grad=False)
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0, 1), st.integers(0, 99))
+def test_the_output_of_a_layer_moves_in_proportion_to_the_errors_of_its_weight(share, seed):
+    model, x = Linear().eval(), torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed))
+    low = lower(model, "w4a16-g32@fp32")
+    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    whole = x.double() @ (low.model.layers[0].weight - model.layers[0].weight).double().mT
+    change = realisations.dose(lambda m: m(x), share).double() - x.double() @ model.layers[0].weight.double().mT
+    assert torch.allclose(change, share * whole, atol=1e-5)
+
+
+def test_a_share_of_errors_needs_those_of_the_fp32_model():
+    model = random_gpt2(TINY)
+    realisations = Realisations(Adjoint(lower(model, "bf16"), model))
+    with pytest.raises(ValueError, match='from the fp32 reference on: make the Adjoint with gradients="both"'):
+        realisations.dose(run, 0.5)
