@@ -12,6 +12,8 @@ from fragility_core.adjoint.realisations import Realisations
 from fragility_core.adjoint.targets import logits
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import get_recipe
+from fragility_lab.diagnosis.growth import Growth, growth
+from fragility_lab.diagnosis.measure import compare, numbered, observe
 
 TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -78,3 +80,20 @@ def test_a_share_of_errors_needs_those_of_the_fp32_model():
     realisations = Realisations(Adjoint(lower(model, "bf16"), model))
     with pytest.raises(ValueError, match='from the fp32 reference on: make the Adjoint with gradients="both"'):
         realisations.dose(run, 0.5)
+
+
+def grown(name: str, target: str) -> Growth:
+    """How the error grows over twelve windows of a small model."""
+    model = random_gpt2(TINY)
+    low = lower(model, get_recipe(name), "emulated")
+    tokens = torch.randint(TINY.vocab_size, (12, 40), generator=torch.Generator().manual_seed(2))
+    whole = numbered(compare(observe(low.model, x, low), observe(model, x), x)[0] for x in tokens.split(1))
+    return growth(low, model, tokens, whole, target)
+
+
+@pytest.mark.parametrize("target", ["hidden", "kl", "logprob"])
+def test_small_errors_grow_in_proportion_and_errors_of_order_one_do_not(target):
+    small, large = grown("fp16", target), grown("fp8_e5m2", target)
+    assert small.in_proportion and small.low < small.ratio < small.high
+    assert small.ratio == pytest.approx(1, abs=0.25)
+    assert not large.in_proportion and large.low > 1.1, "the output saturates"

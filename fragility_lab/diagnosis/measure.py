@@ -1,11 +1,13 @@
 """Comparison of two passes: the final state, the residual stream after each block, the probabilities of tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -69,6 +71,21 @@ def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple
     errors = torch.stack([mismatch(a, b) for a, b in zip(low.blocks, reference.blocks, strict=True)], 1)  # (B, L)
     drift = pd.DataFrame(errors.cpu().double().numpy()).rename_axis(index="window", columns="block").stack()
     return windows.rename_axis("window").reset_index(), drift.rename("error").reset_index()
+
+
+def ratio(predicted: np.ndarray, found: np.ndarray) -> dict[str, float]:
+    """The ratio of the means over windows with its 95 % interval: Student's, of residuals (Cochran 1977, chapter 6)."""
+    mean = predicted.mean() / found.mean() if found.mean() else np.nan
+    if len(found) < 2 or np.isnan(mean):
+        return {"ratio": mean, "low": np.nan, "high": np.nan}
+    error = (predicted - mean * found).std(ddof=1) / len(found) ** 0.5 / found.mean()
+    half = stats.t.ppf(0.975, len(found) - 1) * error
+    return {"ratio": mean, "low": mean - half, "high": mean + half}
+
+
+def numbered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """One table of ``tables`` of one window each, numbered by its column ``window``."""
+    return pd.concat([table.assign(window=number) for number, table in enumerate(tables)], ignore_index=True)
 
 
 def cross_entropy(log_probabilities: Tensor, tokens: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from fragility_core.protection.bits import Choice, Choices, fused_layers
 from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis import flips
 from fragility_lab.diagnosis.flips import Flips
-from fragility_lab.diagnosis.measure import Ranges, compare, observe
+from fragility_lab.diagnosis.growth import Growth, growth
+from fragility_lab.diagnosis.measure import Ranges, compare, numbered, observe
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
@@ -37,6 +38,7 @@ class Diagnosis:
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
     rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window, and
     ``flips`` that of changed choices, for models in the whole form.
+    With a reference, ``growth`` says whether the error grows in proportion, for models in the whole form.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
     implementation that ran.
     """
@@ -58,6 +60,7 @@ class Diagnosis:
     choice: Choice | None = None
     attention: str = ""
     flips: Flips | None = None
+    growth: Growth | None = None
 
 
 def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast) -> Diagnosis:
@@ -106,10 +109,12 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
     choosing = None if is_hollow(model) else flips.find(low, model, tokens, prediction, request.probes, referenced)
+    doubled = referenced and not is_hollow(model) and low.execution != "stochastic"
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
         measured, drift, protected, protected_drift, changed, planned, choices, choice,
         attention_of(model) or "its own", choosing,
+        growth(low, model, tokens, measured, request.measured_in) if doubled else None,
     )  # fmt: skip
 
 
@@ -153,8 +158,3 @@ def measure(low: LowPrecision, model, tokens: Tensor, name: str) -> tuple[pd.Dat
     ]
     windows, drift = map(numbered, zip(*tables))
     return windows, drift
-
-
-def numbered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """One table of ``tables`` of one window each, numbered by its column ``window``."""
-    return pd.concat([table.assign(window=number) for number, table in enumerate(tables)], ignore_index=True)

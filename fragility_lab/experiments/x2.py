@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,7 +18,8 @@ from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.protection import apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers, predictions
-from fragility_lab.diagnosis.measure import ObservedPass, compare, observe
+from fragility_lab.diagnosis.growth import half_errors, squared
+from fragility_lab.diagnosis.measure import ObservedPass, compare, observe, ratio
 from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.running.environment import progress
 
@@ -53,16 +53,6 @@ class Setting:
         return Adjoint(low, self.model, self.probes, target=target, gradients="both")(self.windows)
 
 
-def ratio(predicted: np.ndarray, found: np.ndarray) -> dict[str, float]:
-    """The ratio of the means over windows with its 95 % interval: Student's, of residuals (Cochran 1977, chapter 6)."""
-    mean = predicted.mean() / found.mean() if found.mean() else np.nan
-    if len(found) < 2 or np.isnan(mean):
-        return {"ratio": mean, "low": np.nan, "high": np.nan}
-    error = (predicted - mean * found).std(ddof=1) / len(found) ** 0.5 / found.mean()
-    half = stats.t.ppf(0.975, len(found) - 1) * error
-    return {"ratio": mean, "low": mean - half, "high": mean + half}
-
-
 def recipe_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
     """One row per recipe and quantity: means over windows, predicted and measured, and their ratio."""
     rows = []
@@ -72,6 +62,22 @@ def recipe_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
         for quantity in QUANTITIES:
             predicted = setting.predict(recipe, quantity).windows.predicted.to_numpy()
             rows.append(row(name, quantity, predicted, found[quantity].to_numpy()))
+    return pd.DataFrame(rows)
+
+
+def growth_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
+    """One row per recipe and quantity: four times the squared error with half of every rounding error, over the whole.
+
+    ``ratio`` is 1 where the error of the output grows in proportion to the errors inside, as predictions assume.
+    """
+    rows = []
+    for name in progress(recipes, desc="half of every error"):
+        low = lower(setting.model, get_recipe(name))
+        whole, half = setting.measure(low), half_errors(low, setting.model, setting.windows)
+        for quantity in QUANTITIES:
+            rows.append(
+                {"recipe": name, "quantity": quantity} | ratio(squared(whole, quantity), 4 * squared(half, quantity))
+            )
     return pd.DataFrame(rows)
 
 

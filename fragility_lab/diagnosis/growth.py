@@ -1,0 +1,60 @@
+"""Does the error of the output grow in proportion to the errors inside, as a prediction to first order assumes?
+
+The pass is repeated with half of every rounding error. A mismatch is then half of the whole one, and a KL divergence a
+quarter. Where errors are too large for that, predictions are wrong by a similar factor.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.adjoint.realisations import Realisations
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_lab.diagnosis.measure import compare, numbered, observe, ratio
+from fragility_lab.running.environment import progress
+
+TOLERANCE = 0.1  # of a ratio that is called 1
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Four times the squared error with half of every rounding error, over the whole: means over windows.
+
+    ``low`` and ``high`` are the 95 % interval. The ratio is 1 where the error grows in proportion.
+    """
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def in_proportion(self) -> bool:
+        """Whether the interval does not show that the ratio is off by more than TOLERANCE."""
+        return not (self.high < 1 - TOLERANCE or self.low > 1 + TOLERANCE)
+
+
+def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
+    """``measure.compare`` of passes with half of every rounding error with those of ``model`` in fp32, by window."""
+    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    tables = [
+        compare(realisations.dose(lambda model, x=x: observe(model, x), 0.5), observe(model, x), x)[0]
+        for x in progress(tokens.split(1), desc="half of every error")
+    ]
+    return numbered(tables)
+
+
+def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
+    """The squared error of the ``target`` by window, from a table of ``measure.compare``; KL is one already."""
+    if target in ("hidden", "logprob"):
+        return windows["mismatch" if target == "hidden" else target].to_numpy() ** 2
+    return windows.kl.to_numpy()
+
+
+def growth(low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str) -> Growth:
+    """How the error grows in the passes over ``tokens`` (B, T), whose ``measure.compare`` is ``whole``."""
+    half = half_errors(low, model, tokens)
+    return Growth(**ratio(4 * squared(half, target), squared(whole, target)))
