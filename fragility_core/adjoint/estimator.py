@@ -49,8 +49,9 @@ class Prediction:
     """What one forward pass, and one backward pass per probe, predict for every window.
 
     ``contributions`` has one row per window, probe and place where values are rounded (``tape.Place``), with its number
-    ``place``, its contribution ``c2`` to the squared error of the target's output, and the columns of
-    ``sites.Sites.table``. Rows of any selection may be summed. ``windows`` has one row per window:
+    ``place``, its contribution ``c2`` to the squared error of the target's output, its ``signed`` contribution
+    <gradient, error> to the probe's product with that error (``coherence``; NaN where signs of errors are not known),
+    and the columns of ``sites.Sites.table``. Rows of any selection may be summed. ``windows`` has one row per window:
 
     - ``predicted``, in the target's unit, and its ``standard_error`` over the probes (NaN for one probe);
     - ``norm``, by whose square the sum of contributions is divided: ||X_L|| for the target "hidden";
@@ -192,9 +193,9 @@ class Adjoint:
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
             for window, place in inside.items():  # an infinity is no small error
-                contributions[window, :, place] = np.nan
+                contributions[:, window, :, place] = np.nan
             norms = torch.stack(norms).cpu().double()
-            contributions[~norms.isfinite().numpy()] = np.nan
+            contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
             return self._name_overflow(prediction, tokens, inside)
 
@@ -232,13 +233,16 @@ class Adjoint:
             self._stream.end()
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
-        """Tidy tables of c^2 (windows, probes, places) and of the norms (windows,) of the target's outputs."""
+        """Tidy tables of ``Tape.contributions`` (2, windows, probes, places) and of the target's norms (windows,)."""
         if len(self._sites) < len(self.tape.places):
             self._sites = Sites(self.model, self.tape).table()
-        window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
+        c2, signed = contributions
+        if self.leaves.exact is None or self.low.execution == "stochastic":
+            signed = np.full_like(signed, np.nan)
+        window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape[1:]))
         rows = pd.DataFrame({"window": window, "probe": probe, "place": place})
         sites = self._sites.iloc[place].reset_index(drop=True)
-        rows = pd.concat([rows, sites], axis=1).assign(c2=contributions.ravel())
+        rows = pd.concat([rows, sites], axis=1).assign(c2=c2.ravel(), signed=signed.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "norm": norms.numpy()})
         predicted = predict(rows, windows, self.target.squared)
         return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.tape.ran))
