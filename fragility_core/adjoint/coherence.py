@@ -14,14 +14,15 @@ Errors that are alike inside of a group, such as those of one channel at every p
 over the sum of c^2 shows them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from scipy import stats
+from torch import Tensor
 
-from fragility_core.adjoint.estimator import Prediction
+from fragility_core.adjoint.estimator import Adjoint
 
 GROUPINGS = (("layer", "site", "kind"), ("layer", "site"), ("site", "kind"))  # columns of ``sites``, finest first
 MOST = 150  # groups
@@ -88,34 +89,39 @@ def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return ratio, error
 
 
-def coherence(prediction: Prediction, by: Sequence[str] | None = None) -> Coherence:
-    """What groups of sites do together in the passes of ``prediction``. No pass is run.
+def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | None = None) -> Coherence:
+    """What errors of different sites do together in the passes over ``windows``, tensors of tokens (T,).
 
-    Groups are those of the columns ``by`` of ``prediction.contributions``: unless given, the finest of GROUPINGS that
-    has at most MOST groups. Windows whose prediction is not finite are left out. With gradients at the "low" point
-    errors are those of the low-precision pass. With gradients at "fp32" or "both", those of kernels are the errors that
-    rounding makes in the fp32 pass.
+    It takes as long as a prediction with ``adjoint`` does. Each window has sign vectors of its own: with the same ones
+    for all, the error of the estimate would be alike in all windows, and the scatter over windows would not show it.
 
-    Raises ValueError if no window is left, and for errors without a known sign: those of stochastic rounding, and of a
-    model whose fp32 reference was not given.
+    Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, the finest of
+    GROUPINGS that has at most MOST groups. Windows whose prediction is not finite are left out. Errors are those of the
+    low-precision pass with gradients at the "low" point; at the others kernels have the errors that rounding makes in
+    the fp32 pass.
+
+    Raises ValueError for errors without a known sign, those of stochastic rounding and of a model whose fp32 reference
+    was not given, and if no window is left.
     """
-    windows = prediction.windows[np.isfinite(prediction.windows.predicted)]
-    if windows.empty:
-        raise ValueError("coherence needs a window whose prediction is finite, but all overflow: choose a wider format")
-    rows = prediction.contributions[prediction.contributions.window.isin(windows.window)]
-    if rows.signed.isna().any():
+    if not adjoint.knows_signs:
         raise ValueError(
             "coherence needs errors with known signs, got expected sizes of errors: round to nearest, and give Adjoint "
             "the fp32 reference"
         )
+    tables = []
+    for number, tokens in enumerate(windows):
+        prediction = adjoint(tokens[None], seeds=[adjoint.seed + number])
+        if np.isfinite(prediction.windows.predicted).all():
+            rows, norm = prediction.contributions, prediction.windows.norm[0]
+            tables.append(rows.assign(window=number, c2=rows.c2 / norm**2, signed=rows.signed / norm))
+    if not tables:
+        raise ValueError("coherence needs a window whose prediction is finite, got none: choose a wider format")
+    rows = pd.concat(tables)
     places = rows.drop_duplicates("place")
-    found = (list(columns) for columns in GROUPINGS if places.groupby(list(columns), dropna=False).ngroups <= MOST)
-    by = list(by) if by is not None else next(found, ["site"])
-    by_group = rows.groupby(by, dropna=False)
-    norm = rows.window.map(windows.set_index("window").norm)
-    table = (rows.signed / norm).groupby([rows.window, rows.probe, by_group.ngroup()]).sum().unstack()
-    signed = table.to_numpy().reshape(len(windows), -1, table.shape[1])  # (W, P, K)
-    grams = np.einsum("wpa,wpb->wab", signed, signed) / signed.shape[1]
-    squares = (rows.c2 / norm**2).groupby(rows.window).sum() / signed.shape[1]
-    groups = by_group.size().index.to_frame(index=False)
-    return Coherence(groups, grams, squares.to_numpy())
+    fitting = (columns for columns in GROUPINGS if places.groupby([*columns], dropna=False).ngroups <= MOST)
+    by_group = rows.groupby([*(by or next(fitting, ("site",)))], dropna=False)
+    sums = rows.signed.groupby([rows.window, rows.probe, by_group.ngroup()]).sum().unstack(fill_value=0.0)
+    signed = sums.to_numpy().reshape(len(tables), adjoint.probes, -1)  # (W, P, K)
+    grams = np.einsum("wpa,wpb->wab", signed, signed) / adjoint.probes
+    squares = rows.c2.groupby(rows.window).sum() / adjoint.probes
+    return Coherence(by_group.size().index.to_frame(index=False), grams, squares.to_numpy())

@@ -1,7 +1,7 @@
 """The estimator: predicted forward error of low-precision passes, and what every rounding contributes to it."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,12 +172,21 @@ class Adjoint:
         for module in elementwise_modules(self.model):
             replace_forward(module, recomputed.Activation(self.low, self.tape, module))
 
-    def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
+    @property
+    def knows_signs(self) -> bool:
+        """Whether the errors are those that rounding makes, with their signs, or the expected size of some."""
+        return self.leaves.exact is not None and self.low.execution != "stochastic"
+
+    def __call__(
+        self, tokens: Tensor, counted: Tensor | None = None, seeds: Sequence[int] | None = None
+    ) -> Prediction:  # fmt: skip
         """Predict the error of each window of ``tokens`` (B, T).
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
-        given. The prediction of a window does not depend on the other windows. Raises ValueError for windows without
-        tokens, for a model in training mode, and for weights that have changed since they were read.
+        given. ``seeds``, one a window, draw its sign vectors in place of ``seed``, by which all windows have the same
+        ones. The prediction of a window does not depend on the other windows. Raises ValueError for windows without
+        tokens, for a model in training mode, for weights that have changed since they were read, and for another number
+        of seeds than of windows.
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
@@ -185,11 +194,14 @@ class Adjoint:
             raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
         if tokens.ndim < 2 or not tokens.numel():
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
+        seeds = [self.seed] * len(tokens) if seeds is None else seeds
+        if len(seeds) != len(tokens):
+            raise ValueError(f"seeds must be one a window, {len(tokens)}, got {len(seeds)}")
         with self.lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
             everywhere = torch.ones((), device=tokens.device)
             scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()
-            norms = [self._passes(i, tokens[i : i + 1], scope) for i, scope in enumerate(scopes)]
+            norms = [self._passes(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
             for window, place in inside.items():  # an infinity is no small error
@@ -199,7 +211,7 @@ class Adjoint:
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
             return self._name_overflow(prediction, tokens, inside)
 
-    def _passes(self, window: int, tokens: Tensor, scope: Tensor) -> Tensor:
+    def _passes(self, window: int, tokens: Tensor, scope: Tensor, seed: int) -> Tensor:
         """Run the passes of a window at every point; return the target's norm over ``scope``, on the device."""
         tape = self.tape
         for arithmetic in self.points:
@@ -209,7 +221,7 @@ class Adjoint:
             with arithmetic, torch.enable_grad():
                 final = self.target.output(self.model, tokens)  # (1, T, ...)
             counted = scope[: final.shape[1]] if scope.ndim else scope
-            generator = torch.Generator(final.device).manual_seed(self.seed)
+            generator = torch.Generator(final.device).manual_seed(seed)
             signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
             self._backward(final, [*tape.leaves, *arithmetic.held.leaves, *parts], signs)
         return self.target.norm(final.detach(), counted)
@@ -237,7 +249,7 @@ class Adjoint:
         if len(self._sites) < len(self.tape.places):
             self._sites = Sites(self.model, self.tape).table()
         c2, signed = contributions
-        if self.leaves.exact is None or self.low.execution == "stochastic":
+        if not self.knows_signs:
             signed = np.full_like(signed, np.nan)
         window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape[1:]))
         rows = pd.DataFrame({"window": window, "probe": probe, "place": place})
