@@ -60,19 +60,21 @@ class Coherence:
         return quotient(self.grams.sum((1, 2)), self.squares)
 
     def pairs(self) -> pd.DataFrame:
-        """The pairs of groups that matter, largest first: ``first``, ``second``, ``share``, ``standard_error``.
+        """One row per pair of groups, the largest share first.
 
         ``first`` and ``second`` are numbers of rows of ``groups``. ``share`` is 2 G_ab over the trace of G, below 0 for
-        a pair that cancels. A pair matters if its share is at least MATTERS in size, and is apart from 0 by Student's
-        test over windows at LEVEL, divided by the number of all pairs (Bonferroni). Two windows at least are needed for
-        a pair to matter.
+        a pair that cancels, and ``standard_error`` is that over windows. ``limit`` is the size that a share of chance
+        has with probability LEVEL in any of all pairs at most: Student's quantile for LEVEL over the number of pairs
+        (Bonferroni), times the standard error. It is infinite for one window. A pair ``matters`` if its share is larger
+        than that, and than MATTERS.
         """
         first, second = np.triu_indices(len(self.groups), 1)
         share, error = quotient(2 * self.grams[:, first, second], np.trace(self.grams, axis1=1, axis2=2)[:, None])
         windows = len(self.grams)
-        limit = stats.t.ppf(1 - LEVEL / 2 / max(1, len(share)), windows - 1) if windows > 1 else np.inf
-        named = (abs(share) > limit * error) & (abs(share) >= MATTERS)  # no error is known for one window
-        table = pd.DataFrame({"first": first, "second": second, "share": share, "standard_error": error})[named]
+        chance = LEVEL / 2 / max(1, len(share))
+        limit = stats.t.isf(chance, windows - 1) * error if windows > 1 else np.full_like(share, np.inf)
+        table = pd.DataFrame({"first": first, "second": second, "share": share, "standard_error": error})
+        table = table.assign(limit=limit, matters=abs(share) > np.maximum(limit, MATTERS))
         return table.sort_values("share", key=abs, ascending=False, ignore_index=True)
 
 
