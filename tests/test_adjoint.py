@@ -298,6 +298,7 @@ def test_rows_are_tidy(prediction):
     kernels = prediction.contributions
     assert list(kernels) == [
         "window", "probe", "place", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output", "c2",
+        "signed",
     ]  # fmt: skip
     assert len(kernels) == len(kernels[["window", "probe", "place"]].drop_duplicates())
     places = kernels.drop_duplicates("place")

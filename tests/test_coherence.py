@@ -88,7 +88,7 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize(("sign", "between"), [(1, 2.0), (-1, 0.0)])
 def test_errors_that_are_alike_add_up_and_opposite_ones_cancel(sign, between):
-    """Over T positions errors that are alike have T times the square of independent ones; so do two sites, or they have none."""
+    """T errors that are alike have T times the square of independent ones; two sites have twice it, or none."""
     model = Twice(sign)
     tokens, low = torch.zeros(3, 8, dtype=torch.long), lower(model, "bf16", "emulated")
     target = Target("sum", lambda model, tokens: model(tokens), root_of_count)
