@@ -3,7 +3,7 @@
 import pandas as pd
 from scipy import stats
 
-from fragility_core.adjoint.coherence import Coherence
+from fragility_core.adjoint.coherence import MATTERS, Coherence
 from fragility_core.protection import Contributions
 from fragility_lab.reporting.tables import number, percent
 
@@ -55,7 +55,7 @@ def together(coherence: Coherence) -> dict[str, object]:
         "inside": interval(coherence.inside(), windows),
         "count": len(pairs),
         "windows": windows,
-        "visible": percent(pairs.limit.median()),
+        "visible": percent(max(pairs.limit.max(), MATTERS)),
         "matter": int(pairs.matters.sum()),
         "pairs": [
             (names[pair.first], names[pair.second], "reinforce" if pair.share > 0 else "cancel", percent(pair.share))
