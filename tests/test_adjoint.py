@@ -89,8 +89,8 @@ def same(x):
     return x
 
 
-def exact_contributions(model, low, tokens):
-    """||J e||^2, squared entry by entry, of every kernel and weight from fp64 Jacobians J."""
+def exact_effects(model, low, tokens):
+    """J times e, entry by entry, (outputs, errors), of every kernel and weight from fp64 Jacobians J."""
     errors = []
 
     def round_and_note(y, format=low.format):
@@ -113,7 +113,7 @@ def exact_contributions(model, low, tokens):
 
     jacobians = torch.autograd.functional.jacobian(perturbed, (*changes, *weights.values()))
     errors += [exact.double() - weights[name] for name, exact in model.named_parameters()]
-    return [((j * e) ** 2).sum().item() for j, e in zip(jacobians, errors)]
+    return [(j * e).reshape(16, -1) for j, e in zip(jacobians, errors)]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
         "layer_norm", *operand, "linear", "matmul", "softmax", "matmul", "add", "tanh", *operand, "linear",
         *dict(model.named_parameters()),
     ]  # fmt: skip
-    np.testing.assert_allclose(got.c2, exact_contributions(model, low, tokens), rtol=tolerance)
+    np.testing.assert_allclose(got.c2, [(x**2).sum().item() for x in exact_effects(model, low, tokens)], rtol=tolerance)
 
 
 # --- The prediction against what happens -----------------------------------------------------------
@@ -298,6 +298,7 @@ def test_rows_are_tidy(prediction):
     kernels = prediction.contributions
     assert list(kernels) == [
         "window", "probe", "place", "name", "kind", "site", "layer", "module", "stream", "ends", "block_output", "c2",
+        "signed",
     ]  # fmt: skip
     assert len(kernels) == len(kernels[["window", "probe", "place"]].drop_duplicates())
     places = kernels.drop_duplicates("place")

@@ -563,6 +563,28 @@ def test_a_prediction_that_misses_is_said(offset, alike):
     assert bool(re.search(r"The prediction is 1\.2\d times the measured error", html)) is alike
 
 
+@pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])
+def test_errors_that_act_together_are_said(offset, alike):
+    """The large channel is rounded alike in the residual stream of blocks that follow each other."""
+    model = random_gpt2(TINY)
+    model.transformer.wpe.weight[:, 5] += offset
+    tokens = torch.randint(TINY.vocab_size, (8, 40), generator=torch.Generator().manual_seed(1))
+    found = diagnose(model, tokens, probes=16)
+    html = " ".join(page.page(found).split())
+    ratio = re.search(r"these passes is <b>(\S+) \((\S+) to (\S+)\) times</b>", html)
+    assert float(ratio[2]) < float(ratio[1]) < float(ratio[3])
+    assert (float(ratio[3]) < 1) is alike  # fewer squares than independent ones: they cancel
+    pairs = found.coherence.pairs().query("matters")
+    assert len(pairs) > 0 if alike else pairs.empty
+    row = "residual additions, kernels, block 1" in html and "cancel" in html
+    assert (row, "No pair of sites matters" in html) == (alike, not alike)
+
+
+def test_one_window_says_nothing_about_pairs(tiny_gpt2, tiny_tokens):
+    html = page.page(diagnose(tiny_gpt2, tiny_tokens[:1]))
+    assert "one window says nothing about pairs" in html and "No pair of sites matters" not in html
+
+
 def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
     """The page tells what is multiplied in fp8 from what stays in bf16."""
     found = diagnose(tiny_gpt2, tiny_tokens, format="fp8_e4m3_linear", budget="3 modules")

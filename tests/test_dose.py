@@ -6,14 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TINY, random_gpt2
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.adjoint.targets import logits
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import get_recipe
-from fragility_lab.diagnosis.growth import Growth, growth
+from fragility_lab.diagnosis.growth import growth
 from fragility_lab.diagnosis.measure import compare, numbered, observe
+from fragility_lab.inputs.loading import load
+from fragility_lab.inputs.text import select_windows
 
 TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -82,18 +85,15 @@ def test_a_share_of_errors_needs_those_of_the_fp32_model():
         realisations.dose(run, 0.5)
 
 
-def grown(name: str, target: str) -> Growth:
-    """How the error grows over twelve windows of a small model."""
-    model = random_gpt2(TINY)
-    low = lower(model, get_recipe(name), "emulated")
-    tokens = torch.randint(TINY.vocab_size, (12, 40), generator=torch.Generator().manual_seed(2))
-    whole = numbered(compare(observe(low.model, x, low), observe(model, x), x)[0] for x in tokens.split(1))
-    return growth(low, model, tokens, whole, target)
-
-
-@pytest.mark.parametrize("target", ["hidden", "kl", "logprob"])
-def test_small_errors_grow_in_proportion_and_errors_of_order_one_do_not(target):
-    small, large = grown("fp16", target), grown("fp8_e5m2", target)
-    assert small.in_proportion and small.low < small.ratio < small.high
-    assert small.ratio == pytest.approx(1, abs=0.25)
-    assert not large.in_proportion and large.low > 1.1, "the output saturates"
+@pytest.mark.parametrize("target", ["hidden", "kl"])
+@pytest.mark.parametrize(("name", "proportional"), [("fp16", True), ("fp8_e5m2", False)])
+def test_small_errors_grow_in_proportion_and_large_ones_do_not(name, proportional, target):
+    """With fp8_e5m2 in every kernel of the embedded checkpoint, half of the errors do nearly all."""
+    inputs = load("embedded", "embedded", [name], [64], 8, None, AutoModelForCausalLM)
+    tokens = select_windows(inputs.stream, 64, 8, 0)[1]
+    low = lower(inputs.model, get_recipe(name), "emulated")
+    whole = numbered(compare(observe(low.model, x, low), observe(inputs.model, x), x)[0] for x in tokens.split(1))
+    found = growth(low, inputs.model, tokens, whole, target)
+    assert found.low < found.ratio < found.high
+    assert found.in_proportion is proportional
+    assert found.ratio == pytest.approx(1, abs=0.3) if proportional else found.low > 1.1

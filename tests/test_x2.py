@@ -67,6 +67,19 @@ def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
     assert figures_x2.x2_plans(plans).get_xlabel() == "bits a weight"
 
 
+def test_errors_that_act_together_add_up_to_what_is_measured(setting):
+    """``measured_ratio`` is that of other probes; the Gram matrix agrees with it within its standard errors."""
+    table = x2.coherence_table(setting, ["w8a16-g32"], probes=16).squeeze().to_dict()
+    predicted = setting.predict(get_recipe("w8a16-g32"), "kl").windows.predicted.mean()
+    measured = setting.measure(lower(setting.model, get_recipe("w8a16-g32"))).kl.mean()
+    assert table["measured_ratio"] == pytest.approx(measured / predicted, rel=0.1)
+    assert table["overall"] == pytest.approx(table["inside"] * table["between"])
+    assert abs(table["overall"] - table["measured_ratio"]) < 4 * np.hypot(
+        table["overall_error"], table["measured_ratio_error"]
+    )
+    assert 0 < table["between_error"] < 1 and table["pairs"] >= 0
+
+
 def test_greedy_decoding_reads_the_cache_and_gives_the_text_of_whole_passes():
     model, prompts = random_gpt2(TINY), torch.arange(18).view(3, 6)
     for low in (None, lower(model, "kv-int8")):

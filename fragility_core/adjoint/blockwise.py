@@ -80,15 +80,12 @@ class BlockwiseAttention:
         """As ``probabilities``, with the local errors of the scores and of the probabilities."""
         torch.bmm(query, key.mT, out=score_errors)
         scores = self.round_scores(score_errors, out=out)
-        if self.exact:
-            exact = score_errors.mul_(self.scaling).clone()
-            torch.sub(scores, score_errors, out=score_errors)
-            scores = exact
-        else:
-            torch.sub(scores, score_errors, alpha=self.scaling, out=score_errors)
+        score_errors.mul_(self.scaling)
+        kept = score_errors.clone() if self.exact else scores
+        score_errors.sub_(scores)
         if has_short_range(self.format):
             score_errors.nan_to_num_(0.0, 0.0, 0.0)
-        torch.softmax(self.hide(scores, rows), -1, out=errors)
+        torch.softmax(self.hide(kept, rows), -1, out=errors)
         rounded = self.format.round(errors)
         if self.exact:
             out.copy_(errors)

@@ -1,7 +1,7 @@
 """The estimator: predicted forward error of low-precision passes, and what every rounding contributes to it."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,8 +49,9 @@ class Prediction:
     """What one forward pass, and one backward pass per probe, predict for every window.
 
     ``contributions`` has one row per window, probe and place where values are rounded (``tape.Place``), with its number
-    ``place``, its contribution ``c2`` to the squared error of the target's output, and the columns of
-    ``sites.Sites.table``. Rows of any selection may be summed. ``windows`` has one row per window:
+    ``place``, its contribution ``c2`` to the squared error of the target's output, its ``signed`` contribution
+    <gradient, error> to the probe's product with that error (``coherence``; NaN where signs of errors are not known),
+    and the columns of ``sites.Sites.table``. Rows of any selection may be summed. ``windows`` has one row per window:
 
     - ``predicted``, in the target's unit, and its ``standard_error`` over the probes (NaN for one probe);
     - ``norm``, by whose square the sum of contributions is divided: ||X_L|| for the target "hidden";
@@ -171,12 +172,21 @@ class Adjoint:
         for module in elementwise_modules(self.model):
             replace_forward(module, recomputed.Activation(self.low, self.tape, module))
 
-    def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Prediction:
+    @property
+    def knows_signs(self) -> bool:
+        """Whether the errors are those that rounding makes, with their signs, or the expected size of some."""
+        return self.leaves.exact is not None and self.low.execution != "stochastic"
+
+    def __call__(
+        self, tokens: Tensor, counted: Tensor | None = None, seeds: Sequence[int] | None = None
+    ) -> Prediction:  # fmt: skip
         """Predict the error of each window of ``tokens`` (B, T).
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
-        given. The prediction of a window does not depend on the other windows. Raises ValueError for windows without
-        tokens, for a model in training mode, and for weights that have changed since they were read.
+        given. ``seeds``, one a window, draw its sign vectors in place of ``seed``, by which all windows have the same
+        ones. The prediction of a window does not depend on the other windows. Raises ValueError for windows without
+        tokens, for a model in training mode, for weights that have changed since they were read, and for another number
+        of seeds than of windows.
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
@@ -184,21 +194,24 @@ class Adjoint:
             raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
         if tokens.ndim < 2 or not tokens.numel():
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
+        seeds = [self.seed] * len(tokens) if seeds is None else seeds
+        if len(seeds) != len(tokens):
+            raise ValueError(f"seeds must be one a window, {len(tokens)}, got {len(seeds)}")
         with self.lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
             everywhere = torch.ones((), device=tokens.device)
             scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()
-            norms = [self._passes(i, tokens[i : i + 1], scope) for i, scope in enumerate(scopes)]
+            norms = [self._passes(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
             for window, place in inside.items():  # an infinity is no small error
-                contributions[window, :, place] = np.nan
+                contributions[:, window, :, place] = np.nan
             norms = torch.stack(norms).cpu().double()
-            contributions[~norms.isfinite().numpy()] = np.nan
+            contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
             return self._name_overflow(prediction, tokens, inside)
 
-    def _passes(self, window: int, tokens: Tensor, scope: Tensor) -> Tensor:
+    def _passes(self, window: int, tokens: Tensor, scope: Tensor, seed: int) -> Tensor:
         """Run the passes of a window at every point; return the target's norm over ``scope``, on the device."""
         tape = self.tape
         for arithmetic in self.points:
@@ -208,7 +221,7 @@ class Adjoint:
             with arithmetic, torch.enable_grad():
                 final = self.target.output(self.model, tokens)  # (1, T, ...)
             counted = scope[: final.shape[1]] if scope.ndim else scope
-            generator = torch.Generator(final.device).manual_seed(self.seed)
+            generator = torch.Generator(final.device).manual_seed(seed)
             signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
             self._backward(final, [*tape.leaves, *arithmetic.held.leaves, *parts], signs)
         return self.target.norm(final.detach(), counted)
@@ -232,13 +245,16 @@ class Adjoint:
             self._stream.end()
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
-        """Tidy tables of c^2 (windows, probes, places) and of the norms (windows,) of the target's outputs."""
+        """Tidy tables of ``Tape.contributions`` (2, windows, probes, places) and of the target's norms (windows,)."""
         if len(self._sites) < len(self.tape.places):
             self._sites = Sites(self.model, self.tape).table()
-        window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape))
+        c2, signed = contributions
+        if not self.knows_signs:
+            signed = np.full_like(signed, np.nan)
+        window, probe, place = (axis.ravel() for axis in np.indices(contributions.shape[1:]))
         rows = pd.DataFrame({"window": window, "probe": probe, "place": place})
         sites = self._sites.iloc[place].reset_index(drop=True)
-        rows = pd.concat([rows, sites], axis=1).assign(c2=contributions.ravel())
+        rows = pd.concat([rows, sites], axis=1).assign(c2=c2.ravel(), signed=signed.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "norm": norms.numpy()})
         predicted = predict(rows, windows, self.target.squared)
         return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.tape.ran))

@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 class Tape:
-    """Records ||gradient * error|| for every window, probe and place.
+    """Records ||gradient * error|| and <gradient, error> for every window, probe and place.
 
     Records stay on the device until ``contributions`` is called. Places are numbered in the order in which they are
     first seen, over all passes.
@@ -41,7 +41,7 @@ class Tape:
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
         self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
-        self._records: list[tuple[int, int, int, Tensor]] = []  # the tensor has the norms of several probes
+        self._records: list[tuple[int, int, int, Tensor]] = []  # the tensor (2, P) has norms and sums of P probes
         self._largest: list[tuple[int, int, Tensor]] = []
         self.leaves: list[Tensor] = []  # without a history, made in the passes of the window
 
@@ -161,7 +161,7 @@ class Tape:
         leaf.register_hook(hook)
 
     def record(self, place: int, weighted_error: Tensor, first: int = 0) -> None:
-        """Record the norms of error times gradient (P, ...) of P probes at ``place``; records of one place add up.
+        """Record norm and sum of error times gradient (P, ...) of P probes at ``place``; records of one place add up.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
@@ -169,8 +169,9 @@ class Tape:
         share = self.shares[self.kinds[place]]
         if share:
             alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
-            norms = torch.linalg.vector_norm(alike.reshape(len(alike), -1), dim=1)
-            self._records.append((self.window, self.probe + first, place, norms * share**0.5))
+            alike = alike.reshape(len(alike), -1)
+            found = torch.stack([torch.linalg.vector_norm(alike, dim=1) * share**0.5, alike.sum(1) * share])
+            self._records.append((self.window, self.probe + first, place, found))
 
     def record_largest(self, place: int, stored: Tensor) -> None:
         """Record the largest number ``stored`` at ``place``: infinity after an overflow."""
@@ -184,13 +185,14 @@ class Tape:
         return {window: place for (window, place, _), x in reversed([*zip(records, largest)]) if torch.isposinf(x)}
 
     def contributions(self, windows: int, probes: int) -> np.ndarray:
-        """c^2 (windows, probes, places) from the records since the last call."""
+        """c^2, and then <gradient, error>, (2, windows, probes, places) from the records since the last call."""
         records, self._records = self._records, []
-        total = np.zeros((windows, probes, len(self.places)))
+        total = np.zeros((2, windows, probes, len(self.places)))
         if records:
-            norms = torch.cat([x for *_, x in records]).cpu().double().numpy()  # one transfer from the device
-            where = [(w, first + p, place) for w, first, place, x in records for p in range(len(x))]
-            np.add.at(total, tuple(np.transpose(where)), norms**2)
+            norms, sums = torch.cat([x for *_, x in records], 1).cpu().double().numpy()  # one transfer from the device
+            where = [(w, first + p, place) for w, first, place, x in records for p in range(x.shape[1])]
+            for whole, found in zip(total, (norms**2, sums)):
+                np.add.at(whole, tuple(np.transpose(where)), found)
         return total
 
 

@@ -61,7 +61,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
         passes += len(request.schemes) * 8 * (1 + request.probes)
     free = free_memory(loaded.device)
     if not is_hollow(model):
-        passes += 10 * (1 + request.probes)  # changed choices, and decoding
+        passes += 14 * (1 + request.probes)  # changed choices, decoding, and errors that act together
         return Forecast(plain * passes * count, memory(request, model), free)
     start = seconds(loaded.device)
     for part in parts(model).values():

@@ -18,6 +18,7 @@ from fragility_core.models.tree import within
 from fragility_core.protection import Contributions, Plan
 from fragility_core.protection.bits import Choices
 from fragility_lab import paths
+from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, largest, shares, together
 from fragility_lab.diagnosis.explore import explorer
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.run import Diagnosis
@@ -39,11 +40,6 @@ TARGETS = {
 }
 # What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
 MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}
-SITE_NAMES = {
-    "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
-    "context": "attention context", "projection": "attention projections", "attention": "attention, other",
-    "mlp": "MLP", "embedding": "embedding", "router": "router", "head": "head",
-}  # fmt: skip
 
 
 def price(plan: Plan) -> str:
@@ -211,28 +207,6 @@ def alternatives(contributions: Contributions, write: Callable[[float], str] = p
     return rows
 
 
-def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
-    """Share of the squared error by ``columns`` of the places, largest first."""
-    summed = contributions.structure.places.assign(c2=contributions.relative).groupby(columns).c2.sum()
-    return (summed / summed.sum()).sort_values(ascending=False)
-
-
-def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str, str]]:
-    """Module, kind of site and share of the ``count`` largest contributions."""
-    by_module = shares(contributions, ["module", "site"]).head(count)
-    named = [(module or "the model itself", SITE_NAMES[site]) for module, site in by_module.index]
-    return [(*names, percent(share)) for names, share in zip(named, by_module)]
-
-
-def block_shares(contributions: Contributions) -> pd.Series:
-    """Share of the squared error by block, with what comes before and after the blocks, in the model's order."""
-    places = contributions.structure.places
-    names = places.layer.astype("string").fillna(places.site.map({"embedding": "embedding"}).fillna("after"))
-    summed = pd.Series(contributions.relative).groupby(names.to_numpy()).sum()
-    order = sorted(summed.index, key=lambda name: {"embedding": -1, "after": len(places)}.get(name) or int(name))
-    return summed[order] / summed.sum()
-
-
 def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
     """What rounding does to the tokens, without and with the plan: rows of ``measure.compare`` as texts."""
     plans, rows = {"none": measured, "recommended": protected}, []
@@ -332,6 +306,7 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
         overflowing=diagnosis.prediction.windows.query("overflow != ''"),
         effects=[] if measured is None or measured.empty else effects(measured, protected),
         modules=[] if contributions is None else largest(contributions),
+        together=None if diagnosis.coherence is None else together(diagnosis.coherence),
         price=None if plan is None else price(plan),
         alternatives=[] if contributions is None else alternatives(contributions, write_prediction),
         ranges=ranges.to_numpy().tolist(),

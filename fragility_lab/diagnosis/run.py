@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fragility_core import adjoint
+from fragility_core.adjoint.coherence import Coherence, coherence
 from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
@@ -37,8 +38,9 @@ class Diagnosis:
     reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
     rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window, and
-    ``flips`` that of changed choices, for models in the whole form.
-    With a reference, ``growth`` says whether the error grows in proportion, for models in the whole form.
+    ``flips`` that of changed choices, for models in the whole form. For these ``coherence`` says which errors act
+    together without a plan, unless every window overflows, and ``growth``, with a reference, whether the error grows
+    in proportion.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
     implementation that ran.
     """
@@ -60,6 +62,7 @@ class Diagnosis:
     choice: Choice | None = None
     attention: str = ""
     flips: Flips | None = None
+    coherence: Coherence | None = None
     growth: Growth | None = None
 
 
@@ -108,14 +111,21 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
-    choosing = None if is_hollow(model) else flips.find(low, model, tokens, prediction, request.probes, referenced)
-    doubled = referenced and not is_hollow(model) and low.execution != "stochastic"
+    whole = not is_hollow(model)
+    choosing = flips.find(low, model, tokens, prediction, request.probes, referenced) if whole else None
+    together = errors_together(low, model, tokens, request) if whole and contributions is not None else None
+    grown = growth(low, model, tokens, measured, request.measured_in) if whole and referenced else None
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
         measured, drift, protected, protected_drift, changed, planned, choices, choice,
-        attention_of(model) or "its own", choosing,
-        growth(low, model, tokens, measured, request.measured_in) if doubled else None,
+        attention_of(model) or "its own", choosing, together, grown,
     )  # fmt: skip
+
+
+def errors_together(low: LowPrecision, model, tokens: Tensor, request: Request) -> Coherence:
+    """Which errors of the low-precision passes over ``tokens`` (B, T) act together; takes as long as an estimate."""
+    estimator = adjoint.Adjoint(low, model, request.probes, target=request.measured_in)
+    return coherence(estimator, progress(tokens, desc="errors that act together"))
 
 
 def chosen_from(

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.adjoint import Adjoint, Prediction
+from fragility_core.adjoint.coherence import coherence, quotient
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.protection import apply
@@ -85,6 +86,24 @@ def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray) ->
     """Means over windows, and their ratio with its interval."""
     means = {"recipe": recipe, "quantity": quantity, "predicted": predicted.mean(), "measured": found.mean()}
     return means | ratio(predicted, found)
+
+
+def coherence_table(setting: Setting, recipes: Sequence[str], probes: int) -> pd.DataFrame:
+    """One row per recipe: the measured KL over the prediction, and whether errors that act together explain it.
+
+    ``measured_ratio`` is over the sum of squares of the same passes, ``overall`` the sum of the Gram matrix over it:
+    ``inside`` of groups of sites times ``between`` them. Each has its standard error over windows. ``pairs`` matter.
+    """
+    rows = []
+    for name in progress(recipes, desc="errors that act together"):
+        low = lower(setting.model, get_recipe(name))
+        found = coherence(Adjoint(low, setting.model, probes, target="kl", gradients="both"), setting.windows)
+        parts = {"inside": found.inside(), "between": found.between(), "overall": found.overall()}
+        parts["measured_ratio"] = quotient(setting.measure(low).kl.to_numpy(), found.squares)
+        columns = {key: ratio for key, (ratio, _) in parts.items()}
+        columns |= {f"{key}_error": error for key, (_, error) in parts.items()}
+        rows.append({"recipe": name} | columns | {"pairs": int(found.pairs().matters.sum())})
+    return pd.DataFrame(rows)
 
 
 def layer_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:

@@ -1,0 +1,69 @@
+"""Where the error comes from: shares of sites, modules and blocks, and which errors act together."""
+
+import pandas as pd
+from scipy import stats
+
+from fragility_core.adjoint.coherence import MATTERS, Coherence
+from fragility_core.protection import Contributions
+from fragility_lab.reporting.tables import number, percent
+
+SITE_NAMES = {
+    "residual": "residual additions", "norm": "norms", "scores": "attention scores", "softmax": "softmax",
+    "context": "attention context", "projection": "attention projections", "attention": "attention, other",
+    "mlp": "MLP", "embedding": "embedding", "router": "router", "head": "head",
+}  # fmt: skip
+PAIRS = 5  # that a page names
+
+
+def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
+    """Share of the squared error by ``columns`` of the places, largest first."""
+    summed = contributions.structure.places.assign(c2=contributions.relative).groupby(columns).c2.sum()
+    return (summed / summed.sum()).sort_values(ascending=False)
+
+
+def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str, str]]:
+    """Module, kind of site and share of the ``count`` largest contributions."""
+    by_module = shares(contributions, ["module", "site"]).head(count)
+    named = [(module or "the model itself", SITE_NAMES[site]) for module, site in by_module.index]
+    return [(*names, percent(share)) for names, share in zip(named, by_module)]
+
+
+def block_shares(contributions: Contributions) -> pd.Series:
+    """Share of the squared error by block, with what comes before and after the blocks, in the model's order."""
+    places = contributions.structure.places
+    names = places.layer.astype("string").fillna(places.site.map({"embedding": "embedding"}).fillna("after"))
+    summed = pd.Series(contributions.relative).groupby(names.to_numpy()).sum()
+    order = sorted(summed.index, key=lambda name: {"embedding": -1, "after": len(places)}.get(name) or int(name))
+    return summed[order] / summed.sum()
+
+
+def interval(found: tuple[float, float], windows: int) -> str:
+    """A ratio with its 95 % interval, Student's, from its standard error over ``windows``."""
+    ratio, half = found[0], found[1] * stats.t.isf(0.025, windows - 1)
+    return number(ratio, ".2f") + (
+        f" ({number(ratio - half, '.2f')} to {number(ratio + half, '.2f')})" if windows > 1 else ""
+    )
+
+
+def together(coherence: Coherence) -> dict[str, object]:
+    """What the page says of errors that act together: ratios, the ``pairs`` that matter, and how many there are."""
+    pairs, windows = coherence.pairs(), len(coherence.grams)
+    names = [named(*group) for group in coherence.groups[["layer", "site", "kind"]].itertuples(index=False)]
+    shown = pairs[pairs.matters].head(PAIRS)
+    return {
+        "between": interval(coherence.between(), windows),
+        "inside": interval(coherence.inside(), windows),
+        "count": len(pairs),
+        "windows": windows,
+        "visible": percent(max(pairs.limit.max(), MATTERS)),
+        "matter": int(pairs.matters.sum()),
+        "pairs": [
+            (names[pair.first], names[pair.second], "reinforce" if pair.share > 0 else "cancel", percent(pair.share))
+            for pair in shown.itertuples()
+        ],
+    }
+
+
+def named(layer: object, site: str, kind: str) -> str:
+    """A group of sites in words."""
+    return f"{SITE_NAMES[site]}, {kind}s" + ("" if pd.isna(layer) else f", block {layer}")
