@@ -108,7 +108,7 @@ windows: $(ENVIRONMENT)  ## E2 and E3 on held-back text in windows that no two s
 	@$(EXECUTE) e3_patching $(INDEPENDENT)
 
 .PHONY: seeds
-seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say, and the report (ten core-minutes a seed)
+seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say, and the report (six core-minutes a seed)
 	@$(EXECUTE) e5_seeds $(GIVEN)
 	@$(EXECUTE) report $(GIVEN)
 
