@@ -1,8 +1,8 @@
 """Pretended devices, so that code for GPUs can be tested without one.
 
-A ``Far`` tensor says that it is on the device "meta" or "meta:1", and holds its values in a CPU tensor. Kernels compute on the CPU.
-Operands on two devices are refused, as CUDA refuses them, and whatever makes a host wait is counted. Not covered: code
-that asks for CUDA by name, and derivatives in forward mode.
+A ``Far`` tensor says that it is on the device "meta" or "meta:1", and holds its values in a CPU tensor. Kernels compute
+on the CPU. Operands on two devices are refused, as CUDA refuses them, and whatever makes a host wait is counted. Not
+covered: code that asks for CUDA by name, and derivatives in forward mode.
 """
 
 import sys

@@ -31,7 +31,16 @@ from fragility_core.models.tree import is_block
 GET_DTYPE = Tensor.dtype.__get__
 # Half of the calls that a model makes. They take a short way: questions about a tensor, and moves of one tensor.
 QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
-MOVES = {Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, Tensor.cpu, Tensor.cuda, functional.dropout}
+MOVES = {
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.transpose,
+    Tensor.split,
+    Tensor.contiguous,
+    Tensor.cpu,
+    Tensor.cuda,
+    functional.dropout,
+}
 
 
 @cache

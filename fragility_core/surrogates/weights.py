@@ -94,7 +94,9 @@ class WeightStatistics:
             for key, value in zip(weights, values.unbind()):
                 norms.setdefault(key.split()[0], []).append(value)
         gammas = {
-            f"gamma_{site}_max": torch.stack(together(getattr(b, f"norm_{site}").gamma for b in self.blocks)).abs().amax(-1)
+            f"gamma_{site}_max": torch.stack(together(getattr(b, f"norm_{site}").gamma for b in self.blocks))
+            .abs()
+            .amax(-1)
             for site in (1, 2)
         }
         return self._collected({name: torch.stack(together(values)) for name, values in norms.items()} | gammas)
