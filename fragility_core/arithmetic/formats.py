@@ -141,8 +141,8 @@ def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, 
 def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
     """``count`` random bits an entry, int32 of the shape of ``like``; a draw of 64 bits gives two or four entries."""
     lane = torch.int16 if count <= 16 else torch.int32
-    draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=generator.device)
-    lanes = draws.random_(-(2**63), None, generator=generator).to(like.device).view(lane)[: like.numel()]
+    draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=like.device)
+    lanes = draws.random_(-(2**63), None, generator=generator).view(lane)[: like.numel()]
     return lanes.view(like.shape).to(torch.int32).bitwise_and_((1 << count) - 1)
 
 
