@@ -143,7 +143,8 @@ def test_a_streamed_model_on_several_devices_is_refused():
 @pytest.mark.parametrize(
     ("gpus", "share", "form", "kind"),
     [(2, 0.7, "auto", "auto"), (2, 0.7, "whole", "auto"), (2, 0.7, "streamed", "streamed"),
-     (2, 0.5, "auto", "streamed"), (1, 0.7, "auto", "streamed"), (2, 1.1, "auto", None), (2, 0.5, "whole", None), (0, 0.7, "auto", "streamed")],
+     (2, 0.5, "auto", "streamed"), (1, 0.7, "auto", "streamed"),
+     (2, 1.1, "auto", None), (2, 0.5, "whole", None), (0, 0.7, "auto", "streamed")],
 )  # fmt: skip
 def test_the_form_follows_from_the_memory_of_the_gpus(gpus, share, form, kind, monkeypatch):
     request = replace(ASKED, form=form)
