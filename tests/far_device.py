@@ -161,7 +161,7 @@ def far_device(monkeypatch) -> Iterator[torch.device]:
 
 
 def spread(model: nn.Module, places: dict[str, torch.device]) -> nn.Module:
-    """``model``, changed in place, with its modules on the devices ``places``, as ``accelerate.dispatch_model`` has them.
+    """``model``, changed in place, with its modules at ``places``, as ``accelerate.dispatch_model`` has them.
 
     That function itself would take "cpu" for a place from which weights are read anew, and "meta" for no place at all.
     """
