@@ -1,8 +1,8 @@
-"""A pretended second device, so that code for a GPU can be tested without one.
+"""Pretended devices, so that code for GPUs can be tested without one.
 
-A ``Far`` tensor says that it is on the device "meta", and holds its values in a CPU tensor. Kernels compute on the CPU.
-Operands on two devices are refused, as CUDA refuses them, and whatever makes a host wait is counted. Not covered: code
-that asks for CUDA by name, and derivatives in forward mode.
+A ``Far`` tensor says that it is on the device "meta" or "meta:1", and holds its values in a CPU tensor. Kernels compute
+on the CPU. Operands on two devices are refused, as CUDA refuses them, and whatever makes a host wait is counted. Not
+covered: code that asks for CUDA by name, and derivatives in forward mode.
 """
 
 import sys
@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_execution_device_hook
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-FAR = torch.device("meta")
+CPU, FAR, FARTHER = map(torch.device, ("cpu", "meta", "meta:1"))
 aten = torch.ops.aten
 
 TRANSFERS = {aten._to_copy.default, aten.copy_.default}
@@ -31,13 +32,14 @@ waits: Counter[str] = Counter()  # how often a host would have waited since the 
 
 
 class Far(Tensor):
-    """A tensor on the far device."""
+    """A tensor on a far device."""
 
     @staticmethod
-    def __new__(cls, near: Tensor):
+    def __new__(cls, near: Tensor, device: torch.device = FAR):
         outside = Tensor._make_wrapper_subclass(
-            cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype, device=FAR
-        )
+            cls, near.shape, strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype,
+            device=device,
+        )  # fmt: skip
         outside.near = near
         return outside
 
@@ -52,7 +54,7 @@ class Far(Tensor):
 
     @property
     def data(self):
-        return Far(self.near.data)
+        return Far(self.near.data, self.device)
 
     @data.setter
     def data(self, value):
@@ -81,37 +83,37 @@ def near(x):
     return x.near if is_far(x) else x
 
 
-def far(x: Tensor) -> Far:
-    return x if is_far(x) else Far(x)
+def put(x: Tensor, device: torch.device) -> Tensor:
+    return x if is_far(x) or device == CPU else Far(x, device)
 
 
 def run(func, args: tuple, kwargs: dict):
     """Compute ``func`` on the CPU and put its results on the device that would hold them."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    to_far = any(map(is_far, tensors))
+    place = next((x.device for x in tensors if is_far(x)), CPU)
     if kwargs.get("device") is not None:
-        to_far = torch.device(kwargs["device"]) == FAR
-        kwargs = kwargs | {"device": torch.device("cpu")}
-    note_waits(func, args, tensors, to_far)
+        place = torch.device(kwargs["device"])
+        kwargs = kwargs | {"device": CPU}
+    note_waits(func, args, tensors, place)
     inside = {id(near(x)): x for x in tensors}  # an argument that is changed in place is returned itself
     results = func(*tree_map(near, args), **tree_map(near, kwargs))
-    if func is aten._to_copy.default and to_far != is_far(args[0]):
+    if func is aten._to_copy.default and place != args[0].device:
         results = results.clone()
 
     def placed(y):
         if id(y) in inside or not isinstance(y, Tensor):
             return inside.get(id(y), y)
-        return far(y) if to_far else y
+        return put(y, place)
 
     return tree_map(placed, results)
 
 
-def note_waits(func, args: tuple, tensors: list[Tensor], to_far: bool) -> None:
+def note_waits(func, args: tuple, tensors: list[Tensor], place: torch.device) -> None:
     """Count what a host would wait for. Raises RuntimeError for operands on two devices."""
-    if func is aten._to_copy.default and to_far != is_far(args[0]):
-        waits["to the device" if to_far else "to the host"] += 1
-    elif func is aten.copy_.default and is_far(args[0]) != is_far(args[1]) and args[1].ndim:
-        waits["to the device" if is_far(args[0]) else "to the host"] += 1
+    if func is aten._to_copy.default:
+        note_transfer(args[0].device, place)
+    elif func is aten.copy_.default and args[1].ndim:
+        note_transfer(args[1].device, args[0].device)
     if not any(map(is_far, tensors)) or func in TRANSFERS:
         return
     if func in READ_BY_THE_HOST:
@@ -121,9 +123,15 @@ def note_waits(func, args: tuple, tensors: list[Tensor], to_far: bool) -> None:
             if index is not None and (not is_far(index) or index.dtype == torch.bool):
                 waits["an index or mask"] += 1
         return
-    apart = [tuple(x.shape) for x in tensors if not is_far(x) and x.ndim]
+    apart = [tuple(x.shape) for x in tensors if x.device != place and (is_far(x) or x.ndim)]
     if apart or (func._schema.is_mutable and not is_far(args[0]) and isinstance(args[0], Tensor)):
-        raise RuntimeError(f"{func.name()} has operands on two devices: on the CPU those of shapes {apart}")
+        raise RuntimeError(f"{func.name()} has operands on two devices: not on {place} are those of shapes {apart}")
+
+
+def note_transfer(source: torch.device, target: torch.device) -> None:
+    """Count a transfer if a host would wait for it; it does not for one between two far devices."""
+    if (source == CPU) != (target == CPU):
+        waits["to the host" if target == CPU else "to the device"] += 1
 
 
 class FarMode(TorchDispatchMode):
@@ -138,10 +146,10 @@ def far_device(monkeypatch) -> Iterator[torch.device]:
 
     def tensor(data, *, device=None, pin_memory=False, **options):
         made = make(data, **options)
-        if device is None or torch.device(device) != FAR:
+        if device is None or torch.device(device) == CPU:
             return made
         waits["to the device"] += 1
-        return far(made)
+        return put(made, torch.device(device))
 
     monkeypatch.setattr("fragility_lab.inputs.checkpoints.default_device", lambda: FAR.type)
     monkeypatch.setattr(torch, "tensor", tensor)
@@ -150,3 +158,18 @@ def far_device(monkeypatch) -> Iterator[torch.device]:
     with FarMode():
         waits.clear()
         yield FAR
+
+
+def spread(model: nn.Module, places: dict[str, torch.device]) -> nn.Module:
+    """``model``, changed in place, with its modules at ``places``, as ``accelerate.dispatch_model`` has them.
+
+    That function itself would take "cpu" for a place from which weights are read anew, and "meta" for no place at all.
+    """
+    for path, device in places.items():
+        module = model.get_submodule(path).to(device)
+        add_hook_to_module(module, AlignDevicesHook(device, place_submodules=True, skip_keys="past_key_values"))
+        attach_execution_device_hook(module, device, skip_keys="past_key_values")
+    first = next(iter(places.values()))
+    add_hook_to_module(model, AlignDevicesHook(first, io_same_device=True, skip_keys="past_key_values"))
+    model.hf_device_map = places
+    return model

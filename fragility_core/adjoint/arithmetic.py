@@ -31,7 +31,16 @@ from fragility_core.models.tree import is_block
 GET_DTYPE = Tensor.dtype.__get__
 # Half of the calls that a model makes. They take a short way: questions about a tensor, and moves of one tensor.
 QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
-MOVES = {Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, functional.dropout}
+MOVES = {
+    Tensor.view,
+    Tensor.reshape,
+    Tensor.transpose,
+    Tensor.split,
+    Tensor.contiguous,
+    Tensor.cpu,
+    Tensor.cuda,
+    functional.dropout,
+}
 
 
 @cache
@@ -114,13 +123,12 @@ class LowArithmetic(TorchFunctionMode):
     """
 
     def __init__(
-        self, recipe: Recipe, tape: Tape, held: Held, device: torch.device,
+        self, recipe: Recipe, tape: Tape, held: Held,
         stochastic: bool = False, rounding: bool = True, exact: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.recipe, self.format, self.tape, self.held = recipe, recipe.kernels, tape, held
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
-        self._fast = fast_products(device)
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
 
     @contextmanager
@@ -189,8 +197,8 @@ class LowArithmetic(TorchFunctionMode):
 
     def _run(self, call: FunctionCall) -> Any:
         requested = self._requested_dtype(call)
-        if call.func in CASTS and requested is not None:
-            return self._cast(call.args[0], requested)
+        if call.func in CASTS and (requested is not None or call.func == Tensor.to):
+            return self._moved_cast(call, requested)
         low = requested == self.format.compute_dtype
         if low:
             call.args = tuple(torch.float32 if x is requested else x for x in call.args)
@@ -198,7 +206,8 @@ class LowArithmetic(TorchFunctionMode):
         elif requested is None:  # type promotion decides
             operands = [call.args[0]] if call.in_place else deciding(call.floating)
             low = bool(operands) and all(map(stored_as, operands))
-        result = self._fast.get((call.name, call.product), call.func)(*call.args, **call.kwargs)
+        function = fast_products(call.floating[0].device).get((call.name, call.product)) if call.product else None
+        result = (function or call.func)(*call.args, **call.kwargs)
         if not low:
             return result
         if call.in_place:
@@ -213,6 +222,15 @@ class LowArithmetic(TorchFunctionMode):
         if call.func in CASTS and len(call.args) > 1 and isinstance(call.args[1], Tensor):
             return self.dtype(call.args[1])
         return next((x for x in (*call.args, *call.kwargs.values()) if isinstance(x, torch.dtype)), None)
+
+    def _moved_cast(self, call: FunctionCall, dtype: torch.dtype | None) -> Tensor:
+        """The tensor of ``call`` as ``dtype``, if that is given, on the device that the call names, if it does."""
+        x, *given = call.args
+        if dtype is None:
+            return self._move(call.func, call.args, call.kwargs)
+        places = (x.device if isinstance(x, Tensor) else x for x in (*given, *call.kwargs.values()))
+        device = next((place for place in places if isinstance(place, torch.device)), x.device)
+        return self._cast(x if device == x.device else self._move(Tensor.to, (x, device), {}), dtype)
 
     def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == self.dtype(x):

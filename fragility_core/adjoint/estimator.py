@@ -30,7 +30,7 @@ from fragility_core.arithmetic.internals import (
 )
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, require_low, sharing_copy
-from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.arithmetic.nested import entering, map_tensors, tensors, together
 from fragility_core.arithmetic.recipes import Recipe
 from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import is_block
@@ -144,11 +144,11 @@ class Adjoint:
         self._stream = Stream(self.model, leaves, self.tape) if is_hollow(self.model) else None
         stays = [path for path in leaves.tensors if self._stream is None or path not in self._stream.paths]
         self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
-        stochastic, device = low.execution == "stochastic", next(self.model.parameters()).device
+        stochastic = low.execution == "stochastic"
         self.points = []
         for exact in {"low": [False], "fp32": [True], "both": [False, True]}[gradients]:
             held = leaves.make(stays, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf))
-            self.points.append(LowArithmetic(self.recipe, self.tape, held, device, stochastic, rounding, exact))
+            self.points.append(LowArithmetic(self.recipe, self.tape, held, stochastic, rounding, exact))
         self._follow_modules()
         if not stochastic:
             self._recompute(rounding)
@@ -220,7 +220,7 @@ class Adjoint:
             parts = [] if self._stream is None else [self._stream.begin()]
             with arithmetic, torch.enable_grad():
                 final = self.target.output(self.model, tokens)  # (1, T, ...)
-            counted = scope[: final.shape[1]] if scope.ndim else scope
+            counted = (scope[: final.shape[1]] if scope.ndim else scope).to(final.device)
             generator = torch.Generator(final.device).manual_seed(seed)
             signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
             self._backward(final, [*tape.leaves, *arithmetic.held.leaves, *parts], signs)
@@ -279,6 +279,8 @@ def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     The block gets tensors of its own, so that what all blocks share (rotary embeddings) first has its gradients added
     up in each block. Streamed passes cannot but do so, and both forms are to give the same bits.
     """
+    with without_function_modes():
+        args, kwargs = entering(block, args, kwargs)
     stream = args[0] if args else kwargs.get("hidden_states")
     if isinstance(stream, Tensor):
         mark_stream(stream)
@@ -316,5 +318,5 @@ def first_nonfinite(low: LowPrecision, run: Callable[[nn.Module], object]) -> st
             stack.callback(module.register_forward_hook(recorder(path)).remove)
         with low.running():
             run(low.model)
-    flags = torch.stack([x for _, x in finite]).tolist()  # one transfer from the device
+    flags = torch.stack(together(x for _, x in finite)).tolist()  # one transfer from the device
     return next((path for (path, _), flag in zip(finite, flags) if not flag), None)

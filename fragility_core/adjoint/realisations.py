@@ -29,8 +29,8 @@ def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = F
     """``error`` times a random sign for each entry, or if ``alike`` for each channel, the last dimension."""
     shape = error.shape[-1:] if alike else error.shape
     pairs = shape.numel() // 2 + 1  # of 32 bits, the first of which is the sign
-    bits = torch.randint(-(2**62), 2**62, (pairs,), generator=generator, device=error.device)
-    signs = bits.view(torch.float32)[: shape.numel()].view(shape)
+    bits = torch.randint(-(2**62), 2**62, (pairs,), generator=generator, device=generator.device)
+    signs = bits.to(error.device).view(torch.float32)[: shape.numel()].view(shape)
     if alike:  # errors of one channel keep their signs relative to each other
         return error * torch.copysign(error.new_ones(()), signs)
     return torch.copysign(error, signs)
@@ -98,7 +98,7 @@ class RealisedArithmetic(LowArithmetic):
     """
 
     def __init__(self, at: LowArithmetic, held: Held, base: str, rounding: Rounding | None):
-        super().__init__(at.recipe, at.tape, held, next(iter(held.weights.values())).device, rounding=at.rounding)
+        super().__init__(at.recipe, at.tape, held, rounding=at.rounding)
         self.base, self.rounding_by = base, rounding
         self.format = Realised(at.recipe.kernels, rounding)
 

@@ -9,6 +9,7 @@ Products are the library's own, but their gradients take less time than the libr
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +131,7 @@ class Activation:
     def __call__(self, x: Tensor) -> Tensor:
         if stored_as(x) is None or not x.requires_grad or current_function_mode().exact:
             return self.function(x)
-        if self.table is None:
+        if self.table is None or self.table.device != x.device:
             self.table = tabulate(self.low, self.function, x.device)
         with without_function_modes():
             low = x.detach().to(self.low.format.compute_dtype).contiguous()
@@ -203,6 +204,7 @@ def scaled_dot_product_attention(
     return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
+@cache
 def fast_products(device: torch.device) -> dict[tuple[str, str], Callable[..., Tensor]]:
     """What replaces functions of torch on ``device``, by the name of the function and ``Place.product``."""
     fast: dict[tuple[str, str], Callable[..., Tensor]] = {}

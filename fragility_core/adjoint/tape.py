@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fragility_core.adjoint.probes import of_probes
 from fragility_core.arithmetic.internals import base_of
+from fragility_core.arithmetic.nested import together
 from fragility_core.arithmetic.recipes import Stored
 from fragility_core.models.tree import within
 
@@ -181,7 +182,7 @@ class Tape:
     def overflows(self) -> dict[int, int]:
         """For every window that stored +inf since the last call, the first place that did."""
         records, self._largest = self._largest, []
-        largest = torch.stack([x for *_, x in records]).cpu() if records else ()  # one transfer from the device
+        largest = torch.stack(together(x for *_, x in records)).cpu() if records else ()  # one transfer from the device
         return {window: place for (window, place, _), x in reversed([*zip(records, largest)]) if torch.isposinf(x)}
 
     def contributions(self, windows: int, probes: int) -> np.ndarray:
@@ -189,7 +190,9 @@ class Tape:
         records, self._records = self._records, []
         total = np.zeros((2, windows, probes, len(self.places)))
         if records:
-            norms, sums = torch.cat([x for *_, x in records], 1).cpu().double().numpy()  # one transfer from the device
+            norms, sums = (
+                torch.cat(together(x for *_, x in records), 1).cpu().double().numpy()
+            )  # one transfer from the device
             where = [(w, first + p, place) for w, first, place, x in records for p in range(x.shape[1])]
             for whole, found in zip(total, (norms**2, sums)):
                 np.add.at(whole, tuple(np.transpose(where)), found)

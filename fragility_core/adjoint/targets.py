@@ -73,7 +73,7 @@ def log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
     It changes as the log probability of t does, to first order.
     """
     z = logits(model, tokens)[:, :-1]
-    return z.gather(-1, tokens[:, 1:, None]) - (distribution(z) * z).sum(-1, keepdim=True)
+    return z.gather(-1, tokens[:, 1:, None].to(z.device)) - (distribution(z) * z).sum(-1, keepdim=True)
 
 
 def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -237,6 +237,17 @@ def replace_forward(module: nn.Module, forward: Callable) -> None:
     module.forward = forward
 
 
+def spreading_hooks(model: nn.Module) -> list[Any]:
+    """What accelerate has hung on the modules of ``model`` to move values, and perhaps weights, between devices."""
+    found = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    return [each for hook in found for each in getattr(hook, "hooks", [hook])]  # one may hold several
+
+
+def own_forward(module: nn.Module) -> Callable:
+    """The forward of ``module`` inside of what accelerate has hung on it."""
+    return getattr(module, "_old_forward", module.forward)
+
+
 # What is hidden on parameters: where the entries of a hollow one come from (``models.hollow``).
 
 

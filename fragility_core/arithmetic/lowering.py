@@ -22,7 +22,7 @@ from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, rep
 from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
 from fragility_core.arithmetic.operands import RoundedOperands, linear_weights, owner, rounded_weight
 from fragility_core.arithmetic.recipes import GIVEN, Operands, Recipe, Stored, get_recipe
-from fragility_core.models.hollow import filled, hollow_parameter, replaced
+from fragility_core.models.hollow import filled, hollow_parameter, replaced, require_own_places
 
 TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU's fused attention takes 16 bits alone
 
@@ -154,14 +154,19 @@ class LowPrecision:
         """The same rounded weights, with each kernel's result rounded stochastically (Croci et al. 2022).
 
         With equal seeds, the same passes in the same order give equal results; see ``formats.round_stochastically``.
-        Raises ValueError where weights alone are in the format.
+        Raises ValueError where weights alone are in the format, and for a model on several devices.
         """
         if self.weights_only:
             raise ValueError(
                 "stochastic rounding needs kernels whose results are rounded, but here weights alone are in "
                 f'{self.recipe.name}: lower the model with execution="auto"'
             )
-        generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
+        device, *others = {p.device for p in self.model.parameters()}
+        if others:
+            raise ValueError(
+                f"stochastic rounding draws its bits on one device, got a model on {1 + len(others)}: load it on one"
+            )
+        generator = torch.Generator(device).manual_seed(seed)
         return replace(self, emulation=Emulation(self.format, generator))
 
     @contextmanager
@@ -199,7 +204,8 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     ``execution`` may insist on "native" or "emulated". With "weights", parameters alone are rounded and kernels compute
     in fp32. Raises ValueError for an unknown recipe or execution, for static scales that were not measured, for a model
     without parameters or not in fp32, and where native kernels are asked for in a format that torch does not compute
-    in.
+    in. The parts of a model may lie on several devices, as accelerate's ``device_map`` puts them; each stays on its
+    own. Raises ValueError where accelerate moves weights, too, and for a streamed model on several devices.
     """
     chosen = get_recipe(recipe)
     kernels = chosen.kernels
@@ -213,6 +219,7 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
             f"a model must be lowered from fp32 parameters, got {', '.join(map(str, sorted(other, key=str)))}: load it "
             "with from_pretrained(..., dtype=torch.float32), or call model.float()"
         )
+    require_own_places(model)
     if execution not in ("auto", "native", "emulated", "weights"):
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":
@@ -222,7 +229,8 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError(f"a model must have parameters to be lowered, got a {type(model).__name__} without")
-    native = execution == "native" or (execution == "auto" and has_native_kernels(kernels, first.device))
+    devices = {p.device for p in model.parameters()}
+    native = execution == "native" or (execution == "auto" and all(has_native_kernels(kernels, d) for d in devices))
     low = rounded_copy(model, chosen)
     if kernels.compute_dtype.itemsize == 2 and kernels.elementwise:
         for module in elementwise_modules(low):

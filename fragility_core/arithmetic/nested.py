@@ -4,12 +4,12 @@ torch's pytree knows all of these, but takes several times as long, and emulatio
 lists and dictionaries are handled here. Caches and other objects that pytree does not know are left as they are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from fragility_core.arithmetic.internals import tree_leaves, tree_map_only
+from fragility_core.arithmetic.internals import copy_marks, tree_leaves, tree_map_only
 
 PLAIN = (int, float, bool, str, type(None))
 
@@ -37,3 +37,19 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
     elif type(value) not in PLAIN:
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def together(values: Iterable[Tensor]) -> list[Tensor]:
+    """``values`` on the device of the first one. The parts of a model may lie on several, and each keeps its own."""
+    values = list(values)
+    return [x.to(values[0].device) for x in values]
+
+
+def entering(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A hook before the forward of ``module``: its arguments on its device, where accelerate would move them later.
+
+    The module's other hooks and its children then see the same tensors.
+    """
+    own = next(module.parameters(), None)
+    device = None if own is None else own.device
+    return map_tensors((args, kwargs), lambda x: x if device in (None, x.device) else copy_marks(x, x.to(device)))

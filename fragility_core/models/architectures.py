@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fragility_core.arithmetic.nested import entering
 from fragility_core.models.hollow import loaded
 from fragility_core.models.norms import Norm, known_norm
 from fragility_core.models.tree import attention_modules, block_paths, is_linear
@@ -271,6 +272,7 @@ def one_token_pass(base: PreTrainedModel, found: list[nn.Module]) -> dict[nn.Mod
     calls: dict[nn.Module, dict[nn.Module, ModuleCall]] = {block: {} for block in found}
     with ExitStack() as stack:
         for block in found:
+            stack.callback(block.register_forward_pre_hook(entering, with_kwargs=True).remove)
 
             def record(module, args, kwargs, output, own=calls[block]):
                 read, returned = _tensor(args or kwargs.get("hidden_states")), _tensor(output)

@@ -13,7 +13,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from fragility_core.arithmetic.internals import mark_hollow, replace_forward, source_of
+from fragility_core.arithmetic.internals import (
+    mark_hollow,
+    own_forward,
+    replace_forward,
+    source_of,
+    spreading_hooks,
+)
 from fragility_core.models.tree import block_paths
 
 M_MMAP_THRESHOLD = -3  # its number in malloc.h
@@ -53,6 +59,21 @@ def widen(parameter: nn.Parameter) -> None:
 def is_hollow(model: nn.Module) -> bool:
     """Whether some parameter of ``model`` is hollow."""
     return any(source_of(parameter) is not None for parameter in model.parameters())
+
+
+def require_own_places(model: nn.Module) -> None:
+    """Raises ValueError where accelerate moves weights of ``model``, or values between the parts of a hollow one."""
+    hooks = spreading_hooks(model)
+    if any(getattr(hook, "offload", False) for hook in hooks):
+        raise ValueError(
+            "weights must stay on their devices, but accelerate has put some on the CPU or the disk: load the model "
+            "with a device_map of GPUs alone, or streamed (models.files.open_hollow)"
+        )
+    if hooks and any(isinstance(own_forward(m), Loading) for m in model.modules()):
+        raise ValueError(
+            "a streamed model runs on one device, which needs the memory of one part of it, but accelerate has spread "
+            "this one: open it without a device_map, and give other windows to other devices"
+        )
 
 
 @contextmanager

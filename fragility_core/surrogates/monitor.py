@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.attention import observers, observing_attention
 from fragility_core.arithmetic.lowering import LowPrecision, require_low
+from fragility_core.arithmetic.nested import entering, together
 from fragility_core.models.architectures import Block, blocks
 from fragility_core.models.hollow import loaded
 from fragility_core.models.norms import Norm
@@ -48,6 +49,7 @@ class PassRecord:
         self.depth = depth
         self.small: dict[str, dict[int, Tensor]] = {}
         self.large: dict[str, Tensor] = {}
+        self.apart: list[tuple[Tensor, Tensor]] = []  # entries of large values, and those written on other devices
         self.calls: list[tuple[tuple, dict]] = []
 
     def write(self, layer: int, **values: Tensor) -> None:
@@ -63,29 +65,39 @@ class PassRecord:
         """
         if name not in self.large:
             self.large[name] = like.new_zeros(self.depth, *shape)
-        return self.large[name][layer]
+        own = self.large[name][layer]
+        if own.device == like.device:
+            return own
+        self.apart.append((own, like.new_zeros(shape)))
+        return self.apart[-1][1]
 
-    def stacked(self) -> dict[str, Tensor]:
+    def call(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        """A hook before the forward of ``block`` that keeps its arguments."""
+        self.calls.append(entering(block, args, kwargs))
+
+    def stacked(self, device: torch.device) -> dict[str, Tensor]:
         """The values of all blocks under each name, (L, ...), with norms of windows (L, B) for those of segments."""
+        for own, written in self.apart:
+            own.copy_(written)
         values, norms = {}, {}
         for name, measured in self.small.items():
             first = next(iter(measured.values()))
             neutral = None if len(measured) == self.depth else torch.full_like(first, NEUTRAL[name])
-            each = [measured.get(layer, neutral) for layer in range(self.depth)]
+            each = [measured.get(layer, neutral).to(device) for layer in range(self.depth)]
             if not name.endswith("_norm"):
                 values[name] = torch.stack(each)
                 continue
             if len({x.shape for x in each}) > 1:  # the number of segments differs with the reach of attention
                 each = [whole_norm(x)[:, None] for x in each]
             norms[name] = whole_norm(torch.stack(each))
-        return values | norms | self.large
+        return values | norms | {name: value.to(device) for name, value in self.large.items()}
 
     def statistics(self, epsilons: Tensor, width: int) -> dict[str, Tensor]:
         """All statistics, (L, B) each, from the ``epsilons`` (L, 2) of the two norms and ``width`` = d_model.
 
         Kernels over small tensors run once for all blocks.
         """
-        stacked = self.stacked()
+        stacked = self.stacked(epsilons.device)
         grams = stacked.pop("value_gram")  # (L, B, H, d, d)
         stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).float().sum((-2, -1)).sqrt()
         stacked["value_spectral_norm"] = reductions.spectral_norm_from_gram(grams).amax(-1)
@@ -238,7 +250,7 @@ class Monitor:
         if self.power_iteration:
             with observing_attention(self.model):
                 norms = [jacobian_norm(block, call) for block, call in zip(self.blocks, record.calls)]
-            statistics["branch_jacobian_norm"] = torch.stack(norms)
+            statistics["branch_jacobian_norm"] = torch.stack(together(norms))
         window = {"final_norm": torch.linalg.vector_norm(hidden.float().flatten(1), dim=-1)}
         if reference is not None:
             window["mismatch"] = mismatch(hidden, reference)
@@ -250,7 +262,7 @@ class Monitor:
         """Statistics (L, B) and (B,) as tidy rows, with a single transfer from the device."""
         depth, batch = next(iter(statistics.values())).shape
         per_block = torch.stack(list(statistics.values())).flatten()
-        values = torch.cat([per_block, *window.values()]).cpu().double().numpy()
+        values = torch.cat(together([per_block, *window.values()])).cpu().double().numpy()
         columns = values[: per_block.numel()].reshape(-1, depth, batch).transpose(0, 2, 1).reshape(-1, batch * depth)
         epsilons = {f"epsilon_{site}": [getattr(b, f"norm_{site}").eps for b in self.blocks] for site in (1, 2)}
         layers = pd.DataFrame(
@@ -287,7 +299,7 @@ class Monitor:
             return {f"{heads}_gain": norm.gamma.abs().amax() * scale.amax(-1)}  # the largest
 
         if self.power_iteration:
-            yield block.module.register_forward_pre_hook(lambda _, *call: record.calls.append(call), with_kwargs=True)
+            yield block.module.register_forward_pre_hook(record.call, with_kwargs=True)
         yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
         yield observe(block.attention_out, attention_site)
         yield observe(block.norm_2.module, partial(norm_site, block.norm_2, "2"))

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fragility_core.arithmetic.nested import together
 from fragility_core.models.architectures import Block
 from fragility_core.models.hollow import loaded
 from fragility_core.surrogates.reductions import spectral_norm
@@ -72,7 +73,7 @@ class WeightStatistics:
             with loaded(block.module):
                 norms = {name: spectral_norm(weight) for name, weight in matrices(block).items()}
                 per_block.append(norms | largest_gammas(block))
-        return self._collected({name: torch.stack([each[name] for each in per_block]) for name in per_block[0]})
+        return self._collected({name: torch.stack(together(each[name] for each in per_block)) for name in per_block[0]})
 
     @torch.no_grad()
     def follow(self) -> dict[str, list[float]]:
@@ -88,19 +89,21 @@ class WeightStatistics:
                 stacks.setdefault(tuple(weight.shape), {})[f"{name} {layer}"] = weight
         norms: dict[str, list[Tensor]] = {}
         for shape, weights in stacks.items():
-            stacked = torch.stack(list(weights.values())).float()  # (N, m, n)
+            stacked = torch.stack(together(weights.values())).float()  # (N, m, n)
             values, self.subspaces[shape] = followed_norms(stacked, self.subspaces.get(shape))
             for key, value in zip(weights, values.unbind()):
                 norms.setdefault(key.split()[0], []).append(value)
         gammas = {
-            f"gamma_{site}_max": torch.stack([getattr(b, f"norm_{site}").gamma for b in self.blocks]).abs().amax(-1)
+            f"gamma_{site}_max": torch.stack(together(getattr(b, f"norm_{site}").gamma for b in self.blocks))
+            .abs()
+            .amax(-1)
             for site in (1, 2)
         }
-        return self._collected({name: torch.stack(values) for name, values in norms.items()} | gammas)
+        return self._collected({name: torch.stack(together(values)) for name, values in norms.items()} | gammas)
 
     def _collected(self, measured: dict[str, Tensor]) -> dict[str, list[float]]:
         """``measured``, each (L,), and the constants, with one transfer from the device."""
-        values = torch.stack([value.float() for value in measured.values()]).tolist()
+        values = torch.stack(together(value.float() for value in measured.values())).tolist()
         return dict(zip(measured, values)) | self._constants
 
 

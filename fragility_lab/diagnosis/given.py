@@ -26,11 +26,11 @@ def require_same_architecture(model: str, reference: str) -> None:
 
 
 def load_rounded(name: str, original: nn.Module) -> PreTrainedModel:
-    """The fp32 model ``name`` on the device of ``original``, hollow if that is.
+    """The fp32 model ``name`` on the device of ``original``, or on its several devices; hollow if that is.
 
     Raises the errors of ``inputs.checkpoints.load_model``, and ValueError if all weights are those of ``original``.
     """
-    device = str(next(original.parameters()).device)
+    device = getattr(original, "hf_device_map", None) or str(next(original.parameters()).device)
     load = load_hollow if is_hollow(original) else checkpoints.load_model
     rounded = load(name, device, AutoModelForCausalLM)
     pairs = zip(rounded.parameters(), original.parameters(), strict=True)

@@ -10,8 +10,9 @@ from fragility_core.arithmetic.internals import attention_of
 from fragility_core.models.tree import block_paths
 from fragility_core.protection import KEEPABLE_SITES
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
-from fragility_lab.diagnosis.needs import whole_fits
+from fragility_lab.diagnosis.needs import fits_together, whole_fits
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.inputs.checkpoints import SPREAD
 from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
@@ -21,6 +22,8 @@ from fragility_lab.inputs.text import select_windows
 def load(request: Request) -> tuple[Inputs, Tensor]:
     """The model with its head and the windows (B, T) on its device; a hollow one in the streamed form.
 
+    A whole model is spread over all GPUs where it does not fit one of them but all together.
+
     With a reference model, ``Inputs.model`` is that one, and ``Inputs.rounded`` the other. Raises the errors of
     ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model, for an attention
     implementation that the model lacks, or for the target "flips" in the streamed form.
@@ -28,14 +31,17 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     name, given = request.reference_model or request.model, bool(request.reference_model)
     if given:
         require_same_architecture(request.model, name)
-    hollow = request.form == "streamed" or (request.form == "auto" and not whole_fits(request, on_meta(name)))
+    hollow, device = request.form == "streamed", None
+    if not hollow and not whole_fits(request, made := on_meta(name)):
+        device = SPREAD if fits_together(request, made) else None
+        hollow = request.form == "auto" and device is None
     if hollow and request.target == "flips":
         raise ValueError(
             "changed tokens are predicted with all weights in memory, but the model is streamed, got TARGET=flips: use "
             "TARGET=kl, or FORM=whole where memory suffices"
         )
     loaded = load_inputs(
-        name, request.data, [request.format], [request.length], request.windows, None, AutoModelForCausalLM, hollow
+        name, request.data, [request.format], [request.length], request.windows, device, AutoModelForCausalLM, hollow
     )
     if given:
         loaded = replace(loaded, rounded=load_rounded(request.model, loaded.model))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.nested import tensors
+from fragility_core.arithmetic.nested import tensors, together
 from fragility_core.models.hollow import entries
 from fragility_core.models.tree import block_paths, hidden_and_logits
 from fragility_core.theory import mismatch
@@ -67,8 +67,9 @@ def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple
         "loss": cross_entropy(rounded, tokens),
         "reference_loss": cross_entropy(exact, tokens),
     }
-    windows = pd.DataFrame(torch.stack(list(columns.values()), 1).cpu().double().numpy(), columns=list(columns))
-    errors = torch.stack([mismatch(a, b) for a, b in zip(low.blocks, reference.blocks, strict=True)], 1)  # (B, L)
+    windows = pd.DataFrame(torch.stack(together(columns.values()), 1).cpu().double().numpy(), columns=list(columns))
+    apart = (mismatch(a, b) for a, b in zip(low.blocks, reference.blocks, strict=True))
+    errors = torch.stack(together(apart), 1)  # (B, L)
     drift = pd.DataFrame(errors.cpu().double().numpy()).rename_axis(index="window", columns="block").stack()
     return windows.rename_axis("window").reset_index(), drift.rename("error").reset_index()
 
@@ -129,11 +130,11 @@ class Ranges:
         the order in which their first pass ended, so the first one is where the overflow began.
         """
         paths = list(self.counts)
-        counts = torch.stack([sum(self.counts[path]) for path in paths]).cpu().numpy() if paths else []
+        counts = torch.stack(together(sum(self.counts[path]) for path in paths)).cpu().numpy() if paths else []
         rows = [("output", path or "the model", *count) for path, count in zip(paths, counts)]
         largest = self.low.format.largest
         over = {path: (entries(p).abs() > largest).sum() for path, p in exact.named_parameters()}
-        counted = torch.stack([*over.values()]).cpu().numpy()
+        counted = torch.stack(together(over.values())).cpu().numpy()
         rows = [("parameter", path, 0, count) for path, count in zip(over, counted)] + rows
         table = pd.DataFrame(rows, columns=["kind", "module", "nonfinite", "saturated"])
         return table[(table.nonfinite > 0) | (table.saturated > 0)].reset_index(drop=True)

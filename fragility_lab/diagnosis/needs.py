@@ -30,13 +30,14 @@ MEASURED = 4  # readings of a window by measured passes: of two models, without 
 class Forecast:
     """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
-    In the streamed form ``streams`` says why, and how much is read from the disk; it is empty in the whole form.
+    ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
+    is empty for a whole model on one device.
     """
 
     seconds: float
     memory: int
     free: int | None
-    streams: str = ""
+    form: str = ""
 
     @property
     def fits(self) -> bool:
@@ -45,7 +46,7 @@ class Forecast:
 
     def __str__(self) -> str:
         free = "" if self.free is None else f" ({quantity(self.free)} free)"
-        return f"about {duration(self.seconds)} and {quantity(self.memory)} of additional memory{free}{self.streams}"
+        return f"about {duration(self.seconds)} and {quantity(self.memory)} of additional memory{free}{self.form}"
 
 
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
@@ -59,10 +60,14 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
     if request.mixes:
         passes += len(request.schemes) * 8 * (1 + request.probes)
-    free = free_memory(loaded.device)
+    devices = {p.device for p in model.parameters()}
+    each = [free_memory(device) for device in devices]
+    free = None if None in each else sum(each)
     if not is_hollow(model):
         passes += 14 * (1 + request.probes)  # changed choices, decoding, and errors that act together
-        return Forecast(plain * passes * count, memory(request, model), free)
+        takes = quantity(whole(request, model))
+        spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
+        return Forecast(plain * passes * count, memory(request, model), free, spread if len(devices) > 1 else "")
     start = seconds(loaded.device)
     for part in parts(model).values():
         with read(part):
@@ -72,9 +77,9 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     why = (
         "it was asked for" if request.form == "streamed" else f"the whole form takes {quantity(whole(request, model))}"
     )
-    streams = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk"
+    form = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk"
     computing = max(plain - reading, 0) * (passes + 3) * count  # the estimate runs forward twice
-    return Forecast(computing + reading * readings, streamed_memory(request, model), free, streams)
+    return Forecast(computing + reading * readings, streamed_memory(request, model), free, form)
 
 
 def seconds(device: torch.device) -> float:
@@ -120,6 +125,19 @@ def whole_fits(request: Request, model: nn.Module) -> bool:
     """Whether the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
     free = free_memory(torch.device(default_device()))
     return free is None or whole(request, model) < free
+
+
+def fits_together(request: Request, model: nn.Module) -> bool:
+    """Whether the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs together.
+
+    Each gets an equal share, and up to one part more, since parts are not divided.
+    """
+    count, takes = torch.cuda.device_count(), whole(request, model)
+    if count < 2:
+        return False
+    sizes = [sum(p.numel() for p in part.parameters()) for part in parts(model).values()]
+    least = min(free_memory(torch.device("cuda", number)) for number in range(count))
+    return takes / count + takes * max(sizes) / sum(sizes) < least
 
 
 def streamed_memory(request: Request, model: nn.Module) -> int:

@@ -6,6 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.nested import together
 from fragility_core.models.tree import final_hidden
 
 
@@ -43,7 +44,7 @@ def expert_choices(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 def differing(exact: list[Tensor], moved: list[Tensor], tokens: Tensor) -> Tensor:
     """Where two lists of ``expert_choices`` for ``tokens`` (B, T) differ: (routers, B, T)."""
     changed = [(a != b).any(-1).view(tokens.shape) for a, b in zip(exact, moved)]
-    return torch.stack(changed) if changed else torch.zeros(0, *tokens.shape, dtype=torch.bool)
+    return torch.stack(together(changed)) if changed else torch.zeros(0, *tokens.shape, dtype=torch.bool)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from fragility_lab.inputs import hub
 from fragility_lab.paths import CHECKPOINTS
 
 EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
+SPREAD = "auto"  # the ``device_map`` of transformers that gives all GPUs about equal parts of a model
 # How transformers gives the weights of a quantized checkpoint as numbers, by its ``quant_method``.
 AS_NUMBERS = "from_pretrained(..., quantization_config={}(dequantize=True)) and save_pretrained"
 DEQUANTIZED = {
@@ -131,28 +132,30 @@ def load_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def load_model(name: str, device: str | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
+def load_model(name: str, device: str | dict | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
+    ``device`` is the default one unless given; SPREAD puts parts on all GPUs, as does a ``device_map`` of transformers.
     Raises OSError, which says how to go on, where the model is not found, or where its weights are not those that its
     configuration describes. Raises ValueError for weights that are not finite, and where torch may multiply fp32
     matrices in TF32 or bf16.
     """
     require_exact_products()
-    folder = located(name, weights=True)
+    folder, spread = located(name, weights=True), device == SPREAD or isinstance(device, dict)
     require_own_files(folder)
     try:
         with quiet_loading():
             model, info = auto_class.from_pretrained(
                 folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-                ignore_mismatched_sizes=True, output_loading_info=True,
+                ignore_mismatched_sizes=True, output_loading_info=True, device_map=device if spread else None,
             )  # fmt: skip
     except Exception as cause:  # as above
         raise not_found("model", name, "MODEL", cause) from cause
     require_described_weights(model, name, info)
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
-    return model.eval().requires_grad_(False).to(device or default_device())
+    model.eval().requires_grad_(False)
+    return model if spread else model.to(device or default_device())
 
 
 def require_exact_products() -> None:
