@@ -26,7 +26,9 @@ def run(model):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e4m3", "w4a16-g32", "fp8-dynamic", "nvfp4-w4a4", "kv-fp8"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "fp8_e4m3", "w4a16-g32", "fp8-dynamic", "nvfp4-w4a4", "kv-fp8", "kv-int8"]
+)
 def test_without_errors_it_is_the_fp32_pass_and_with_all_the_low_precision_one(name, attention):
     model = random_gpt2(TINY)
     model.set_attn_implementation(attention)
@@ -38,6 +40,48 @@ def test_without_errors_it_is_the_fp32_pass_and_with_all_the_low_precision_one(n
     assert torch.equal(realisations.dose(run, 1.0), rounded)
     change = realisations.dose(run, 0.5) - run(model)
     assert 0.3 < float(change.norm() / (rounded - run(model)).norm()) < 0.7
+
+
+def overflowing():
+    """A GPT-2 whose activations leave the range of fp16."""
+    model = random_gpt2(TINY)
+    model.transformer.h[1].mlp.c_fc.weight.mul_(1e5)
+    return model
+
+
+def test_an_overflow_is_one_at_every_share():
+    model = overflowing()
+    low = lower(model, "fp16", "emulated")
+    realisations = Realisations(Adjoint(low, model, target="kl", gradients="fp32"))
+    with torch.no_grad(), low.running():
+        rounded = run(low.model)
+    assert rounded.isnan().any() and torch.equal(realisations.dose(run, 0.0), run(model))
+    assert torch.allclose(realisations.dose(run, 1.0), rounded, rtol=0, atol=0, equal_nan=True)
+    assert realisations.dose(run, 0.5).isnan().any()
+
+
+class Shifted(nn.Module):
+    """One linear layer, and a table that is stored in low precision with it."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layer = nn.Linear(8, 8, bias=False)
+        self.layer.weight = nn.Parameter(torch.randn(8, 8, generator=generator), requires_grad=False)
+        self.register_buffer("table", torch.randn(8, generator=generator))
+
+    def forward(self, x):
+        return self.layer(x.to(self.table.dtype)) + self.table
+
+
+def test_buffers_have_their_share():
+    model, x = Shifted().eval(), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
+    low = lower(model, "bf16", "emulated")
+    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    with torch.no_grad(), low.running():
+        rounded = low.model(x).float()
+    assert torch.equal(realisations.dose(lambda m: m(x).float(), 1.0), rounded)
+    assert torch.equal(realisations.dose(lambda m: m(x).float(), 0.0), model(x))
 
 
 def test_a_model_without_a_head_has_errors_in_all_of_its_modules():
