@@ -13,7 +13,7 @@ from fragility_core.adjoint.realisations import Realisations
 from fragility_core.adjoint.targets import logits
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import get_recipe
-from fragility_lab.diagnosis.growth import growth
+from fragility_lab.diagnosis.growth import Growth, growth
 from fragility_lab.diagnosis.measure import compare, numbered, observe
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
@@ -141,3 +141,33 @@ def test_small_errors_grow_in_proportion_and_large_ones_do_not(name, proportiona
     assert found.low < found.ratio < found.high
     assert found.in_proportion is proportional
     assert found.ratio == pytest.approx(1, abs=0.3) if proportional else found.low > 1.1
+
+
+@given(st.floats(0.1, 3.5), st.floats(1e-6, 1))
+def test_a_power_law_has_its_exponent(power, size):
+    half, whole = (size * share**power for share in (0.5, 1.0))
+    assert Growth(4 * half / whole, 0.0, 9.0).exponent == pytest.approx(power, abs=1e-6)
+
+
+class LinearSoftmax(nn.Module):
+    """A linear layer and a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = Linear().layers
+
+    def forward(self, x):
+        return torch.log_softmax(self.layers[0](x).double(), -1)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 99))
+def test_small_errors_of_a_linear_layer_have_exponent_2_behind_a_softmax(seed):
+    """The KL divergence, in fp64, with errors of int8 weights and products in fp32."""
+    model, x = LinearSoftmax().eval(), torch.randn(1, 50, 16, generator=torch.Generator().manual_seed(seed))
+    realisations = Realisations(Adjoint(lower(model, "w8a16-g32@fp32"), model, gradients="fp32"))
+    exact = model(x)
+    half, whole = (
+        float((exact.exp() * (exact - realisations.dose(lambda m: m(x), share))).sum(-1).mean()) for share in (0.5, 1.0)
+    )
+    assert Growth(4 * half / whole, 0.0, 9.0).exponent == pytest.approx(2, abs=0.02)
