@@ -40,6 +40,7 @@ from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, request
+from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
@@ -551,6 +552,10 @@ def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
     found = diagnose(model, tiny_tokens, format=format)
     assert (found.prediction.windows.predicted.mean() > 0.2) == beyond
     assert ("An error as large as this one is beyond the first" in page.page(found)) is beyond
+    grown = replace(found, growth=Growth(2.0, 1.9, 2.1))  # half of every error gives half of the squared error
+    assert "the squared error grows with exponent\n1.00, not 2" in page.page(grown)
+    assert ("grows with exponent" in page.page(found)) is not found.growth.in_proportion
+    assert "Half of every error is emulated." in page.page(replace(found, execution="native"))
 
 
 @pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])

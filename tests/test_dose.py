@@ -13,7 +13,7 @@ from fragility_core.adjoint.realisations import Realisations
 from fragility_core.adjoint.targets import logits
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import get_recipe
-from fragility_lab.diagnosis.growth import growth
+from fragility_lab.diagnosis.growth import Growth, growth
 from fragility_lab.diagnosis.measure import compare, numbered, observe
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
@@ -26,7 +26,9 @@ def run(model):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e4m3", "w4a16-g32", "fp8-dynamic", "nvfp4-w4a4", "kv-fp8"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "fp8_e4m3", "w4a16-g32", "fp8-dynamic", "nvfp4-w4a4", "kv-fp8", "kv-int8"]
+)
 def test_without_errors_it_is_the_fp32_pass_and_with_all_the_low_precision_one(name, attention):
     model = random_gpt2(TINY)
     model.set_attn_implementation(attention)
@@ -38,6 +40,48 @@ def test_without_errors_it_is_the_fp32_pass_and_with_all_the_low_precision_one(n
     assert torch.equal(realisations.dose(run, 1.0), rounded)
     change = realisations.dose(run, 0.5) - run(model)
     assert 0.3 < float(change.norm() / (rounded - run(model)).norm()) < 0.7
+
+
+def overflowing():
+    """A GPT-2 whose activations leave the range of fp16."""
+    model = random_gpt2(TINY)
+    model.transformer.h[1].mlp.c_fc.weight.mul_(1e5)
+    return model
+
+
+def test_an_overflow_is_one_at_every_share():
+    model = overflowing()
+    low = lower(model, "fp16", "emulated")
+    realisations = Realisations(Adjoint(low, model, target="kl", gradients="fp32"))
+    with torch.no_grad(), low.running():
+        rounded = run(low.model)
+    assert rounded.isnan().any() and torch.equal(realisations.dose(run, 0.0), run(model))
+    assert torch.allclose(realisations.dose(run, 1.0), rounded, rtol=0, atol=0, equal_nan=True)
+    assert realisations.dose(run, 0.5).isnan().any()
+
+
+class Shifted(nn.Module):
+    """One linear layer, and a table that is stored in low precision with it."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layer = nn.Linear(8, 8, bias=False)
+        self.layer.weight = nn.Parameter(torch.randn(8, 8, generator=generator), requires_grad=False)
+        self.register_buffer("table", torch.randn(8, generator=generator))
+
+    def forward(self, x):
+        return self.layer(x.to(self.table.dtype)) + self.table
+
+
+def test_buffers_have_their_share():
+    model, x = Shifted().eval(), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
+    low = lower(model, "bf16", "emulated")
+    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    with torch.no_grad(), low.running():
+        rounded = low.model(x).float()
+    assert torch.equal(realisations.dose(lambda m: m(x).float(), 1.0), rounded)
+    assert torch.equal(realisations.dose(lambda m: m(x).float(), 0.0), model(x))
 
 
 def test_a_model_without_a_head_has_errors_in_all_of_its_modules():
@@ -97,3 +141,33 @@ def test_small_errors_grow_in_proportion_and_large_ones_do_not(name, proportiona
     assert found.low < found.ratio < found.high
     assert found.in_proportion is proportional
     assert found.ratio == pytest.approx(1, abs=0.3) if proportional else found.low > 1.1
+
+
+@given(st.floats(0.1, 3.5), st.floats(1e-6, 1))
+def test_a_power_law_has_its_exponent(power, size):
+    half, whole = (size * share**power for share in (0.5, 1.0))
+    assert Growth(4 * half / whole, 0.0, 9.0).exponent == pytest.approx(power, abs=1e-6)
+
+
+class LinearSoftmax(nn.Module):
+    """A linear layer and a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = Linear().layers
+
+    def forward(self, x):
+        return torch.log_softmax(self.layers[0](x).double(), -1)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 99))
+def test_small_errors_of_a_linear_layer_have_exponent_2_behind_a_softmax(seed):
+    """The KL divergence, in fp64, with errors of int8 weights and products in fp32."""
+    model, x = LinearSoftmax().eval(), torch.randn(1, 50, 16, generator=torch.Generator().manual_seed(seed))
+    realisations = Realisations(Adjoint(lower(model, "w8a16-g32@fp32"), model, gradients="fp32"))
+    exact = model(x)
+    half, whole = (
+        float((exact.exp() * (exact - realisations.dose(lambda m: m(x), share))).sum(-1).mean()) for share in (0.5, 1.0)
+    )
+    assert Growth(4 * half / whole, 0.0, 9.0).exponent == pytest.approx(2, abs=0.02)

@@ -14,6 +14,7 @@ from fragility_core.arithmetic.operands import linear_weights, owner, rounded_we
 from fragility_core.arithmetic.recipes import LINEAR, NARROW, get_recipe
 from fragility_core.arithmetic.schemes import Scheme
 from fragility_lab.diagnosis.decoding import greedy
+from fragility_lab.diagnosis.growth import growth
 from fragility_lab.experiments import x2, x2_flips
 from fragility_lab.reporting import figures_x2
 
@@ -107,3 +108,14 @@ def test_changed_tokens_and_lengths_are_those_that_were_predicted():
 def test_changed_experts_are_those_that_were_predicted():
     table = x2_flips.expert_table(["w4a16-g32"], windows=8)
     assert table.ratio.between(0.7, 1.4).all() and (table.measured > 0).all()
+
+
+def test_the_ratio_of_a_recipe_is_that_of_the_diagnosis(setting):
+    """Four times the squared error with half of every rounding error, over the whole."""
+    table = x2.growth_table(setting, ["fp8_e4m3"]).set_index("quantity")
+    low = lower(setting.model, "fp8_e4m3")
+    whole = setting.measure(low)
+    for quantity in x2.QUANTITIES:
+        want = growth(low, setting.model, setting.windows, whole, quantity)
+        found = table.loc[quantity]
+        assert (found.ratio, found.low, found.high) == pytest.approx((want.ratio, want.low, want.high))

@@ -113,6 +113,23 @@ class NotAView(torch.autograd.Function):
         return gradient
 
 
+class Through:
+    """Numbers as ``stored`` rounds them, read again in ``dtype``; a stand-in for a format.
+
+    A scale of int8 in fp32 gives numbers that bf16 does not hold.
+    """
+
+    def __init__(self, stored: Stored, dtype: torch.dtype):
+        self.stored, self.read = stored, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stored, name)
+
+    def round(self, x: Tensor) -> Tensor:
+        """``x`` as it is read again, in ``dtype``."""
+        return self.stored.round(x).to(self.read)
+
+
 class LowArithmetic(TorchFunctionMode):
     """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``tape``.
 
@@ -175,7 +192,7 @@ class LowArithmetic(TorchFunctionMode):
     def round_stored(self, x: Tensor, name: str, stored: Stored) -> Tensor:
         """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""
         with internals.without_function_modes():
-            return self.round(x.clone(), name, format=stored) if x.is_floating_point() else x
+            return self.round(x.clone(), name, format=Through(stored, self.dtype(x))) if x.is_floating_point() else x
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""

@@ -53,7 +53,7 @@ class RandomSigns:
         return x + with_random_signs(error, self.generator, alike)
 
     def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
-        """The weight at ``path``, which is ``leaf`` without errors."""
+        """The weight or buffer at ``path``, which is ``leaf`` without errors."""
         weighted = leaves.weighted(path, leaves.tensors[path].detach().float())(torch.ones_like(leaf)[None])
         error = torch.cat([piece.clone() for piece in weighted], 1)[0]  # pieces share their memory
         return leaf + with_random_signs(error, self.generator)
@@ -66,12 +66,18 @@ class Dose:
         self.share = share
 
     def __call__(self, x: Tensor, stored: Stored, alike: bool = False) -> Tensor:
-        """``x`` with its share of the error; exactly Q(x) for the whole."""
-        return torch.lerp(x, stored.round(x).float(), self.share)
+        """``x`` with its share of the error."""
+        return self._between(x, stored.round(x).float())
 
     def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
-        """The weight at ``path``, which is ``leaf`` without errors."""
-        return torch.lerp(leaf, leaves.tensors[path].detach().float(), self.share)
+        """The weight or buffer at ``path``, which is ``leaf`` without errors."""
+        return self._between(leaf, leaves.tensors[path].detach().float())
+
+    def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
+        """A share of the way; an overflow, and a mask of -inf, are there at every share but none."""
+        if self.share == 0:
+            return exact
+        return torch.where(rounded.isfinite(), torch.lerp(exact, rounded, self.share), rounded)
 
 
 Rounding = RandomSigns | Dose
@@ -166,11 +172,10 @@ class Realisations:
                 return run(adjoint.model)
 
     def _held(self, rounding: Rounding) -> Held:
-        """What stands for the weights, with their errors."""
-        leaves, weights = self.adjoint.leaves, dict(self.at.held.weights)
-        for path in filter(leaves.watched, leaves.parameters):
-            stored = leaves.tensors[path]
-            leaf = weights[id(stored)]
-            weights[id(stored)] = mark_stored(rounding.weight(leaf, leaves, path), stored_as(leaf))
+        """What stands for weights and buffers, with their errors."""
+        leaves, weights, buffers = self.adjoint.leaves, dict(self.at.held.weights), dict(self.at.held.buffers)
+        for path in filter(leaves.watched, leaves.tensors):
+            made, key = weights if path in leaves.parameters else buffers, id(leaves.tensors[path])
+            made[key] = mark_stored(rounding.weight(made[key], leaves, path), stored_as(made[key]))
         linear = {path: weights[id(leaves.tensors[path])] for path in leaves.linear}
-        return Held(weights, self.at.held.buffers, operands_by_storage(linear, self.at.recipe))
+        return Held(weights, buffers, operands_by_storage(linear, self.at.recipe))

@@ -32,6 +32,11 @@ class Growth:
     high: float
 
     @property
+    def exponent(self) -> float:
+        """The squared error grows as this power of the size of the errors inside, between half and the whole."""
+        return 2 - float(np.log2(self.ratio)) if self.ratio > 0 else np.nan
+
+    @property
     def in_proportion(self) -> bool:
         """Whether the interval does not show that the ratio is off by more than TOLERANCE."""
         return not (self.high < 1 - TOLERANCE or self.low > 1 + TOLERANCE)

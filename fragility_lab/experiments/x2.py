@@ -77,7 +77,7 @@ def growth_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
         whole, half = setting.measure(low), half_errors(low, setting.model, setting.windows)
         for quantity in QUANTITIES:
             rows.append(
-                {"recipe": name, "quantity": quantity} | ratio(squared(whole, quantity), 4 * squared(half, quantity))
+                {"recipe": name, "quantity": quantity} | ratio(4 * squared(half, quantity), squared(whole, quantity))
             )
     return pd.DataFrame(rows)
 
