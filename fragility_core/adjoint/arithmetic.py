@@ -32,15 +32,9 @@ GET_DTYPE = Tensor.dtype.__get__
 # Half of the calls that a model makes. They take a short way: questions about a tensor, and moves of one tensor.
 QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
 MOVES = {
-    Tensor.view,
-    Tensor.reshape,
-    Tensor.transpose,
-    Tensor.split,
-    Tensor.contiguous,
-    Tensor.cpu,
-    Tensor.cuda,
+    Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, Tensor.cpu, Tensor.cuda,
     functional.dropout,
-}
+}  # fmt: skip
 
 
 @cache

@@ -190,12 +190,11 @@ class Tape:
         records, self._records = self._records, []
         total = np.zeros((2, windows, probes, len(self.places)))
         if records:
-            norms, sums = (
-                torch.cat(together(x for *_, x in records), 1).cpu().double().numpy()
-            )  # one transfer from the device
+            found = torch.cat(together(x for *_, x in records), 1).cpu()  # one transfer from the device
+            norms, sums = found.double().numpy()
             where = [(w, first + p, place) for w, first, place, x in records for p in range(x.shape[1])]
-            for whole, found in zip(total, (norms**2, sums)):
-                np.add.at(whole, tuple(np.transpose(where)), found)
+            for whole, values in zip(total, (norms**2, sums)):
+                np.add.at(whole, tuple(np.transpose(where)), values)
         return total
 
 

@@ -93,13 +93,10 @@ class WeightStatistics:
             values, self.subspaces[shape] = followed_norms(stacked, self.subspaces.get(shape))
             for key, value in zip(weights, values.unbind()):
                 norms.setdefault(key.split()[0], []).append(value)
-        gammas = {
-            f"gamma_{site}_max": torch.stack(together(getattr(b, f"norm_{site}").gamma for b in self.blocks))
-            .abs()
-            .amax(-1)
-            for site in (1, 2)
-        }
-        return self._collected({name: torch.stack(together(values)) for name, values in norms.items()} | gammas)
+        for site in (1, 2):
+            gammas = torch.stack(together(getattr(block, f"norm_{site}").gamma for block in self.blocks))
+            norms[f"gamma_{site}_max"] = list(gammas.abs().amax(-1))
+        return self._collected({name: torch.stack(together(values)) for name, values in norms.items()})
 
     def _collected(self, measured: dict[str, Tensor]) -> dict[str, list[float]]:
         """``measured``, each (L,), and the constants, with one transfer from the device."""
