@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_core.adjoint import Adjoint, recomputed
+from fragility_core.adjoint import Adjoint, arithmetic, recomputed
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.lowering import lower
 
@@ -49,6 +49,7 @@ def test_probes_at_once_are_probes_one_by_one(
 ):
     """Products with weights in fp32 here: their gradients in bf16 round otherwise where sums have another order."""
     monkeypatch.setattr(recomputed, "has_native_kernels", lambda *given: False)
+    monkeypatch.setattr(arithmetic, "fast_products", recomputed.fast_products.__wrapped__)  # without its cache
     model = request.getfixturevalue(model)
     low = lower(model, recipe)
     set_attention(low.model, attention)

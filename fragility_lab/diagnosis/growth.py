@@ -1,7 +1,7 @@
 """Does the error of the output grow in proportion to the errors inside, as a prediction to first order assumes?
 
 The pass is repeated with half of every rounding error. A mismatch is then half of the whole one, and a KL divergence a
-quarter. Where errors are too large for that, predictions are wrong by a similar factor.
+quarter. Where errors are too large for that, predictions may be off by such a factor.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,13 @@ def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
     return windows.kl.to_numpy()
 
 
-def growth(low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str) -> Growth:
-    """How the error grows in the passes over ``tokens`` (B, T), whose ``measure.compare`` is ``whole``."""
-    half = half_errors(low, model, tokens)
-    return Growth(**ratio(4 * squared(half, target), squared(whole, target)))
+def growth(
+    low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str
+) -> Growth | None:  # fmt: skip
+    """How the error grows in the passes over ``tokens`` (B, T), whose ``measure.compare`` is ``whole``.
+
+    Windows with nonfinite errors do not count; None if no other is left.
+    """
+    measured = np.stack([4 * squared(half_errors(low, model, tokens), target), squared(whole, target)])
+    finite = measured[:, np.isfinite(measured).all(0)]
+    return Growth(**ratio(*finite)) if finite.size else None

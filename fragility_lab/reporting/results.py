@@ -149,6 +149,11 @@ def recipe_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return known["measured"].astype(float).join(ratios).reset_index()
 
 
+def with_errors(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """``table`` with each of ``columns`` as text with its standard error, which has a column of its own."""
+    return table.assign(**{x: [f"{a:.2f} ± {b:.2f}" for a, b in zip(table[x], table[f"{x}_error"])] for x in columns})
+
+
 def quantization(tables: Tables) -> dict[str, object]:
     """Numbers of X2."""
     ratios = tables["x2_recipes"].pivot(index="recipe", columns="quantity", values="ratio")
@@ -157,8 +162,13 @@ def quantization(tables: Tables) -> dict[str, object]:
     measured = plans.assign(number=plans.groupby(["schemes", "chosen_by"]).cumcount())
     pairs = measured.pivot(index=["schemes", "number"], columns="chosen_by", values="measured")
     errors = (plans.predicted / plans.measured - 1).abs()
+    halves = tables["x2_growth"].assign(text=ratio_text(tables["x2_growth"]))
+    grown = halves.pivot(index="recipe", columns="quantity", values="ratio")
     return {
         "recipes": recipe_rows(tables["x2_recipes"]),
+        "halves": halves.pivot(index="recipe", columns="quantity", values="text").loc[grown.index].reset_index(),
+        "coherent": with_errors(tables["x2_coherence"], "inside", "between", "overall", "measured_ratio"),
+        "explained": ratios.corrwith(grown, method="spearman"),
         "choices": recipe_rows(tables["x2_flips"]),
         "kl_within": int(ratios.kl.between(0.9, 1.1).sum()),
         "logprob_within": int(ratios.logprob.between(0.95, 1.05).sum()),
