@@ -133,6 +133,20 @@ def test_runs_of_equal_seeds_share_what_comes_before_the_first_action(inputs, tm
     assert list((tmp_path / "together").glob("*.start")) == []
 
 
+def test_a_shared_start_of_other_code_is_made_anew(inputs, tmp_path, monkeypatch):
+    policies = [get_policy("none"), acting("bgss"), acting("random_same_budget")]
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            run_policies(SETTING, policies, (0,), inputs, tmp_path, shared_steps=2)
+    assert len(list(tmp_path.glob("*.start"))) == 1
+    monkeypatch.setattr(runs, "code_digest", lambda kind: "other")
+    done = interrupted_after(monkeypatch, 1000)
+    with pytest.warns(UserWarning, match="left by other code or other versions of packages, its run starts again"):
+        run_policies(SETTING, policies, (0,), inputs, tmp_path, shared_steps=2)
+    assert len(done) == 3 * SETTING.steps - 2 * 2
+
+
 def test_a_policy_that_may_act_earlier_shares_nothing(inputs, tmp_path, monkeypatch):
     done = interrupted_after(monkeypatch, 1000)
     run_policies(SETTING, [get_policy("none"), acting("bgss")], (0,), inputs, tmp_path, shared_steps=3)

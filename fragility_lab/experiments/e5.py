@@ -213,8 +213,8 @@ class Mitigation(Worker):
         elif shares and (shared := restore(start, spec, training)):
             state, rows = replace(state, step=shared[0].step, signals=shared[0].signals), shared[1]
         advance_by(state.step)
-        for step in range(state.step, setting.steps):
-            if shares and step == self.shared_steps and not start.exists():
+        for step in range(begin := state.step, setting.steps):
+            if shares and begin < step == self.shared_steps:
                 save(start, spec, training, state, rows)
             tokens = windows[step % len(windows)][None].to(self.inputs.device)
             frame, state = one_step(training, policy, state, tokens, setting)
