@@ -55,6 +55,7 @@ def together(coherence: Coherence) -> dict[str, object]:
         "inside": interval(coherence.inside(), windows),
         "count": len(pairs),
         "windows": windows,
+        "remainder": "" if pd.isna(coherence.remainder) else percent(coherence.remainder),
         "visible": percent(max(pairs.limit.max(), MATTERS)),
         "matter": int(pairs.matters.sum()),
         "pairs": [

@@ -64,7 +64,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     each = [free_memory(device) for device in devices]
     free = None if None in each else sum(each)
     if not is_hollow(model):
-        passes += 14 * (1 + request.probes)  # changed choices, decoding, and errors that act together
+        passes += 18 * (1 + request.probes)  # changed choices, decoding, and errors that act together
         takes = quantity(whole(request, model))
         spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
         return Forecast(plain * passes * count, memory(request, model), free, spread if len(devices) > 1 else "")
@@ -125,6 +125,12 @@ def whole_fits(request: Request, model: nn.Module) -> bool:
     """Whether the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
     free = free_memory(torch.device(default_device()))
     return free is None or whole(request, model) < free
+
+
+def secants_fit(request: Request, model: nn.Module) -> bool:
+    """Whether secant slopes, which keep three times as much as a backward pass does, fit into what is free now."""
+    free = free_memory(next(model.parameters()).device)
+    return free is None or memory(request, model) + 2 * sum(activations(request, model)) < free
 
 
 def fits_together(request: Request, model: nn.Module) -> bool:
