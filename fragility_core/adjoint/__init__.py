@@ -29,8 +29,7 @@ Limits:
   show this, since it is the scatter of the probes alone. With p probes, the error of the estimate over its standard
   error follows a t distribution with p - 1 degrees of freedom.
 - The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in
-  fp8 that prediction is too large, and ``gradients="secant"`` is closer. docs/results.md and docs/machines.md have
-  the measured ratios.
+  fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
 - A mixture of experts may choose other experts after rounding, which no derivative sees. ``realisations`` draws errors,
   and so predicts how many choices change, of experts and of next tokens (``flips``).
 """

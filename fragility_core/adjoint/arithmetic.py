@@ -51,6 +51,12 @@ def with_visible_kernels(func: FunctionType) -> FunctionType | None:
     return inside
 
 
+def in_place(func: Callable) -> bool:
+    """Whether ``func`` changes its first argument in place."""
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 class FunctionCall:
     """A call of a function of tensors; tensors of the low dtype among its arguments are replaced by fp32 ones."""
 
@@ -70,16 +76,10 @@ class FunctionCall:
                 value = type(value)(self._converted(value, to_fp32))
             yield value
 
-    @staticmethod
-    def in_place_by(func: Callable) -> bool:
-        """Whether ``func`` changes its first argument in place."""
-        name = func.__name__
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
     @property
     def in_place(self) -> bool:
         """Whether the call changes its first argument in place."""
-        return self.in_place_by(self.func)
+        return in_place(self.func)
 
     @property
     def product(self) -> str:
@@ -199,12 +199,10 @@ class LowArithmetic(TorchFunctionMode):
 
     def round_stored(self, x: Tensor, name: str, stored: Stored) -> Tensor:
         """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""
+        if not x.is_floating_point():
+            return x
         with internals.without_function_modes():
-            return (
-                self.round(self.call(Tensor.clone, x), name, format=Through(stored, self.dtype(x)))
-                if x.is_floating_point()
-                else x
-            )
+            return self.round(self.call(Tensor.clone, x), name, format=Through(stored, self.dtype(x)))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""

@@ -124,7 +124,7 @@ class Adjoint:
 
         Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
         tf32), for a model without parameters in the format, for fewer than one probe, for a reference that is not in
-        fp32 or has other parameters, and for gradients at a point that is not there.
+        fp32 or has other parameters, for gradients at a point that is not there, and for secants of a streamed model.
         """
         require_low(low)
         if not (low.recipe.rounds or low.weights_only):
@@ -215,25 +215,26 @@ class Adjoint:
             everywhere = torch.ones((), device=tokens.device)
             scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()
             found = [self._passes(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
+            norms, errors = zip(*found)
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
             for window, place in inside.items():  # an infinity is no small error
                 contributions[:, window, :, place] = np.nan
-            *products, norms, errors = torch.stack(found, 1).cpu().double()
+            norms = torch.stack(norms).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
             if isinstance(self.points[0], SecantArithmetic):
-                measured = (errors / norms) ** (2 if self.target.squared else 1)
-                left = torch.stack(products, 1) + torch.from_numpy(contributions[1].sum(-1))
+                size, *products = torch.stack(errors, 1).cpu().double()
+                left = torch.stack(products, 1) - torch.from_numpy(contributions[1].sum(-1))
+                measured = (size / norms) ** (2 if self.target.squared else 1)
                 prediction.windows.insert(3, "measured", measured.numpy())
-                prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / errors).numpy())
+                prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
             return self._name_overflow(prediction, tokens, inside)
 
-    def _passes(self, window: int, tokens: Tensor, scope: Tensor, seed: int) -> Tensor:
-        """Run the passes of a window at every point.
+    def _passes(self, window: int, tokens: Tensor, scope: Tensor, seed: int) -> tuple[Tensor, Tensor | None]:
+        """Run the passes of a window at every point; return the target's norm over ``scope``, on the device.
 
-        Returns, on the device, the products of the probes with the measured error, the target's norm over ``scope``,
-        and that of the error. The error is 0 unless the fp32 pass runs beside the other.
+        With secant slopes, the norm of the measured error there and its products with the probes come second.
         """
         tape = self.tape
         for arithmetic in self.points:
@@ -246,10 +247,12 @@ class Adjoint:
             generator = torch.Generator(final.device).manual_seed(seed)
             signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
             self._backward(final, [*tape.leaves, *arithmetic.held.leaves, *parts], signs)
-        reference = reference_of(final).detach()
-        error = final.detach() - reference
-        sizes = self.target.norm(reference, counted), torch.linalg.vector_norm(error * counted)
-        return torch.cat([x.reshape(-1) for x in together([(signs * error).flatten(1).sum(1), *sizes])])
+        if not isinstance(self.points[0], SecantArithmetic):
+            return self.target.norm(final.detach(), counted), None
+        exact = reference_of(final).detach()
+        error = ((exact - final.detach()) * counted).flatten()
+        products = signs.flatten(1) @ error
+        return self.target.norm(exact, counted), torch.cat([torch.linalg.vector_norm(error)[None], products])
 
     def _backward(self, final: Tensor, leaves: list[Tensor], signs: Tensor) -> None:
         """Backward passes from ``final`` for all probes ``signs`` (P, ...): at once, or else one by one."""

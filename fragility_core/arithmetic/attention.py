@@ -198,7 +198,7 @@ def observed_attention(
         if observer is not None:
             observer.scores(scores)
         if hiding is not None:
-            hiding.fill(maskable, torch.finfo(dtype).min)
+            hiding.fill(maskable, torch.finfo(scores.dtype).min)  # of the dtype that a mode pretends
         probabilities = torch.softmax(scores, -1).to(value.dtype)
         if observer is not None:
             observer.probabilities(start, probabilities)

@@ -128,9 +128,15 @@ def whole_fits(request: Request, model: nn.Module) -> bool:
 
 
 def secants_fit(request: Request, model: nn.Module) -> bool:
-    """Whether secant slopes, which keep three times as much as a backward pass does, fit into what is free now."""
-    free = free_memory(next(model.parameters()).device)
-    return free is None or memory(request, model) + 2 * sum(activations(request, model)) < free
+    """Whether secant slopes fit into what is free now.
+
+    They keep three times as much as a backward pass does, halves of weights, and up to 28 numbers a score of attention.
+    """
+    free, config = free_memory(next(model.parameters()).device), model.config.get_text_config()
+    scores = getattr(config, "num_attention_heads", 0) * request.length**2 * config.num_hidden_layers
+    weights = sum(p.numel() for p in model.parameters())
+    takes = memory(request, model) + 2 * sum(activations(request, model)) + 4 * weights + 4 * 28 * scores
+    return free is None or takes < free
 
 
 def fits_together(request: Request, model: nn.Module) -> bool:
