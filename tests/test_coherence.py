@@ -139,7 +139,8 @@ def independent(windows, generator, groups=20, probes=2):
 
 def of(grams):
     """The ``Coherence`` of Gram matrices without names."""
-    return Coherence(pd.DataFrame({"site": range(grams.shape[1])}), grams, np.trace(grams, axis1=1, axis2=2))
+    groups = pd.DataFrame({"site": range(grams.shape[1])})
+    return Coherence(groups, grams, np.trace(grams, axis1=1, axis2=2), grams.sum((1, 2)))
 
 
 @pytest.mark.parametrize("windows", [4, 16])

@@ -39,7 +39,7 @@ from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
-from fragility_lab.diagnosis import page, request
+from fragility_lab.diagnosis import needs, page, request
 from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
@@ -583,6 +583,30 @@ def test_errors_that_act_together_are_said(offset, alike):
     assert len(pairs) > 0 if alike else pairs.empty
     row = "residual additions, kernels, block 1" in html and "cancel" in html
     assert (row, "No pair of sites matters" in html) == (alike, not alike)
+
+
+def test_signed_contributions_are_said_to_add_up(found):
+    html = " ".join(page.page(found).split())
+    said = re.search(
+        r"add up to the measured error of these passes; at most (\S+) % of it is left over in a window", html
+    )
+    assert float(said[1]) < 1 and "The squared error of these passes is <b>" in html
+
+
+@pytest.mark.parametrize("remainder", [0.14, float("nan")])
+def test_they_are_not_said_to_add_up_where_they_do_not(found, remainder):
+    """The slopes of an autograd function of the model's own are none of ours."""
+    html = page.page(replace(found, coherence=replace(found.coherence, remainder=remainder)))
+    assert "add up to the measured error" not in html
+
+
+def test_without_memory_for_secants_the_page_takes_slopes_at_the_low_end(tiny_gpt2, tiny_tokens, monkeypatch):
+    for free, fits in ((None, True), (10**12, True), (10**6, False)):
+        monkeypatch.setattr(needs, "free_memory", lambda device, free=free: free)
+        assert needs.secants_fit(replace(ASKED, length=40), tiny_gpt2) is fits
+    found = diagnose(tiny_gpt2, tiny_tokens)
+    assert pd.isna(found.coherence.remainder)
+    assert "To first order the squared error of these passes is <b>" in " ".join(page.page(found).split())
 
 
 def test_one_window_says_nothing_about_pairs(tiny_gpt2, tiny_tokens):

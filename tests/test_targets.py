@@ -223,7 +223,7 @@ def test_targets_by_name(tiny_gpt2):
     with pytest.raises(ValueError, match="a target must be one of hidden, kl, logprob, loss, flips, got 'nll'"):
         get_target("nll")
     low = lower(tiny_gpt2, "bf16")
-    with pytest.raises(ValueError, match="one of low, fp32, both, got 'high'"):
+    with pytest.raises(ValueError, match="one of low, fp32, both, secant, got 'high'"):
         Adjoint(low, tiny_gpt2, gradients="high")
     for known, reference in ((low, None), (lower(tiny_gpt2, "bf16", "emulated").stochastic(0), tiny_gpt2)):
         with pytest.raises(ValueError, match="needs the fp32 reference, and rounding to nearest"):

@@ -69,15 +69,11 @@ def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
 
 
 def test_errors_that_act_together_add_up_to_what_is_measured(setting):
-    """``measured_ratio`` is that of other probes; the Gram matrix agrees with it within its standard errors."""
-    table = x2.coherence_table(setting, ["w8a16-g32"], probes=16).squeeze().to_dict()
-    predicted = setting.predict(get_recipe("w8a16-g32"), "kl").windows.predicted.mean()
-    measured = setting.measure(lower(setting.model, get_recipe("w8a16-g32"))).kl.mean()
-    assert table["measured_ratio"] == pytest.approx(measured / predicted, rel=0.1)
+    """In fp32 but for the weights, so that passes of their own have the same errors on every CPU."""
+    table = x2.coherence_table(setting, ["w4a16-g32@fp32"], probes=8).squeeze().to_dict()
+    measured = setting.measure(lower(setting.model, get_recipe("w4a16-g32@fp32"))).kl.mean()
+    assert table["measured"] == pytest.approx(measured, rel=0.02) and table["remainder"] < 1e-3
     assert table["overall"] == pytest.approx(table["inside"] * table["between"])
-    assert abs(table["overall"] - table["measured_ratio"]) < 4 * np.hypot(
-        table["overall_error"], table["measured_ratio_error"]
-    )
     assert 0 < table["between_error"] < 1 and table["pairs"] >= 0
 
 

@@ -24,7 +24,8 @@ Limits:
 - Errors that are alike add up to more, or less, than independent ones. This happens in a channel that has nearly the
   same large value at every position. For inputs of linear layers that a recipe rounds, errors are summed over positions
   first (``tape.Tape.record``); elsewhere they are taken as independent. ``coherence`` says by how much the errors of
-  a pass add up to more or less, and which pairs of sites reinforce each other or cancel. The standard error does not
+  a pass add up to more or less, and which pairs of sites reinforce each other or cancel; with ``secant`` slopes they
+  add up to the measured error. The standard error does not
   show this, since it is the scatter of the probes alone. With p probes, the error of the estimate over its standard
   error follows a t distribution with p - 1 degrees of freedom.
 - The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in

@@ -51,6 +51,12 @@ def with_visible_kernels(func: FunctionType) -> FunctionType | None:
     return inside
 
 
+def in_place(func: Callable) -> bool:
+    """Whether ``func`` changes its first argument in place."""
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 class FunctionCall:
     """A call of a function of tensors; tensors of the low dtype among its arguments are replaced by fp32 ones."""
 
@@ -73,7 +79,7 @@ class FunctionCall:
     @property
     def in_place(self) -> bool:
         """Whether the call changes its first argument in place."""
-        return self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
+        return in_place(self.func)
 
     @property
     def product(self) -> str:
@@ -175,8 +181,16 @@ class LowArithmetic(TorchFunctionMode):
             self._round_inputs(call)
         if self.rounding:
             return self._run(call)
-        result = func(*call.args, **call.kwargs)
+        result = self.call(func, *call.args, **call.kwargs)
         return map_tensors(result, lambda y: self._same_weight(y, call)) if self.held.linear else result
+
+    def call(self, func: Callable, *args, **kwargs) -> Any:
+        """The result of ``func`` before it is rounded."""
+        return func(*args, **kwargs)
+
+    def product(self, call: FunctionCall) -> Callable:
+        """What computes the matrix product ``call``."""
+        return fast_products(call.floating[0].device).get((call.name, call.product), call.func)
 
     def _same_weight(self, y: Tensor, call: FunctionCall) -> Tensor:
         """``y``, known as a weight if it is one whose entries were only moved, such as its transpose."""
@@ -185,8 +199,10 @@ class LowArithmetic(TorchFunctionMode):
 
     def round_stored(self, x: Tensor, name: str, stored: Stored) -> Tensor:
         """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""
+        if not x.is_floating_point():
+            return x
         with internals.without_function_modes():
-            return self.round(x.clone(), name, format=Through(stored, self.dtype(x))) if x.is_floating_point() else x
+            return self.round(self.call(Tensor.clone, x), name, format=Through(stored, self.dtype(x)))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""
@@ -197,13 +213,13 @@ class LowArithmetic(TorchFunctionMode):
         if id(x) in self.held.weights:
             return self.held.weights[id(x)]
         if id(x) in self.held.buffers:
-            return mark_stored(self.held.buffers[id(x)].clone())  # a model may write to it
-        return mark_stored(x.float()) if self.rounding and x.dtype == self.format.compute_dtype else x
+            return mark_stored(self.call(Tensor.clone, self.held.buffers[id(x)]))  # a model may write to it
+        return mark_stored(self.call(Tensor.float, x)) if self.rounding and x.dtype == self.format.compute_dtype else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         x = self._to_fp32(args[0])
         kind, stream = stored_as(x), is_stream(x)
-        moved = func(x, *args[1:], **kwargs)
+        moved = self.call(func, x, *args[1:], **kwargs)
         return moved if kind is None else map_tensors(moved, lambda y: mark_stored(mark_stream(y, stream), kind))
 
     def _run(self, call: FunctionCall) -> Any:
@@ -217,8 +233,8 @@ class LowArithmetic(TorchFunctionMode):
         elif requested is None:  # type promotion decides
             operands = [call.args[0]] if call.in_place else deciding(call.floating)
             low = bool(operands) and all(map(stored_as, operands))
-        function = fast_products(call.floating[0].device).get((call.name, call.product)) if call.product else None
-        result = (function or call.func)(*call.args, **call.kwargs)
+        function = self.product(call) if call.product else call.func
+        result = self.call(function, *call.args, **call.kwargs)
         if not low:
             return result
         if call.in_place:
@@ -247,8 +263,8 @@ class LowArithmetic(TorchFunctionMode):
         if dtype == self.dtype(x):
             return x
         if dtype != self.format.compute_dtype:
-            return x.to(dtype, copy=True)
-        return self.round(x.to(torch.float32, copy=True), "to")
+            return self.call(Tensor.to, x, dtype, copy=True)
+        return self.round(self.call(Tensor.to, x, torch.float32, copy=True), "to")
 
     def _round_inputs(self, call: FunctionCall) -> None:
         """Round what is multiplied by the weights of a layer whose inputs are stored in other numbers."""
@@ -258,7 +274,7 @@ class LowArithmetic(TorchFunctionMode):
             def change(x: Tensor) -> Tensor:
                 if not x.is_floating_point() or stored_as(x) == "weight" or (self.rounding and not stored_as(x)):
                     return x
-                return self.round(x.clone(), "operand", "weights", format=operands.inputs)
+                return self.round(self.call(Tensor.clone, x), "operand", "weights", format=operands.inputs)
 
             call.args, call.kwargs = map_tensors(call.args, change), map_tensors(call.kwargs, change)
 

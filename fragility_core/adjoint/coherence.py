@@ -10,6 +10,9 @@ X_L (Hutchinson 1990, doi:10.1080/03610919008812866), so that, relative to ||X_L
 - the sum of all its entries is the squared error of the pass, to first order;
 - 2 G_ab is what the pair a, b adds: above 0 the two reinforce each other, below 0 they cancel.
 
+With secant slopes (``secant``) the sum of s is v.E_L at any size of the error. The sum of all entries is then an
+estimate of the measured squared error, which is known, and stands in its place.
+
 Errors that are alike inside of a group, such as those of one channel at every position, are on the diagonal: the trace
 over the sum of c^2 shows them.
 """
@@ -35,12 +38,16 @@ class Coherence:
     """What groups of sites do together to the squared error of a target's output, relative to the norm's square.
 
     ``groups`` has one row per group, K in all. ``grams`` (W, K, K) has the Gram matrix of every window, mean over
-    probes. ``squares`` (W,) is the sum of c^2, the squared error if all errors were independent.
+    probes. ``squares`` (W,) is the sum of c^2, the squared error if all errors were independent. ``totals`` (W,) is the
+    squared error of the passes: measured with secant slopes, else the sum of all entries of G. ``remainder`` is the
+    largest that secant slopes left in a window, NaN without them.
     """
 
     groups: pd.DataFrame
     grams: np.ndarray
     squares: np.ndarray
+    totals: np.ndarray
+    remainder: float = np.nan
 
     @property
     def gram(self) -> np.ndarray:
@@ -48,16 +55,16 @@ class Coherence:
         return self.grams.mean(0)
 
     def between(self) -> tuple[float, float]:
-        """The sum of G over its trace, 1 if groups are independent, and its standard error over windows."""
-        return quotient(self.grams.sum((1, 2)), np.trace(self.grams, axis1=1, axis2=2))
+        """The squared error over the trace of G, 1 if groups are independent, and its standard error over windows."""
+        return quotient(self.totals, np.trace(self.grams, axis1=1, axis2=2))
 
     def inside(self) -> tuple[float, float]:
         """The trace of G over the sum of c^2, 1 if errors inside of groups are independent, and its standard error."""
         return quotient(np.trace(self.grams, axis1=1, axis2=2), self.squares)
 
     def overall(self) -> tuple[float, float]:
-        """The sum of G over the sum of c^2, 1 if all errors are independent, and its standard error over windows."""
-        return quotient(self.grams.sum((1, 2)), self.squares)
+        """The squared error over the sum of c^2, 1 if errors are independent, and its standard error over windows."""
+        return quotient(self.totals, self.squares)
 
     def pairs(self) -> pd.DataFrame:
         """One row per pair of groups, the largest share first.
@@ -99,8 +106,8 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
 
     Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, the finest of
     GROUPINGS that has at most MOST groups. Windows whose prediction is not finite are left out. Errors are those of the
-    low-precision pass with gradients at the "low" point; at the others kernels have the errors that rounding makes in
-    the fp32 pass.
+    low-precision pass with gradients at the "low" point and for secants; at the others kernels have the errors that
+    rounding makes in the fp32 pass.
 
     Raises ValueError for errors without a known sign, those of stochastic rounding and of a model whose fp32 reference
     was not given, and if no window is left.
@@ -110,12 +117,13 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
             "coherence needs errors with known signs, got expected sizes of errors: round to nearest, and give Adjoint "
             "the fp32 reference"
         )
-    tables = []
+    tables, measured = [], []
     for number, tokens in enumerate(windows):
         prediction = adjoint(tokens[None], seeds=[adjoint.seed + number])
         if np.isfinite(prediction.windows.predicted).all():
             rows, norm = prediction.contributions, prediction.windows.norm[0]
             tables.append(rows.assign(window=number, c2=rows.c2 / norm**2, signed=rows.signed / norm))
+            measured.append(prediction.windows)
     if not tables:
         raise ValueError("coherence needs a window whose prediction is finite, got none: choose a wider format")
     rows = pd.concat(tables)
@@ -126,4 +134,8 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
     signed = sums.to_numpy().reshape(len(tables), adjoint.probes, -1)  # (W, P, K)
     grams = np.einsum("wpa,wpb->wab", signed, signed) / adjoint.probes
     squares = rows.c2.groupby(rows.window).sum() / adjoint.probes
-    return Coherence(by_group.size().index.to_frame(index=False), grams, squares.to_numpy())
+    totals, remainder, windows = grams.sum((1, 2)), np.nan, pd.concat(measured)
+    if "measured" in windows:
+        totals = windows.measured.to_numpy() ** (1 if adjoint.target.squared else 2)
+        remainder = windows.remainder.max()
+    return Coherence(by_group.size().index.to_frame(index=False), grams, squares.to_numpy(), totals, remainder)

@@ -15,6 +15,7 @@ from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.leaves import Leaves
 from fragility_core.adjoint.probes import backward
+from fragility_core.adjoint.secant import SecantArithmetic
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.streamed import Stream
 from fragility_core.adjoint.tape import Tape
@@ -24,6 +25,7 @@ from fragility_core.arithmetic.internals import (
     attention_of,
     copy_marks,
     mark_stream,
+    reference_of,
     replace_forward,
     version_of,
     without_function_modes,
@@ -35,7 +37,7 @@ from fragility_core.arithmetic.recipes import Recipe
 from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import is_block
 
-GRADIENTS = ("low", "fp32", "both")  # the points at which gradients are taken
+GRADIENTS = ("low", "fp32", "both", "secant")  # where gradients are taken
 ALL = {"kernel": 1.0, "weight": 1.0}
 # What a contribution counts, by the number of points, and whether it is that of the fp32 point.
 SHARES = {
@@ -55,6 +57,8 @@ class Prediction:
 
     - ``predicted``, in the target's unit, and its ``standard_error`` over the probes (NaN for one probe);
     - ``norm``, by whose square the sum of contributions is divided: ||X_L|| for the target "hidden";
+    - only with secant slopes: ``measured``, the error of the same pass, in the same unit; and ``remainder``, by how
+      much signed contributions miss the products of the probes with that error, root mean square, relative to it;
     - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
 
     ``recipe`` and ``target`` say what was predicted. ``length`` is the number of tokens of a window. ``ran`` has the
@@ -114,11 +118,13 @@ class Adjoint:
         ``gradients`` are taken at the "low" point; at the "fp32" point, with the errors that rounding the values of the
         reference makes; or at "both", in twice the time. Then a weight, whose error is the same at both ends, has the
         mean of its contributions there: the mean of two slopes is exact for what is quadratic in between. A kernel's
-        error is another one at the other end, and it has the contribution at the fp32 point.
+        error is another one at the other end, and it has the contribution at the fp32 point. "secant" runs both passes
+        side by side, and takes the slopes between them (``secant``): signed contributions then add up to the measured
+        error. This takes several times as long, and keeps all values of both passes.
 
         Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
         tf32), for a model without parameters in the format, for fewer than one probe, for a reference that is not in
-        fp32 or has other parameters, and for gradients at a point that is not there.
+        fp32 or has other parameters, for gradients at a point that is not there, and for secants of a streamed model.
         """
         require_low(low)
         if not (low.recipe.rounds or low.weights_only):
@@ -128,6 +134,10 @@ class Adjoint:
         if gradients != "low" and (reference is None or low.execution == "stochastic"):
             raise ValueError(
                 f'gradients={gradients!r} needs the fp32 reference, and rounding to nearest: use gradients="low"'
+            )
+        if gradients == "secant" and is_hollow(low.model):
+            raise ValueError(
+                'gradients="secant" needs all values of both passes, but the model is streamed: load it whole'
             )
         if probes < 1:
             raise ValueError(f"probes must be at least 1, got {probes}")
@@ -146,11 +156,14 @@ class Adjoint:
         self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
         self.points = []
-        for exact in {"low": [False], "fp32": [True], "both": [False, True]}[gradients]:
+        for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
             held = leaves.make(stays, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf))
-            self.points.append(LowArithmetic(self.recipe, self.tape, held, stochastic, rounding, exact))
+            if gradients == "secant":
+                self.points.append(SecantArithmetic(self.recipe, self.tape, held, rounding, self.target.between))
+            else:
+                self.points.append(LowArithmetic(self.recipe, self.tape, held, stochastic, rounding, exact))
         self._follow_modules()
-        if not stochastic:
+        if not stochastic and gradients != "secant":
             self._recompute(rounding)
 
     def _follow_modules(self) -> None:
@@ -201,7 +214,8 @@ class Adjoint:
             self.tape.clear()  # a prediction before may have been interrupted
             everywhere = torch.ones((), device=tokens.device)
             scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()
-            norms = [self._passes(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
+            found = [self._passes(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
+            norms, errors = zip(*found)
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
             for window, place in inside.items():  # an infinity is no small error
@@ -209,10 +223,19 @@ class Adjoint:
             norms = torch.stack(norms).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
+            if isinstance(self.points[0], SecantArithmetic):
+                size, *products = torch.stack(errors, 1).cpu().double()
+                left = torch.stack(products, 1) - torch.from_numpy(contributions[1].sum(-1))
+                measured = (size / norms) ** (2 if self.target.squared else 1)
+                prediction.windows.insert(3, "measured", measured.numpy())
+                prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
             return self._name_overflow(prediction, tokens, inside)
 
-    def _passes(self, window: int, tokens: Tensor, scope: Tensor, seed: int) -> Tensor:
-        """Run the passes of a window at every point; return the target's norm over ``scope``, on the device."""
+    def _passes(self, window: int, tokens: Tensor, scope: Tensor, seed: int) -> tuple[Tensor, Tensor | None]:
+        """Run the passes of a window at every point; return the target's norm over ``scope``, on the device.
+
+        With secant slopes, the norm of the measured error there and its products with the probes come second.
+        """
         tape = self.tape
         for arithmetic in self.points:
             tape.begin(window)
@@ -224,7 +247,12 @@ class Adjoint:
             generator = torch.Generator(final.device).manual_seed(seed)
             signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
             self._backward(final, [*tape.leaves, *arithmetic.held.leaves, *parts], signs)
-        return self.target.norm(final.detach(), counted)
+        if not isinstance(self.points[0], SecantArithmetic):
+            return self.target.norm(final.detach(), counted), None
+        exact = reference_of(final).detach()
+        error = ((exact - final.detach()) * counted).flatten()
+        products = signs.flatten(1) @ error
+        return self.target.norm(exact, counted), torch.cat([torch.linalg.vector_norm(error)[None], products])
 
     def _backward(self, final: Tensor, leaves: list[Tensor], signs: Tensor) -> None:
         """Backward passes from ``final`` for all probes ``signs`` (P, ...): at once, or else one by one."""

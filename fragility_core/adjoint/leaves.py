@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.adjoint.tape import Tape, expected_error, local_error
-from fragility_core.arithmetic.internals import mark_stored
+from fragility_core.arithmetic.internals import mark_stored, refer
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.operands import linear_weights, operands_by_storage, owner
 from fragility_core.arithmetic.recipes import Operands
@@ -94,6 +94,8 @@ class Leaves:
                 if self.watched(path):
                     leaf.requires_grad_()
                     watch(path, self.tape.weight(path), leaf, self.weighted(path, rounded))
+                    if self.exact is not None and not at_reference:
+                        refer(leaf, self.exact[path].detach())
                 made[path] = mark_stored(leaf, "weight") if self.is_low(path) and path in self.parameters else leaf
         weights = {path: x for path, x in made.items() if path in self.linear}
         return Held(

@@ -23,6 +23,8 @@ class Target:
     ``output`` gives the tensor (B, T or less, ...) whose error counts, for a model and tokens (B, T). ``norm`` gives
     the number by whose square the squared error is divided, for the output of one window and a mask or 1.0 by which it
     is multiplied. If ``squared``, the quotient itself is predicted, else its root.
+
+    ``output`` holds some values fixed. With secant slopes these are taken ``between`` the fp32 pass, 0, and the other.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Target:
     norm: Callable[[Tensor, Tensor], Tensor]
     unit: str = "relative error"
     squared: bool = False
+    between: float = 0.0
 
 
 def own_norm(output: Tensor, counted: Tensor) -> Tensor:
@@ -40,6 +43,11 @@ def own_norm(output: Tensor, counted: Tensor) -> Tensor:
 def root_of_count(output: Tensor, counted: Tensor) -> Tensor:
     """The root of the number of positions: errors are root mean squares."""
     return counted.expand((*output.shape[:-1], 1)).sum().sqrt()
+
+
+def root_of_twice_the_count(output: Tensor, counted: Tensor) -> Tensor:
+    """As ``root_of_count``, for squares that are halved."""
+    return (2 * root_of_count(output, counted) ** 2).sqrt()
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -95,9 +103,9 @@ TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
         Target("hidden", final_hidden, own_norm),
-        Target("kl", divergence, lambda z, counted: (2 * root_of_count(z, counted) ** 2).sqrt(), "nats a token", True),
-        Target("logprob", log_probabilities, root_of_count, "nats, root mean square"),
-        Target("loss", mean_loss, lambda z, counted: torch.ones(()), "nats, standard deviation"),
+        Target("kl", divergence, root_of_twice_the_count, "nats a token", True, 1 / 3),
+        Target("logprob", log_probabilities, root_of_count, "nats, root mean square", between=0.5),
+        Target("loss", mean_loss, lambda z, counted: torch.ones(()), "nats, standard deviation", between=0.5),
         Target("flips", margins, root_of_count, "logits, root mean square"),
     )
 }

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.arithmetic.internals import attention_of, differentiated, restored_attention, without_function_modes
+from fragility_core.arithmetic.internals import (
+    attention_of,
+    differentiated,
+    has_reference,
+    restored_attention,
+    without_function_modes,
+)
 
 OBSERVED_EAGER = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
@@ -84,7 +90,7 @@ class Hiding:
 
     def fill(self, scores: Tensor, number: float) -> None:
         """Make hidden scores 0 first, and then, if so asked, the lowest number of their dtype."""
-        if differentiated(scores):
+        if differentiated(scores) or has_reference(scores):
             scores.masked_fill_(self.hidden, number)
             return
         with without_function_modes():
@@ -192,7 +198,7 @@ def observed_attention(
         if observer is not None:
             observer.scores(scores)
         if hiding is not None:
-            hiding.fill(maskable, torch.finfo(dtype).min)
+            hiding.fill(maskable, torch.finfo(scores.dtype).min)  # of the dtype that a mode pretends
         probabilities = torch.softmax(scores, -1).to(value.dtype)
         if observer is not None:
             observer.probabilities(start, probabilities)

@@ -224,8 +224,26 @@ def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
     return x
 
 
+def has_reference(x: Tensor) -> bool:
+    """Whether ``x`` has another value in the fp32 pass that runs beside this one."""
+    return hasattr(x, "_reference")
+
+
+def reference_of(x: Tensor) -> Tensor:
+    """The value of ``x`` in the fp32 pass that runs beside this one: its own unless ``refer`` gave it another."""
+    return getattr(x, "_reference", x)
+
+
+def refer(x: Tensor, reference: Tensor) -> Tensor:
+    """Let ``x`` have the value ``reference`` in the fp32 pass that runs beside this one."""
+    x._reference = reference
+    return x
+
+
 def copy_marks(source: Tensor, x: Tensor) -> Tensor:
     """Let ``x`` stand for what ``source`` stands for."""
+    if has_reference(source):
+        refer(x, reference_of(source).to(x.device))
     return mark_stream(mark_stored(x, stored_as(source)), is_stream(source))
 
 

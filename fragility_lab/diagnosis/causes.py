@@ -13,6 +13,7 @@ SITE_NAMES = {
     "mlp": "MLP", "embedding": "embedding", "router": "router", "head": "head",
 }  # fmt: skip
 PAIRS = 5  # that a page names
+NEGLIGIBLE = 0.01  # remainder of secant slopes up to which contributions are said to add up
 
 
 def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
@@ -55,6 +56,8 @@ def together(coherence: Coherence) -> dict[str, object]:
         "inside": interval(coherence.inside(), windows),
         "count": len(pairs),
         "windows": windows,
+        "remainder": percent(coherence.remainder) if coherence.remainder < NEGLIGIBLE else "",
+        "measured": not pd.isna(coherence.remainder),
         "visible": percent(max(pairs.limit.max(), MATTERS)),
         "matter": int(pairs.matters.sum()),
         "pairs": [

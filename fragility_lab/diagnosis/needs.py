@@ -64,7 +64,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     each = [free_memory(device) for device in devices]
     free = None if None in each else sum(each)
     if not is_hollow(model):
-        passes += 14 * (1 + request.probes)  # changed choices, decoding, and errors that act together
+        passes += 18 * (1 + request.probes)  # changed choices, decoding, and errors that act together
         takes = quantity(whole(request, model))
         spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
         return Forecast(plain * passes * count, memory(request, model), free, spread if len(devices) > 1 else "")
@@ -125,6 +125,18 @@ def whole_fits(request: Request, model: nn.Module) -> bool:
     """Whether the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
     free = free_memory(torch.device(default_device()))
     return free is None or whole(request, model) < free
+
+
+def secants_fit(request: Request, model: nn.Module) -> bool:
+    """Whether secant slopes fit into what is free now.
+
+    They keep three times as much as a backward pass does, halves of weights, and up to 28 numbers a score of attention.
+    """
+    free, config = free_memory(next(model.parameters()).device), model.config.get_text_config()
+    scores = getattr(config, "num_attention_heads", 0) * request.length**2 * config.num_hidden_layers
+    weights = sum(p.numel() for p in model.parameters())
+    takes = memory(request, model) + 2 * sum(activations(request, model)) + 4 * weights + 4 * 28 * scores
+    return free is None or takes < free
 
 
 def fits_together(request: Request, model: nn.Module) -> bool:

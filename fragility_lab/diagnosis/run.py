@@ -22,7 +22,7 @@ from fragility_lab.diagnosis import flips
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.growth import Growth, growth
 from fragility_lab.diagnosis.measure import Ranges, compare, numbered, observe
-from fragility_lab.diagnosis.needs import Forecast
+from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.inputs.loading import Inputs
@@ -113,7 +113,8 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
     whole = not is_hollow(model)
     choosing = flips.find(low, model, tokens, prediction, request.probes, referenced) if whole else None
-    together = errors_together(low, model, tokens, request) if whole and contributions is not None else None
+    secants = referenced and secants_fit(request, model)
+    together = errors_together(low, model, tokens, request, secants) if whole and contributions is not None else None
     grown = growth(low, model, tokens, measured, request.measured_in) if whole and referenced else None
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
@@ -122,9 +123,13 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     )  # fmt: skip
 
 
-def errors_together(low: LowPrecision, model, tokens: Tensor, request: Request) -> Coherence:
-    """Which errors of the low-precision passes over ``tokens`` (B, T) act together; takes as long as an estimate."""
-    estimator = adjoint.Adjoint(low, model, request.probes, target=request.measured_in)
+def errors_together(low: LowPrecision, model, tokens: Tensor, request: Request, secants: bool) -> Coherence:
+    """Which errors of the low-precision passes over ``tokens`` (B, T) act together.
+
+    With ``secants`` the contributions add up to the measured error; else it takes as long as an estimate.
+    """
+    gradients = "secant" if secants else "low"
+    estimator = adjoint.Adjoint(low, model, request.probes, target=request.measured_in, gradients=gradients)
     return coherence(estimator, progress(tokens, desc="errors that act together"))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.adjoint import Adjoint, Prediction
-from fragility_core.adjoint.coherence import coherence, quotient
+from fragility_core.adjoint.coherence import coherence
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.protection import apply
@@ -89,20 +89,21 @@ def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray) ->
 
 
 def coherence_table(setting: Setting, recipes: Sequence[str], probes: int) -> pd.DataFrame:
-    """One row per recipe: the measured KL over the prediction, and whether errors that act together explain it.
+    """One row per recipe: the measured KL over the sum of squares, and what explains it.
 
-    ``measured_ratio`` is over the sum of squares of the same passes, ``overall`` the sum of the Gram matrix over it:
-    ``inside`` of groups of sites times ``between`` them. Each has its standard error over windows. ``pairs`` matter.
+    The slopes are secants, so that signed contributions add up to the error of the passes, apart from ``remainder``.
+    ``overall`` is the measured KL over the sum of squares: ``inside`` of groups of sites times ``between`` them. Each
+    has its standard error over windows. ``pairs`` matter.
     """
     rows = []
     for name in progress(recipes, desc="errors that act together"):
         low = lower(setting.model, get_recipe(name))
-        found = coherence(Adjoint(low, setting.model, probes, target="kl", gradients="both"), setting.windows)
+        found = coherence(Adjoint(low, setting.model, probes, target="kl", gradients="secant"), setting.windows)
         parts = {"inside": found.inside(), "between": found.between(), "overall": found.overall()}
-        parts["measured_ratio"] = quotient(setting.measure(low).kl.to_numpy(), found.squares)
-        columns = {key: ratio for key, (ratio, _) in parts.items()}
+        columns = {"recipe": name, "measured": found.totals.mean(), "remainder": found.remainder}
+        columns |= {key: ratio for key, (ratio, _) in parts.items()}
         columns |= {f"{key}_error": error for key, (_, error) in parts.items()}
-        rows.append({"recipe": name} | columns | {"pairs": int(found.pairs().matters.sum())})
+        rows.append(columns | {"pairs": int(found.pairs().matters.sum())})
     return pd.DataFrame(rows)
 
 

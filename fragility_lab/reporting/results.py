@@ -167,7 +167,7 @@ def quantization(tables: Tables) -> dict[str, object]:
     return {
         "recipes": recipe_rows(tables["x2_recipes"]),
         "halves": halves.pivot(index="recipe", columns="quantity", values="text").loc[grown.index].reset_index(),
-        "coherent": with_errors(tables["x2_coherence"], "inside", "between", "overall", "measured_ratio"),
+        "coherent": with_errors(tables["x2_coherence"], "inside", "between", "overall"),
         "explained": ratios.corrwith(grown, method="spearman"),
         "choices": recipe_rows(tables["x2_flips"]),
         "kl_within": int(ratios.kl.between(0.9, 1.1).sum()),
