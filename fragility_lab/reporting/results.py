@@ -154,30 +154,43 @@ def with_errors(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return table.assign(**{x: [f"{a:.2f} ± {b:.2f}" for a, b in zip(table[x], table[f"{x}_error"])] for x in columns})
 
 
-def quantization(tables: Tables) -> dict[str, object]:
+def within(tables: Tables) -> dict[str, int]:
+    """For how many recipes of X2 the prediction is as close as was aimed for, by quantity."""
+    rows = pd.concat([tables["x2_recipes"], tables["x2_flips"]])
+    ratios = rows.pivot(index="recipe", columns="quantity", values="ratio")
+    aims = {"kl": (0.9, 1.1), "logprob": (0.95, 1.05), "changed": (0.9, 1.1), "length": (0.8, 1.2)}
+    return {quantity: int(ratios[quantity].between(*aim).sum()) for quantity, aim in aims.items()}
+
+
+def beside(name: str, tables: Tables, second: Tables) -> pd.DataFrame:
+    """``recipe_rows`` of the table ``name``, with the ratios of the ``second`` family in columns ``second_...``."""
+    ratios = recipe_rows(second[name]).set_index("recipe").filter(like="_ratio").add_prefix("second_")
+    return recipe_rows(tables[name]).join(ratios, on="recipe")
+
+
+def quantization(tables: Tables, second: Tables) -> dict[str, object]:
     """Numbers of X2."""
     ratios = tables["x2_recipes"].pivot(index="recipe", columns="quantity", values="ratio")
-    choices = tables["x2_flips"].pivot(index="recipe", columns="quantity", values="ratio")
     plans = tables["x2_plans"]
     measured = plans.assign(number=plans.groupby(["schemes", "chosen_by"]).cumcount())
     pairs = measured.pivot(index=["schemes", "number"], columns="chosen_by", values="measured")
-    errors = (plans.predicted / plans.measured - 1).abs()
+    errors, second_errors = ((rows.predicted / rows.measured - 1).abs() for rows in (plans, second["x2_plans"]))
     halves = tables["x2_growth"].assign(text=ratio_text(tables["x2_growth"]))
     grown = halves.pivot(index="recipe", columns="quantity", values="ratio")
     return {
-        "recipes": recipe_rows(tables["x2_recipes"]),
+        "recipes": beside("x2_recipes", tables, second),
         "halves": halves.pivot(index="recipe", columns="quantity", values="text").loc[grown.index].reset_index(),
+        "largest_remainder": max(each["x2_coherence"].remainder.max() for each in (tables, second)),
         "coherent": with_errors(tables["x2_coherence"], "inside", "between", "overall"),
         "explained": ratios.corrwith(grown, method="spearman"),
-        "choices": recipe_rows(tables["x2_flips"]),
-        "kl_within": int(ratios.kl.between(0.9, 1.1).sum()),
-        "logprob_within": int(ratios.logprob.between(0.95, 1.05).sum()),
-        "changed_within": int(choices.changed.between(0.9, 1.1).sum()),
-        "length_within": int(choices.length.between(0.8, 1.2).sum()),
+        "choices": beside("x2_flips", tables, second),
+        "within": within(tables),
+        "second_within": within(second),
         "experts": tables["x2_experts"].assign(text=ratio_text(tables["x2_experts"])),
         "best_plans": plans[plans.chosen_by == "prediction"],
         "plan_kl_errors": errors,
         "plans_within": int((errors <= 0.1).sum()),
+        "second_plans_within": int((second_errors <= 0.1).sum()),
         "chance_factor": float(np.exp(np.log(pairs.prediction / pairs.chance).mean())),
     }
 
@@ -216,7 +229,7 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
             "calibrated": calibrated(tables, second),
             "realisation": realisation(tables),
         }
-        | quantization(tables)
+        | quantization(tables, second)
         | results_rivals.values(tables, second)
     )
 
