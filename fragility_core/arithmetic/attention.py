@@ -4,12 +4,13 @@ It forms and rounds scores and probabilities kernel by kernel, as the library's 
 query rows at a time. On a CPU a block is still in cache when it is observed, causal blocks skip the keys that they may
 not see, and no T x T tensor exists. A GPU, which waits for the launch of small kernels, takes larger blocks.
 
-The core has three implementations of attention. Each does what the others cannot do as fast:
+The core has four implementations of attention. Each of the first three does what the others cannot do as fast:
 
 * ``observed_attention`` here shows its scores to an observer and runs in any arithmetic: natively, emulated, in fp32.
 * ``adjoint.blockwise.BlockwiseAttention`` knows the local error of every rounding, and forms scores again in the
   backward pass. With autograd, ``observed_attention`` would keep all T x T tensors.
 * ``adjoint.recomputed.FusedAttention`` is the library's fused kernel, with gradients by ``BlockwiseAttention``.
+* ``adjoint.secant.attention`` spells that kernel out in functions that have secant slopes.
 
 transformers knows the attention by name once ``set_attention``, or a context that calls it, has registered it.
 """
