@@ -129,7 +129,7 @@ def calibrated(tables: Tables, second: Tables) -> dict[str, object]:
     unplanned = second["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
     kinds = second["x1_kinds"].set_index(["precision", "label"]).measured.unstack().div(unplanned, axis=0).mean()
     return {
-        "lengths": " and ".join(str(length) for length in sorted(lengths)),
+        "lengths": f"{', '.join(map(str, sorted(lengths)[:-1]))} and {max(lengths)}",
         "runs": second["x1_runs"],
         "summary": second["x1_summary"],
         "sites": second["x1_sites"],
