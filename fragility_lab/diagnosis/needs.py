@@ -23,7 +23,8 @@ from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 
 ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
-MEASURED = 4  # readings of a window by measured passes: of two models, without and with a plan
+MEASURED = 4  # readings by measured passes: of two models, without and with a plan
+LARGEST = 32  # windows that share a reading
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,14 @@ class Forecast:
     """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device.
+    is empty for a whole model on one device. ``together`` windows share a reading.
     """
 
     seconds: float
     memory: int
     free: int | None
     form: str = ""
+    together: int = 1
 
     @property
     def fits(self) -> bool:
@@ -73,13 +75,16 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
         with read(part):
             pass
     reading = seconds(loaded.device) - start
-    readings = ONCE + readings_a_window(request) * count
+    together = windows_together(request, model, count, free)
+    readings = ONCE + readings_a_group(request) * -(-count // together)
     why = (
         "it was asked for" if request.form == "streamed" else f"the whole form takes {quantity(whole(request, model))}"
     )
-    form = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk"
+    shared = f", {together} windows at a time" if together > 1 else ""
+    form = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk{shared}"
     computing = max(plain - reading, 0) * (passes + 3) * count  # the estimate runs forward twice
-    return Forecast(computing + reading * readings, streamed_memory(request, model), free, form)
+    takes = streamed_memory(request, model, together)
+    return Forecast(computing + reading * readings, takes, free, form, together)
 
 
 def seconds(device: torch.device) -> float:
@@ -152,11 +157,12 @@ def fits_together(request: Request, model: nn.Module) -> bool:
     return takes / count + takes * max(sizes) / sum(sizes) < least
 
 
-def streamed_memory(request: Request, model: nn.Module) -> int:
+def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> int:
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
-    formed for all probes, in two copies. Gradients of tied matrices wait for the embedding.
+    formed for all probes, in two copies. Gradients of tied matrices wait for the embedding. Of windows ``together``
+    each has its own logits, of which the target and the measured passes form others, and its own stream.
     """
     config, blocks = model.config.get_text_config(), block_paths(model)
     of_blocks, of_head = activations(request, model)
@@ -167,14 +173,22 @@ def streamed_memory(request: Request, model: nn.Module) -> int:
 
     found = {path: held(part) for path, part in parts(model).items()}
     in_blocks = max(found[path] for path in blocks) + of_blocks // len(blocks)
-    elsewhere = max((size for path, size in found.items() if path not in blocks), default=0) + of_head
+    elsewhere = max((size for path, size in found.items() if path not in blocks), default=0)
     tied = getattr(config, "tie_word_embeddings", False) and request.measured_in != "hidden"
     waiting = tied * 4 * request.probes * config.vocab_size * config.hidden_size
-    return max(in_blocks, elsewhere) + waiting + 4 * request.length * config.hidden_size * len(blocks)
+    stream = 4 * request.length * config.hidden_size * len(blocks)
+    return max(in_blocks, elsewhere) + together * (of_head + waiting + stream)
 
 
-def readings_a_window(request: Request) -> int:
-    """How often the streamed form reads the model for each window, if fp32 passes are measured.
+def windows_together(request: Request, model: nn.Module, count: int, free: int | None) -> int:
+    """How many of ``count`` windows share a reading: as many as take half of the ``free`` memory."""
+    one, two = (streamed_memory(request, model, together) for together in (1, 2))
+    fitting = count if free is None else 1 + (free // 2 - one) // max(1, two - one)
+    return max(1, min(count, LARGEST, fitting))
+
+
+def readings_a_group(request: Request) -> int:
+    """How often the streamed form reads the model for windows that share a reading, if fp32 passes are measured.
 
     The estimate reads it forward and backward at each end.
     """
@@ -242,15 +256,16 @@ def streaming(request: Request, name: str, disk: float, bus: float) -> str:
     """
     model, dtype = on_meta(name), load_config(name).dtype or torch.float32
     parameters = sum(p.numel() for p in model.parameters())
-    size, readings = parameters * dtype.itemsize, readings_a_window(request)
-    estimate = readings - MEASURED
+    size, readings, count = parameters * dtype.itemsize, readings_a_group(request), request.windows
+    estimate, memory = readings - MEASURED, streamed_memory(request, model, count)
     rows = [
         f"{parameters / 1e9:.2f} B parameters, {quantity(size)} of files in {str(dtype).removeprefix('torch.')}",
-        f"memory: {quantity(streamed_memory(request, model))} streamed, {quantity(whole(request, model))} whole",
+        f"memory: {quantity(memory)} streamed, {quantity(whole(request, model))} whole",
     ]
-    for what, count in (("an estimate", estimate), ("an estimate and the measured passes", readings)):
-        speeds = f"{duration(count * size / disk)} from the disk, {duration(count * size / bus)} over the bus"
-        rows.append(f"{what} of a window: {quantity(count * size)} read, {speeds}")
+    windows = "a window" if count == 1 else f"{count} windows together"
+    for what, times in (("an estimate", estimate), ("an estimate and the measured passes", readings)):
+        speeds = f"{duration(times * size / disk)} from the disk, {duration(times * size / bus)} over the bus"
+        rows.append(f"{what} of {windows}: {quantity(times * size)} read, {speeds}")
     rows.append(f"once: {quantity(ONCE * size)} read, {duration(ONCE * size / disk)} from the disk")
     return "\n".join(rows)
 
@@ -260,13 +275,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.needs", description=main.__doc__)
     parser.add_argument("model", help="hub name, or a folder with config.json")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--windows", type=int, default=1, help="that share what is read")
     parser.add_argument("--probes", type=int, default=2)
     parser.add_argument("--recipe", default="bf16")
     parser.add_argument("--target", default="hidden")
     parser.add_argument("--disk", type=float, default=3.0, help="GB a second from the disk")
     parser.add_argument("--bus", type=float, default=25.0, help="GB a second to the device")
     given = parser.parse_args(arguments)
-    sizes = {"windows": 1, "length": given.length, "probes": given.probes, "target": given.target}
+    sizes = {"windows": given.windows, "length": given.length, "probes": given.probes, "target": given.target}
     try:
         request = Request(given.model, "embedded", given.recipe, "1 block", **sizes)
         print(streaming(request, given.model, given.disk * 1e9, given.bus * 1e9))

@@ -1,7 +1,7 @@
 """The work: predict every window, make a plan, and measure with and without it if memory allows a reference."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -21,7 +21,7 @@ from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis import flips
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.growth import Growth, growth
-from fragility_lab.diagnosis.measure import Ranges, compare, numbered, observe
+from fragility_lab.diagnosis.measure import Ranges, compare, numbered, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
@@ -80,13 +80,14 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         low = lower(model, calibrated(model, recipe, tokens), execution)
     else:
         low = as_given(loaded.rounded)
-    prediction = predict(low, model, tokens, request.probes, request.measured_in)
+    groups = tokens.split(expected.together)
+    prediction = predict(low, model, groups, request.probes, request.measured_in)
     contributions, plan, planned, choices, choice = None, None, None, None, None
     if prediction.windows.overflow.eq("").any():
         contributions = Contributions(model, prediction)
         if request.mixes:
             keep = [site for site in request.kept if site in contributions.structure.sites]  # the page names others
-            choices = chosen_from(request, model, tokens, prediction, keep)
+            choices = chosen_from(request, model, groups, prediction, keep)
             choice = mixed_choice(request, choices)
             plan, planned = choices.plan(choice), pd.Series(choices.predict(choice), index=choices.windows)
         else:
@@ -97,16 +98,16 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     measured = drift = protected = protected_drift = changed = None
     with ranges.counting():
         if referenced:
-            measured, drift = measure(low, model, tokens, "without the plan")
+            measured, drift = measure(low, model, groups, "without the plan")
         else:
-            for window in progress(tokens.split(1), desc="low-precision passes"):
-                observe(low.model, window, low)
+            for windows in progress(groups, desc="low-precision passes"):
+                observe_each(low.model, windows, low)
     if referenced and plan is not None:
         if loaded.rounded is None:
             kept = apply(model, plan, execution, tokens if needs_calibration(plan.recipe) else None)
         else:
             kept = protect(as_given(sharing_copy(loaded.rounded)), model, plan)
-        protected, protected_drift = measure(kept, model, tokens, "with the plan")
+        protected, protected_drift = measure(kept, model, groups, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
@@ -134,13 +135,14 @@ def errors_together(low: LowPrecision, model, tokens: Tensor, request: Request, 
 
 
 def chosen_from(
-    request: Request, model, tokens: Tensor, first: adjoint.Prediction, keep: Iterable[str]
+    request: Request, model, groups: Sequence[Tensor], first: adjoint.Prediction, keep: Iterable[str]
 ) -> Choices:  # fmt: skip
-    """What the schemes of ``request`` cost and do over ``tokens`` (B, T), and what it does to ``keep`` sites in fp32.
+    """What the schemes of ``request`` cost and do over the windows of ``groups``, and what keeping sites in fp32 does.
 
     ``first`` is known, the prediction for the first scheme.
     """
-    how, found = (tokens, request.probes, request.measured_in), {first.recipe.name: first}
+    how, found = (groups, request.probes, request.measured_in), {first.recipe.name: first}
+    tokens = torch.cat([*groups])
     for recipe in request.schemes[1:]:
         if recipe.rounds:
             found[recipe.name] = predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
@@ -153,23 +155,28 @@ def mixed_choice(request: Request, choices: Choices) -> Choice:
     return {"bits": choices.within_bits, "bytes": choices.within_bytes, "kl": choices.within_error}[unit](amount)
 
 
-def predict(low: LowPrecision, model, tokens: Tensor, probes: int, target: str = "hidden") -> adjoint.Prediction:
-    """The prediction for all windows ``tokens`` (B, T), one after the other.
+def predict(
+    low: LowPrecision, model, groups: Sequence[Tensor], probes: int, target: str = "hidden"
+) -> adjoint.Prediction:  # fmt: skip
+    """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
 
     For a target other than the hidden state gradients are taken at both ends.
     """
     gradients = "low" if target == "hidden" else "both"
     estimator = adjoint.Adjoint(low, model, probes, target=target, gradients=gradients)
-    found = [estimator(window) for window in progress(tokens.split(1), desc="predicting")]
+    found = [estimator(windows) for windows in progress(groups, desc="predicting")]
     tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
     return replace(found[0], **tables)
 
 
-def measure(low: LowPrecision, model, tokens: Tensor, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``measure.compare`` for every window of ``tokens`` (B, T), one after the other, with ``model`` in fp32."""
+def measure(
+    low: LowPrecision, model, groups: Sequence[Tensor], name: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
+    """``measure.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
     tables = [
-        compare(observe(low.model, window, low), observe(model, window), window)
-        for window in progress(tokens.split(1), desc=f"measuring {name}")
+        compare(*window)
+        for windows in progress(groups, desc=f"measuring {name}")
+        for window in zip(observe_each(low.model, windows, low), observe_each(model, windows), windows.split(1))
     ]
     windows, drift = map(numbered, zip(*tables))
     return windows, drift
