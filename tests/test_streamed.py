@@ -27,7 +27,7 @@ from fragility_core.models.hollow import entries, is_hollow, loaded, parts
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
-from fragility_lab.diagnosis import needs
+from fragility_lab.diagnosis import needs, streaming
 from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.diagnosis.page import command
 from fragility_lab.inputs.checkpoints import load_model
@@ -323,10 +323,10 @@ def test_what_a_model_needs_is_known_from_its_configuration(tmp_path, capsys):
         vocab_size=128256, max_position_embeddings=131072, dtype="bfloat16",
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    needs.main([str(tmp_path), "--disk", "3", "--bus", "25"])
+    streaming.main([str(tmp_path), "--disk", "3", "--bus", "25"])
     first, memory, estimate, *_ = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").splitlines()
     assert first == "70.55 B parameters, 141 GB of files in bfloat16"
     assert re.fullmatch(r"memory: 3\d(\.\d)? GB streamed, \d{3} GB whole", memory)
     assert estimate == "an estimate of a window: 282 GB read, 1 min 34 s from the disk, 11.3 s over the bus"
     with pytest.raises(SystemExit, match="cannot load the model"):
-        needs.main([str(tmp_path / "nothing")])
+        streaming.main([str(tmp_path / "nothing")])

@@ -1,6 +1,5 @@
 """What a diagnosis will take: the form that fits into memory, the time, the memory, and what is read from the disk."""
 
-import argparse
 import re
 import sys
 import time
@@ -17,12 +16,12 @@ from fragility_core.models.hollow import loaded as read
 from fragility_core.models.tree import block_paths
 from fragility_lab.diagnosis.measure import observe
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.checkpoints import default_device, load_config
-from fragility_lab.inputs.hollow import on_meta
+from fragility_lab.inputs.checkpoints import default_device
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 
 ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
+BOTH_WAYS = 2  # readings of a pass forward and back
 MEASURED = 4  # readings by measured passes: of two models, without and with a plan
 LARGEST = 32  # windows that share a reading
 
@@ -82,7 +81,8 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     )
     shared = f", {together} windows at a time" if together > 1 else ""
     form = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk{shared}"
-    computing = max(plain - reading, 0) * (passes + 3) * count  # the estimate runs forward twice
+    passes += 3 + 3 + 4 * request.probes  # an estimate runs forward twice, and one more says which errors act together
+    computing = max(plain - reading, 0) * passes * count
     takes = streamed_memory(request, model, together)
     return Forecast(computing + reading * readings, takes, free, form, together)
 
@@ -161,8 +161,8 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
-    formed for all probes, in two copies. Gradients of tied matrices wait for the embedding. Of windows ``together``
-    each has its own logits, of which the target and the measured passes form others, and its own stream.
+    formed for all probes, in two copies. Each of the windows ``together`` keeps its stream, what the target makes of
+    its logits, and gradients of tied matrices, which wait for the embedding; or two streams and logits to compare.
     """
     config, blocks = model.config.get_text_config(), block_paths(model)
     of_blocks, of_head = activations(request, model)
@@ -173,27 +173,29 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
 
     found = {path: held(part) for path, part in parts(model).items()}
     in_blocks = max(found[path] for path in blocks) + of_blocks // len(blocks)
-    elsewhere = max((size for path, size in found.items() if path not in blocks), default=0)
-    tied = getattr(config, "tie_word_embeddings", False) and request.measured_in != "hidden"
+    elsewhere = max((size for path, size in found.items() if path not in blocks), default=0) + of_head
+    tied = getattr(config, "tie_word_embeddings", False)
     waiting = tied * 4 * request.probes * config.vocab_size * config.hidden_size
     stream = 4 * request.length * config.hidden_size * len(blocks)
-    return max(in_blocks, elsewhere) + together * (of_head + waiting + stream)
+    estimated = stream + (of_head + waiting if request.measured_in != "hidden" else 0)
+    compared = 2 * (stream + 4 * request.length * config.vocab_size)
+    return max(in_blocks, elsewhere) + together * max(estimated, compared)
 
 
 def windows_together(request: Request, model: nn.Module, count: int, free: int | None) -> int:
-    """How many of ``count`` windows share a reading: as many as take half of the ``free`` memory."""
+    """How many of ``count`` windows share a reading: all but one of them take half of what that one leaves ``free``."""
     one, two = (streamed_memory(request, model, together) for together in (1, 2))
-    fitting = count if free is None else 1 + (free // 2 - one) // max(1, two - one)
-    return max(1, min(count, LARGEST, fitting))
+    beside = count if free is None else (free - one) // 2 // (two - one)
+    return max(1, min(count, LARGEST, 1 + beside))
 
 
 def readings_a_group(request: Request) -> int:
     """How often the streamed form reads the model for windows that share a reading, if fp32 passes are measured.
 
-    The estimate reads it forward and backward at each end.
+    An estimate reads it forward and backward at each end. The last one says which errors act together.
     """
     estimates = len(request.schemes) if request.mixes else 1
-    return 2 * ends(request) * estimates + MEASURED
+    return BOTH_WAYS * ends(request) * estimates + BOTH_WAYS + MEASURED
 
 
 def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
@@ -247,48 +249,3 @@ def within_limits() -> list[int]:
         if file.is_file() and (text := file.read_text().strip()).isdecimal() and int(text) < 2**60:
             left.append(int(text) - used("RssAnon"))
     return [max(0, amount) for amount in left]
-
-
-def streaming(request: Request, name: str, disk: float, bus: float) -> str:
-    """What the streamed form of the model ``name`` needs, in words; of the model only the configuration is read.
-
-    ``disk`` and ``bus`` are bytes a second. Files are taken to hold the dtype that the configuration names.
-    """
-    model, dtype = on_meta(name), load_config(name).dtype or torch.float32
-    parameters = sum(p.numel() for p in model.parameters())
-    size, readings, count = parameters * dtype.itemsize, readings_a_group(request), request.windows
-    estimate, memory = readings - MEASURED, streamed_memory(request, model, count)
-    rows = [
-        f"{parameters / 1e9:.2f} B parameters, {quantity(size)} of files in {str(dtype).removeprefix('torch.')}",
-        f"memory: {quantity(memory)} streamed, {quantity(whole(request, model))} whole",
-    ]
-    windows = "a window" if count == 1 else f"{count} windows together"
-    for what, times in (("an estimate", estimate), ("an estimate and the measured passes", readings)):
-        speeds = f"{duration(times * size / disk)} from the disk, {duration(times * size / bus)} over the bus"
-        rows.append(f"{what} of {windows}: {quantity(times * size)} read, {speeds}")
-    rows.append(f"once: {quantity(ONCE * size)} read, {duration(ONCE * size / disk)} from the disk")
-    return "\n".join(rows)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Say what a streamed diagnosis of a model needs, before its weights are there."""
-    parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.needs", description=main.__doc__)
-    parser.add_argument("model", help="hub name, or a folder with config.json")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--windows", type=int, default=1, help="that share what is read")
-    parser.add_argument("--probes", type=int, default=2)
-    parser.add_argument("--recipe", default="bf16")
-    parser.add_argument("--target", default="hidden")
-    parser.add_argument("--disk", type=float, default=3.0, help="GB a second from the disk")
-    parser.add_argument("--bus", type=float, default=25.0, help="GB a second to the device")
-    given = parser.parse_args(arguments)
-    sizes = {"windows": given.windows, "length": given.length, "probes": given.probes, "target": given.target}
-    try:
-        request = Request(given.model, "embedded", given.recipe, "1 block", **sizes)
-        print(streaming(request, given.model, given.disk * 1e9, given.bus * 1e9))
-    except (ValueError, OSError) as refused:
-        sys.exit(f"{parser.prog}: {refused}")
-
-
-if __name__ == "__main__":
-    main()

@@ -37,10 +37,9 @@ class Diagnosis:
     like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
     reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
-    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window, and
-    ``flips`` that of changed choices, for models in the whole form. For these ``coherence`` says which errors act
-    together without a plan, unless every window overflows, and ``growth``, with a reference, whether the error grows
-    in proportion.
+    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
+    ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
+    form ``flips`` predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
     implementation that ran.
     """
@@ -114,8 +113,8 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
     whole = not is_hollow(model)
     choosing = flips.find(low, model, tokens, prediction, request.probes, referenced) if whole else None
-    secants = referenced and secants_fit(request, model)
-    together = errors_together(low, model, tokens, request, secants) if whole and contributions is not None else None
+    secants = whole and referenced and secants_fit(request, model)
+    together = errors_together(low, model, groups, request, secants) if contributions is not None else None
     grown = growth(low, model, tokens, measured, request.measured_in) if whole and referenced else None
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
@@ -124,14 +123,16 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     )  # fmt: skip
 
 
-def errors_together(low: LowPrecision, model, tokens: Tensor, request: Request, secants: bool) -> Coherence:
-    """Which errors of the low-precision passes over ``tokens`` (B, T) act together.
+def errors_together(
+    low: LowPrecision, model, groups: Sequence[Tensor], request: Request, secants: bool
+) -> Coherence:  # fmt: skip
+    """Which errors of the low-precision passes over the windows of ``groups`` act together.
 
     With ``secants`` the contributions add up to the measured error; else it takes as long as an estimate.
     """
     gradients = "secant" if secants else "low"
     estimator = adjoint.Adjoint(low, model, request.probes, target=request.measured_in, gradients=gradients)
-    return coherence(estimator, progress(tokens, desc="errors that act together"))
+    return coherence(estimator, progress(groups, desc="errors that act together"))
 
 
 def chosen_from(
