@@ -14,7 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import TINY, random_gpt2
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.leaves import LARGE, at_once, in_pieces
@@ -23,7 +34,7 @@ from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.beside import meet, side_by_side
 from fragility_core.models.files import Checkpoint
-from fragility_core.models.hollow import entries, is_hollow, loaded, parts
+from fragility_core.models.hollow import entries, hollow_parameter, is_hollow, load_when_running, loaded, parts
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
@@ -87,6 +98,62 @@ def test_an_estimate_is_that_of_the_whole_pass(recipe, execution, attention, opt
     assert_same(streamed.contributions, whole.contributions)
     assert_same(streamed.windows, whole.windows)
     assert streamed.ran == whole.ran and whole.windows.predicted.gt(0).all()
+
+
+OTHERS = [  # several kinds of experts, a state space
+    BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=101),
+    Gemma2Config(num_key_value_heads=2, head_dim=16, **BASE),
+    MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=101),
+    MixtralConfig(num_key_value_heads=2, num_local_experts=11, **BASE),
+    Qwen2MoeConfig(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **BASE),
+    GptOssConfig(num_key_value_heads=2, head_dim=16, num_local_experts=4, **BASE),
+]
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)
+def test_other_families_are_those_that_transformers_loads(config, tiny_tokens, tmp_path):
+    """Experts are saved one by one; eleven of them, which are not in the order of their names."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = []
+    for load in (load_model, load_hollow):
+        model = load(str(tmp_path), "cpu", AutoModelForCausalLM)
+        low = lower(model, "bf16")
+        found.append((Adjoint(low, model, target="kl")(tiny_tokens[:2]), observe_each(low.model, tiny_tokens[:2], low)))
+    whole, streamed = found
+    assert_same(streamed[0].contributions, whole[0].contributions)
+    assert all(torch.equal(a.logits, b.logits) for a, b in zip(streamed[1], whole[1], strict=True))
+
+
+class Shifted(nn.Module):
+    """A model with a parameter beside its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.embedding = nn.Parameter(torch.randn(8)), nn.Embedding(101, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.shift
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_parameters_beside_the_parts_stay(tiny_tokens):
+    torch.manual_seed(0)
+    whole = Shifted().requires_grad_(False).eval()
+    streamed = Shifted().eval()
+    for path, x in whole.named_parameters():
+        owner, _, name = path.rpartition(".")
+        read = partial(torch.clone, x.data)
+        setattr(streamed.get_submodule(owner), name, hollow_parameter(x.shape, x.dtype, x.device, read))
+    load_when_running(streamed)
+    lows = [lower(model, "bf16") for model in (whole, streamed)]
+    with torch.no_grad(), lows[0].running():
+        assert torch.equal(*(low.model(tiny_tokens) for low in lows))
+    estimates = [Adjoint(low, model)(tiny_tokens) for low, model in zip(lows, (whole, streamed))]
+    assert_same(estimates[1].contributions, estimates[0].contributions)
 
 
 def test_an_estimate_without_a_reference_and_one_probe_at_a_time(both, tiny_tokens):
