@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fragility_core.models.beside import Passes
+
 CPU, FAR, FARTHER = map(torch.device, ("cpu", "meta", "meta:1"))
 aten = torch.ops.aten
 
@@ -142,7 +144,11 @@ class FarMode(TorchDispatchMode):
 @contextmanager
 def far_device(monkeypatch) -> Iterator[torch.device]:
     """The far device, also the default of ``load_model``. Functions that torch implements in C++ are replaced."""
-    make, generator = torch.tensor, torch.Generator
+    make, generator, run_pass = torch.tensor, torch.Generator, Passes.run
+
+    def run_far(passes, number, one):  # in a thread of its own, which has no modes
+        with FarMode():
+            return run_pass(passes, number, one)
 
     def tensor(data, *, device=None, pin_memory=False, **options):
         made = make(data, **options)
@@ -155,6 +161,7 @@ def far_device(monkeypatch) -> Iterator[torch.device]:
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator("cpu"))
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_: None)
+    monkeypatch.setattr(Passes, "run", run_far)
     with FarMode():
         waits.clear()
         yield FAR

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import GPT2Config
 from transformers.activations import ACT2CLS, ACT2FN
 
-from fragility_core.adjoint import Adjoint, estimator, predict
+from fragility_core.adjoint import Adjoint, predict, windows
 from fragility_core.adjoint.blockwise import BlockwiseAttention
 from fragility_core.adjoint.recomputed import scaled_dot_product_attention, tabulate
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
@@ -129,7 +129,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
     model, tokens = Small(), torch.tensor([[1, 2, 5, 6]])
     low = lower(model, format, "emulated")
     rows = iter(torch.tensor(hadamard(16), dtype=torch.float32))
-    monkeypatch.setattr(estimator, "random_signs", lambda like, generator: next(rows).view_as(like))
+    monkeypatch.setattr(windows, "random_signs", lambda like, generator: next(rows).view_as(like))
     kernels = Adjoint(low, model, probes=16)(tokens).contributions
     got = kernels.groupby(["kind", "place"]).agg({"module": "first", "name": "first", "c2": "mean"}).reset_index()
     places = [*got[got.kind == "kernel"].name, *(got.module + "." + got.name)[got.kind == "weight"]]

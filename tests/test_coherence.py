@@ -12,8 +12,8 @@ from torch import nn
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.coherence import GROUPINGS, Coherence, coherence
-from fragility_core.adjoint.estimator import random_signs
 from fragility_core.adjoint.targets import Target, root_of_count
+from fragility_core.adjoint.windows import random_signs
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.tree import final_hidden

@@ -722,7 +722,13 @@ def test_words_for_numbers():
         "0.00200 %",
     ]
     assert percent(float("nan")) == "–"
-    assert [quantity(x).replace("\xa0", " ") for x in (0, 256, 1600, 1.5e6)] == ["0", "256 B", "1.6 kB", "1.5 MB"]
+    assert [quantity(x).replace("\xa0", " ") for x in (0, 256, 1600, 1.5e6, 1.13e12)] == [
+        "0",
+        "256 B",
+        "1.6 kB",
+        "1.5 MB",
+        "1.13 TB",
+    ]
     assert page.price(Plan("bf16")) == "no extra memory, and no matrix product in fp32"
     assert page.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")]))["mean"] == 2.0
 

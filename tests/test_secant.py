@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.coherence import coherence
-from fragility_core.adjoint.estimator import random_signs
 from fragility_core.adjoint.secant import SecantSlopes, logarithmic_mean
+from fragility_core.adjoint.windows import random_signs
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.internals import has_reference, refer, reference_of
 from fragility_core.arithmetic.lowering import lower

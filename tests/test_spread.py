@@ -1,7 +1,9 @@
 """Models whose parts lie on several devices, as accelerate's ``device_map`` puts them: numbers as on one device."""
 
 import copy
+import re
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -14,11 +16,14 @@ from transformers import AutoModelForCausalLM
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.flips import next_tokens
 from fragility_core.adjoint.realisations import Realisations
+from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.models.hollow import hollow_parameter
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast, loading, needs
+from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.hollow import load_hollow, on_meta
 from fragility_lab.inputs.loading import Inputs
@@ -128,15 +133,62 @@ def test_a_diagnosis(asked, models, tokens):
     exactly_equal(apart.drift, whole.drift, check_exact=True)
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Where ``tiny_gpt2`` is saved."""
+    folder = tmp_path_factory.mktemp("tiny")
+    random_gpt2(TINY).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def streamed(files, request):
+    """The model in ``files`` streamed, with its parts on two far devices. It is opened before "meta" is one of them.
+
+    Its head is not tied to its embedding, as in ``models``.
+    """
+    model = load_hollow(files, "cpu")
+    device = request.getfixturevalue("device")
+    for path, parameter in list(model.named_parameters(remove_duplicate=False)):
+        place = FARTHER if re.search(r"h\.[12]|ln_f", path) else device
+        read = partial(lambda read, place: read().to(place), source_of(parameter).read, place)
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, hollow_parameter(parameter.shape, torch.float32, place, read))
+    return model
+
+
+@pytest.mark.parametrize(("recipe", "execution"), EXECUTIONS)
+def test_a_streamed_model(recipe, execution, streamed, models, tokens):
+    target, gradients = ("kl", "both") if execution == "native" else ("hidden", "low")
+    apart, whole = (
+        Adjoint(lower(m, recipe, execution), m, probes=2, target=target, gradients=gradients)(tokens)
+        for m in (streamed, models[1])
+    )
+    exactly_equal(apart.windows, whole.windows, check_exact=True)
+    exactly_equal(apart.contributions, whole.contributions, check_exact=True)
+
+
+def test_measured_passes_of_a_streamed_model(streamed, models, tokens):
+    found = [observe_each(lower(m, "bf16").model, tokens[:2], lower(m, "bf16")) for m in (streamed, models[1])]
+    assert all(torch.equal(a.logits.cpu(), b.logits.cpu()) for a, b in zip(*found, strict=True))
+
+
+def test_devices_of_a_streamed_model(files):
+    model = load_hollow(files, {"transformer.h": "cpu", "": "cpu"})
+    assert torch.equal(*(final_hidden(m, torch.arange(8)[None]) for m in (model, load_hollow(files, "cpu"))))
+    with pytest.raises(OSError, match="every parameter must have a device, but no module around transformer.wpe"):
+        load_hollow(files, {"transformer.wte": "cpu", "lm_head": "cpu", "transformer.h": "cpu"})
+
+
 def test_moved_weights_are_refused(tiny_gpt2):
     with pytest.raises(ValueError, match="weights must stay on their devices, but accelerate has put some on the CPU"):
         lower(cpu_offload(tiny_gpt2), "bf16")
 
 
-def test_a_streamed_model_on_several_devices_is_refused():
+def test_a_streamed_model_that_was_spread_afterwards_is_refused():
     hollow = load_hollow("embedded", "cpu")
     dispatch_model(hollow, {"": "cpu"}, force_hooks=True)
-    with pytest.raises(ValueError, match="a streamed model runs on one device.* but accelerate has spread this one"):
+    with pytest.raises(ValueError, match="a streamed model must be opened on its devices, but accelerate has spread"):
         lower(hollow, "bf16")
 
 
@@ -170,7 +222,7 @@ def test_a_model_is_loaded_by_a_device_map():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tiny_tokens):
+def test_two_gpus(files, tiny_tokens):
     """What the other tests pretend, with accelerate's own placement."""
     places = {f"transformer.{name}": 0 for name in ("wte", "wpe", "drop", "h.0")} | {"lm_head": 0}
     places |= {f"transformer.{name}": 1 for name in ("h.1", "h.2", "ln_f")}
@@ -180,3 +232,6 @@ def test_two_gpus(tiny_tokens):
     exactly_equal(apart, whole, rtol=1e-3)
     apart, whole = (Monitor(lower(m, "bf16"), power_iteration=True)(tokens).layers for m in models)
     exactly_equal(apart, whole, rtol=1e-3)
+    streamed = load_hollow(files, places)
+    apart, whole = (Adjoint(lower(m, "bf16"), m, probes=2)(tokens).windows for m in (streamed, models[0]))
+    exactly_equal(apart, whole, check_exact=True)

@@ -3,6 +3,10 @@
 import json
 import re
 import shutil
+import signal
+import threading
+import time
+from collections import Counter
 from functools import partial
 
 import pandas as pd
@@ -10,19 +14,32 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import TINY, random_gpt2
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.leaves import LARGE, at_once, in_pieces
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.models.beside import meet, side_by_side
 from fragility_core.models.files import Checkpoint
-from fragility_core.models.hollow import entries, is_hollow, loaded, parts
+from fragility_core.models.hollow import entries, hollow_parameter, is_hollow, load_when_running, loaded, parts
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
-from fragility_lab.diagnosis import needs
+from fragility_lab.diagnosis import needs, streaming
+from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.diagnosis.page import command
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.hollow import load_hollow
@@ -83,12 +100,68 @@ def test_an_estimate_is_that_of_the_whole_pass(recipe, execution, attention, opt
     assert streamed.ran == whole.ran and whole.windows.predicted.gt(0).all()
 
 
+OTHERS = [  # several kinds of experts, a state space
+    BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=101),
+    Gemma2Config(num_key_value_heads=2, head_dim=16, **BASE),
+    MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=101),
+    MixtralConfig(num_key_value_heads=2, num_local_experts=11, **BASE),
+    Qwen2MoeConfig(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **BASE),
+    GptOssConfig(num_key_value_heads=2, head_dim=16, num_local_experts=4, **BASE),
+]
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)
+def test_other_families_are_those_that_transformers_loads(config, tiny_tokens, tmp_path):
+    """Experts are saved one by one; eleven of them, which are not in the order of their names."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = []
+    for load in (load_model, load_hollow):
+        model = load(str(tmp_path), "cpu", AutoModelForCausalLM)
+        low = lower(model, "bf16")
+        found.append((Adjoint(low, model, target="kl")(tiny_tokens[:2]), observe_each(low.model, tiny_tokens[:2], low)))
+    whole, streamed = found
+    assert_same(streamed[0].contributions, whole[0].contributions)
+    assert all(torch.equal(a.logits, b.logits) for a, b in zip(streamed[1], whole[1], strict=True))
+
+
+class Shifted(nn.Module):
+    """A model with a parameter beside its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.embedding = nn.Parameter(torch.randn(8)), nn.Embedding(101, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.shift
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_parameters_beside_the_parts_stay(tiny_tokens):
+    torch.manual_seed(0)
+    whole = Shifted().requires_grad_(False).eval()
+    streamed = Shifted().eval()
+    for path, x in whole.named_parameters():
+        owner, _, name = path.rpartition(".")
+        read = partial(torch.clone, x.data)
+        setattr(streamed.get_submodule(owner), name, hollow_parameter(x.shape, x.dtype, x.device, read))
+    load_when_running(streamed)
+    lows = [lower(model, "bf16") for model in (whole, streamed)]
+    with torch.no_grad(), lows[0].running():
+        assert torch.equal(*(low.model(tiny_tokens) for low in lows))
+    estimates = [Adjoint(low, model)(tiny_tokens) for low, model in zip(lows, (whole, streamed))]
+    assert_same(estimates[1].contributions, estimates[0].contributions)
+
+
 def test_an_estimate_without_a_reference_and_one_probe_at_a_time(both, tiny_tokens):
     found = []
     for model in both:
         adjoint = Adjoint(lower(model, "bf16"), probes=2, target="kl")
         adjoint.at_once = False
-        found.append(adjoint(tiny_tokens[:1]))
+        found.append(adjoint(tiny_tokens[:2]))
     assert_same(found[1].contributions, found[0].contributions)
 
 
@@ -129,10 +202,76 @@ def test_one_part_is_in_memory_at_a_time_and_none_afterwards(both, tiny_tokens, 
     for source in map(source_of, model.parameters()):
         monkeypatch.setattr(source, "read", partial(watched, source.read))
     low = lower(model, "bf16")
-    Adjoint(low, model, probes=2, target="kl")(tiny_tokens[:1])
+    Adjoint(low, model, probes=2, target="kl")(tiny_tokens[:2])
     Monitor(low)(tiny_tokens)
+    observe_each(low.model, tiny_tokens[:2], low)
     assert max(map(len, seen)) == 1 and len(seen) == len(set(owners.values()))
     assert all(p.isnan().all() for m in (model, low.model) for p in m.parameters())
+
+
+def test_windows_share_what_is_read(both, tiny_tokens, monkeypatch):
+    """An estimate reads each part forward and backward, however many windows there are; a plain pass reads it once."""
+    model, read, names = both[1], Checkpoint.read, Counter()
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name, *given: names.update([name]) or read(self, name, *given))
+    low = lower(model, "bf16")
+    estimate = Adjoint(low, model)
+    found = {}
+    for count in (1, 3):
+        names.clear()
+        tables = estimate(tiny_tokens[:count])
+        assert all(0 < times <= 3 for times in names.values()), names  # a tied matrix is read for its total, too
+        estimates = names.total()
+        names.clear()
+        found[count] = estimates, len(observe_each(model, tiny_tokens[:count])), names.total(), tables
+    assert found[1][0] == found[3][0] and found[1][2] == found[3][2] == len(names) and found[3][1] == 3
+    assert_same(found[3][3].windows[:1], found[1][3].windows)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_e4m3", "w8a8-int8"])
+def test_measured_passes_side_by_side_are_those_of_the_whole_model(recipe, both, tiny_tokens):
+    for exact in (True, False):
+        found = []
+        for model in both:
+            low = lower(model, recipe)
+            given = (model,) if exact else (low.model,)
+            found.append(observe_each(*given, tiny_tokens[:3], None if exact else low))
+        for whole, streamed in zip(*found, strict=True):
+            assert torch.equal(whole.logits, streamed.logits) and torch.equal(whole.final, streamed.final)
+            assert all(map(torch.equal, whole.blocks, streamed.blocks)) and len(streamed.blocks) == len(whole.blocks)
+
+
+def test_a_failure_in_one_pass_ends_those_beside_it(both, tiny_tokens):
+    _, model = both
+    path = next(reversed(parts(model)))
+    calls = []
+
+    def fail(module, args):
+        calls.append(module)
+        if len(calls) == 2:
+            raise RuntimeError("the second one")
+
+    hook = model.get_submodule(path).register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="the second one"):
+        observe_each(model, tiny_tokens[:3])
+    hook.remove()
+    assert len(calls) == 2 and all(p.isnan().all() for p in model.parameters())
+    assert len(observe_each(model, tiny_tokens[:3])) == 3
+
+
+def test_an_interrupt_ends_all_passes():
+    ended, before = [], threading.active_count()
+
+    def one(number):
+        while True:
+            ended.append(number)
+            if len(ended) == 5:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.01)
+            meet()
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([partial(one, number) for number in range(3)])
+    assert ended[:5] == [0, 1, 2, 0, 1] and len(ended) < 8 and threading.active_count() == before
 
 
 def test_entries_are_there_when_asked_for(both):
@@ -209,7 +348,8 @@ def test_a_streamed_diagnosis_says_the_same(monkeypatch):
         return found
 
     monkeypatch.setattr(Checkpoint, "read", counted)
-    asked = {"model": "embedded", "data": "embedded", "format": "bf16", "budget": "1 block", "windows": 2, "length": 32}
+    monkeypatch.setattr(needs, "LARGEST", 2)
+    asked = {"model": "embedded", "data": "embedded", "format": "bf16", "budget": "1 block", "windows": 3, "length": 32}
     found = {}
     for form, free in (("whole", 10**12), ("streamed", 10**7)):
         monkeypatch.setattr(needs, "free_memory", lambda device, free=free: free)
@@ -221,8 +361,8 @@ def test_a_streamed_diagnosis_says_the_same(monkeypatch):
         assert ("; streamed, as the whole form takes" in str(expected)) == (form == "streamed")
         found[form] = diagnosis.diagnose(request, inputs, tokens, expected), expected
     (whole, much), (streamed, little) = found["whole"], found["streamed"]
-    assert little.memory < much.memory / 2
-    assert sum(sizes) / inputs.files == pytest.approx(needs.ONCE + needs.readings_a_window(request) * 2, rel=0.2)
+    assert little.memory < much.memory and (little.together, much.together) == (2, 1)
+    assert sum(sizes) / inputs.files == pytest.approx(needs.ONCE + 2 * needs.readings_a_group(request), rel=0.2)
     for name in ("measured", "drift", "protected", "protected_drift", "ranges"):
         assert_same(getattr(streamed, name), getattr(whole, name))
     assert streamed.plan == whole.plan and " FORM=" not in command(streamed.request, "embedded-custom")
@@ -250,10 +390,10 @@ def test_what_a_model_needs_is_known_from_its_configuration(tmp_path, capsys):
         vocab_size=128256, max_position_embeddings=131072, dtype="bfloat16",
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    needs.main([str(tmp_path), "--disk", "3", "--bus", "25"])
+    streaming.main([str(tmp_path), "--disk", "3", "--bus", "25"])
     first, memory, estimate, *_ = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").splitlines()
     assert first == "70.55 B parameters, 141 GB of files in bfloat16"
     assert re.fullmatch(r"memory: 3\d(\.\d)? GB streamed, \d{3} GB whole", memory)
     assert estimate == "an estimate of a window: 282 GB read, 1 min 34 s from the disk, 11.3 s over the bus"
     with pytest.raises(SystemExit, match="cannot load the model"):
-        needs.main([str(tmp_path / "nothing")])
+        streaming.main([str(tmp_path / "nothing")])

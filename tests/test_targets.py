@@ -7,7 +7,7 @@ from scipy.linalg import hadamard
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, MambaConfig
 
-from fragility_core.adjoint import Adjoint, estimator
+from fragility_core.adjoint import Adjoint, windows
 from fragility_core.adjoint.targets import TARGETS, get_target, logits
 from fragility_core.arithmetic.cache import RoundedCache
 from fragility_core.arithmetic.lowering import lower
@@ -122,7 +122,7 @@ def test_the_mean_of_both_ends_is_exact_for_what_is_quadratic(monkeypatch):
     """E = W2' W1' - W2 W1 = e2 (W1 + W1') / 2 + (W2 + W2') / 2 e1: slopes at both ends, errors of weights."""
     rows = iter(np.tile(hadamard(16), (3, 1)))
     monkeypatch.setattr(
-        estimator, "random_signs", lambda like, generator: torch.tensor(next(rows), dtype=torch.float32).view_as(like)
+        windows, "random_signs", lambda like, generator: torch.tensor(next(rows), dtype=torch.float32).view_as(like)
     )
 
     class Product(nn.Module):
@@ -160,7 +160,7 @@ def test_inputs_that_are_rounded_alike_at_every_position_add_up(monkeypatch):
             return self.layers[0](self.embedding(tokens)).mean(1, keepdim=True)
 
     rows = iter(torch.tensor(hadamard(8), dtype=torch.float32))
-    monkeypatch.setattr(estimator, "random_signs", lambda like, generator: next(rows).view_as(like))
+    monkeypatch.setattr(windows, "random_signs", lambda like, generator: next(rows).view_as(like))
     model, tokens = Mean(), torch.arange(9)[None]
     low = lower(model, "w8a8-int8@fp32")
     found = Adjoint(low, model, probes=8, target=lambda m, x: m(x))(tokens).contributions

@@ -15,7 +15,7 @@ from fragility_core.arithmetic.recipes import LINEAR, NARROW, get_recipe
 from fragility_core.arithmetic.schemes import Scheme
 from fragility_lab.diagnosis.decoding import greedy
 from fragility_lab.diagnosis.growth import growth
-from fragility_lab.experiments import x2, x2_flips
+from fragility_lab.experiments import x2, x2_flips, x2_plans
 from fragility_lab.reporting import figures_x2
 
 
@@ -61,11 +61,13 @@ def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
     divergences = table[table.quantity == "kl"]
     assert divergences.ratio.between(0.6, 1.8).all()  # one draw of a small model
     assert len(figures_x2.x2_recipes(table).get_yticks()) == 2
-    plans = x2.plan_table(setting, [["w4a16-g32", "w8a16-g32", "bf16"]], 3)
+    plans = x2_plans.plan_table(setting, [["w4a16-g32", "w8a16-g32", "bf16"]], 3)
     best, chance = (plans[plans.chosen_by == name] for name in ("prediction", "chance"))
     assert (best.measured.to_numpy() <= 1.1 * chance.measured.to_numpy()).all() and best.ratio.between(0.5, 2).all()
     assert (chance.bits.to_numpy() <= best.bits.to_numpy() + 1).all()
     assert figures_x2.x2_plans(plans).get_xlabel() == "bits a weight"
+    assert plans.changed_measured.gt(0).all()
+    assert plans.changed_ratio.between(0.3, 3).all() and best.changed_predicted.is_monotonic_decreasing
 
 
 def test_errors_that_act_together_add_up_to_what_is_measured(setting):

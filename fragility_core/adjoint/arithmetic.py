@@ -322,7 +322,7 @@ class LowArithmetic(TorchFunctionMode):
         else:
             leaf = y.detach().requires_grad_()
             self.tape.watch_leaf(place, leaf, lambda gradient: [error * gradient])
-            self.tape.leaves.append(leaf)
+            self.tape.now.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()
         return self._marked(y)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+import torch
 from scipy import stats
 from torch import Tensor
 
@@ -99,10 +100,11 @@ def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | None = None) -> Coherence:
-    """What errors of different sites do together in the passes over ``windows``, tensors of tokens (T,).
+    """What errors of different sites do together in the passes over ``windows``, tensors of tokens (T,) or (B, T).
 
-    It takes as long as a prediction with ``adjoint`` does. Each window has sign vectors of its own: with the same ones
-    for all, the error of the estimate would be alike in all windows, and the scatter over windows would not show it.
+    Those of one tensor share what is read of a streamed model. It takes as long as a prediction with ``adjoint`` does.
+    Each window has sign vectors of its own: with the same ones for all, the error of the estimate would be alike in all
+    windows, and the scatter over windows would not show it.
 
     Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, the finest of
     GROUPINGS that has at most MOST groups. Windows whose prediction is not finite are left out. Errors are those of the
@@ -117,24 +119,27 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
             "coherence needs errors with known signs, got expected sizes of errors: round to nearest, and give Adjoint "
             "the fp32 reference"
         )
-    tables, measured = [], []
-    for number, tokens in enumerate(windows):
-        prediction = adjoint(tokens[None], seeds=[adjoint.seed + number])
-        if np.isfinite(prediction.windows.predicted).all():
-            rows, norm = prediction.contributions, prediction.windows.norm[0]
-            tables.append(rows.assign(window=number, c2=rows.c2 / norm**2, signed=rows.signed / norm))
-            measured.append(prediction.windows)
-    if not tables:
+    tables, measured, first = [], [], 0
+    for tokens in map(torch.atleast_2d, windows):
+        prediction = adjoint(tokens, seeds=[adjoint.seed + first + number for number in range(len(tokens))])
+        finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
+        rows = prediction.contributions[prediction.contributions.window.isin(finite.window)]
+        norm = rows.window.map(finite.set_index("window").norm)
+        tables.append(rows.assign(window=rows.window + first, c2=rows.c2 / norm**2, signed=rows.signed / norm))
+        measured.append(finite)
+        first += len(tokens)
+    windows = pd.concat(measured) if measured else []
+    if not len(windows):
         raise ValueError("coherence needs a window whose prediction is finite, got none: choose a wider format")
     rows = pd.concat(tables)
     places = rows.drop_duplicates("place")
     fitting = (columns for columns in GROUPINGS if places.groupby([*columns], dropna=False).ngroups <= MOST)
     by_group = rows.groupby([*(by or next(fitting, ("site",)))], dropna=False)
     sums = rows.signed.groupby([rows.window, rows.probe, by_group.ngroup()]).sum().unstack(fill_value=0.0)
-    signed = sums.to_numpy().reshape(len(tables), adjoint.probes, -1)  # (W, P, K)
+    signed = sums.to_numpy().reshape(len(windows), adjoint.probes, -1)  # (W, P, K)
     grams = np.einsum("wpa,wpb->wab", signed, signed) / adjoint.probes
     squares = rows.c2.groupby(rows.window).sum() / adjoint.probes
-    totals, remainder, windows = grams.sum((1, 2)), np.nan, pd.concat(measured)
+    totals, remainder = grams.sum((1, 2)), np.nan
     if "measured" in windows:
         totals = windows.measured.to_numpy() ** (1 if adjoint.target.squared else 2)
         remainder = windows.remainder.max()

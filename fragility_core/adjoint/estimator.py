@@ -1,9 +1,10 @@
 """The estimator: predicted forward error of low-precision passes, and what every rounding contributes to it."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.leaves import Leaves
+from fragility_core.adjoint.overflow import first_nonfinite
 from fragility_core.adjoint.probes import backward
 from fragility_core.adjoint.secant import SecantArithmetic
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.streamed import Stream
 from fragility_core.adjoint.tape import Tape
 from fragility_core.adjoint.targets import Output, Target, get_target
+from fragility_core.adjoint.windows import Window
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import (
     attention_of,
@@ -32,8 +35,9 @@ from fragility_core.arithmetic.internals import (
 )
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, require_low, sharing_copy
-from fragility_core.arithmetic.nested import entering, map_tensors, tensors, together
+from fragility_core.arithmetic.nested import entering, map_tensors
 from fragility_core.arithmetic.recipes import Recipe
+from fragility_core.models.beside import side_by_side
 from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import is_block
 
@@ -152,12 +156,12 @@ class Adjoint:
         self._sites = pd.DataFrame()
         self.leaves = leaves = Leaves(low, self.model, reference, self.tape, self._dtype)
         self._stream = Stream(self.model, leaves, self.tape) if is_hollow(self.model) else None
-        stays = [path for path in leaves.tensors if self._stream is None or path not in self._stream.paths]
+        stays = leaves.tensors if self._stream is None else self._stream.staying
         self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
         self.points = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
-            held = leaves.make(stays, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf))
+            held = leaves.make(stays, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf, kept=True))
             if gradients == "secant":
                 self.points.append(SecantArithmetic(self.recipe, self.tape, held, rounding, self.target.between))
             else:
@@ -197,7 +201,8 @@ class Adjoint:
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
         given. ``seeds``, one a window, draw its sign vectors in place of ``seed``, by which all windows have the same
-        ones. The prediction of a window does not depend on the other windows. Raises ValueError for windows without
+        ones. The prediction of a window does not depend on the other windows. A streamed model is read once for all
+        of them, and what enters each block is held for every window. Raises ValueError for windows without
         tokens, for a model in training mode, for weights that have changed since they were read, and for another number
         of seeds than of windows.
         """
@@ -214,7 +219,12 @@ class Adjoint:
             self.tape.clear()  # a prediction before may have been interrupted
             everywhere = torch.ones((), device=tokens.device)
             scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()
-            found = [self._passes(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
+            windows = [Window(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
+            if self._stream is None:
+                found = [each for window in windows for each in self._passes([window])]
+            else:
+                with self._stream:
+                    found = self._passes(windows)
             norms, errors = zip(*found)
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
@@ -231,22 +241,30 @@ class Adjoint:
                 prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
             return self._name_overflow(prediction, tokens, inside)
 
-    def _passes(self, window: int, tokens: Tensor, scope: Tensor, seed: int) -> tuple[Tensor, Tensor | None]:
-        """Run the passes of a window at every point; return the target's norm over ``scope``, on the device.
+    def _passes(self, windows: Sequence[Window]) -> list[tuple[Tensor, Tensor | None]]:
+        """Run the passes of ``windows`` at every point; return for each the target's norm, on the device.
 
-        With secant slopes, the norm of the measured error there and its products with the probes come second.
+        With secant slopes, the norm of the measured error and its products with the probes come second.
         """
-        tape = self.tape
-        for arithmetic in self.points:
-            tape.begin(window)
-            tape.shares = SHARES[len(self.points), arithmetic.exact]
-            parts = [] if self._stream is None else [self._stream.begin()]
-            with arithmetic, torch.enable_grad():
-                final = self.target.output(self.model, tokens)  # (1, T, ...)
-            counted = (scope[: final.shape[1]] if scope.ndim else scope).to(final.device)
-            generator = torch.Generator(final.device).manual_seed(seed)
-            signs = torch.stack([random_signs(final, generator) * counted for _ in range(self.probes)])
-            self._backward(final, [*tape.leaves, *arithmetic.held.leaves, *parts], signs)
+        for point in self.points:
+            self.tape.shares = SHARES[len(self.points), point.exact]
+            found = side_by_side([partial(self._forward, point, window) for window in windows])
+            finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
+            signs = [window.signs(final, self.probes) for window, final in zip(windows, finals)]
+            self._backward(finals, leaves, signs)
+        return [self._size(*each) for each in zip(windows, finals, signs)]
+
+    def _forward(self, point: LowArithmetic, window: Window) -> tuple[Tensor, list[Tensor]]:
+        """The target's output (1, T, ...) for a window, and the leaves from which it was computed."""
+        self.tape.begin(window.number)
+        arithmetic, *ends = [point] if self._stream is None else self._stream.begin(point)
+        with arithmetic, torch.enable_grad():
+            final = self.target.output(self.model, window.tokens)
+        return final, [*self.tape.now.leaves, *arithmetic.held.leaves, *ends]
+
+    def _size(self, window: Window, final: Tensor, signs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The norm of the target's output, and what ``_passes`` says of secant slopes."""
+        counted = window.counted(final)
         if not isinstance(self.points[0], SecantArithmetic):
             return self.target.norm(final.detach(), counted), None
         exact = reference_of(final).detach()
@@ -254,23 +272,24 @@ class Adjoint:
         products = signs.flatten(1) @ error
         return self.target.norm(exact, counted), torch.cat([torch.linalg.vector_norm(error)[None], products])
 
-    def _backward(self, final: Tensor, leaves: list[Tensor], signs: Tensor) -> None:
-        """Backward passes from ``final`` for all probes ``signs`` (P, ...): at once, or else one by one."""
+    def _backward(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
+        """Backward passes from ``finals`` for the probes ``signs`` (P, ...) of each: at once, or else one by one."""
         if self.at_once:
             before = self.tape.mark()
             try:
-                self._backward_once(final, leaves, signs)
+                self._backward_once(finals, leaves, signs)
                 return
             except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
                 self.tape.rewind(before)
                 self.at_once = False
-        for self.tape.probe, gradient in enumerate(signs):
-            self._backward_once(final, leaves, gradient[None])
+        for probe, each in enumerate(zip(*signs)):
+            self.tape.probe = probe
+            self._backward_once(finals, leaves, [gradient[None] for gradient in each])
+        self.tape.probe = 0
 
-    def _backward_once(self, final: Tensor, leaves: list[Tensor], signs: Tensor) -> None:
-        backward([final], leaves, [signs], keep_graph=True)
-        if self._stream is not None:
-            self._stream.end()
+    def _backward_once(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
+        with nullcontext() if self._stream is None else self._stream.backward():
+            backward(finals, leaves, signs, keep_graph=True)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
         """Tidy tables of ``Tape.contributions`` (2, windows, probes, places) and of the target's norms (windows,)."""
@@ -318,33 +337,3 @@ def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
     with without_function_modes():
         return map_tensors((args, kwargs), own)
-
-
-def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Independent random signs, +1 and -1, of the shape of ``like``."""
-    signs = torch.randint(2, like.shape, generator=generator, device=like.device, dtype=torch.float32)
-    return signs.mul_(2).sub_(1)
-
-
-@torch.no_grad()
-def first_nonfinite(low: LowPrecision, run: Callable[[nn.Module], object]) -> str | None:
-    """The path of the first module that returns a nonfinite value while ``run`` calls the model; None if none does.
-
-    Modules count in the order in which they return: the innermost one is named.
-    """
-    finite: list[tuple[str, Tensor]] = []
-
-    def recorder(path: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: object) -> None:
-            with low.paused():
-                finite.extend((path, x.isfinite().all()) for x in tensors(output))
-
-        return hook
-
-    with ExitStack() as stack:
-        for path, module in low.model.named_modules():
-            stack.callback(module.register_forward_hook(recorder(path)).remove)
-        with low.running():
-            run(low.model)
-    flags = torch.stack(together(x for _, x in finite)).tolist()  # one transfer from the device
-    return next((path for (path, _), flag in zip(finite, flags) if not flag), None)

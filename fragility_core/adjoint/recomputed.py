@@ -39,7 +39,7 @@ class EagerAttention(torch.autograd.Function):
         with without_function_modes():
             context, error = blockwise.context(query, key, value)
             ctx.save_for_backward(query, key, value, error)
-        ctx.tape, ctx.blockwise = tape, blockwise
+        ctx.record, ctx.blockwise = tape.recorder(), blockwise
         products = {"scores": "values", "softmax": "", "context": "values"}
         ctx.places = {name: tape.kernel(name, product) for name, product in products.items()}
         return context
@@ -48,13 +48,13 @@ class EagerAttention(torch.autograd.Function):
     @over_probes
     def backward(ctx, gradient: Tensor):
         query, key, value, error = ctx.saved_tensors
-        tape, places = ctx.tape, ctx.places
+        places = ctx.places
 
         def record(name: str, probe: int, weighted: Tensor) -> None:
-            tape.record(places[name], weighted[None], probe)
+            ctx.record(places[name], weighted[None], probe)
 
         gradients = ctx.blockwise.gradients(query, key, value, gradient, record)
-        tape.record(places["context"], error * gradient)
+        ctx.record(places["context"], error * gradient)
         return None, None, *gradients
 
 
@@ -98,7 +98,7 @@ class Tabulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tape: Tape, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(low)
-        ctx.tape, ctx.place, ctx.table = tape, place, table
+        ctx.record, ctx.place, ctx.table = tape.recorder(), place, table
         with without_function_modes():
             return look_up(table[0], low)
 
@@ -112,7 +112,7 @@ class Tabulated(torch.autograd.Function):
         for (numbers,) in chunks(low):
             row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
             given, out = (x[:, first : first + len(numbers)] for x in parts)
-            ctx.tape.record(ctx.place, entries(error, row, found) * given)
+            ctx.record(ctx.place, entries(error, row, found) * given)
             torch.mul(entries(slope, row, found), given, out=out)
             first += len(numbers)
         return None, None, None, None, to_x

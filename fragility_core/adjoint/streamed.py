@@ -3,11 +3,16 @@
 The forward pass runs each part as the whole pass does, and keeps only what entered it. The backward pass runs each part
 again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth. The
 kernels are those of the whole pass, in the same order, so that all numbers are the same.
+
+Several windows share what is read. Their forward passes run side by side (``models.beside``). One backward pass goes
+through all of them: autograd takes the latest kernel first, by a count that each thread keeps of its own, and so comes
+to the same part of every window before it comes to the next part.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.leaves import Held, Leaves, Weighted
 from fragility_core.adjoint.probes import backward, over_probes
 from fragility_core.adjoint.tape import Tape
@@ -22,37 +28,99 @@ from fragility_core.arithmetic.internals import (
     copy_marks,
     current_function_mode,
     is_stream,
+    kernels_counted,
     replace_forward,
     without_function_modes,
 )
-from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.arithmetic.nested import entering, map_tensors, tensors
+from fragility_core.models.beside import LastRead, meet
 from fragility_core.models.hollow import parts
 
 
+class Uses:
+    """What a streamed pass has used."""
+
+    def __init__(self):
+        self.entered = 0  # how many parts
+        self.counts: Counter[str] = Counter()  # how often it has used a tensor
+        self.totals: dict[str, Tensor] = {}  # gradients of tensors that it uses several times, on the host
+        self.anchor = torch.zeros((), requires_grad=True)  # the backward pass goes to it, and so reaches all parts
+
+
 class Stream:
-    """The parts of a hollow ``model`` in differentiated passes. ``paths`` are those of the tensors that they own."""
+    """The parts of a hollow ``model`` in differentiated passes."""
 
     def __init__(self, model: nn.Module, leaves: Leaves, tape: Tape):
         self.leaves, self.tape = leaves, tape
         self.owned: dict[str, list[str]] = {}  # paths of tensors by that of the part
         known = {id(x): path for path, x in leaves.tensors.items()}
-        for path, module in parts(model).items():
+        self.parts = parts(model)
+        for path, module in self.parts.items():
             held = [*module.parameters(), *module.buffers()]
             self.owned[path] = [known[id(x)] for x in held if id(x) in known]
             replace_forward(module, partial(self.run, path, module.forward.forward))
-        self.paths = {path for owned in self.owned.values() for path in owned}
-        self.begin()
+        paths = {path for owned in self.owned.values() for path in owned}
+        self.staying = [path for path in leaves.tensors if path not in paths]  # those that no part owns
+        self.uses: dict[int, Uses] = {}  # by window
+        self.reached: Counter[int] = Counter()  # the most kernels that a pass has counted before its nth part, by n
+        self.last = LastRead()
 
-    def begin(self) -> Tensor:
-        """Start a pass. The backward pass must go to the tensor that is returned, so that it reaches all parts."""
-        self.uses: Counter[str] = Counter()  # how often the pass has used a tensor
-        self.totals: dict[str, Tensor] = {}  # gradients of tensors that it uses several times, on the host
-        self.anchor = torch.zeros((), requires_grad=True)
-        return self.anchor
+    def begin(self, point: LowArithmetic) -> tuple[LowArithmetic, Tensor]:
+        """Start a pass of the tape's window, in the arithmetic that is returned: as at ``point``, with its own leaves.
+
+        A backward pass must go to the tensor that is returned, so that it reaches all parts.
+        """
+        uses = self.uses[self.tape.now.window] = Uses()
+        own = copy.copy(point)
+        own.held = self.leaves.make(self.staying, point.exact, self.watch)
+        return own, uses.anchor
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A context for a backward pass through all windows. Afterwards gradients that were added up are recorded."""
+        for uses in self.uses.values():
+            uses.totals.clear()  # a backward pass may have failed
+        yield
+        self.last.drop()
+        for path in sorted({path for uses in self.uses.values() for path in uses.totals}):
+            with self.leaves.read([path]):
+                weighted = self.leaves.weighted(path, self.leaves.tensors[path].detach().float())
+            for window, uses in self.uses.items():
+                total = uses.totals.pop(path).to(self.leaves.tensors[path].device)
+                for piece in weighted(total):
+                    self.tape.record(self.tape.weight(path), piece, window=window)
+
+    def __enter__(self) -> None:
+        """Begin passes, which are forgotten with what they have read at the end of the context."""
+
+    def __exit__(self, *error) -> None:
+        self.uses.clear()
+        self.reached.clear()
+        self.last.drop()
+
+    def read(self, path: str) -> None:
+        """Read the part at ``path``, unless it was read last."""
+        with without_function_modes():
+            self.last.ask(path, partial(self.leaves.read, self.owned[path]))
+
+    def _meet(self) -> None:
+        """Wait for the passes beside this one, and count as many kernels as the one that has run the most."""
+        now, uses = self.tape.now, self.uses[self.tape.now.window]
+        uses.entered += 1
+        self.reached[uses.entered] = max(self.reached[uses.entered], kernels_counted())
+        meet()
+        self.tape.now = now
+        with without_function_modes(), torch.enable_grad():
+            while kernels_counted() < self.reached[uses.entered]:
+                uses.anchor.view_as(uses.anchor)
 
     def run(self, path: str, forward: Callable, *args, **kwargs) -> Any:
         """Run the part at ``path``, whose own forward is ``forward``."""
-        self.uses.update(self.owned[path])
+        self._meet()
+        with without_function_modes():
+            args, kwargs = entering(self.parts[path], args, kwargs)
+        self.read(path)
+        self.uses[self.tape.now.window].counts.update(self.owned[path])
         call = PartCall(self, path, forward, args, kwargs)
         with without_function_modes():
             inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
@@ -60,23 +128,17 @@ class Stream:
 
     def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
         """As ``Tape.watch_leaf``. Gradients of a tensor that the pass uses several times are first added up."""
-        if self.uses[path] > 1:
-            self.tape.hook_leaf(leaf, partial(self._add, path))
+        uses = self.uses[self.tape.now.window]
+        if uses.counts[path] > 1:
+            self.tape.hook_leaf(leaf, partial(add, uses.totals, path))
         else:
             self.tape.watch_leaf(place, leaf, weighted)
 
-    def _add(self, path: str, gradient: Tensor) -> None:
-        gradient = gradient.cpu()
-        self.totals[path] = self.totals[path] + gradient if path in self.totals else gradient
 
-    def end(self) -> None:
-        """Record what gradients that were added up contribute, after a backward pass."""
-        for path in list(self.totals):
-            with self.leaves.read([path]):
-                weighted = self.leaves.weighted(path, self.leaves.tensors[path].detach().float())
-            total = self.totals.pop(path).to(self.leaves.tensors[path].device)
-            for piece in weighted(total):
-                self.tape.record(self.tape.weight(path), piece)
+def add(totals: dict[str, Tensor], path: str, gradient: Tensor) -> None:
+    """Add ``gradient`` to the total at ``path``."""
+    gradient = gradient.cpu()
+    totals[path] = totals[path] + gradient if path in totals else gradient
 
 
 class PartCall:
@@ -128,15 +190,17 @@ class PartCall:
             plain = [x.data for x in found]
             if any(x.requires_grad for x in found):
                 constant = [p for x, p in zip(found, plain) if not x.requires_grad]
-                plain = list(Part.apply(self, self.stream.anchor, constant, plain, *inputs))
+                anchor = self.stream.uses[self.bookmark.window].anchor
+                plain = list(Part.apply(self, anchor, constant, plain, *inputs))
             results = iter([copy_marks(x, y) for x, y in zip(found, plain)])
             return map_tensors(returned, lambda _: next(results))
 
     def gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients (P, ...) of the inputs, from those of the results; records what the part contributes."""
+        self.stream.read(self.path)
         args, kwargs, inputs = self.inputs()
-        held = self.held()
         with self.stream.tape.replaying(self.bookmark) as made, torch.enable_grad():
+            held = self.held()
             with self.arithmetic.holding(held), self.arithmetic:
                 returned = self.forward(*args, **kwargs)
             reached = [(x, g) for x, g in zip(tensors(returned), gradients) if g is not None]

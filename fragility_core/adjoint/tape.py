@@ -1,8 +1,11 @@
 """The record of the passes: where values are rounded, by how much, and what it contributes to the final error."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +30,18 @@ class Place(NamedTuple):
     stream: bool = False  # whether the kernel is a sum with the residual stream, in the forward of a block itself
 
 
+@dataclass
+class Pass:
+    """Where a differentiated pass of a ``window`` is."""
+
+    window: int
+    path: list[str] = field(default_factory=lambda: [""])  # of the modules whose forward is running, outermost first
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of kernels that ran, by module and name
+    latest: tuple[int, str] | None = None  # the latest kernel's place, and the module in which it ran
+    leaves: list[Tensor] = field(default_factory=list)  # without a history, made in the pass
+    again: bool = False  # whether a module runs for the second time
+
+
 class Tape:
     """Records ||gradient * error|| and <gradient, error> for every window, probe and place.
 
@@ -44,7 +59,8 @@ class Tape:
         self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
         self._records: list[tuple[int, int, int, Tensor]] = []  # the tensor (2, P) has norms and sums of P probes
         self._largest: list[tuple[int, int, Tensor]] = []
-        self.leaves: list[Tensor] = []  # without a history, made in the passes of the window
+        self.probe = 0  # the first one of the running backward pass
+        self.now = Pass(0)
 
     def clear(self) -> None:
         """Drop the records of a prediction that was interrupted."""
@@ -59,12 +75,13 @@ class Tape:
         del self._records[mark:]
 
     def begin(self, window: int) -> None:
-        """Start the passes of a window."""
-        self.path = [""]  # of the modules whose forward is running, outermost first
-        self.window, self.probe = window, 0  # the first probe of the running backward pass
-        self.leaves = []
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._latest: tuple[int, str] | None = None  # the latest kernel's place, and the module in which it ran
+        """Start a pass of a window."""
+        self.now = Pass(window)
+
+    @property
+    def path(self) -> list[str]:
+        """Paths of the modules whose forward is running, outermost first."""
+        return self.now.path
 
     def enter(self, path: str) -> None:
         """Begin the forward of the module at ``path``."""
@@ -73,34 +90,33 @@ class Tape:
 
     def leave(self) -> None:
         """End the forward of the running module."""
-        path = self.path.pop()
-        if self._latest is not None and within(self._latest[1], path):
-            self.ends[self._latest[0]] = path
+        path, latest = self.path.pop(), self.now.latest
+        if latest is not None and within(latest[1], path) and not self.now.again:
+            self.ends[latest[0]] = path
 
-    def bookmark(self, path: str) -> tuple[list[str], Counter]:
+    def bookmark(self, path: str) -> Pass:
         """Where the pass is, before the forward of the module at ``path``; for ``replaying`` it."""
-        counts = {(module, name): n for (module, name), n in self._counts.items() if within(module, path)}
-        return list(self.path), Counter(counts)
+        counts = {(module, name): n for (module, name), n in self.now.counts.items() if within(module, path)}
+        return Pass(self.now.window, list(self.path), Counter(counts), again=True)
 
     @contextmanager
-    def setting_leaves_apart(self) -> Iterator[list[Tensor]]:
-        """A context with a list of its own for the leaves that are made in it."""
-        before, self.leaves = self.leaves, []
+    def setting_leaves_apart(self) -> Iterator[None]:
+        """A context in which the leaves that are made are not those of the pass."""
+        before, self.now.leaves = self.now.leaves, []
         try:
-            yield self.leaves
+            yield
         finally:
-            self.leaves = before
+            self.now.leaves = before
 
     @contextmanager
-    def replaying(self, bookmark: tuple[list[str], Counter]) -> Iterator[list[Tensor]]:
+    def replaying(self, bookmark: Pass) -> Iterator[list[Tensor]]:
         """A context in which a module runs again: kernels have the places that they had. Yields the new leaves."""
-        before, seen = (self.path, self._counts, self._latest), len(self._largest)
-        self.path, self._counts = list(bookmark[0]), bookmark[1].copy()
+        before, seen = self.now, len(self._largest)
+        self.now = copy.deepcopy(bookmark)
         try:
-            with self.setting_leaves_apart() as leaves:
-                yield leaves
+            yield self.now.leaves
         finally:
-            self.path, self._counts, self._latest = before
+            self.now = before
             del self._largest[seen:]
 
     def mark_module(self, role: str) -> None:
@@ -110,10 +126,10 @@ class Tape:
     def kernel(self, name: str, product: str = "", stream: bool = False) -> int:
         """The place of the kernel that is running."""
         module = self.path[-1]
-        self._counts[module, name] += 1
-        place = Place(module, name, self._counts[module, name] - 1, "kernel", product, stream)
-        self._latest = self._number(place), module
-        return self._latest[0]
+        self.now.counts[module, name] += 1
+        number = self._number(Place(module, name, self.now.counts[module, name] - 1, "kernel", product, stream))
+        self.now.latest = number, module
+        return number
 
     def weight(self, path: str) -> int:
         """The place of the parameter or buffer at ``path``."""
@@ -129,7 +145,8 @@ class Tape:
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
-        result.register_hook(of_probes(lambda gradient: self.record(place, error * gradient)))
+        record = self.recorder()
+        result.register_hook(of_probes(lambda gradient: record(place, error * gradient)))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
         """As ``watch``, for a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
@@ -139,17 +156,21 @@ class Tape:
         errors.as_strided(view.shape, view.stride(), first).copy_(error)
         self.watch(place, whole, errors)
 
-    def watch_leaf(self, place: int, leaf: Tensor, weighted: Callable[[Tensor], Iterable[Tensor]]) -> None:
+    def watch_leaf(
+        self, place: int, leaf: Tensor, weighted: Callable[[Tensor], Iterable[Tensor]], kept: bool = False
+    ) -> None:  # fmt: skip
         """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
 
-        ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other.
+        ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
+        that is ``kept`` is used by the passes of all windows, one after the other.
         """
+        record = self.record if kept else self.recorder()
 
-        def record(gradient: Tensor) -> None:
+        def record_all(gradient: Tensor) -> None:
             for piece in weighted(gradient):
-                self.record(place, piece)
+                record(place, piece)
 
-        self.hook_leaf(leaf, record)
+        self.hook_leaf(leaf, record_all)
 
     def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead."""
@@ -161,8 +182,14 @@ class Tape:
 
         leaf.register_hook(hook)
 
-    def record(self, place: int, weighted_error: Tensor, first: int = 0) -> None:
+    def recorder(self) -> Callable[..., None]:
+        """``record`` for the window of the running pass, for use in a backward pass, which may be of several."""
+        return partial(self.record, window=self.now.window)
+
+    def record(self, place: int, weighted_error: Tensor, first: int = 0, window: int | None = None) -> None:
         """Record norm and sum of error times gradient (P, ...) of P probes at ``place``; records of one place add up.
+
+        The window is that of the running pass unless given.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
@@ -172,12 +199,13 @@ class Tape:
             alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
             alike = alike.reshape(len(alike), -1)
             found = torch.stack([torch.linalg.vector_norm(alike, dim=1) * share**0.5, alike.sum(1) * share])
-            self._records.append((self.window, self.probe + first, place, found))
+            window = self.now.window if window is None else window
+            self._records.append((window, self.probe + first, place, found))
 
     def record_largest(self, place: int, stored: Tensor) -> None:
         """Record the largest number ``stored`` at ``place``: infinity after an overflow."""
         if stored.numel():
-            self._largest.append((self.window, place, stored.amax()))
+            self._largest.append((self.now.window, place, stored.amax()))
 
     def overflows(self) -> dict[int, int]:
         """For every window that stored +inf since the last call, the first place that did."""

@@ -33,6 +33,7 @@ PRIVATE = {
     "torch.Tensor._is_view": "a view shares the memory that a kernel writes to",
     "torch.Tensor._base": "the tensor whose memory a view shares",
     "torch.Tensor._version": "whether weights have changed since they were read",
+    "torch.autograd._get_sequence_nr": "passes side by side count kernels alike, so that they go back side by side",
     "torch._C._functorch.is_functorch_wrapped_tensor": "derivatives by torch.func need kernels that it can follow",
     "torch._C._functorch.maybe_current_level": "whether a backward pass runs for several probes at once",
     "torch._C._functorch.is_batchedtensor": "which gradients differ between the probes of such a pass",
@@ -78,6 +79,7 @@ schema_of = attrgetter("_schema")  # of a kernel
 softmax_backward = private("torch._softmax_backward_data")
 is_view = private("torch.Tensor._is_view")
 base_of = attrgetter("_base")  # of a view
+kernels_counted = private("torch.autograd._get_sequence_nr")  # in this thread: a backward pass takes the latest first
 version_of = attrgetter("_version")  # of a tensor: grows with every change in place
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 tree_map_only = private("torch.utils._pytree.tree_map_only")
@@ -141,16 +143,17 @@ def names_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
 
 
 @torch.no_grad()
-def fill_buffers(model: nn.Module, device: torch.device) -> None:
+def fill_buffers(model: nn.Module, device_of: Callable[[str], torch.device]) -> None:
     """Compute the buffers of a model of transformers on "meta" that no checkpoint holds, as ``from_pretrained`` does.
 
-    Raises ValueError for a floating buffer that the model's own class leaves empty.
+    ``device_of`` gives the device of a buffer by its path. Raises ValueError for a floating buffer that the model's own
+    class leaves empty.
     """
     saved = model.state_dict().keys()
     unsaved = [(*path.rpartition("."), x) for path, x in model.named_buffers() if path not in saved]
-    for owner, _, name, x in unsaved:
+    for owner, dot, name, x in unsaved:
         filling = torch.nan if x.is_floating_point() else 0
-        empty = torch.full(x.shape, filling, dtype=x.dtype, device=device)
+        empty = torch.full(x.shape, filling, dtype=x.dtype, device=device_of(owner + dot + name))
         model.get_submodule(owner).register_buffer(name, empty, persistent=False)
     for owner in {owner for owner, *_ in unsaved}:
         steps = owner.split(".") if owner else []
@@ -274,6 +277,6 @@ def source_of(parameter: Tensor) -> Any:
     return getattr(parameter, "_source", None)
 
 
-def mark_hollow(parameter: Tensor, source: object) -> None:
-    """Let ``source`` give the entries of ``parameter``."""
+def mark_hollow(parameter: Tensor, source: object | None) -> None:
+    """Let ``source`` give the entries of ``parameter``; with None it has them itself."""
     parameter._source = source

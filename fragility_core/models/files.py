@@ -1,6 +1,7 @@
 """Hollow models whose parameters are read from memory-mapped safetensors files."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -8,80 +9,135 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fragility_core.arithmetic.internals import fill_buffers
 from fragility_core.models.hollow import hollow_parameter, load_when_running
+from fragility_core.models.tree import within
+
+Device = torch.device | str | int
+
+
+class Made:
+    """Tensors that a ``converter`` of transformers makes of several in the files, or of one, such as a layer's experts.
+
+    Without a converter it is a tensor in the files itself.
+    """
+
+    def __init__(self, path: str, converter: WeightConverter | None):
+        self.path, self.converter = path, converter
+        self.sources: list[tuple[str, str | None]] = []  # names in the files, with the converter's patterns
+
+    def paths(self) -> list[str]:
+        """The paths of the tensors in the model."""
+        first, *others = [""] if self.converter is None else self.converter.target_patterns
+        return [self.path, *(self.path.replace(first, other) for other in others)]
+
+    def tensor(self, path: str, stored: dict[str, Tensor], model: nn.Module) -> Tensor:
+        """The tensor at ``path`` of ``model``, from those that are ``stored`` in the files."""
+        if self.converter is None:
+            return next(iter(stored.values()))
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in self.sources:
+            converter.add_tensor(self.path, name, pattern, partial(stored.__getitem__, name))
+        made = converter.convert(self.path, model=model, config=model.config)[path]
+        return made[0] if isinstance(made, list) else made
 
 
 class Checkpoint:
-    """The tensors in safetensors ``files``, by the names that they have there."""
+    """The tensors in safetensors ``files``, by the paths that they have in ``model``, which may be on "meta".
 
-    def __init__(self, files: Iterable[Path]):
+    transformers renames tensors, and joins those of experts, when it loads a model. Its own rules are followed here.
+    ``unexpected`` has the names of tensors that the model does not have.
+    """
+
+    def __init__(self, files: Iterable[Path], model: PreTrainedModel):
         """Reads the names in ``files``; their entries stay on the disk."""
-        self.files: dict[str, Path] = {}
+        self.model, self.files = model, {}
+        self.made: dict[str, Made] = {}
+        self.unexpected: list[str] = []
         self.checked: set[str] = set()
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 self.files |= dict.fromkeys(opened.keys(), file)
+        rules, known = get_model_conversion_mapping(model), model.state_dict()
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        prefix = model.base_model_prefix
+        for name in sorted(self.files, key=dot_natural_key):  # experts are joined in the order of their numbers
+            path, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            if path not in known:
+                path, pattern = rename_source_key(name, [], [], prefix, known)
+            if path not in known:
+                self.unexpected.append(name)
+                continue
+            made = self.made.get(path) or Made(path, by_pattern.get(pattern))
+            made.sources.append((name, pattern))
+            self.made |= dict.fromkeys(made.paths(), made)
 
-    def read(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
-        """The tensor called ``name`` in fp32, in memory of its own on ``device``.
+    def read(self, path: str, shape: torch.Size, device: torch.device) -> Tensor:
+        """The tensor at ``path`` in fp32, in memory of its own on ``device``.
 
         A file is mapped to memory as long as the tensor is copied. Raises ValueError for another ``shape``, and for
         entries that are not finite.
         """
-        with safe_open(self.files[name], framework="pt") as opened:
-            stored = opened.get_tensor(name)
-            if stored.shape != shape:
-                found = f"{name} of {tuple(stored.shape)} for {tuple(shape)}"
-                raise ValueError(f"a checkpoint must fit its model, got {found}")
-            tensor = stored.to(device).to(torch.float32, copy=device.type == "cpu")
-        if name not in self.checked:
+        made, stored = self.made[path], {}
+        for name, _ in made.sources:
+            with safe_open(self.files[name], framework="pt") as opened:
+                stored[name] = opened.get_tensor(name).to(device, copy=made.converter is not None)
+        tensor = made.tensor(path, stored, self.model)
+        if tensor.shape != shape:
+            raise ValueError(f"a checkpoint must fit its model, got {path} of {tuple(tensor.shape)} for {tuple(shape)}")
+        tensor = tensor.to(torch.float32, copy=made.converter is None and device.type == "cpu").contiguous()
+        if path not in self.checked:
             if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-                raise ValueError(f"weights must be finite in fp32, but those of {name} are not")
-            self.checked.add(name)
+                raise ValueError(f"weights must be finite in fp32, but those of {path} are not")
+            self.checked.add(path)
         return tensor
 
-    def name_of(self, paths: Iterable[str], prefix: str) -> str | None:
-        """The name of the parameter that a model has at ``paths``: one of them, with or without the base's ``prefix``.
 
-        None where the files do not hold it.
-        """
-        for path in paths:
-            names = path, f"{prefix}.{path}", path.removeprefix(f"{prefix}.")
-            if found := next((name for name in names if name in self.files), None):
-                return found
-        return None
+def device_of(places: Mapping[str, Device], path: str) -> torch.device:
+    """The device of the parameter or buffer at ``path``: that of the innermost module among ``places``."""
+    around = [module for module in places if not module or within(path, module)]
+    if not around:
+        raise ValueError(f"every parameter must have a device, but no module around {path} is in the map of devices")
+    return torch.device(places[max(around, key=len)])
 
 
-def open_hollow(made: PreTrainedModel, files: Iterable[Path], device: torch.device | str = "cpu") -> PreTrainedModel:
+def open_hollow(
+    made: PreTrainedModel, checkpoint: Checkpoint, device: Device | Mapping[str, Device] = "cpu"
+) -> PreTrainedModel:  # fmt: skip
     """The fp32 model ``made`` on the device "meta", changed in place: a hollow model on ``device`` in eval mode.
 
-    Its parameters are read from the safetensors ``files`` when they are needed. Raises OSError for files that lack
-    some, such as those whose names transformers changes when it loads them (mixtures of experts).
+    Its parameters are read from its ``checkpoint`` when they are needed. ``device`` may give several devices by the
+    paths of modules, as a ``device_map`` of transformers does; what a part receives is moved to the part's device.
+    Raises OSError for a checkpoint that lacks parameters, and ValueError for a parameter without a device.
     """
-    checkpoint, device = Checkpoint(files), torch.device(device)
-    fill_buffers(made, device)
+    places = device if isinstance(device, Mapping) else {"": device}
+    fill_buffers(made, partial(device_of, places))
     paths: dict[int, list[str]] = {}  # tied parameters have several
     state = dict(made.named_parameters(remove_duplicate=False))
     state |= {path: x for path, x in made.named_buffers() if x.device.type == "meta"}
     for path, x in state.items():
         paths.setdefault(id(x), []).append(path)
-    names = {number: checkpoint.name_of(found, made.base_model_prefix) for number, found in paths.items()}
-    if missing := [paths[number][0] for number, name in names.items() if name is None]:
+    stored = {number: next((p for p in found if p in checkpoint.made), None) for number, found in paths.items()}
+    if missing := [paths[number][0] for number, path in stored.items() if path is None]:
         raise OSError(
-            f"a checkpoint must hold all weights of its model under the model's names, but the files lack "
+            f"a checkpoint must hold all weights of its model, but the files lack "
             f"{', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}: load the whole model"
         )
     new: dict[int, Tensor] = {}
     for path, x in state.items():
-        read = partial(checkpoint.read, names[id(x)], x.shape, device)
+        place = device_of(places, path)
+        read = partial(checkpoint.read, stored[id(x)], x.shape, place)
         owner, _, name = path.rpartition(".")
         if not isinstance(x, nn.Parameter):
             made.get_submodule(owner).register_buffer(name, read().to(x.dtype))
             continue
         if id(x) not in new:
-            new[id(x)] = hollow_parameter(x.shape, torch.float32, device, read)
+            new[id(x)] = hollow_parameter(x.shape, torch.float32, place, read)
         setattr(made.get_submodule(owner), name, new[id(x)])
     load_when_running(made)
     return made.eval()

@@ -9,6 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from fragility_core.arithmetic.internals import (
     source_of,
     spreading_hooks,
 )
+from fragility_core.arithmetic.nested import entering
+from fragility_core.models.beside import meet
 from fragility_core.models.tree import block_paths
 
 M_MMAP_THRESHOLD = -3  # its number in malloc.h
@@ -71,8 +74,8 @@ def require_own_places(model: nn.Module) -> None:
         )
     if hooks and any(isinstance(own_forward(m), Loading) for m in model.modules()):
         raise ValueError(
-            "a streamed model runs on one device, which needs the memory of one part of it, but accelerate has spread "
-            "this one: open it without a device_map, and give other windows to other devices"
+            "a streamed model must be opened on its devices, but accelerate has spread this one afterwards: give the "
+            "places of its modules to models.files.open_hollow"
         )
 
 
@@ -140,6 +143,9 @@ class Loading:
         self.module, self.forward = module, module.forward
 
     def __call__(self, *args, **kwargs):
+        args, kwargs = entering(self.module, args, kwargs)
+        if (last := meet()) is not None:
+            last.ask(id(self.module), partial(loaded, self.module))
         with loaded(self.module):
             return self.forward(*args, **kwargs)
 
@@ -162,7 +168,8 @@ def load_when_running(model: nn.Module) -> None:
     inside = {id(p) for module in found.values() for p in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in inside and (source := source_of(parameter)) is not None:
-            parameter.data, source.asked = source.read(), 1
+            parameter.data = source.read()
+            mark_hollow(parameter, None)
 
 
 def replaced(model: nn.Module, change: Callable[[str, nn.Parameter], nn.Parameter]) -> dict[int, nn.Parameter]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fragility_core.models.beside import forward_hook
+
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
 
 
@@ -32,7 +34,7 @@ def hidden_and_logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, T
     with ExitStack() as stack:
         for path, module in model.named_modules():  # the last to return it is taken: OPT's head calls the decoder alone
             if block_of(path) is None:
-                stack.callback(module.register_forward_hook(keep).remove)
+                stack.callback(forward_hook(module, keep).remove)
         logits = model(tokens, use_cache=False).logits
     return finals[-1], logits
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,8 @@ from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors, together
-from fragility_core.models.hollow import entries
+from fragility_core.models.beside import forward_hook, side_by_side
+from fragility_core.models.hollow import entries, is_hollow
 from fragility_core.models.tree import block_paths, hidden_and_logits
 from fragility_core.theory import mismatch
 
@@ -33,7 +35,7 @@ def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
     with ExitStack() as stack:
         for path in block_paths(model):
-            hook = model.get_submodule(path).register_forward_hook(lambda m, i, out: seen.append(next(tensors(out))))
+            hook = forward_hook(model.get_submodule(path), lambda m, i, out: seen.append(next(tensors(out))))
             stack.callback(hook.remove)
         yield seen
 
@@ -44,6 +46,15 @@ def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = N
     with block_outputs(model) as blocks, nullcontext() if low is None else low.running():
         final, logits = hidden_and_logits(model, tokens)
     return ObservedPass(logits, final, blocks)
+
+
+def observe_each(model: PreTrainedModel, windows: Tensor, low: LowPrecision | None = None) -> list[ObservedPass]:
+    """As ``observe``, for each of the ``windows`` (B, T) by itself; those of a streamed model run side by side."""
+    passes = [partial(observe, model, window, low) for window in windows.split(1)]
+    if not is_hollow(model):
+        return [run() for run in passes]
+    with nullcontext() if low is None else low.running():  # settings of the process stay until all have ended
+        return side_by_side(passes)
 
 
 def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -85,8 +96,12 @@ def ratio(predicted: np.ndarray, found: np.ndarray) -> dict[str, float]:
 
 
 def numbered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """One table of ``tables`` of one window each, numbered by its column ``window``."""
-    return pd.concat([table.assign(window=number) for number, table in enumerate(tables)], ignore_index=True)
+    """One table of ``tables`` of one window or more, which each number theirs from 0 in the column ``window``."""
+    found, first = [], 0
+    for table in tables:
+        found.append(table.assign(window=table.window + first))
+        first = found[-1].window.max() + 1
+    return pd.concat(found, ignore_index=True)
 
 
 def cross_entropy(log_probabilities: Tensor, tokens: Tensor) -> Tensor:

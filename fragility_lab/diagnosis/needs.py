@@ -1,6 +1,5 @@
 """What a diagnosis will take: the form that fits into memory, the time, the memory, and what is read from the disk."""
 
-import argparse
 import re
 import sys
 import time
@@ -17,13 +16,14 @@ from fragility_core.models.hollow import loaded as read
 from fragility_core.models.tree import block_paths
 from fragility_lab.diagnosis.measure import observe
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.checkpoints import default_device, load_config
-from fragility_lab.inputs.hollow import on_meta
+from fragility_lab.inputs.checkpoints import default_device
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 
 ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
-MEASURED = 4  # readings of a window by measured passes: of two models, without and with a plan
+BOTH_WAYS = 2  # readings of a pass forward and back
+MEASURED = 4  # readings by measured passes: of two models, without and with a plan
+LARGEST = 32  # windows that share a reading
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,14 @@ class Forecast:
     """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device.
+    is empty for a whole model on one device. ``together`` windows share a reading.
     """
 
     seconds: float
     memory: int
     free: int | None
     form: str = ""
+    together: int = 1
 
     @property
     def fits(self) -> bool:
@@ -73,13 +74,17 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
         with read(part):
             pass
     reading = seconds(loaded.device) - start
-    readings = ONCE + readings_a_window(request) * count
+    together = windows_together(request, model, count, free)
+    readings = ONCE + readings_a_group(request) * -(-count // together)
     why = (
         "it was asked for" if request.form == "streamed" else f"the whole form takes {quantity(whole(request, model))}"
     )
-    form = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk"
-    computing = max(plain - reading, 0) * (passes + 3) * count  # the estimate runs forward twice
-    return Forecast(computing + reading * readings, streamed_memory(request, model), free, form)
+    shared = f", {together} windows at a time" if together > 1 else ""
+    form = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk{shared}"
+    passes += 3 + 3 + 4 * request.probes  # an estimate runs forward twice, and one more says which errors act together
+    computing = max(plain - reading, 0) * passes * count
+    takes = streamed_memory(request, model, together)
+    return Forecast(computing + reading * readings, takes, free, form, together)
 
 
 def seconds(device: torch.device) -> float:
@@ -152,11 +157,12 @@ def fits_together(request: Request, model: nn.Module) -> bool:
     return takes / count + takes * max(sizes) / sum(sizes) < least
 
 
-def streamed_memory(request: Request, model: nn.Module) -> int:
+def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> int:
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
-    formed for all probes, in two copies. Gradients of tied matrices wait for the embedding.
+    formed for all probes, in two copies. Each of the windows ``together`` keeps its stream, what the target makes of
+    its logits, and gradients of tied matrices, which wait for the embedding; or two streams and logits to compare.
     """
     config, blocks = model.config.get_text_config(), block_paths(model)
     of_blocks, of_head = activations(request, model)
@@ -168,18 +174,28 @@ def streamed_memory(request: Request, model: nn.Module) -> int:
     found = {path: held(part) for path, part in parts(model).items()}
     in_blocks = max(found[path] for path in blocks) + of_blocks // len(blocks)
     elsewhere = max((size for path, size in found.items() if path not in blocks), default=0) + of_head
-    tied = getattr(config, "tie_word_embeddings", False) and request.measured_in != "hidden"
+    tied = getattr(config, "tie_word_embeddings", False)
     waiting = tied * 4 * request.probes * config.vocab_size * config.hidden_size
-    return max(in_blocks, elsewhere) + waiting + 4 * request.length * config.hidden_size * len(blocks)
+    stream = 4 * request.length * config.hidden_size * len(blocks)
+    estimated = stream + (of_head + waiting if request.measured_in != "hidden" else 0)
+    compared = 2 * (stream + 4 * request.length * config.vocab_size)
+    return max(in_blocks, elsewhere) + together * max(estimated, compared)
 
 
-def readings_a_window(request: Request) -> int:
-    """How often the streamed form reads the model for each window, if fp32 passes are measured.
+def windows_together(request: Request, model: nn.Module, count: int, free: int | None) -> int:
+    """How many of ``count`` windows share a reading: all but one of them take half of what that one leaves ``free``."""
+    one, two = (streamed_memory(request, model, together) for together in (1, 2))
+    beside = count if free is None else (free - one) // 2 // (two - one)
+    return max(1, min(count, LARGEST, 1 + beside))
 
-    The estimate reads it forward and backward at each end.
+
+def readings_a_group(request: Request) -> int:
+    """How often the streamed form reads the model for windows that share a reading, if fp32 passes are measured.
+
+    An estimate reads it forward and backward at each end. The last one says which errors act together.
     """
     estimates = len(request.schemes) if request.mixes else 1
-    return 2 * ends(request) * estimates + MEASURED
+    return BOTH_WAYS * ends(request) * estimates + BOTH_WAYS + MEASURED
 
 
 def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
@@ -233,46 +249,3 @@ def within_limits() -> list[int]:
         if file.is_file() and (text := file.read_text().strip()).isdecimal() and int(text) < 2**60:
             left.append(int(text) - used("RssAnon"))
     return [max(0, amount) for amount in left]
-
-
-def streaming(request: Request, name: str, disk: float, bus: float) -> str:
-    """What the streamed form of the model ``name`` needs, in words; of the model only the configuration is read.
-
-    ``disk`` and ``bus`` are bytes a second. Files are taken to hold the dtype that the configuration names.
-    """
-    model, dtype = on_meta(name), load_config(name).dtype or torch.float32
-    parameters = sum(p.numel() for p in model.parameters())
-    size, readings = parameters * dtype.itemsize, readings_a_window(request)
-    estimate = readings - MEASURED
-    rows = [
-        f"{parameters / 1e9:.2f} B parameters, {quantity(size)} of files in {str(dtype).removeprefix('torch.')}",
-        f"memory: {quantity(streamed_memory(request, model))} streamed, {quantity(whole(request, model))} whole",
-    ]
-    for what, count in (("an estimate", estimate), ("an estimate and the measured passes", readings)):
-        speeds = f"{duration(count * size / disk)} from the disk, {duration(count * size / bus)} over the bus"
-        rows.append(f"{what} of a window: {quantity(count * size)} read, {speeds}")
-    rows.append(f"once: {quantity(ONCE * size)} read, {duration(ONCE * size / disk)} from the disk")
-    return "\n".join(rows)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Say what a streamed diagnosis of a model needs, before its weights are there."""
-    parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.needs", description=main.__doc__)
-    parser.add_argument("model", help="hub name, or a folder with config.json")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--probes", type=int, default=2)
-    parser.add_argument("--recipe", default="bf16")
-    parser.add_argument("--target", default="hidden")
-    parser.add_argument("--disk", type=float, default=3.0, help="GB a second from the disk")
-    parser.add_argument("--bus", type=float, default=25.0, help="GB a second to the device")
-    given = parser.parse_args(arguments)
-    sizes = {"windows": 1, "length": given.length, "probes": given.probes, "target": given.target}
-    try:
-        request = Request(given.model, "embedded", given.recipe, "1 block", **sizes)
-        print(streaming(request, given.model, given.disk * 1e9, given.bus * 1e9))
-    except (ValueError, OSError) as refused:
-        sys.exit(f"{parser.prog}: {refused}")
-
-
-if __name__ == "__main__":
-    main()

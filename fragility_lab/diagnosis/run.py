@@ -1,7 +1,7 @@
 """The work: predict every window, make a plan, and measure with and without it if memory allows a reference."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -21,7 +21,7 @@ from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis import flips
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.growth import Growth, growth
-from fragility_lab.diagnosis.measure import Ranges, compare, numbered, observe
+from fragility_lab.diagnosis.measure import Ranges, compare, numbered, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
@@ -37,10 +37,9 @@ class Diagnosis:
     like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
     reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
-    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window, and
-    ``flips`` that of changed choices, for models in the whole form. For these ``coherence`` says which errors act
-    together without a plan, unless every window overflows, and ``growth``, with a reference, whether the error grows
-    in proportion.
+    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
+    ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
+    form ``flips`` predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
     implementation that ran.
     """
@@ -80,13 +79,14 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
         low = lower(model, calibrated(model, recipe, tokens), execution)
     else:
         low = as_given(loaded.rounded)
-    prediction = predict(low, model, tokens, request.probes, request.measured_in)
+    groups = tokens.split(expected.together)
+    prediction = predict(low, model, groups, request.probes, request.measured_in)
     contributions, plan, planned, choices, choice = None, None, None, None, None
     if prediction.windows.overflow.eq("").any():
         contributions = Contributions(model, prediction)
         if request.mixes:
             keep = [site for site in request.kept if site in contributions.structure.sites]  # the page names others
-            choices = chosen_from(request, model, tokens, prediction, keep)
+            choices = chosen_from(request, model, groups, prediction, keep)
             choice = mixed_choice(request, choices)
             plan, planned = choices.plan(choice), pd.Series(choices.predict(choice), index=choices.windows)
         else:
@@ -97,24 +97,24 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     measured = drift = protected = protected_drift = changed = None
     with ranges.counting():
         if referenced:
-            measured, drift = measure(low, model, tokens, "without the plan")
+            measured, drift = measure(low, model, groups, "without the plan")
         else:
-            for window in progress(tokens.split(1), desc="low-precision passes"):
-                observe(low.model, window, low)
+            for windows in progress(groups, desc="low-precision passes"):
+                observe_each(low.model, windows, low)
     if referenced and plan is not None:
         if loaded.rounded is None:
             kept = apply(model, plan, execution, tokens if needs_calibration(plan.recipe) else None)
         else:
             kept = protect(as_given(sharing_copy(loaded.rounded)), model, plan)
-        protected, protected_drift = measure(kept, model, tokens, "with the plan")
+        protected, protected_drift = measure(kept, model, groups, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
         windows = progress(tokens.split(1), desc="comparing choices of experts")
         found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
     whole = not is_hollow(model)
     choosing = flips.find(low, model, tokens, prediction, request.probes, referenced) if whole else None
-    secants = referenced and secants_fit(request, model)
-    together = errors_together(low, model, tokens, request, secants) if whole and contributions is not None else None
+    secants = whole and referenced and secants_fit(request, model)
+    together = errors_together(low, model, groups, request, secants) if contributions is not None else None
     grown = growth(low, model, tokens, measured, request.measured_in) if whole and referenced else None
     return Diagnosis(
         request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
@@ -123,24 +123,27 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     )  # fmt: skip
 
 
-def errors_together(low: LowPrecision, model, tokens: Tensor, request: Request, secants: bool) -> Coherence:
-    """Which errors of the low-precision passes over ``tokens`` (B, T) act together.
+def errors_together(
+    low: LowPrecision, model, groups: Sequence[Tensor], request: Request, secants: bool
+) -> Coherence:  # fmt: skip
+    """Which errors of the low-precision passes over the windows of ``groups`` act together.
 
     With ``secants`` the contributions add up to the measured error; else it takes as long as an estimate.
     """
     gradients = "secant" if secants else "low"
     estimator = adjoint.Adjoint(low, model, request.probes, target=request.measured_in, gradients=gradients)
-    return coherence(estimator, progress(tokens, desc="errors that act together"))
+    return coherence(estimator, progress(groups, desc="errors that act together"))
 
 
 def chosen_from(
-    request: Request, model, tokens: Tensor, first: adjoint.Prediction, keep: Iterable[str]
+    request: Request, model, groups: Sequence[Tensor], first: adjoint.Prediction, keep: Iterable[str]
 ) -> Choices:  # fmt: skip
-    """What the schemes of ``request`` cost and do over ``tokens`` (B, T), and what it does to ``keep`` sites in fp32.
+    """What the schemes of ``request`` cost and do over the windows of ``groups``, and what keeping sites in fp32 does.
 
     ``first`` is known, the prediction for the first scheme.
     """
-    how, found = (tokens, request.probes, request.measured_in), {first.recipe.name: first}
+    how, found = (groups, request.probes, request.measured_in), {first.recipe.name: first}
+    tokens = torch.cat([*groups])
     for recipe in request.schemes[1:]:
         if recipe.rounds:
             found[recipe.name] = predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
@@ -153,23 +156,28 @@ def mixed_choice(request: Request, choices: Choices) -> Choice:
     return {"bits": choices.within_bits, "bytes": choices.within_bytes, "kl": choices.within_error}[unit](amount)
 
 
-def predict(low: LowPrecision, model, tokens: Tensor, probes: int, target: str = "hidden") -> adjoint.Prediction:
-    """The prediction for all windows ``tokens`` (B, T), one after the other.
+def predict(
+    low: LowPrecision, model, groups: Sequence[Tensor], probes: int, target: str = "hidden"
+) -> adjoint.Prediction:  # fmt: skip
+    """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
 
     For a target other than the hidden state gradients are taken at both ends.
     """
     gradients = "low" if target == "hidden" else "both"
     estimator = adjoint.Adjoint(low, model, probes, target=target, gradients=gradients)
-    found = [estimator(window) for window in progress(tokens.split(1), desc="predicting")]
+    found = [estimator(windows) for windows in progress(groups, desc="predicting")]
     tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
     return replace(found[0], **tables)
 
 
-def measure(low: LowPrecision, model, tokens: Tensor, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """``measure.compare`` for every window of ``tokens`` (B, T), one after the other, with ``model`` in fp32."""
+def measure(
+    low: LowPrecision, model, groups: Sequence[Tensor], name: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
+    """``measure.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
     tables = [
-        compare(observe(low.model, window, low), observe(model, window), window)
-        for window in progress(tokens.split(1), desc=f"measuring {name}")
+        compare(*window)
+        for windows in progress(groups, desc=f"measuring {name}")
+        for window in zip(observe_each(low.model, windows, low), observe_each(model, windows), windows.split(1))
     ]
     windows, drift = map(numbered, zip(*tables))
     return windows, drift

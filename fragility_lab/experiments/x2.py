@@ -1,7 +1,7 @@
 """X2: what quantization does to the next token, predicted and measured; not in the paper.
 
-Every recipe is predicted in nats (KL, log-probabilities), layer by layer, and mixed plans are predicted before they are
-measured. ``x2_flips`` predicts changed tokens.
+Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. ``x2_flips`` predicts changed tokens,
+``x2_plans`` plans that mix schemes.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ from fragility_core.adjoint import Adjoint, Prediction
 from fragility_core.adjoint.coherence import coherence
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
-from fragility_core.protection import apply
-from fragility_core.protection.bits import Choice, Choices, fused_layers, predictions
+from fragility_core.protection.bits import Choices, fused_layers
 from fragility_lab.diagnosis.growth import half_errors, squared
 from fragility_lab.diagnosis.measure import ObservedPass, compare, observe, ratio
 from fragility_lab.inputs.loading import require_at_least
@@ -131,40 +130,3 @@ def layer_agreement(layers: pd.DataFrame) -> pd.DataFrame:
     table = by.apply(lambda rows: rows.predicted.corr(rows.measured, method="spearman"), include_groups=False)
     quantiles = by.apply(lambda rows: (rows.predicted / rows.measured).quantile([0.1, 0.5, 0.9]), include_groups=False)
     return quantiles.set_axis(["tenth", "median", "ninetieth"], axis=1).assign(spearman=table).reset_index()
-
-
-def plan_table(setting: Setting, ladders: Sequence[Sequence[str]], budgets: int) -> pd.DataFrame:
-    """One row per plan: for each ladder of recipes the best choices under ``budgets`` numbers of bits, measured.
-
-    Beside each plan is a random choice with about as many bits (``chosen_by``).
-    """
-    groups, rows = fused_layers(setting.model, setting.windows[:1]), []
-    for ladder in ladders:
-        known = Choices(
-            setting.model, predictions(setting.model, ladder, setting.windows, probes=setting.probes), groups
-        )
-        most = known.bits.max(1).sum() / known.weights
-        grid = np.linspace(known.least_bits, most, budgets + 1)[:-1]
-        for number, budget in enumerate(progress(grid, desc="plans")):
-            best = known.within_bits(float(budget) * (1 + 1e-9))
-            for chosen_by, choice in (("prediction", best), ("chance", at_random(known, float(budget), number))):
-                found = setting.measure(apply(setting.model, known.plan(choice)))
-                predicted = known.predict(choice)
-                rows.append(
-                    {"schemes": " ".join(ladder), "bits": known.mean_bits(choice), "chosen_by": chosen_by}
-                    | {"predicted": predicted.mean(), "measured": found.kl.mean()}
-                    | ratio(predicted, found.kl.to_numpy())
-                )
-    return pd.DataFrame(rows)
-
-
-def at_random(known: Choices, bits: float, seed: int) -> Choice:
-    """The smallest schemes, but for those that are drawn, one group after another, and fit into the budget."""
-    generator = np.random.default_rng(seed)
-    schemes = known.bits.argmin(1)
-    for group in generator.permutation(len(schemes)):
-        scheme, before = int(generator.integers(known.bits.shape[1])), schemes[group]
-        schemes[group] = scheme
-        if known.mean_bits(Choice(tuple(schemes))) > bits * (1 + 1e-9):
-            schemes[group] = before
-    return Choice(tuple(map(int, schemes)))

@@ -1,13 +1,14 @@
 """Hollow models by hub name or local path: their weights are read whenever they are needed."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fragility_core.models.files import Checkpoint, open_hollow
+from fragility_core.models.files import Checkpoint, Device, open_hollow
 from fragility_lab.inputs.checkpoints import (
     default_device,
     load_config,
@@ -42,8 +43,10 @@ def weight_files(name: str) -> list[Path]:
     return files
 
 
-def load_hollow(name: str, device: str | None = None, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
-    """The fp32 model ``name`` as a hollow one (``models.hollow``).
+def load_hollow(
+    name: str, device: Device | Mapping[str, Device] | None = None, auto_class: type = AutoModelForCausalLM
+) -> PreTrainedModel:  # fmt: skip
+    """The fp32 model ``name`` as a hollow one (``models.hollow``), on one ``device`` or on several by module.
 
     Raises the errors of ``checkpoints.load_model``; those of shapes, and of weights that are not finite, when the
     weights are read.
@@ -51,12 +54,10 @@ def load_hollow(name: str, device: str | None = None, auto_class: type = AutoMod
     require_exact_products()
     made, files = on_meta(name, auto_class), weight_files(name)
     try:
-        model, found = open_hollow(made, files, device or default_device()), Checkpoint(files)
+        checkpoint = Checkpoint(files, made)
+        model = open_hollow(made, checkpoint, device or default_device())
     except (OSError, ValueError, SafetensorError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
-    prefix = model.base_model_prefix
-    paths = {path for path, _ in model.named_parameters(remove_duplicate=False)}
-    known = paths | {f"{prefix}.{path}" for path in paths} | {path.removeprefix(f"{prefix}.") for path in paths}
-    extra = sorted(found.files.keys() - known)
-    require_described_weights(model, name, {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": extra})
+    found = {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": checkpoint.unexpected}
+    require_described_weights(model, name, found)
     return model

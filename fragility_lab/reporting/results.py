@@ -175,6 +175,7 @@ def quantization(tables: Tables, second: Tables) -> dict[str, object]:
     measured = plans.assign(number=plans.groupby(["schemes", "chosen_by"]).cumcount())
     pairs = measured.pivot(index=["schemes", "number"], columns="chosen_by", values="measured")
     errors, second_errors = ((rows.predicted / rows.measured - 1).abs() for rows in (plans, second["x2_plans"]))
+    changed, second_changed = ((rows.changed_ratio - 1).abs() for rows in (plans, second["x2_plans"]))
     halves = tables["x2_growth"].assign(text=ratio_text(tables["x2_growth"]))
     grown = halves.pivot(index="recipe", columns="quantity", values="ratio")
     return {
@@ -191,6 +192,9 @@ def quantization(tables: Tables, second: Tables) -> dict[str, object]:
         "plan_kl_errors": errors,
         "plans_within": int((errors <= 0.1).sum()),
         "second_plans_within": int((second_errors <= 0.1).sum()),
+        "changed_errors": changed,
+        "changed_within": int((changed <= 0.1).sum()),
+        "second_changed_within": int((second_changed <= 0.1).sum()),
         "chance_factor": float(np.exp(np.log(pairs.prediction / pairs.chance).mean())),
     }
 

@@ -45,7 +45,7 @@ def percent(share: float) -> str:
 
 def quantity(count: float, unit: str = "B") -> str:
     """``count`` of ``unit`` with a decimal prefix, such as "1.6 MB"; "0" for zero."""
-    for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
+    for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if count >= 10**power:
             return f"{count / 10**power:.3g}\N{NO-BREAK SPACE}{prefix}{unit}"
     return f"{count:.0f}\N{NO-BREAK SPACE}{unit}" if count else "0"

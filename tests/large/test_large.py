@@ -27,7 +27,7 @@ LIMIT = 2_500_000_000
 DEPTH = 17
 SHARD = 200_000_000
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-REQUEST = {"data": "embedded", "format": "bf16", "budget": "2 blocks", "windows": 1, "length": 64}
+REQUEST = {"data": "embedded", "format": "bf16", "budget": "2 blocks", "windows": 2, "length": 64}
 DIAGNOSIS = f"""
     import json, sys, time
     from fragility_lab import diagnosis

@@ -1,0 +1,133 @@
+"""Passes that run side by side, so that each part of a hollow model is read once for all of them.
+
+Every pass has a thread of its own, and one thread runs at a time. A pass waits at the entrance of each part until the
+others have come there, too. So all numbers are those of passes that run one after the other.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from typing import TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Result = TypeVar("Result")
+
+
+class LastRead:
+    """Holds what was read last until something else is asked for."""
+
+    def __init__(self):
+        self._key: Hashable = None
+        self._held = ExitStack()
+
+    def ask(self, key: Hashable, read: Callable[[], AbstractContextManager]) -> None:
+        """Hold ``read()``, which is known by its ``key``."""
+        if key != self._key:
+            self.drop()
+            self._held.enter_context(read())
+            self._key = key
+
+    def drop(self) -> None:
+        """Hold nothing."""
+        self._key = None
+        self._held.close()
+
+
+class Ended(BaseException):
+    """Raised in a pass when another one has failed."""
+
+
+class Passes:
+    """The turns of ``count`` passes, numbered from 0, and what they have read last."""
+
+    def __init__(self, count: int):
+        self.last = LastRead()
+        self._left = list(range(count))  # those that have not ended
+        self._turn = 0  # the number of the pass that runs
+        self._changed = threading.Condition()
+        self._failed = False
+
+    def run(self, number: int, one: Callable[[], Result]) -> Result:
+        """The result of the pass with this ``number``, in a thread of its own."""
+        _running.set((self, number))
+        with self._changed:
+            self._wait(number)
+        try:
+            return one()
+        except BaseException:
+            self.fail()
+            raise
+        finally:
+            with self._changed:
+                self._next(number)
+                self._left.remove(number)
+                self._changed.notify_all()
+
+    def meet(self, number: int) -> None:
+        """Wait until every other pass has come to an entrance, or has ended."""
+        with self._changed:
+            self._next(number)
+            self._changed.notify_all()
+            self._wait(number)
+
+    def fail(self) -> None:
+        """End all passes at their next turn."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def _next(self, number: int) -> None:
+        self._turn = self._left[(self._left.index(number) + 1) % len(self._left)]
+
+    def _wait(self, number: int) -> None:
+        self._changed.wait_for(lambda: self._failed or self._turn == number)
+        if self._failed:
+            raise Ended
+
+
+_running: ContextVar[tuple[Passes, int] | None] = ContextVar("running", default=None)
+
+
+def meet() -> LastRead | None:
+    """Called at the entrance of a part: wait for the passes beside this one; None if there are none.
+
+    Returns what they have read last.
+    """
+    running = _running.get()
+    if running is None:
+        return None
+    passes, number = running
+    passes.meet(number)
+    return passes.last
+
+
+def forward_hook(module: nn.Module, hook: Callable) -> RemovableHandle:
+    """As ``module.register_forward_hook``; the hook does not see passes beside that of the caller."""
+    caller = threading.get_ident()
+    return module.register_forward_hook(lambda *call: hook(*call) if threading.get_ident() == caller else None)
+
+
+def side_by_side(passes: Sequence[Callable[[], Result]]) -> list[Result]:
+    """The results of ``passes``; see the docstring of the module. A single one runs in the thread of the caller.
+
+    Contexts that belong to a thread, such as ``torch.no_grad``, must be entered by each pass itself.
+    """
+    if len(passes) == 1:
+        return [passes[0]()]
+    turns = Passes(len(passes))
+    with ThreadPoolExecutor(len(passes)) as pool:
+        futures = [pool.submit(turns.run, number, one) for number, one in enumerate(passes)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # an interrupt
+            turns.fail()
+            raise
+    turns.last.drop()
+    failures = [future.exception() for future in futures]
+    if failure := next((each for each in failures if each is not None and not isinstance(each, Ended)), None):
+        raise failure
+    return [future.result() for future in futures]
