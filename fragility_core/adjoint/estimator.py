@@ -146,7 +146,7 @@ class Adjoint:
         if probes < 1:
             raise ValueError(f"probes must be at least 1, got {probes}")
         self.low, self.recipe, self.target = low, low.recipe, get_target(target)
-        self.probes, self.seed = probes, seed
+        self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
@@ -162,12 +162,12 @@ class Adjoint:
         self.points = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
             held = leaves.make(stays, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf, kept=True))
-            if gradients == "secant":
+            if self.secant:
                 self.points.append(SecantArithmetic(self.recipe, self.tape, held, rounding, self.target.between))
             else:
                 self.points.append(LowArithmetic(self.recipe, self.tape, held, stochastic, rounding, exact))
         self._follow_modules()
-        if not stochastic and gradients != "secant":
+        if not (stochastic or self.secant):
             self._recompute(rounding)
 
     def _follow_modules(self) -> None:
@@ -233,7 +233,7 @@ class Adjoint:
             norms = torch.stack(norms).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
-            if isinstance(self.points[0], SecantArithmetic):
+            if self.secant:
                 size, *products = torch.stack(errors, 1).cpu().double()
                 left = torch.stack(products, 1) - torch.from_numpy(contributions[1].sum(-1))
                 measured = (size / norms) ** (2 if self.target.squared else 1)
@@ -265,7 +265,7 @@ class Adjoint:
     def _size(self, window: Window, final: Tensor, signs: Tensor) -> tuple[Tensor, Tensor | None]:
         """The norm of the target's output, and what ``_passes`` says of secant slopes."""
         counted = window.counted(final)
-        if not isinstance(self.points[0], SecantArithmetic):
+        if not self.secant:
             return self.target.norm(final.detach(), counted), None
         exact = reference_of(final).detach()
         error = ((exact - final.detach()) * counted).flatten()
