@@ -18,6 +18,7 @@ from fragility_core.adjoint.flips import next_tokens
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.models.files import device_of
 from fragility_core.models.hollow import hollow_parameter
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, apply
@@ -174,6 +175,9 @@ def test_measured_passes_of_a_streamed_model(streamed, models, tokens):
 
 
 def test_devices_of_a_streamed_model(files):
+    places = {"transformer.h": "cuda:1", "": "cpu", "transformer.h.1": "cuda:2"}
+    paths = ("transformer.h.0.ln_1.weight", "transformer.h.1.ln_1.weight", "transformer.h.10.ln_1.weight", "lm_head")
+    assert [str(device_of(places, path)) for path in paths] == ["cuda:1", "cuda:2", "cuda:1", "cpu"]
     model = load_hollow(files, {"transformer.h": "cpu", "": "cpu"})
     assert torch.equal(*(final_hidden(m, torch.arange(8)[None]) for m in (model, load_hollow(files, "cpu"))))
     with pytest.raises(OSError, match="every parameter must have a device, but no module around transformer.wpe"):

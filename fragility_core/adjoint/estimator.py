@@ -146,7 +146,7 @@ class Adjoint:
         if probes < 1:
             raise ValueError(f"probes must be at least 1, got {probes}")
         self.low, self.recipe, self.target = low, low.recipe, get_target(target)
-        self.probes, self.seed = probes, seed
+        self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
@@ -157,17 +157,18 @@ class Adjoint:
         self.leaves = leaves = Leaves(low, self.model, reference, self.tape, self._dtype)
         self._stream = Stream(self.model, leaves, self.tape) if is_hollow(self.model) else None
         stays = leaves.tensors if self._stream is None else self._stream.staying
+        kept = stays if self._stream is None else []
         self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
         self.points = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
-            held = leaves.make(stays, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf, kept=True))
-            if gradients == "secant":
+            held = leaves.make(kept, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf, kept=True))
+            if self.secant:
                 self.points.append(SecantArithmetic(self.recipe, self.tape, held, rounding, self.target.between))
             else:
                 self.points.append(LowArithmetic(self.recipe, self.tape, held, stochastic, rounding, exact))
         self._follow_modules()
-        if not stochastic and gradients != "secant":
+        if not (stochastic or self.secant):
             self._recompute(rounding)
 
     def _follow_modules(self) -> None:
@@ -201,8 +202,8 @@ class Adjoint:
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
         given. ``seeds``, one a window, draw its sign vectors in place of ``seed``, by which all windows have the same
-        ones. The prediction of a window does not depend on the other windows. A streamed model is read once for all
-        of them, and what enters each block is held for every window. Raises ValueError for windows without
+        ones. The prediction of a window does not depend on the other windows. They share what is read of a streamed
+        model, and what enters each block is held for every window. Raises ValueError for windows without
         tokens, for a model in training mode, for weights that have changed since they were read, and for another number
         of seeds than of windows.
         """
@@ -233,7 +234,7 @@ class Adjoint:
             norms = torch.stack(norms).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, tokens.shape[-1])
-            if isinstance(self.points[0], SecantArithmetic):
+            if self.secant:
                 size, *products = torch.stack(errors, 1).cpu().double()
                 left = torch.stack(products, 1) - torch.from_numpy(contributions[1].sum(-1))
                 measured = (size / norms) ** (2 if self.target.squared else 1)
@@ -247,11 +248,15 @@ class Adjoint:
         With secant slopes, the norm of the measured error and its products with the probes come second.
         """
         for point in self.points:
-            self.tape.shares = SHARES[len(self.points), point.exact]
-            found = side_by_side([partial(self._forward, point, window) for window in windows])
-            finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
-            signs = [window.signs(final, self.probes) for window, final in zip(windows, finals)]
-            self._backward(finals, leaves, signs)
+            sizes = self._passes_at(point, windows)
+        return sizes
+
+    def _passes_at(self, point: LowArithmetic, windows: Sequence[Window]) -> list[tuple[Tensor, Tensor | None]]:
+        self.tape.shares = SHARES[len(self.points), point.exact]
+        found = side_by_side([partial(self._forward, point, window) for window in windows])
+        finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
+        signs = [window.signs(final, self.probes) for window, final in zip(windows, finals)]
+        self._backward(finals, leaves, signs)
         return [self._size(*each) for each in zip(windows, finals, signs)]
 
     def _forward(self, point: LowArithmetic, window: Window) -> tuple[Tensor, list[Tensor]]:
@@ -265,7 +270,7 @@ class Adjoint:
     def _size(self, window: Window, final: Tensor, signs: Tensor) -> tuple[Tensor, Tensor | None]:
         """The norm of the target's output, and what ``_passes`` says of secant slopes."""
         counted = window.counted(final)
-        if not isinstance(self.points[0], SecantArithmetic):
+        if not self.secant:
             return self.target.norm(final.detach(), counted), None
         exact = reference_of(final).detach()
         error = ((exact - final.detach()) * counted).flatten()
@@ -274,14 +279,17 @@ class Adjoint:
 
     def _backward(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
         """Backward passes from ``finals`` for the probes ``signs`` (P, ...) of each: at once, or else one by one."""
-        if self.at_once:
+        while self.at_once:
             before = self.tape.mark()
             try:
                 self._backward_once(finals, leaves, signs)
                 return
             except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
                 self.tape.rewind(before)
-                self.at_once = False
+                if self._stream is not None and self._stream.at_once:
+                    self._stream.at_once = False  # in each part one by one, so that it is read once
+                else:
+                    self.at_once = False
         for probe, each in enumerate(zip(*signs)):
             self.tape.probe = probe
             self._backward_once(finals, leaves, [gradient[None] for gradient in each])

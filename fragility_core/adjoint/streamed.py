@@ -10,6 +10,7 @@ to the same part of every window before it comes to the next part.
 """
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,8 @@ class Uses:
     def __init__(self):
         self.entered = 0  # how many parts
         self.counts: Counter[str] = Counter()  # how often it has used a tensor
-        self.totals: dict[str, Tensor] = {}  # gradients of tensors that it uses several times, on the host
+        # gradients of tensors that it uses several times, on the host, by path and first probe
+        self.totals: dict[tuple[str, int], Tensor] = {}
         self.anchor = torch.zeros((), requires_grad=True)  # the backward pass goes to it, and so reaches all parts
 
 
@@ -64,6 +66,8 @@ class Stream:
         self.uses: dict[int, Uses] = {}  # by window
         self.reached: Counter[int] = Counter()  # the most kernels that a pass has counted before its nth part, by n
         self.last = LastRead()
+        self.at_once = True  # whether all probes share the backward pass of a part
+        self.lock = threading.Lock()  # of a backward pass: autograd has a thread for each device
 
     def begin(self, point: LowArithmetic) -> tuple[LowArithmetic, Tensor]:
         """Start a pass of the tape's window, in the arithmetic that is returned: as at ``point``, with its own leaves.
@@ -81,14 +85,15 @@ class Stream:
         for uses in self.uses.values():
             uses.totals.clear()  # a backward pass may have failed
         yield
-        self.last.drop()
-        for path in sorted({path for uses in self.uses.values() for path in uses.totals}):
+        self.last.close()
+        for path in sorted({path for uses in self.uses.values() for path, _ in uses.totals}):
+            place, tensor = self.tape.weight(path), self.leaves.tensors[path]
             with self.leaves.read([path]):
-                weighted = self.leaves.weighted(path, self.leaves.tensors[path].detach().float())
+                weighted = self.leaves.weighted(path, tensor.detach().float())
             for window, uses in self.uses.items():
-                total = uses.totals.pop(path).to(self.leaves.tensors[path].device)
-                for piece in weighted(total):
-                    self.tape.record(self.tape.weight(path), piece, window=window)
+                for probe in [probe for found, probe in uses.totals if found == path]:
+                    total = uses.totals.pop((path, probe)).to(tensor.device)
+                    self.tape.record_pieces(place, weighted(total), window, probe - self.tape.probe)
 
     def __enter__(self) -> None:
         """Begin passes, which are forgotten with what they have read at the end of the context."""
@@ -96,7 +101,7 @@ class Stream:
     def __exit__(self, *error) -> None:
         self.uses.clear()
         self.reached.clear()
-        self.last.drop()
+        self.last.close()
 
     def read(self, path: str) -> None:
         """Read the part at ``path``, unless it was read last."""
@@ -130,15 +135,13 @@ class Stream:
         """As ``Tape.watch_leaf``. Gradients of a tensor that the pass uses several times are first added up."""
         uses = self.uses[self.tape.now.window]
         if uses.counts[path] > 1:
-            self.tape.hook_leaf(leaf, partial(add, uses.totals, path))
+            self.tape.hook_leaf(leaf, partial(self._add, uses.totals, path))
         else:
             self.tape.watch_leaf(place, leaf, weighted)
 
-
-def add(totals: dict[str, Tensor], path: str, gradient: Tensor) -> None:
-    """Add ``gradient`` to the total at ``path``."""
-    gradient = gradient.cpu()
-    totals[path] = totals[path] + gradient if path in totals else gradient
+    def _add(self, totals: dict[tuple[str, int], Tensor], path: str, gradient: Tensor) -> None:
+        key, gradient = (path, self.tape.probe), gradient.cpu()
+        totals[key] = totals[key] + gradient if key in totals else gradient
 
 
 class PartCall:
@@ -197,17 +200,30 @@ class PartCall:
 
     def gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients (P, ...) of the inputs, from those of the results; records what the part contributes."""
-        self.stream.read(self.path)
-        args, kwargs, inputs = self.inputs()
-        with self.stream.tape.replaying(self.bookmark) as made, torch.enable_grad():
-            held = self.held()
-            with self.arithmetic.holding(held), self.arithmetic:
-                returned = self.forward(*args, **kwargs)
-            reached = [(x, g) for x, g in zip(tensors(returned), gradients) if g is not None]
-            del returned
-            probes = max(len(g) for _, g in reached)
-            outputs, given = zip(*((x, g.expand(probes, *x.shape)) for x, g in reached))
-            return backward(outputs, [*made, *held.leaves], given, inputs)
+        with self.stream.lock:
+            self.stream.read(self.path)
+            args, kwargs, inputs = self.inputs()
+            with self.stream.tape.replaying(self.bookmark) as made, torch.enable_grad():
+                held = self.held()
+                with self.arithmetic.holding(held), self.arithmetic:
+                    returned = self.forward(*args, **kwargs)
+                reached = [(x, g) for x, g in zip(tensors(returned), gradients) if g is not None]
+                del returned
+                probes = max(len(g) for _, g in reached)
+                outputs, given = zip(*((x, g.expand(probes, *x.shape)) for x, g in reached))
+                return self._back(outputs, [*made, *held.leaves], given, inputs)
+
+    def _back(self, outputs: Sequence[Tensor], leaves: list, given: Sequence[Tensor], inputs: list) -> list[Tensor]:
+        """``probes.backward``: for all probes at once, or else one by one, from the same graph."""
+        tape = self.stream.tape
+        if self.stream.at_once:
+            return backward(outputs, leaves, given, inputs)
+        found, first = [], tape.probe
+        for tape.probe in range(first, first + len(given[0])):
+            one = [gradient[tape.probe - first, None] for gradient in given]
+            found.append(backward(outputs, leaves, one, inputs, keep_graph=True))
+        tape.probe = first
+        return [torch.cat(each) for each in zip(*found)]
 
 
 class Part(torch.autograd.Function):

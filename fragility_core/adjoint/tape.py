@@ -164,13 +164,8 @@ class Tape:
         ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
         that is ``kept`` is used by the passes of all windows, one after the other.
         """
-        record = self.record if kept else self.recorder()
-
-        def record_all(gradient: Tensor) -> None:
-            for piece in weighted(gradient):
-                record(place, piece)
-
-        self.hook_leaf(leaf, record_all)
+        window = None if kept else self.now.window
+        self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), window))
 
     def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead."""
@@ -194,13 +189,27 @@ class Tape:
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
         """
+        self.record_pieces(place, [weighted_error], window, first)
+
+    def record_pieces(
+        self, place: int, pieces: Iterable[Tensor], window: int | None = None, first: int = 0
+    ) -> None:  # fmt: skip
+        """As ``record``, for an error times gradient that is formed piece by piece."""
         share = self.shares[self.kinds[place]]
-        if share:
-            alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
-            alike = alike.reshape(len(alike), -1)
-            found = torch.stack([torch.linalg.vector_norm(alike, dim=1) * share**0.5, alike.sum(1) * share])
-            window = self.now.window if window is None else window
-            self._records.append((window, self.probe + first, place, found))
+        if not share:
+            return
+        found = torch.stack([self._norm_and_sum(place, piece) for piece in pieces])  # (pieces, 2, P)
+        norms, sums = found.unbind(1)
+        whole = torch.stack([torch.linalg.vector_norm(norms, dim=0), sums.sum(0)]) if len(found) > 1 else found[0]
+        scale = torch.tensor([[share**0.5], [share]], device=whole.device)
+        window = self.now.window if window is None else window
+        self._records.append((window, self.probe + first, place, whole * scale))
+
+    def _norm_and_sum(self, place: int, weighted_error: Tensor) -> Tensor:
+        """Norm and sum (2, P) of an error times gradient (P, ...)."""
+        alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
+        alike = alike.reshape(len(alike), -1)
+        return torch.stack([torch.linalg.vector_norm(alike, dim=1), alike.sum(1)])
 
     def record_largest(self, place: int, stored: Tensor) -> None:
         """Record the largest number ``stored`` at ``place``: infinity after an overflow."""

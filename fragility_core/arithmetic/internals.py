@@ -6,6 +6,7 @@ whose import takes seconds, are checked by the test.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -49,6 +50,7 @@ PRIVATE = {
     "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
     "transformers.PreTrainedModel._from_config": "which buffers a model made in 16 bits has in them",
     "transformers.PreTrainedModel._init_weights": "fills the buffers that no checkpoint holds",
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that no model needs",
     "transformers.PreTrainedModel._keep_in_fp32_modules": "what from_pretrained leaves in fp32 beside fp16",
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "what from_pretrained leaves in fp32",
 }
@@ -140,6 +142,12 @@ def names_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     if dtype == torch.float16:
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return names
+
+
+def is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether ``from_pretrained`` takes no notice of a tensor called ``name`` that ``model`` does not have."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 @torch.no_grad()

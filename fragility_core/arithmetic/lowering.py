@@ -205,7 +205,7 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     in fp32. Raises ValueError for an unknown recipe or execution, for static scales that were not measured, for a model
     without parameters or not in fp32, and where native kernels are asked for in a format that torch does not compute
     in. The parts of a model may lie on several devices, as accelerate's ``device_map`` puts them; each stays on its
-    own. Raises ValueError where accelerate moves weights, too, and for a streamed model on several devices.
+    own. Raises ValueError where accelerate moves weights, too, and for a streamed model that accelerate has spread.
     """
     chosen = get_recipe(recipe)
     kernels = chosen.kernels

@@ -1,13 +1,13 @@
 """Passes that run side by side, so that each part of a hollow model is read once for all of them.
 
-Every pass has a thread of its own, and one thread runs at a time. A pass waits at the entrance of each part until the
-others have come there, too. So all numbers are those of passes that run one after the other.
+Every pass has a thread of its own, and they take turns: a pass runs to the entrance of the next part, and waits there
+until the others have come to it, too. So all numbers are those of passes that run one after the other.
 """
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -27,18 +27,18 @@ class LastRead:
     def ask(self, key: Hashable, read: Callable[[], AbstractContextManager]) -> None:
         """Hold ``read()``, which is known by its ``key``."""
         if key != self._key:
-            self.drop()
+            self.close()
             self._held.enter_context(read())
             self._key = key
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Hold nothing."""
         self._key = None
         self._held.close()
 
 
 class Ended(BaseException):
-    """Raised in a pass when another one has failed."""
+    """Raised in a pass after an interrupt, or when another one has failed."""
 
 
 class Passes:
@@ -119,14 +119,13 @@ def side_by_side(passes: Sequence[Callable[[], Result]]) -> list[Result]:
     if len(passes) == 1:
         return [passes[0]()]
     turns = Passes(len(passes))
-    with ThreadPoolExecutor(len(passes)) as pool:
-        futures = [pool.submit(turns.run, number, one) for number, one in enumerate(passes)]
+    with closing(turns.last), ThreadPoolExecutor(len(passes)) as pool:
         try:
+            futures = [pool.submit(turns.run, number, one) for number, one in enumerate(passes)]
             wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:  # an interrupt
+        except BaseException:  # an interrupt, or a system that gives no more threads
             turns.fail()
             raise
-    turns.last.drop()
     failures = [future.exception() for future in futures]
     if failure := next((each for each in failures if each is not None and not isinstance(each, Ended)), None):
         raise failure

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fragility_core.arithmetic.internals import fill_buffers
+from fragility_core.arithmetic.internals import fill_buffers, is_ignored
 from fragility_core.models.hollow import hollow_parameter, load_when_running
 from fragility_core.models.tree import within
 
@@ -71,7 +71,7 @@ class Checkpoint:
             if path not in known:
                 path, pattern = rename_source_key(name, [], [], prefix, known)
             if path not in known:
-                self.unexpected.append(name)
+                self.unexpected += [] if is_ignored(model, name) else [name]
                 continue
             made = self.made.get(path) or Made(path, by_pattern.get(pattern))
             made.sources.append((name, pattern))
@@ -90,7 +90,9 @@ class Checkpoint:
         tensor = made.tensor(path, stored, self.model)
         if tensor.shape != shape:
             raise ValueError(f"a checkpoint must fit its model, got {path} of {tuple(tensor.shape)} for {tuple(shape)}")
-        tensor = tensor.to(torch.float32, copy=made.converter is None and device.type == "cpu").contiguous()
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes  # of a tensor in the files that holds several
+        mapped = made.converter is None and device.type == "cpu"
+        tensor = tensor.to(torch.float32, copy=part or mapped).contiguous()
         if path not in self.checked:
             if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
                 raise ValueError(f"weights must be finite in fp32, but those of {path} are not")

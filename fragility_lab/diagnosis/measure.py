@@ -1,9 +1,10 @@
 """Comparison of two passes: the final state, the residual stream after each block, the probabilities of tokens."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,8 @@ from fragility_core.models.beside import forward_hook, side_by_side
 from fragility_core.models.hollow import entries, is_hollow
 from fragility_core.models.tree import block_paths, hidden_and_logits
 from fragility_core.theory import mismatch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,18 @@ def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = N
     return ObservedPass(logits, final, blocks)
 
 
-def observe_each(model: PreTrainedModel, windows: Tensor, low: LowPrecision | None = None) -> list[ObservedPass]:
-    """As ``observe``, for each of the ``windows`` (B, T) by itself; those of a streamed model run side by side."""
-    passes = [partial(observe, model, window, low) for window in windows.split(1)]
+def each(run: Callable[[Tensor], Result], windows: Tensor, model: PreTrainedModel, low: LowPrecision | None) -> list:
+    """What ``run`` returns for each of the ``windows`` (B, T) by itself; if ``model`` is streamed, side by side."""
+    passes = [partial(run, window) for window in windows.split(1)]
     if not is_hollow(model):
-        return [run() for run in passes]
+        return [one() for one in passes]
     with nullcontext() if low is None else low.running():  # settings of the process stay until all have ended
         return side_by_side(passes)
+
+
+def observe_each(model: PreTrainedModel, windows: Tensor, low: LowPrecision | None = None) -> list[ObservedPass]:
+    """As ``observe``, for ``each`` of the ``windows`` (B, T)."""
+    return each(lambda window: observe(model, window, low), windows, model, low)
 
 
 def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -24,6 +24,7 @@ ONCE = 9  # readings of a streamed model that do not depend on the windows: chec
 BOTH_WAYS = 2  # readings of a pass forward and back
 MEASURED = 4  # readings by measured passes: of two models, without and with a plan
 LARGEST = 32  # windows that share a reading
+STACK = 2**23  # bytes of a thread; each of these windows has as many threads as torch computes with
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
             pass
     reading = seconds(loaded.device) - start
     together = windows_together(request, model, count, free)
-    readings = ONCE + readings_a_group(request) * -(-count // together)
+    readings = ONCE + readings_a_group(request, model) * -(-count // together)
     why = (
         "it was asked for" if request.form == "streamed" else f"the whole form takes {quantity(whole(request, model))}"
     )
@@ -162,7 +163,8 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
 
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
     formed for all probes, in two copies. Each of the windows ``together`` keeps its stream, what the target makes of
-    its logits, and gradients of tied matrices, which wait for the embedding; or two streams and logits to compare.
+    its logits, signs and gradients of these, and gradients of tied matrices, which wait for the embedding; or two
+    streams and logits to compare.
     """
     config, blocks = model.config.get_text_config(), block_paths(model)
     of_blocks, of_head = activations(request, model)
@@ -176,26 +178,28 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
     elsewhere = max((size for path, size in found.items() if path not in blocks), default=0) + of_head
     tied = getattr(config, "tie_word_embeddings", False)
     waiting = tied * 4 * request.probes * config.vocab_size * config.hidden_size
-    stream = 4 * request.length * config.hidden_size * len(blocks)
-    estimated = stream + (of_head + waiting if request.measured_in != "hidden" else 0)
-    compared = 2 * (stream + 4 * request.length * config.vocab_size)
+    stream, logits = (4 * request.length * size for size in (config.hidden_size * len(blocks), config.vocab_size))
+    estimated = stream + (of_head + 2 * request.probes * logits + waiting if request.measured_in != "hidden" else 0)
+    compared = 2 * (stream + logits)
     return max(in_blocks, elsewhere) + together * max(estimated, compared)
 
 
 def windows_together(request: Request, model: nn.Module, count: int, free: int | None) -> int:
     """How many of ``count`` windows share a reading: all but one of them take half of what that one leaves ``free``."""
     one, two = (streamed_memory(request, model, together) for together in (1, 2))
-    beside = count if free is None else (free - one) // 2 // (two - one)
+    beside = count if free is None else (free - one) // 2 // (two - one + STACK * torch.get_num_threads())
     return max(1, min(count, LARGEST, 1 + beside))
 
 
-def readings_a_group(request: Request) -> int:
+def readings_a_group(request: Request, model: nn.Module) -> int:
     """How often the streamed form reads the model for windows that share a reading, if fp32 passes are measured.
 
-    An estimate reads it forward and backward at each end. The last one says which errors act together.
+    An estimate reads it forward and backward at each end; one more, at one end, says which errors act together. Choices
+    of experts are compared in two passes.
     """
     estimates = len(request.schemes) if request.mixes else 1
-    return BOTH_WAYS * ends(request) * estimates + BOTH_WAYS + MEASURED
+    choosing = getattr(model.config.get_text_config(), "num_experts_per_tok", None) is not None
+    return BOTH_WAYS * (ends(request) * estimates + 1) + MEASURED + 2 * choosing
 
 
 def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 import torch
@@ -21,7 +22,7 @@ from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis import flips
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.growth import Growth, growth
-from fragility_lab.diagnosis.measure import Ranges, compare, numbered, observe_each
+from fragility_lab.diagnosis.measure import Ranges, compare, each, numbered, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
@@ -108,8 +109,9 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
             kept = protect(as_given(sharing_copy(loaded.rounded)), model, plan)
         protected, protected_drift = measure(kept, model, groups, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
-        windows = progress(tokens.split(1), desc="comparing choices of experts")
-        found = torch.cat([changed_choices(low, model, window).flatten() for window in windows])
+        windows = progress(groups, desc="comparing choices of experts")
+        compared = (each(partial(changed_choices, low, model), group, model, low) for group in windows)
+        found = torch.cat([changes.flatten() for group in compared for changes in group])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
     whole = not is_hollow(model)
     choosing = flips.find(low, model, tokens, prediction, request.probes, referenced) if whole else None

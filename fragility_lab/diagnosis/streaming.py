@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from fragility_lab.diagnosis.needs import BOTH_WAYS, ONCE, ends, readings_a_group, streamed_memory, whole
+from fragility_lab.diagnosis.needs import BOTH_WAYS, LARGEST, ONCE, ends, readings_a_group, streamed_memory, whole
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import load_config
 from fragility_lab.inputs.hollow import on_meta
@@ -19,14 +19,14 @@ def streaming(request: Request, name: str, disk: float, bus: float) -> str:
     """
     model, dtype = on_meta(name), load_config(name).dtype or torch.float32
     parameters = sum(p.numel() for p in model.parameters())
-    size, count, memory = parameters * dtype.itemsize, request.windows, streamed_memory(request, model, request.windows)
-    estimate, diagnosis = BOTH_WAYS * ends(request), readings_a_group(request)
+    size, together = parameters * dtype.itemsize, min(request.windows, LARGEST)
+    memory, estimate = streamed_memory(request, model, together), BOTH_WAYS * ends(request)
     rows = [
         f"{parameters / 1e9:.2f} B parameters, {quantity(size)} of files in {str(dtype).removeprefix('torch.')}",
         f"memory: {quantity(memory)} streamed, {quantity(whole(request, model))} whole",
     ]
-    windows = "a window" if count == 1 else f"{count} windows together"
-    for what, times in (("an estimate", estimate), ("a diagnosis", diagnosis)):
+    windows = "a window" if together == 1 else f"{together} windows together"
+    for what, times in (("an estimate", estimate), ("a diagnosis", readings_a_group(request, model))):
         speeds = f"{duration(times * size / disk)} from the disk, {duration(times * size / bus)} over the bus"
         rows.append(f"{what} of {windows}: {quantity(times * size)} read, {speeds}")
     rows.append(f"once: {quantity(ONCE * size)} read, {duration(ONCE * size / disk)} from the disk")

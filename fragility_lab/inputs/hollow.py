@@ -55,7 +55,7 @@ def load_hollow(
     made, files = on_meta(name, auto_class), weight_files(name)
     try:
         checkpoint = Checkpoint(files, made)
-        model = open_hollow(made, checkpoint, device or default_device())
+        model = open_hollow(made, checkpoint, default_device() if device is None else device)
     except (OSError, ValueError, SafetensorError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
     found = {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": checkpoint.unexpected}

@@ -111,5 +111,5 @@ def test_a_model_of_1_b_parameters_within_the_limit_and_its_double_in_the_same_m
     assert abs(peaks[2 * DEPTH] / peaks[DEPTH] - 1) < 0.05
     with torch.device("meta"):
         models = [AutoModelForCausalLM.from_config(config(depth)) for depth in peaks]
-    stated = [streamed_memory(Request("it", **REQUEST), model) for model in models]
+    stated = [streamed_memory(Request("it", **REQUEST), model, 2) for model in models]
     assert stated[1] / stated[0] - 1 < 0.05
