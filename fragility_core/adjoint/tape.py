@@ -198,18 +198,17 @@ class Tape:
         share = self.shares[self.kinds[place]]
         if not share:
             return
-        found = torch.stack([self._norm_and_sum(place, piece) for piece in pieces])  # (pieces, 2, P)
-        norms, sums = found.unbind(1)
-        whole = torch.stack([torch.linalg.vector_norm(norms, dim=0), sums.sum(0)]) if len(found) > 1 else found[0]
-        scale = torch.tensor([[share**0.5], [share]], device=whole.device)
+        norms, sums = zip(*(self._norm_and_sum(place, piece) for piece in pieces))
+        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
         window = self.now.window if window is None else window
-        self._records.append((window, self.probe + first, place, whole * scale))
+        found = torch.stack([norm * share**0.5, sum(sums) * share])
+        self._records.append((window, self.probe + first, place, found))
 
-    def _norm_and_sum(self, place: int, weighted_error: Tensor) -> Tensor:
-        """Norm and sum (2, P) of an error times gradient (P, ...)."""
+    def _norm_and_sum(self, place: int, weighted_error: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm and sum (P,) of an error times gradient (P, ...)."""
         alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
         alike = alike.reshape(len(alike), -1)
-        return torch.stack([torch.linalg.vector_norm(alike, dim=1), alike.sum(1)])
+        return torch.linalg.vector_norm(alike, dim=1), alike.sum(1)
 
     def record_largest(self, place: int, stored: Tensor) -> None:
         """Record the largest number ``stored`` at ``place``: infinity after an overflow."""
