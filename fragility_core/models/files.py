@@ -109,23 +109,23 @@ def device_of(places: Mapping[str, Device], path: str) -> torch.device:
 
 
 def open_hollow(
-    made: PreTrainedModel, checkpoint: Checkpoint, device: Device | Mapping[str, Device] = "cpu"
+    model: PreTrainedModel, checkpoint: Checkpoint, device: Device | Mapping[str, Device] = "cpu"
 ) -> PreTrainedModel:  # fmt: skip
-    """The fp32 model ``made`` on the device "meta", changed in place: a hollow model on ``device`` in eval mode.
+    """The fp32 ``model`` on the device "meta", changed in place: a hollow model on ``device`` in eval mode.
 
     Its parameters are read from its ``checkpoint`` when they are needed. ``device`` may give several devices by the
     paths of modules, as a ``device_map`` of transformers does; what a part receives is moved to the part's device.
     Raises OSError for a checkpoint that lacks parameters, and ValueError for a parameter without a device.
     """
     places = device if isinstance(device, Mapping) else {"": device}
-    fill_buffers(made, partial(device_of, places))
+    fill_buffers(model, partial(device_of, places))
     paths: dict[int, list[str]] = {}  # tied parameters have several
-    state = dict(made.named_parameters(remove_duplicate=False))
-    state |= {path: x for path, x in made.named_buffers() if x.device.type == "meta"}
+    state = dict(model.named_parameters(remove_duplicate=False))
+    state |= {path: x for path, x in model.named_buffers() if x.device.type == "meta"}
     for path, x in state.items():
         paths.setdefault(id(x), []).append(path)
-    stored = {number: next((p for p in found if p in checkpoint.made), None) for number, found in paths.items()}
-    if missing := [paths[number][0] for number, path in stored.items() if path is None]:
+    stored_at = {number: next((p for p in found if p in checkpoint.made), None) for number, found in paths.items()}
+    if missing := [paths[number][0] for number, path in stored_at.items() if path is None]:
         raise OSError(
             f"a checkpoint must hold all weights of its model, but the files lack "
             f"{', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}: load the whole model"
@@ -133,13 +133,13 @@ def open_hollow(
     new: dict[int, Tensor] = {}
     for path, x in state.items():
         place = device_of(places, path)
-        read = partial(checkpoint.read, stored[id(x)], x.shape, place)
+        read = partial(checkpoint.read, stored_at[id(x)], x.shape, place)
         owner, _, name = path.rpartition(".")
         if not isinstance(x, nn.Parameter):
-            made.get_submodule(owner).register_buffer(name, read().to(x.dtype))
+            model.get_submodule(owner).register_buffer(name, read().to(x.dtype))
             continue
         if id(x) not in new:
             new[id(x)] = hollow_parameter(x.shape, torch.float32, place, read)
-        setattr(made.get_submodule(owner), name, new[id(x)])
-    load_when_running(made)
-    return made.eval()
+        setattr(model.get_submodule(owner), name, new[id(x)])
+    load_when_running(model)
+    return model.eval()
