@@ -34,6 +34,10 @@ class Competition:
         moved = moved if self.stored is None else self.stored.round(moved).float()
         return (moved.argmax(-1) != self.exact.argmax(-1)).float().mean(0)
 
+    def share(self, scale: float = 1.0) -> float:
+        """The mean of ``probabilities``: the share of choices that changes."""
+        return float(self.probabilities(scale).double().mean())
+
 
 def next_tokens(
     realisations: Realisations, tokens: Tensor, draws: int, exact: Tensor | None = None

@@ -38,7 +38,7 @@ class Flips:
         """The share of next tokens that changes, by window, with all errors times ``scales``; missing ones are NaN."""
         by_window = scales if isinstance(scales, pd.Series) else dict.fromkeys(self.competitions, scales)
         shares = {
-            window: float(known.probabilities(by_window[window]).mean()) if np.isfinite(by_window[window]) else np.nan
+            window: known.share(by_window[window]) if np.isfinite(by_window[window]) else np.nan
             for window, known in self.competitions.items()
         }
         return pd.Series(shares, dtype=float)

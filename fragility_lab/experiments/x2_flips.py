@@ -46,8 +46,8 @@ def changed_table(model: PreTrainedModel, windows: Tensor, recipes: Sequence[str
             exact = logits(model, window)
             with low.running():
                 changed = low.model(window, use_cache=False).logits.argmax(-1) != exact.argmax(-1)
-            known = next_tokens(realisations, window, draws, exact).probabilities()
-            shares.append([float(x.double().mean()) for x in (known, changed)])
+            known = next_tokens(realisations, window, draws, exact)
+            shares.append([known.share(), float(changed.double().mean())])
         rows.append(row(name, "changed", *np.transpose(shares)))
     return pd.DataFrame(rows)
 

@@ -36,7 +36,8 @@ def plan_table(setting: Setting, ladders: Sequence[Sequence[str]], budgets: int)
             for chosen_by, choice in (("prediction", best), ("chance", at_random(known, float(budget), number))):
                 found = setting.measure(apply(setting.model, known.plan(choice)))
                 predicted = known.predict(choice)
-                changed = changed_tokens(competitions, (predicted / first) ** 0.5)
+                scales = (predicted / first) ** 0.5
+                changed = np.array([window.share(scale) for window, scale in zip(competitions, scales, strict=True)])
                 changes = {"predicted": changed.mean(), "measured": found.changed.mean()}
                 changes |= ratio(changed, found.changed.to_numpy())
                 rows.append(
@@ -52,12 +53,6 @@ def next_token_competitions(setting: Setting, recipe: str) -> list[Competition]:
     """The competition for next tokens in every window, with errors of ``recipe``."""
     _, realisations = realised(setting.model, recipe)
     return [next_tokens(realisations, window, DRAWS) for window in setting.windows.split(1)]
-
-
-def changed_tokens(competitions: Sequence[Competition], scales: Sequence[float]) -> np.ndarray:
-    """The share of next tokens that change, by window, with the errors of each window times its scale."""
-    shares = [known.probabilities(scale).double().mean() for known, scale in zip(competitions, scales, strict=True)]
-    return np.array([float(share) for share in shares])
 
 
 def at_random(known: Choices, bits: float, seed: int) -> Choice:
