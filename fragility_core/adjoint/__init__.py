@@ -34,6 +34,7 @@ Limits:
   and so predicts how many choices change, of experts and of next tokens (``flips``).
 """
 
-from fragility_core.adjoint.estimator import Adjoint, Prediction, predict
+from fragility_core.adjoint.estimator import Adjoint
+from fragility_core.adjoint.prediction import Prediction, predict
 
 __all__ = ["Adjoint", "Prediction", "predict"]

@@ -20,8 +20,9 @@ from fragility_core.adjoint.leaves import Held
 from fragility_core.adjoint.recomputed import fast_products
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
+from fragility_core.adjoint.windows import over_windows
 from fragility_core.arithmetic import internals
-from fragility_core.arithmetic.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
+from fragility_core.arithmetic.internals import address, behind, is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_core.arithmetic.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
 from fragility_core.arithmetic.nested import map_tensors
 from fragility_core.arithmetic.operands import storages
@@ -94,8 +95,7 @@ class FunctionCall:
             return all(map(stored_as, self.floating))
         if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
             return False
-        memory = y.untyped_storage().data_ptr()
-        return any(x.untyped_storage().data_ptr() == memory for x in self.floating)
+        return any(address(x) == address(y) for x in self.floating)
 
 
 class NotAView(torch.autograd.Function):
@@ -238,6 +238,8 @@ class LowArithmetic(TorchFunctionMode):
         if not low:
             return result
         if call.in_place:
+            if len(self.tape.now.windows) > 1:
+                raise RuntimeError(f"a pass of several windows follows no change in place, got {call.name}")
             self._round_result(call.args[0], call)
             return result
         return map_tensors(result, lambda y: self._round_result(y, call))
@@ -284,7 +286,8 @@ class LowArithmetic(TorchFunctionMode):
         stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
             if call.name in FILLING and not self.exact:  # the constant may be no number of the format
-                y.data.copy_(self.format.round(y.data))
+                stored = behind(y).data
+                stored.copy_(self.format.round(stored))
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
@@ -300,13 +303,24 @@ class LowArithmetic(TorchFunctionMode):
         ``product`` and ``stream`` are those of ``tape.Place``. A ``constant`` is rounded without a record. ``format``
         is that of the context unless given. If ``y`` has no gradient, a tensor that has one is returned for it.
         """
-        format = format or self.format
+        return self._marked(self._rounded(y, name, product, stream, constant, in_place, format or self.format))
+
+    @over_windows
+    def _rounded(
+        self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: Stored
+    ) -> Tensor:  # fmt: skip
+        windows = len(self.tape.now.windows)
+        if not constant and windows > 1 == len(y):  # what the windows have in common has gradients of its own in each
+            y = y.expand(windows, *y.shape[1:]).contiguous()
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
-        rounded = format.round(exact).float()
+        if windows > 1 and not format.elementwise:  # a scale is that of one window
+            rounded = torch.stack([format.round(own) for own in exact]).float()
+        else:
+            rounded = format.round(exact).float()
         if constant:
             if not self.exact:
                 exact.copy_(rounded)
-            return self._marked(y)
+            return y
         place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(format):
             self.tape.record_largest(place, rounded)
@@ -321,11 +335,12 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()
-            self.tape.watch_leaf(place, leaf, lambda gradient: [error * gradient])
+            record = self.tape.recorder()
+            self.tape.hook_leaf(leaf, lambda gradient: record(place, error * gradient))
             self.tape.now.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()
-        return self._marked(y)
+        return y
 
     def _marked(self, y: Tensor) -> Tensor:
         return mark_stored(y) if self.rounding else y

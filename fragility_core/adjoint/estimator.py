@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,14 @@ from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.leaves import Leaves
 from fragility_core.adjoint.overflow import first_nonfinite
+from fragility_core.adjoint.prediction import Prediction, predict
 from fragility_core.adjoint.probes import backward
 from fragility_core.adjoint.secant import SecantArithmetic
 from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.streamed import Stream
 from fragility_core.adjoint.tape import Tape
 from fragility_core.adjoint.targets import Output, Target, get_target
-from fragility_core.adjoint.windows import Window
+from fragility_core.adjoint.windows import Windows
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import (
     attention_of,
@@ -32,15 +33,16 @@ from fragility_core.arithmetic.internals import (
     replace_forward,
     version_of,
     without_function_modes,
+    without_vmap_fallback,
 )
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, require_low, sharing_copy
 from fragility_core.arithmetic.nested import entering, map_tensors
-from fragility_core.arithmetic.recipes import Recipe
 from fragility_core.models.beside import side_by_side
 from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import is_block
 
+Size = tuple[Tensor, Tensor | None]
 GRADIENTS = ("low", "fp32", "both", "secant")  # where gradients are taken
 ALL = {"kernel": 1.0, "weight": 1.0}
 # What a contribution counts, by the number of points, and whether it is that of the fp32 point.
@@ -48,53 +50,6 @@ SHARES = {
     (1, False): ALL, (1, True): ALL,
     (2, False): {"kernel": 0.0, "weight": 0.5}, (2, True): {"kernel": 1.0, "weight": 0.5},
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What one forward pass, and one backward pass per probe, predict for every window.
-
-    ``contributions`` has one row per window, probe and place where values are rounded (``tape.Place``), with its number
-    ``place``, its contribution ``c2`` to the squared error of the target's output, its ``signed`` contribution
-    <gradient, error> to the probe's product with that error (``coherence``; NaN where signs of errors are not known),
-    and the columns of ``sites.Sites.table``. Rows of any selection may be summed. ``windows`` has one row per window:
-
-    - ``predicted``, in the target's unit, and its ``standard_error`` over the probes (NaN for one probe);
-    - ``norm``, by whose square the sum of contributions is divided: ||X_L|| for the target "hidden";
-    - only with secant slopes: ``measured``, the error of the same pass, in the same unit; and ``remainder``, by how
-      much signed contributions miss the products of the probes with that error, root mean square, relative to it;
-    - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
-
-    ``recipe`` and ``target`` say what was predicted. ``length`` is the number of tokens of a window. ``ran`` has the
-    paths of the modules that ran. Changes in a mixture's choice of experts do not count.
-    """
-
-    contributions: pd.DataFrame
-    windows: pd.DataFrame
-    recipe: Recipe
-    target: Target
-    length: int
-    ran: frozenset[str]
-
-
-def predict(contributions: pd.DataFrame, windows: pd.DataFrame, squared: bool = False) -> pd.DataFrame:
-    """``windows`` with ``predicted`` and ``standard_error`` computed from these ``contributions`` alone.
-
-    Both are tables of a ``Prediction``, whose target may be ``squared``. Leave out rows of ``contributions`` to predict
-    without those roundings, and rows of ``windows`` to leave out windows. The prediction is sum of c^2 / norm^2, the
-    sum averaged over probes, or its root. Its standard error is that of the average, to first order.
-    """
-    probe, distinct = pd.factorize(contributions.probe)
-    probes = max(1, len(distinct))
-    totals = np.zeros((len(windows), probes))  # a NaN in it stays, which pandas would skip
-    rows = pd.Index(windows.window).get_indexer(contributions.window)
-    known = rows >= 0
-    np.add.at(totals, (rows[known], probe[known]), contributions.c2[known])
-    square, norm = totals.mean(1), windows.norm
-    spread = totals.std(1, ddof=1) / probes**0.5 if probes > 1 else np.nan
-    if squared:
-        return windows.assign(predicted=square / norm**2, standard_error=spread / norm**2)
-    return windows.assign(predicted=square**0.5 / norm, standard_error=spread / (2 * square**0.5 * norm))
 
 
 class Adjoint:
@@ -107,7 +62,7 @@ class Adjoint:
     @torch.inference_mode(False)
     def __init__(
         self, low: LowPrecision, reference: nn.Module | None = None, probes: int = 1, seed: int = 0,
-        target: str | Target | Output = "hidden", gradients: str = "low",
+        target: str | Target | Output = "hidden", gradients: str = "low", batch: int = 1,
     ):  # fmt: skip
         """``low`` is the model as it runs, with the attention that it is set to.
 
@@ -126,9 +81,15 @@ class Adjoint:
         side by side, and takes the slopes between them (``secant``): signed contributions then add up to the measured
         error. This takes several times as long, and keeps all values of both passes.
 
+        Up to ``batch`` windows share a pass, which spares much of what Python takes for each of them. Memory grows with
+        the batch, and so do the gradients of weights, one weight at a time. Sums may be rounded otherwise than in a
+        pass of one window. Windows have passes of their own with secant slopes, in a streamed model, and where a kernel
+        of the model cannot be computed for several at once; ``batch`` is then 1.
+
         Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
-        tf32), for a model without parameters in the format, for fewer than one probe, for a reference that is not in
-        fp32 or has other parameters, for gradients at a point that is not there, and for secants of a streamed model.
+        tf32), for a model without parameters in the format, for fewer than one probe or window in a batch, for a
+        reference that is not in fp32 or has other parameters, for gradients at a point that is not there, and for
+        secants of a streamed model.
         """
         require_low(low)
         if not (low.recipe.rounds or low.weights_only):
@@ -143,11 +104,12 @@ class Adjoint:
             raise ValueError(
                 'gradients="secant" needs all values of both passes, but the model is streamed: load it whole'
             )
-        if probes < 1:
-            raise ValueError(f"probes must be at least 1, got {probes}")
+        if min(probes, batch) < 1:
+            raise ValueError(f"probes and batch must be at least 1, got {probes} and {batch}")
         self.low, self.recipe, self.target = low, low.recipe, get_target(target)
         self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails
+        self.batch = 1 if is_hollow(low.model) or gradients == "secant" else batch
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
         rounding = self._dtype != torch.float32
@@ -202,10 +164,11 @@ class Adjoint:
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
         given. ``seeds``, one a window, draw its sign vectors in place of ``seed``, by which all windows have the same
-        ones. The prediction of a window does not depend on the other windows. They share what is read of a streamed
-        model, and what enters each block is held for every window. Raises ValueError for windows without
-        tokens, for a model in training mode, for weights that have changed since they were read, and for another number
-        of seeds than of windows.
+        ones. The prediction of a window does not depend on the other windows, but for the rounding of sums in a batch.
+        All windows share what is read of a streamed model, and what enters each block is held for each.
+
+        Raises ValueError for windows without tokens, for a model in training mode, for weights that have changed since
+        they were read, and for another number of seeds than of windows.
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
@@ -218,14 +181,13 @@ class Adjoint:
             raise ValueError(f"seeds must be one a window, {len(tokens)}, got {len(seeds)}")
         with self.lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
-            everywhere = torch.ones((), device=tokens.device)
-            scopes = [everywhere] * len(tokens) if counted is None else counted[..., None].float()
-            windows = [Window(i, tokens[i : i + 1], *both) for i, both in enumerate(zip(scopes, seeds))]
+            scope = torch.ones((), device=tokens.device) if counted is None else counted[..., None].float()
+            windows = Windows(range(len(tokens)), tokens, scope, seeds)
             if self._stream is None:
-                found = [each for window in windows for each in self._passes([window])]
+                found = [each for some in windows.split(self.batch) for each in self._together(some)]
             else:
                 with self._stream:
-                    found = self._passes(windows)
+                    found = self._passes([*windows.split(1)])
             norms, errors = zip(*found)
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
@@ -242,33 +204,65 @@ class Adjoint:
                 prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
             return self._name_overflow(prediction, tokens, inside)
 
-    def _passes(self, windows: Sequence[Window]) -> list[tuple[Tensor, Tensor | None]]:
-        """Run the passes of ``windows`` at every point; return for each the target's norm, on the device.
+    def _together(self, windows: Windows) -> list[Size]:
+        """As ``_passes`` of ``windows`` that share a pass, or else one by one."""
+        if len(windows) > 1:
+            before = self.tape.mark()
+            try:
+                return self._passes([windows])
+            except RuntimeError:  # a kernel that cannot be computed for several windows at once, or too little memory
+                self.tape.rewind(before)
+                self.batch = 1
+        return [each for window in windows.split(1) for each in self._passes([window])]
 
-        With secant slopes, the norm of the measured error and its products with the probes come second.
+    def _passes(self, batches: Sequence[Windows]) -> list[Size]:
+        """Run the passes of ``batches`` of windows, side by side, at every point.
+
+        Returns for each window the target's norm, on the device; and with secant slopes the norm of the measured error
+        and its products with the probes.
         """
         for point in self.points:
-            sizes = self._passes_at(point, windows)
+            sizes = self._passes_at(point, batches)
         return sizes
 
-    def _passes_at(self, point: LowArithmetic, windows: Sequence[Window]) -> list[tuple[Tensor, Tensor | None]]:
+    def _passes_at(self, point: LowArithmetic, batches: Sequence[Windows]) -> list[Size]:
         self.tape.shares = SHARES[len(self.points), point.exact]
-        found = side_by_side([partial(self._forward, point, window) for window in windows])
+        found = side_by_side([partial(self._forward, point, windows) for windows in batches])
         finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
-        signs = [window.signs(final, self.probes) for window, final in zip(windows, finals)]
+        signs = [windows.signs(final, self.probes) for windows, final in zip(batches, finals)]
         self._backward(finals, leaves, signs)
-        return [self._size(*each) for each in zip(windows, finals, signs)]
+        sizes = (self._sizes(*each) for each in zip(batches, finals, signs))
+        return [each for some in sizes for each in some]
 
-    def _forward(self, point: LowArithmetic, window: Window) -> tuple[Tensor, list[Tensor]]:
-        """The target's output (1, T, ...) for a window, and the leaves from which it was computed."""
-        self.tape.begin(window.number)
+    def _forward(self, point: LowArithmetic, windows: Windows) -> tuple[Tensor, list[Tensor]]:
+        """The target's output (W, T, ...) for ``windows``, and the leaves from which it was computed."""
+        self.tape.begin(windows.numbers)
+        if len(windows) > 1:
+            return self._forward_together(point, windows)
         arithmetic, *ends = [point] if self._stream is None else self._stream.begin(point)
         with arithmetic, torch.enable_grad():
-            final = self.target.output(self.model, window.tokens)
+            final = self.target.output(self.model, windows.tokens)
         return final, [*self.tape.now.leaves, *arithmetic.held.leaves, *ends]
 
-    def _size(self, window: Window, final: Tensor, signs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The norm of the target's output, and what ``_passes`` says of secant slopes."""
+    def _forward_together(self, point: LowArithmetic, windows: Windows) -> tuple[Tensor, list[Tensor]]:
+        """As ``_forward``: each window has leaves of its own, in the memory of the point's."""
+        leaves = {id(leaf): self.tape.own_leaf(leaf) for leaf in point.held.leaves}
+
+        def of_one(tokens: Tensor, leaves: dict[int, Tensor]) -> Tensor:
+            with point.holding(point.held.replaced(leaves)), point:
+                return self.target.output(self.model, tokens)
+
+        with torch.enable_grad(), without_vmap_fallback():
+            final = torch.func.vmap(of_one)(windows.tokens[:, None], leaves).squeeze(1)
+        return final, [*self.tape.now.leaves, *leaves.values()]
+
+    def _sizes(self, windows: Windows, final: Tensor, signs: Tensor) -> list[Size]:
+        """For each window what ``_passes`` returns."""
+        if len(windows) == 1:
+            return [self._size(windows, final, signs)]
+        return [self._size(*each) for each in zip(windows.split(1), final.split(1), signs.split(1, 1))]
+
+    def _size(self, window: Windows, final: Tensor, signs: Tensor) -> Size:
         counted = window.counted(final)
         if not self.secant:
             return self.target.norm(final.detach(), counted), None

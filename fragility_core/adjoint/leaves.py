@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.adjoint.tape import Tape, expected_error, local_error
-from fragility_core.arithmetic.internals import mark_stored, refer
+from fragility_core.arithmetic.internals import mark_stored, refer, stored_as
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.operands import linear_weights, operands_by_storage, owner
 from fragility_core.arithmetic.recipes import Operands
@@ -32,6 +32,14 @@ class Held(NamedTuple):
     def leaves(self) -> list[Tensor]:
         """Those that have a gradient."""
         return [x for x in {**self.weights, **self.buffers}.values() if x.requires_grad]
+
+    def replaced(self, leaves: Mapping[int, Tensor]) -> "Held":
+        """As this one, with ``leaves`` in place of others, by the ``id`` of these."""
+
+        def replaced(held: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {key: mark_stored(leaves.get(id(x), x), stored_as(x)) for key, x in held.items()}
+
+        return Held(replaced(self.weights), replaced(self.buffers), self.linear)
 
 
 class Leaves:

@@ -167,7 +167,7 @@ class Realisations:
         adjoint = self.adjoint
         with adjoint.lock, torch.inference_mode(False), torch.no_grad():
             held = self.at.held if rounding is None else self._held(rounding)
-            adjoint.tape.begin(0)
+            adjoint.tape.begin()
             with RealisedArithmetic(self.at, held, base, rounding):
                 return run(adjoint.model)
 

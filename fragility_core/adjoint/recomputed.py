@@ -9,7 +9,7 @@ Products are the library's own, but their gradients take less time than the libr
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,20 @@ from torch.nn import functional
 from fragility_core.adjoint.blockwise import BlockwiseAttention
 from fragility_core.adjoint.probes import over_probes
 from fragility_core.adjoint.tape import Tape, local_error
+from fragility_core.adjoint.windows import over_windows
 from fragility_core.arithmetic.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.arithmetic.formats import chunks, get_format, has_native_kernels
-from fragility_core.arithmetic.internals import current_function_mode, mark_stored, stored_as, without_function_modes
+from fragility_core.arithmetic.internals import (
+    behind,
+    current_function_mode,
+    mark_stored,
+    outside_of_vmap,
+    stored_as,
+    without_function_modes,
+)
 from fragility_core.arithmetic.lookup import entries, every_number, look_up, row_of
 from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.nested import map_tensors
 
 RECOMPUTED_EAGER = "recomputed_eager"
 
@@ -35,7 +44,7 @@ class EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tape: Tape, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The context (N, T, d_v) of heads (N, T, d)."""
+        """The context (N, T, d_v) of heads (N, T, d), those of one window after those of another."""
         with without_function_modes():
             context, error = blockwise.context(query, key, value)
             ctx.save_for_backward(query, key, value, error)
@@ -73,10 +82,15 @@ def recomputed_attention(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and query.shape[2] > 1 and is_causal(module, options)
-    blockwise = BlockwiseAttention(scaling, attention_mask, causal, arithmetic.format, arithmetic.exact)
-    heads = (x.flatten(0, 1) for x in (query, key, value))
-    context = mark_stored(EagerAttention.apply(arithmetic.tape, blockwise, *heads))  # (B H, T, d)
-    return context.unflatten(0, query.shape[:2]).transpose(1, 2), None
+
+    @over_windows
+    def context(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        mask = mask if mask is None else mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+        blockwise = BlockwiseAttention(scaling, mask, causal, arithmetic.format, arithmetic.exact)
+        heads = (x.flatten(0, -3) for x in (query, key, value))
+        return EagerAttention.apply(arithmetic.tape, blockwise, *heads).unflatten(0, query.shape[:-2])
+
+    return mark_stored(mark_stored(context(query, key, value, attention_mask)).transpose(1, 2)), None
 
 
 def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
@@ -98,7 +112,7 @@ class Tabulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tape: Tape, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(low)
-        ctx.record, ctx.place, ctx.table = tape.recorder(), place, table
+        ctx.tape, ctx.windows, ctx.place, ctx.table = tape, tape.now.windows, place, table
         with without_function_modes():
             return look_up(table[0], low)
 
@@ -108,13 +122,17 @@ class Tabulated(torch.autograd.Function):
         (low,) = ctx.saved_tensors
         _, error, slope = ctx.table
         to_x = torch.empty(gradient.shape, device=low.device)
-        first, parts = 0, [x.flatten(1) for x in (gradient, to_x)]
-        for (numbers,) in chunks(low):
-            row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
-            given, out = (x[:, first : first + len(numbers)] for x in parts)
-            ctx.record(ctx.place, entries(error, row, found) * given)
-            torch.mul(entries(slope, row, found), given, out=out)
-            first += len(numbers)
+        windows = ctx.windows
+        own = [x.reshape(len(x), len(windows), -1).unbind(1) for x in (gradient, to_x)]
+        for number, all_numbers, *parts in zip(windows, low.reshape(len(windows), -1), *own):
+            first = 0
+            for (numbers,) in chunks(all_numbers):
+                row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
+                given, out = (x[:, first : first + len(numbers)] for x in parts)
+                error_times = entries(error, row, found) * given
+                ctx.tape.record(ctx.place, error_times, windows=range(number, number + 1))
+                torch.mul(entries(slope, row, found), given, out=out)
+                first += len(numbers)
         return None, None, None, None, to_x
 
 
@@ -129,22 +147,31 @@ class Activation:
         self.table: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if stored_as(x) is None or not x.requires_grad or current_function_mode().exact:
+        if stored_as(x) is None or not behind(x).requires_grad or current_function_mode().exact:
             return self.function(x)
         if self.table is None or self.table.device != x.device:
-            self.table = tabulate(self.low, self.function, x.device)
+            with outside_of_vmap():
+                self.table = tabulate(self.low, self.function, x.device)
         with without_function_modes():
             low = x.detach().to(self.low.format.compute_dtype).contiguous()
-        return mark_stored(Tabulated.apply(self.tape, self.tape.kernel(self.type.__name__), self.table, low, x))
+            place = self.tape.kernel(self.type.__name__)
+            return mark_stored(over_windows(partial(Tabulated.apply, self.tape, place, self.table))(low, x))
 
 
 class WeightProduct(torch.autograd.Function):
-    """bias + ``x`` (n, d_in) times ``weight`` (d_in, d_out). The backward pass gets ``x`` in bf16."""
+    """bias + ``x`` (n, d_in) times ``weight`` (d_in, d_out). The backward pass gets ``x`` in bf16.
+
+    ``x`` may be (W, n, d_in) with weight and bias (W, ...) that are the same in all windows.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.ndim > 2:
+            weight, bias = weight[0], bias if bias is None else bias[0]
         ctx.save_for_backward(x.bfloat16(), weight)
-        return x @ weight if bias is None else torch.addmm(bias, x, weight)
+        rows = x.flatten(0, -2)
+        product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+        return product.unflatten(0, x.shape[:-1])
 
     @staticmethod
     @over_probes
@@ -155,7 +182,7 @@ class WeightProduct(torch.autograd.Function):
         return (
             (low @ weight.bfloat16().mT).float() if to_x else None,
             (x.mT @ low).float() if to_weight else None,
-            gradient.sum(1) if to_bias else None,
+            gradient.sum(-2) if to_bias else None,
         )
 
 
@@ -163,14 +190,14 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
     """As ``torch.addmm``, of a bias, values and weights."""
     if (beta, alpha) != (1, 1) or input.ndim != 1:
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
-    return WeightProduct.apply(mat1, mat2, input)
+    return over_windows(WeightProduct.apply)(mat1, mat2, input)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``torch.nn.functional.linear``."""
     if input.ndim < 2:
         return functional.linear(input, weight, bias)
-    return WeightProduct.apply(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
+    return over_windows(WeightProduct.apply)(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
 
 
 class FusedAttention(torch.autograd.Function):
@@ -191,6 +218,21 @@ class FusedAttention(torch.autograd.Function):
         return None, *(x.unflatten(1, like.shape[:2]) for x, like in zip(gradients, ctx.saved_tensors))
 
 
+@over_windows
+def library_attention(*operands: Tensor | float | None, **options) -> Tensor:
+    """The library's fused attention of query, key, value and mask, (B, H, T, d), or (W, B, H, T, d) of W windows."""
+    many = operands[0].ndim > 4
+    result = functional.scaled_dot_product_attention(
+        *map_tensors(operands, lambda x: x.flatten(0, 1) if many else x), **options
+    )
+    return result.unflatten(0, operands[0].shape[:2]) if many else result
+
+
+def fused_attention(blockwise: BlockwiseAttention, *heads: Tensor) -> Tensor:
+    """``FusedAttention`` of query, key and value (..., H, T, d)."""
+    return FusedAttention.apply(blockwise, *(x.flatten(0, -4) for x in heads)).unflatten(0, heads[0].shape[:-3])
+
+
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -200,8 +242,8 @@ def scaled_dot_product_attention(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        return FusedAttention.apply(BlockwiseAttention(scaling, None, is_causal), query, key, value)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        return over_windows(fused_attention)(BlockwiseAttention(scaling, None, is_causal), query, key, value)
+    return library_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 @cache
@@ -210,6 +252,5 @@ def fast_products(device: torch.device) -> dict[tuple[str, str], Callable[..., T
     fast: dict[tuple[str, str], Callable[..., Tensor]] = {}
     if has_native_kernels(get_format("bf16"), device):
         fast |= {("addmm", "weights"): addmm, ("linear", "weights"): linear}
-    if device.type == "cpu":
-        fast["scaled_dot_product_attention", "values"] = scaled_dot_product_attention
-    return fast
+    attention = scaled_dot_product_attention if device.type == "cpu" else library_attention
+    return fast | {("scaled_dot_product_attention", "values"): attention}

@@ -32,9 +32,9 @@ class Place(NamedTuple):
 
 @dataclass
 class Pass:
-    """Where a differentiated pass of a ``window`` is."""
+    """Where a differentiated pass of ``windows`` is."""
 
-    window: int
+    windows: range
     path: list[str] = field(default_factory=lambda: [""])  # of the modules whose forward is running, outermost first
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of kernels that ran, by module and name
     latest: tuple[int, str] | None = None  # the latest kernel's place, and the module in which it ran
@@ -57,10 +57,12 @@ class Tape:
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
         self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
-        self._records: list[tuple[int, int, int, Tensor]] = []  # the tensor (2, P) has norms and sums of P probes
-        self._largest: list[tuple[int, int, Tensor]] = []
+        # By windows, first probe and place: norms and sums (2, P, W) of P probes and W windows.
+        self._records: list[tuple[range, int, int, Tensor]] = []
+        self._largest: list[tuple[range, int, Tensor]] = []  # by windows and place, (W,)
+        self._kept: dict[int, tuple[int, Callable]] = {}  # place and ``weighted`` of leaves, see ``watch_leaf``
         self.probe = 0  # the first one of the running backward pass
-        self.now = Pass(0)
+        self.now = Pass(range(1))
 
     def clear(self) -> None:
         """Drop the records of a prediction that was interrupted."""
@@ -74,9 +76,9 @@ class Tape:
         """Drop the records since ``mark``: their pass has failed."""
         del self._records[mark:]
 
-    def begin(self, window: int) -> None:
-        """Start a pass of a window."""
-        self.now = Pass(window)
+    def begin(self, windows: range = range(1)) -> None:
+        """Start a pass of ``windows``."""
+        self.now = Pass(windows)
 
     @property
     def path(self) -> list[str]:
@@ -97,7 +99,7 @@ class Tape:
     def bookmark(self, path: str) -> Pass:
         """Where the pass is, before the forward of the module at ``path``; for ``replaying`` it."""
         counts = {(module, name): n for (module, name), n in self.now.counts.items() if within(module, path)}
-        return Pass(self.now.window, list(self.path), Counter(counts), again=True)
+        return Pass(self.now.windows, list(self.path), Counter(counts), again=True)
 
     @contextmanager
     def setting_leaves_apart(self) -> Iterator[None]:
@@ -164,8 +166,22 @@ class Tape:
         ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
         that is ``kept`` is used by the passes of all windows, one after the other.
         """
-        window = None if kept else self.now.window
-        self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), window))
+        windows = None if kept else self.now.windows
+        self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), windows))
+        if kept:
+            self._kept[id(leaf)] = place, weighted
+
+    def own_leaf(self, leaf: Tensor) -> Tensor:
+        """A leaf (W, ...) for a pass of several windows, in the memory of a ``kept`` one, and watched as that is."""
+        windows, (place, weighted) = self.now.windows, self._kept[id(leaf)]
+
+        def record(gradient: Tensor) -> None:
+            for number, its in zip(windows, gradient.unbind(1)):
+                self.record_pieces(place, weighted(its), range(number, number + 1))
+
+        own = leaf.detach().expand(len(windows), *leaf.shape).requires_grad_()
+        self.hook_leaf(own, record)
+        return own
 
     def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead."""
@@ -178,57 +194,62 @@ class Tape:
         leaf.register_hook(hook)
 
     def recorder(self) -> Callable[..., None]:
-        """``record`` for the window of the running pass, for use in a backward pass, which may be of several."""
-        return partial(self.record, window=self.now.window)
+        """``record`` for the windows of the running pass, for use in a backward pass, which may be of several."""
+        return partial(self.record, windows=self.now.windows)
 
-    def record(self, place: int, weighted_error: Tensor, first: int = 0, window: int | None = None) -> None:
-        """Record norm and sum of error times gradient (P, ...) of P probes at ``place``; records of one place add up.
+    def record(self, place: int, weighted_error: Tensor, first: int = 0, windows: range | None = None) -> None:
+        """Record norm and sum of error times gradient of P probes at ``place``; records of one place add up.
 
-        The window is that of the running pass unless given.
+        The product is (P, ...), with entries of one of the ``windows`` after those of another. Windows are those of the
+        running pass unless given.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
         """
-        self.record_pieces(place, [weighted_error], window, first)
+        self.record_pieces(place, [weighted_error], windows, first)
 
     def record_pieces(
-        self, place: int, pieces: Iterable[Tensor], window: int | None = None, first: int = 0
+        self, place: int, pieces: Iterable[Tensor], windows: range | None = None, first: int = 0
     ) -> None:  # fmt: skip
         """As ``record``, for an error times gradient that is formed piece by piece."""
         share = self.shares[self.kinds[place]]
         if not share:
             return
-        norms, sums = zip(*(self._norm_and_sum(place, piece) for piece in pieces))
+        windows = self.now.windows if windows is None else windows
+        norms, sums = zip(*(self._norms_and_sums(place, piece, len(windows)) for piece in pieces))
         norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
-        window = self.now.window if window is None else window
         found = torch.stack([norm * share**0.5, sum(sums) * share])
-        self._records.append((window, self.probe + first, place, found))
+        self._records.append((windows, self.probe + first, place, found))
 
-    def _norm_and_sum(self, place: int, weighted_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm and sum (P,) of an error times gradient (P, ...)."""
-        alike = weighted_error.flatten(1, -2).sum(1) if self.alike[place] else weighted_error
-        alike = alike.reshape(len(alike), -1)
-        return torch.linalg.vector_norm(alike, dim=1), alike.sum(1)
+    def _norms_and_sums(self, place: int, weighted_error: Tensor, windows: int) -> tuple[Tensor, Tensor]:
+        """Norms and sums (P, W) of an error times gradient (P, ...) of so many windows."""
+        own = weighted_error.reshape(len(weighted_error), windows, -1)
+        if self.alike[place]:
+            own = own.unflatten(2, (-1, weighted_error.shape[-1])).sum(2)
+        return torch.linalg.vector_norm(own, dim=2), own.sum(2)
 
     def record_largest(self, place: int, stored: Tensor) -> None:
-        """Record the largest number ``stored`` at ``place``: infinity after an overflow."""
+        """Record the largest number ``stored`` at ``place`` in each window: infinity after an overflow."""
         if stored.numel():
-            self._largest.append((self.now.window, place, stored.amax()))
+            self._largest.append((self.now.windows, place, stored.reshape(len(self.now.windows), -1).amax(1)))
 
     def overflows(self) -> dict[int, int]:
         """For every window that stored +inf since the last call, the first place that did."""
         records, self._largest = self._largest, []
-        largest = torch.stack(together(x for *_, x in records)).cpu() if records else ()  # one transfer from the device
-        return {window: place for (window, place, _), x in reversed([*zip(records, largest)]) if torch.isposinf(x)}
+        if not records:
+            return {}
+        infinite = torch.cat(together(x for *_, x in records)).isposinf().cpu().tolist()  # one transfer from the device
+        where = [(window, place) for windows, place, _ in records for window in windows]
+        return dict(each for each, overflowed in reversed([*zip(where, infinite)]) if overflowed)
 
     def contributions(self, windows: int, probes: int) -> np.ndarray:
         """c^2, and then <gradient, error>, (2, windows, probes, places) from the records since the last call."""
         records, self._records = self._records, []
         total = np.zeros((2, windows, probes, len(self.places)))
         if records:
-            found = torch.cat(together(x for *_, x in records), 1).cpu()  # one transfer from the device
+            found = torch.cat(together(x.flatten(1) for *_, x in records), 1).cpu()  # one transfer from the device
             norms, sums = found.double().numpy()
-            where = [(w, first + p, place) for w, first, place, x in records for p in range(x.shape[1])]
+            where = [(w, first + p, i) for numbers, first, i, x in records for p in range(x.shape[1]) for w in numbers]
             for whole, values in zip(total, (norms**2, sums)):
                 np.add.at(whole, tuple(np.transpose(where)), values)
         return total

@@ -1,34 +1,75 @@
-"""One window of an estimate: its tokens, the positions that count, and the sign vectors of its probes."""
+"""Windows of an estimate: their tokens, the positions that count, and the sign vectors of their probes.
 
+Several windows may share one pass. ``torch.func.vmap`` then runs the model over a batch of them, and in it a tensor
+looks like that of one window. What rounds, and custom autograd functions, see through this. They get all windows as the
+first dimension W, so that what a pass does once, it does for all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 from torch import Tensor
 
+from fragility_core.arithmetic.internals import batched, outside_of_vmap, unbatched, vmap_level
+from fragility_core.arithmetic.nested import map_tensors
+
 
 @dataclass(frozen=True)
-class Window:
-    """The window with a ``number``: its ``tokens`` (1, T), its ``scope``, and the ``seed`` of its signs.
+class Windows:
+    """Windows with successive ``numbers``: their ``tokens`` (W, T), ``scope``, and the ``seeds`` of their signs.
 
-    The scope (T, 1) is 1 where positions count, else 0; or it is 1.0.
+    The scope (W, T, 1) is 1 where positions count, else 0; or it is 1.0.
     """
 
-    number: int
+    numbers: range
     tokens: Tensor
     scope: Tensor
-    seed: int
+    seeds: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def split(self, size: int) -> Iterator["Windows"]:
+        """The windows in groups of at most ``size``."""
+        for first in range(0, len(self), size):
+            some = slice(first, first + size)
+            scope = self.scope[some] if self.scope.ndim else self.scope
+            yield Windows(self.numbers[some], self.tokens[some], scope, self.seeds[some])
 
     def counted(self, output: Tensor) -> Tensor:
-        """The scope for the positions of an ``output`` (1, T or less, ...), on its device."""
-        return (self.scope[: output.shape[1]] if self.scope.ndim else self.scope).to(output.device)
+        """The scope for the positions of an ``output`` (W, T or less, ...), on its device."""
+        return (self.scope[:, : output.shape[1]] if self.scope.ndim else self.scope).to(output.device)
 
     def signs(self, output: Tensor, probes: int) -> Tensor:
-        """Random signs (P, 1, T or less, ...) for an ``output``, 0 outside of the scope."""
-        counted, generator = self.counted(output), torch.Generator(output.device).manual_seed(self.seed)
-        return torch.stack([random_signs(output, generator) * counted for _ in range(probes)])
+        """Random signs (P, W, T or less, ...) for an ``output``, 0 outside of the scope."""
+        like, drawn = output[:1] if len(self) > 1 else output, []
+        for seed in self.seeds:
+            generator = torch.Generator(output.device).manual_seed(seed)
+            drawn.append(torch.stack([random_signs(like, generator) for _ in range(probes)]))
+        return torch.cat(drawn, 1) * self.counted(output)
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Independent random signs, +1 and -1, of the shape of ``like``."""
     signs = torch.randint(2, like.shape, generator=generator, device=like.device, dtype=torch.float32)
     return signs.mul_(2).sub_(1)
+
+
+def over_windows(function: Callable) -> Callable:
+    """A function of tensors of one window, from one that takes and returns tensors (W, ...) where several share a pass.
+
+    A tensor that all windows have in common comes, and is returned, as (1, ...).
+    """
+
+    @wraps(function)
+    def for_any(*args, **kwargs):
+        level = vmap_level()
+        if level is None:
+            return function(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs), unbatched)
+        with outside_of_vmap():
+            return map_tensors(function(*args, **kwargs), lambda x: batched(x, level))
+
+    return for_any

@@ -36,14 +36,14 @@ PRIVATE = {
     "torch.Tensor._version": "whether weights have changed since they were read",
     "torch.autograd._get_sequence_nr": "passes side by side count kernels alike, so that they go back side by side",
     "torch._C._functorch.is_functorch_wrapped_tensor": "derivatives by torch.func need kernels that it can follow",
-    "torch._C._functorch.maybe_current_level": "whether a backward pass runs for several probes at once",
-    "torch._C._functorch.is_batchedtensor": "which gradients differ between the probes of such a pass",
-    "torch._C._functorch.get_unwrapped": "the gradient of all probes, behind the one that looks like a single one",
-    "torch._C._functorch.maybe_get_bdim": "the dimension of the probes in it",
-    "torch._C._functorch._add_batch_dim": "makes it look like a single one again",
-    "torch._C._functorch._is_vmap_fallback_enabled": "whether a gradient may be looped over in such a pass",
-    "torch._C._functorch._set_vmap_fallback_enabled": "a gradient that cannot be computed at once shall be refused",
-    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such gradients are ordinary ones",
+    "torch._C._functorch.maybe_current_level": "whether a pass runs for several windows or probes at once",
+    "torch._C._functorch.is_batchedtensor": "which tensors differ between the windows or probes of such a pass",
+    "torch._C._functorch.get_unwrapped": "the tensor of all windows or probes, behind the one that looks like one's",
+    "torch._C._functorch.maybe_get_bdim": "the dimension of the windows or probes in it",
+    "torch._C._functorch._add_batch_dim": "makes it look like that of one again",
+    "torch._C._functorch._is_vmap_fallback_enabled": "whether a kernel may be looped over in such a pass",
+    "torch._C._functorch._set_vmap_fallback_enabled": "a kernel that cannot be computed at once shall be refused",
+    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such tensors are ordinary ones",
     "torch.utils._pytree.tree_leaves": "tensors in named tuples and in outputs of models",
     "torch.utils._pytree.tree_map_only": "changes the tensors in named tuples and in outputs of models",
     "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
@@ -79,7 +79,6 @@ without_function_modes = private("torch._C.DisableTorchFunction")  # a context
 ASKING_FOR_MODES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 schema_of = attrgetter("_schema")  # of a kernel
 softmax_backward = private("torch._softmax_backward_data")
-is_view = private("torch.Tensor._is_view")
 base_of = attrgetter("_base")  # of a view
 kernels_counted = private("torch.autograd._get_sequence_nr")  # in this thread: a backward pass takes the latest first
 version_of = attrgetter("_version")  # of a tensor: grows with every change in place
@@ -197,11 +196,27 @@ def without_vmap_fallback() -> Iterator[None]:
         torch._C._functorch._set_vmap_fallback_enabled(before)
 
 
+def behind(x: Tensor) -> Tensor:
+    """The tensor that holds the entries of ``x``: ``x`` itself outside of vmap."""
+    return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.is_batchedtensor(x) else x
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether ``x`` shares the memory of another tensor."""
+    return behind(x)._is_view()
+
+
+def address(x: Tensor) -> int:
+    """Where the memory of ``x`` begins, which its views share."""
+    return behind(x).untyped_storage().data_ptr()
+
+
 def unbatched(x: Tensor) -> Tensor:
     """``x`` for all members of the batch of the running vmap, (P, ...); P = 1 if they have it in common."""
     if not torch._C._functorch.is_batchedtensor(x):
         return x[None]
-    return torch._C._functorch.get_unwrapped(x).movedim(torch._C._functorch.maybe_get_bdim(x), 0)
+    dimension = torch._C._functorch.maybe_get_bdim(x)
+    return behind(x).movedim(dimension, 0) if dimension else behind(x)
 
 
 def batched(x: Tensor, level: int | None) -> Tensor:

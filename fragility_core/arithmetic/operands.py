@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from fragility_core.arithmetic.internals import source_of
+from fragility_core.arithmetic.internals import address, source_of
 from fragility_core.arithmetic.kernels import WEIGHT_PRODUCTS
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
@@ -48,12 +48,12 @@ def rounded_weight(model: nn.Module, path: str, weight: Tensor, stored: Stored) 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
     """Addresses of the memory of ``tensors``, which their views share."""
-    return {x.untyped_storage().data_ptr() for x in tensors}
+    return set(map(address, tensors))
 
 
 def operands_by_storage(weights: dict[str, Tensor], recipe: Recipe) -> dict[int, Operands]:
     """The operands of linear layers that have any in ``recipe``, by the addresses of their ``weights``."""
-    found = {x.untyped_storage().data_ptr(): recipe.operands(owner(path)) for path, x in weights.items()}
+    found = {address(x): recipe.operands(owner(path)) for path, x in weights.items()}
     return {address: operands for address, operands in found.items() if operands}
 
 

@@ -1,0 +1,169 @@
+"""Several windows in one pass against one pass a window."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from test_adjoint_families import DENSE, EXPERTS, OTHERS, random_model
+from test_probes import assert_alike
+from torch import nn
+from transformers import BloomConfig, FalconConfig, GPT2Config, LlamaConfig
+
+from fragility_core.adjoint import Adjoint, arithmetic, recomputed
+from fragility_core.adjoint.recomputed import WeightProduct
+from fragility_core.adjoint.windows import over_windows
+from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
+from fragility_core.arithmetic.internals import can_set_attention
+from fragility_core.arithmetic.lowering import lower
+
+TOKENS = torch.randint(1, 257, (3, 40), generator=torch.Generator().manual_seed(1))
+GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=128, vocab_size=257)
+LLAMA = next(config for config in DENSE if isinstance(config, LlamaConfig))
+# Changes in place, a derivative of the model's own, a search for the token of padding, and experts.
+ALONE = [DENSE[0], *EXPERTS, *(config for config in OTHERS if isinstance(config, BloomConfig | FalconConfig))]
+TOGETHER = [GPT2, *(config for config in [*DENSE, *OTHERS] if config not in ALONE)]
+
+by_type = {"ids": lambda config: config.model_type}
+
+
+@pytest.fixture
+def products_in_fp32(monkeypatch):
+    """Gradients of products with weights are not rounded to bf16, which sums in another order would round otherwise."""
+    monkeypatch.setattr(recomputed, "has_native_kernels", lambda *given: False)
+    monkeypatch.setattr(arithmetic, "fast_products", recomputed.fast_products.__wrapped__)  # without its cache
+
+
+def both_ways(low, model, *given, batch=2, **options):
+    """The predictions for windows one by one, and for windows in batches."""
+    alone, batched = (Adjoint(low, model, batch=size, **options) for size in (1, batch))
+    one, other = alone(*given), batched(*given)
+    assert batched.batch == batch
+    return one, other
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", OBSERVED_EAGER])
+@pytest.mark.parametrize("config", TOGETHER, **by_type)
+def test_windows_in_a_batch_are_windows_one_by_one(config, attention, products_in_fp32):
+    """At the fp32 point, where the values do not depend on how the pass rounds; the last batch has one window."""
+    model = random_model(config)
+    low = lower(model, "bf16")
+    if attention != "eager" and (not can_set_attention(low.model) or config.model_type == "gemma2"):
+        pytest.skip("the model has one attention")
+    set_attention(low.model, attention)
+    counted = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(2)) < 0.7
+    options = {"probes": 2, "target": "kl", "gradients": "fp32"}
+    assert_alike(*both_ways(low, model, TOKENS, counted, (5, 6, 7), **options), rel=1e-3)
+
+
+@pytest.mark.parametrize("target", ["hidden", "logprob", "loss", "flips"])
+@pytest.mark.parametrize("recipe", ["fp16", "fp8_e4m3", "fp8_e4m3_linear", "w8a8-int8", "mxfp8", "w4a16-g128"])
+def test_recipes_and_targets(recipe, target, products_in_fp32):
+    """A scale is that of one window, as the sums over positions are that inputs of linear layers have."""
+    model = random_model(LLAMA)
+    both = both_ways(lower(model, recipe), model, TOKENS, batch=3, probes=2, target=target, gradients="fp32")
+    assert_alike(*both, rel=1e-3)
+
+
+@pytest.mark.parametrize("gradients", ["low", "both"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], **by_type)
+def test_the_pass_itself_in_low_precision(config, gradients):
+    """A batch may round otherwise, and gradients in bf16 with it: single contributions move, their sum hardly."""
+    model = random_model(config)
+    one, other = both_ways(lower(model, "bf16"), model, TOKENS, batch=3, probes=2, gradients=gradients)
+    np.testing.assert_allclose(one.windows.predicted, other.windows.predicted, rtol=0.03)
+    assert other.contributions.drop(columns=["c2", "signed"]).equals(one.contributions.drop(columns=["c2", "signed"]))
+
+
+@pytest.mark.parametrize("execution", ["weights", "stochastic"])
+def test_other_executions(execution, products_in_fp32):
+    model = random_model(LLAMA)
+    low = lower(model, "bf16", "weights") if execution == "weights" else lower(model, "bf16").stochastic(0)
+    assert_alike(*both_ways(low, model, TOKENS, batch=3, probes=2), rel=0.02)
+
+
+def test_the_model_runs_once_for_a_batch(tiny_gpt2, tiny_tokens):
+    low, calls = lower(tiny_gpt2, "bf16"), []
+    for batch, runs in ((1, 3), (2, 2), (3, 1), (64, 1)):
+        adjoint = Adjoint(low, tiny_gpt2, batch=batch)
+        adjoint.model.transformer.register_forward_pre_hook(lambda *call: calls.append(call))
+        adjoint(tiny_tokens)
+        assert len(calls) == runs
+        calls.clear()
+
+
+@pytest.mark.parametrize("config", ALONE, **by_type)
+def test_where_a_batch_cannot_be_computed_windows_run_one_by_one(config):
+    """Nothing of a failed pass is left."""
+    model = random_model(config)
+    low = lower(model, "bf16")
+    batched = Adjoint(low, model, probes=2, batch=3)
+    one, other = Adjoint(low, model, probes=2)(TOKENS), batched(TOKENS)
+    assert batched.batch == 1
+    assert one.contributions.equals(other.contributions) and one.windows.equals(other.windows)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_probes_of_a_batch(at_once, products_in_fp32):
+    """In one backward pass, or one by one."""
+    model = random_model(LLAMA)
+    adjoint = Adjoint(lower(model, "bf16"), model, probes=3, gradients="fp32", batch=3)
+    adjoint.at_once = at_once
+    assert_alike(Adjoint(lower(model, "bf16"), model, probes=3, gradients="fp32")(TOKENS), adjoint(TOKENS), rel=1e-3)
+    assert adjoint.batch == 3
+
+
+def test_an_overflow_is_that_of_its_window(tiny_gpt2, tiny_tokens):
+    """A token with a huge embedding overflows in its window alone, inside of a norm and outside."""
+    model = copy.deepcopy(tiny_gpt2)
+    tokens = tiny_tokens.clone()
+    tokens[tokens == 7], tokens[1, 3] = 8, 7
+    model.transformer.wte.weight.data[7] = 7e4
+    one, other = both_ways(lower(model, "fp16"), model, tokens, batch=3)
+    assert list(one.windows.overflow) == list(other.windows.overflow) and one.windows.overflow[1]
+    assert other.windows.predicted.isna().tolist() == [False, True, False]
+
+
+def test_products_with_weights():
+    """Of a batch as of each window, with the gradients of the weights of each."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 5, 8), torch.randn(8, 6), torch.randn(6)
+    given = [t.clone().requires_grad_() for t in (x, weight.expand(3, 8, 6), bias.expand(3, 6))]
+    product = torch.func.vmap(over_windows(WeightProduct.apply))(*given)
+    sign = torch.randn(product.shape)
+    found = torch.autograd.grad(product, given, sign)
+    for window in range(3):
+        own = [t.clone().requires_grad_() for t in (x[window], weight, bias)]
+        alone = WeightProduct.apply(*own)
+        torch.testing.assert_close(product[window], alone)
+        for a, b in zip(found, torch.autograd.grad(alone, own, sign[window])):
+            torch.testing.assert_close(a[window], b, rtol=0.02, atol=0.02)
+
+
+class SharedTable(nn.Module):
+    """What all windows have in common is rounded, too: a table of positions, made anew in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layers = nn.Embedding(257, 8), nn.ModuleList([nn.Linear(8, 8)])
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        positions = torch.arange(tokens.shape[-1]).to(self.embedding.weight.dtype)
+        table = torch.sin(positions[:, None] * torch.arange(8).to(positions.dtype))
+        return self.layers[0](torch.tanh(self.embedding(tokens)) * table)
+
+
+def test_what_windows_have_in_common_counts_in_each(products_in_fp32):
+    model = SharedTable()
+    one, other = both_ways(
+        lower(model, "bf16"), model, TOKENS, batch=3, probes=2, gradients="fp32", target=lambda model, x: model(x)
+    )
+    assert_alike(one, other, rel=1e-3)
+    assert one.contributions.groupby("name").c2.sum()["sin"] > 0
+
+
+def test_a_batch_of_no_window_is_refused(tiny_gpt2):
+    with pytest.raises(ValueError, match="probes and batch must be at least 1, got 1 and 0"):
+        Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, batch=0)
