@@ -138,13 +138,28 @@ def note_transfer(source: torch.device, target: torch.device) -> None:
 
 class FarMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is aten.to:  # not yet unfolded inside of another mode
+            with self:
+                return func.decompose(*args, **kwargs or {})
         return run(func, args, kwargs or {})
 
 
 @contextmanager
 def far_device(monkeypatch) -> Iterator[torch.device]:
     """The far device, also the default of ``load_model``. Functions that torch implements in C++ are replaced."""
-    make, generator, run_pass = torch.tensor, torch.Generator, Passes.run
+    make, run_pass = torch.tensor, Passes.run
+
+    class Generator(torch.Generator):
+        """Draws on the CPU for the device that it is said to be on."""
+
+        def __new__(cls, device="cpu"):
+            made = super().__new__(cls)
+            made.place = torch.device(device)
+            return made
+
+        @property
+        def device(self):
+            return self.place
 
     def run_far(passes, number, one):  # in a thread of its own, which has no modes
         with FarMode():
@@ -159,7 +174,7 @@ def far_device(monkeypatch) -> Iterator[torch.device]:
 
     monkeypatch.setattr("fragility_lab.inputs.checkpoints.default_device", lambda: FAR.type)
     monkeypatch.setattr(torch, "tensor", tensor)
-    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator("cpu"))
+    monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_: None)
     monkeypatch.setattr(Passes, "run", run_far)
     with FarMode():

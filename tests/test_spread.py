@@ -92,11 +92,19 @@ def test_a_monitored_pass(recipe, execution, models, tokens):
             monitor.follow()
 
 
-def test_stochastic_rounding_needs_one_device(models):
-    apart, whole = (lower(m, "bf16", "emulated") for m in models)
-    assert whole.stochastic(3).execution == "stochastic"
-    with pytest.raises(ValueError, match="stochastic rounding draws its bits on one device, got a model on 2"):
-        apart.stochastic(3)
+@torch.no_grad()
+def test_stochastic_rounding(models, tokens):
+    """The bits are those of one device; an estimate knows the variance of such a rounding."""
+    passes, estimates = [], []
+    for model in models:
+        low = lower(model, "bf16", "emulated").stochastic(3)
+        for _ in range(2):
+            with low.running():
+                passes.append(final_hidden(low.model, tokens).cpu())
+        estimates.append(Adjoint(low)(tokens).windows)
+    assert torch.equal(passes[0], passes[2]) and torch.equal(passes[1], passes[3])
+    assert not torch.equal(passes[0], passes[1])
+    exactly_equal(*estimates, check_exact=True)
 
 
 def test_realised_errors(models, tokens):

@@ -68,7 +68,7 @@ class Format:
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
         """``x`` rounded to nearest even, in the compute dtype.
 
-        With a ``generator``, on the device of ``x``, rounding is stochastic; ``copies`` along the first dimension get
+        With a ``generator`` rounding is stochastic; ``copies`` along the first dimension get
         the same random bits (``round_stochastically``). Numbers out of range become ±inf; in formats without
         infinities, such as fp8_e4m3, they saturate, as in the saturating conversion of accelerators. NaN stays NaN.
         """
@@ -139,10 +139,13 @@ def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, 
 
 
 def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """``count`` random bits an entry, int32 of the shape of ``like``; a draw of 64 bits gives two or four entries."""
+    """``count`` random bits an entry, int32 of the shape of ``like``; a draw of 64 bits gives two or four entries.
+
+    They are drawn on the device of the ``generator``, so that a model on several devices gets the bits of one on one.
+    """
     lane = torch.int16 if count <= 16 else torch.int32
-    draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=like.device)
-    lanes = draws.random_(-(2**63), None, generator=generator).view(lane)[: like.numel()]
+    draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=generator.device)
+    lanes = draws.random_(-(2**63), None, generator=generator).view(lane)[: like.numel()].to(like.device)
     return lanes.view(like.shape).to(torch.int32).bitwise_and_((1 << count) - 1)
 
 

@@ -154,19 +154,14 @@ class LowPrecision:
         """The same rounded weights, with each kernel's result rounded stochastically (Croci et al. 2022).
 
         With equal seeds, the same passes in the same order give equal results; see ``formats.round_stochastically``.
-        Raises ValueError where weights alone are in the format, and for a model on several devices.
+        Raises ValueError where weights alone are in the format.
         """
         if self.weights_only:
             raise ValueError(
                 "stochastic rounding needs kernels whose results are rounded, but here weights alone are in "
                 f'{self.recipe.name}: lower the model with execution="auto"'
             )
-        device, *others = {p.device for p in self.model.parameters()}
-        if others:
-            raise ValueError(
-                f"stochastic rounding draws its bits on one device, got a model on {1 + len(others)}: load it on one"
-            )
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(next(self.model.parameters()).device).manual_seed(seed)
         return replace(self, emulation=Emulation(self.format, generator))
 
     @contextmanager

@@ -3,7 +3,9 @@
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +25,10 @@ from fragility_lab.reporting.tables import duration, quantity
 ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
 BOTH_WAYS = 2  # readings of a pass forward and back
 MEASURED = 4  # readings by measured passes: of two models, without and with a plan
-LARGEST = 32  # windows that share a reading
-STACK = 2**23  # bytes of a thread; each of these windows has as many threads as torch computes with
+LARGEST = 32  # windows that share a reading, or a pass
+STACK = 2**23  # bytes of a thread; each of the windows that share a reading has as many as torch computes with
+TOKENS, GPU_TOKENS = 2**11, 2**15  # that share a pass at most: more of them save no time
+CACHED = 2**25  # bytes of a CPU's cache: if the gradients of a weight take more, windows in a batch save no time either
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Forecast:
     """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device. ``together`` windows share a reading.
+    is empty for a whole model on one device. ``together`` windows share a reading, or an estimate's pass.
     """
 
     seconds: float
@@ -69,13 +73,18 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
         passes += 18 * (1 + request.probes)  # changed choices, decoding, and errors that act together
         takes = quantity(whole(request, model))
         spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
-        return Forecast(plain * passes * count, memory(request, model), free, spread if len(devices) > 1 else "")
+        most = min(count, worthwhile(request, model, loaded.device))
+        together = windows_together(
+            partial(memory, request, model), most, None if free is None else free // len(devices)
+        )
+        form = spread if len(devices) > 1 else ""
+        return Forecast(plain * passes * count, memory(request, model, together), free, form, together)
     start = seconds(loaded.device)
     for part in parts(model).values():
         with read(part):
             pass
     reading = seconds(loaded.device) - start
-    together = windows_together(request, model, count, free)
+    together = windows_together(partial(streamed_memory, request, model), count, free)
     readings = ONCE + readings_a_group(request, model) * -(-count // together)
     why = (
         "it was asked for" if request.form == "streamed" else f"the whole form takes {quantity(whole(request, model))}"
@@ -115,11 +124,25 @@ def activations(request: Request, model: nn.Module) -> tuple[int, int]:
     return request.length * kept_a_token, request.length * 6 * 4 * config.vocab_size
 
 
-def memory(request: Request, model: nn.Module) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps."""
-    parameters = sum(p.numel() for p in model.parameters())
-    copies = parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request))
-    return copies + sum(activations(request, model))
+def memory(request: Request, model: nn.Module, together: int = 1) -> int:
+    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps.
+
+    Of several windows ``together`` in a pass each has gradients of its own: those of weights, one weight at a time in
+    two copies, and those of what lies between kernels, the widest of it in four.
+    """
+    sizes = [p.numel() for p in model.parameters()]
+    copies = sum(sizes) * (2 * stored_dtype(request).itemsize + 4 * ends(request))
+    of_blocks, of_head = activations(request, model)
+    one = copies + of_blocks + of_head
+    if together == 1:
+        return one
+    widest = max(max(p.shape) for path in block_paths(model) for p in model.get_submodule(path).parameters())
+    if request.measured_in == "hidden":
+        of_head = 0
+    else:
+        widest = max(widest, model.config.get_text_config().vocab_size)
+    own = 4 * request.probes * (2 * max(sizes) + 4 * request.length * widest)
+    return one + (together - 1) * (of_blocks + of_head) + together * own
 
 
 def whole(request: Request, model: nn.Module) -> int:
@@ -181,14 +204,26 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
     stream, logits = (4 * request.length * size for size in (config.hidden_size * len(blocks), config.vocab_size))
     estimated = stream + (of_head + 2 * request.probes * logits + waiting if request.measured_in != "hidden" else 0)
     compared = 2 * (stream + logits)
-    return max(in_blocks, elsewhere) + together * max(estimated, compared)
+    threads = (together - 1) * STACK * torch.get_num_threads()
+    return max(in_blocks, elsewhere) + together * max(estimated, compared) + threads
 
 
-def windows_together(request: Request, model: nn.Module, count: int, free: int | None) -> int:
-    """How many of ``count`` windows share a reading: all but one of them take half of what that one leaves ``free``."""
-    one, two = (streamed_memory(request, model, together) for together in (1, 2))
-    beside = count if free is None else (free - one) // 2 // (two - one + STACK * torch.get_num_threads())
+def windows_together(takes: Callable[[int], int], count: int, free: int | None) -> int:
+    """How many of ``count`` windows run together, if so many take so much memory.
+
+    All but one of them take half of what that one leaves ``free``.
+    """
+    one, two, three = map(takes, (1, 2, 3))
+    beside = count if free is None else ((free - one) // 2 - (two - one)) // (three - two) + 1
     return max(1, min(count, LARGEST, 1 + beside))
+
+
+def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
+    """How many windows save time in a pass of the whole form, if memory allows; 0 for long ones."""
+    if device.type != "cpu":
+        return GPU_TOKENS // request.length
+    largest = max(p.numel() for p in model.parameters())
+    return min(TOKENS // request.length, CACHED // (4 * request.probes * largest))
 
 
 def readings_a_group(request: Request, model: nn.Module) -> int:

@@ -81,6 +81,7 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     else:
         low = as_given(loaded.rounded)
     groups = tokens.split(expected.together)
+    measured_groups = groups if is_hollow(model) else tokens.split(1)  # no pass is shared, and outputs need memory
     prediction = predict(low, model, groups, request.probes, request.measured_in)
     contributions, plan, planned, choices, choice = None, None, None, None, None
     if prediction.windows.overflow.eq("").any():
@@ -98,18 +99,18 @@ def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecas
     measured = drift = protected = protected_drift = changed = None
     with ranges.counting():
         if referenced:
-            measured, drift = measure(low, model, groups, "without the plan")
+            measured, drift = measure(low, model, measured_groups, "without the plan")
         else:
-            for windows in progress(groups, desc="low-precision passes"):
+            for windows in progress(measured_groups, desc="low-precision passes"):
                 observe_each(low.model, windows, low)
     if referenced and plan is not None:
         if loaded.rounded is None:
             kept = apply(model, plan, execution, tokens if needs_calibration(plan.recipe) else None)
         else:
             kept = protect(as_given(sharing_copy(loaded.rounded)), model, plan)
-        protected, protected_drift = measure(kept, model, groups, "with the plan")
+        protected, protected_drift = measure(kept, model, measured_groups, "with the plan")
     if referenced and prediction.contributions.site.eq("router").any():
-        windows = progress(groups, desc="comparing choices of experts")
+        windows = progress(measured_groups, desc="comparing choices of experts")
         compared = (each(partial(changed_choices, low, model), group, model, low) for group in windows)
         found = torch.cat([changes.flatten() for group in compared for changes in group])
         changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
@@ -133,7 +134,8 @@ def errors_together(
     With ``secants`` the contributions add up to the measured error; else it takes as long as an estimate.
     """
     gradients = "secant" if secants else "low"
-    estimator = adjoint.Adjoint(low, model, request.probes, target=request.measured_in, gradients=gradients)
+    options = {"target": request.measured_in, "gradients": gradients, "batch": len(groups[0])}
+    estimator = adjoint.Adjoint(low, model, request.probes, **options)
     return coherence(estimator, progress(groups, desc="errors that act together"))
 
 
@@ -166,7 +168,8 @@ def predict(
     For a target other than the hidden state gradients are taken at both ends.
     """
     gradients = "low" if target == "hidden" else "both"
-    estimator = adjoint.Adjoint(low, model, probes, target=target, gradients=gradients)
+    options = {"target": target, "gradients": gradients, "batch": len(groups[0])}
+    estimator = adjoint.Adjoint(low, model, probes, **options)
     found = [estimator(windows) for windows in progress(groups, desc="predicting")]
     tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
     return replace(found[0], **tables)

@@ -168,6 +168,21 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def time_batches(repetitions: int) -> pd.DataFrame:
+    """An estimate (one probe) of eight windows in one pass over that of one after the other, on one thread."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    low, rows = lower(model := load_model("embedded"), "bf16"), []
+    for length, limit in ((128, 0.8), (512, 1.1)):
+        tokens = random_tokens(length).expand(8, -1)
+        calls = {size: partial(Adjoint(low, model, batch=size), tokens) for size in (1, 8)}
+        seconds = medians(calls, repetitions, clock)
+        rows.append(compared("estimate of 8 windows: in a batch / one by one", length, seconds[8], seconds[1], limit))
+    torch.set_num_threads(threads)
+    return pd.DataFrame(rows)
+
+
 def attending(low: LowPrecision, implementation: str) -> LowPrecision:
     """``low`` with another attention implementation."""
     set_attention(low.model, implementation)
@@ -237,7 +252,7 @@ def main() -> None:
     print(f"GPT-2's size, random weights, {device_name(default_device())}, torch {torch.__version__}")
     print(time_passes(arguments.repetitions).round(3).to_string(index=False))
     print("\nthe embedded checkpoint")
-    for measure in (time_training_step, time_patching, time_estimate):
+    for measure in (time_training_step, time_patching, time_estimate, time_batches):
         print(measure(arguments.repetitions).round(3).to_string(index=False))
     if torch.cuda.is_available() or sys.platform == "linux":
         print(memory_passes().round(2).to_string(index=False))
