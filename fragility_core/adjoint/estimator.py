@@ -210,7 +210,7 @@ class Adjoint:
             before = self.tape.mark()
             try:
                 return self._passes([windows])
-            except RuntimeError:  # a kernel that cannot be computed for several windows at once, or too little memory
+            except Exception:  # a kernel that does not take several windows, or what a pass of one window raises, too
                 self.tape.rewind(before)
                 self.batch = 1
         return [each for window in windows.split(1) for each in self._passes([window])]
