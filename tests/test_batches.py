@@ -8,6 +8,7 @@ import torch
 from test_adjoint_families import DENSE, EXPERTS, OTHERS, random_model
 from test_probes import assert_alike
 from torch import nn
+from torch.nn import functional
 from transformers import BloomConfig, FalconConfig, GPT2Config, LlamaConfig
 
 from fragility_core.adjoint import Adjoint, arithmetic, recomputed
@@ -138,6 +139,34 @@ def test_products_with_weights():
         torch.testing.assert_close(product[window], alone)
         for a, b in zip(found, torch.autograd.grad(alone, own, sign[window])):
             torch.testing.assert_close(a[window], b, rtol=0.02, atol=0.02)
+
+
+class ChosenWeights(nn.Module):
+    """The weights of a product are those that the first token of a window chooses."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.how = nn.Embedding(257, 8), how
+        self.weights, self.biases = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(4, 8))
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        x, chosen = self.embedding(tokens), tokens[:, 0] % 4
+        if self.how == "weights":
+            return functional.linear(x, self.weights[chosen][0], self.biases[0])
+        if self.how == "biases":
+            return functional.linear(x, self.weights[0], self.biases[chosen][0])
+        return torch.addmm(self.biases[chosen][0], x[0], self.weights[chosen][0])[None]
+
+
+@pytest.mark.parametrize("how", ["weights", "biases", "addmm"])
+def test_weights_that_windows_do_not_have_in_common(how):
+    model = ChosenWeights(how)
+    options = {"probes": 2, "gradients": "fp32", "target": lambda model, x: model(x), "batch": 3}
+    one, other = both_ways(lower(model, "bf16"), model, TOKENS, **options)
+    assert len(set((TOKENS[:, 0] % 4).tolist())) > 1
+    assert_alike(one, other, rel=0.02)  # gradients in bf16
 
 
 class SharedTable(nn.Module):

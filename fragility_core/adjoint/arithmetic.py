@@ -310,7 +310,7 @@ class LowArithmetic(TorchFunctionMode):
         self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: Stored
     ) -> Tensor:  # fmt: skip
         windows = len(self.tape.now.windows)
-        if not constant and windows > 1 == len(y):  # what the windows have in common has gradients of its own in each
+        if windows > 1 and len(y) == 1 and not constant:  # what windows have in common has a gradient in each of them
             y = y.expand(windows, *y.shape[1:]).contiguous()
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
         if windows > 1 and not format.elementwise:  # a scale is that of one window

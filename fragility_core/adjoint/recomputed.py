@@ -18,7 +18,7 @@ from torch.nn import functional
 from fragility_core.adjoint.blockwise import BlockwiseAttention
 from fragility_core.adjoint.probes import over_probes
 from fragility_core.adjoint.tape import Tape, local_error
-from fragility_core.adjoint.windows import over_windows
+from fragility_core.adjoint.windows import in_common, over_windows
 from fragility_core.arithmetic.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.arithmetic.formats import chunks, get_format, has_native_kernels
 from fragility_core.arithmetic.internals import (
@@ -122,15 +122,14 @@ class Tabulated(torch.autograd.Function):
         (low,) = ctx.saved_tensors
         _, error, slope = ctx.table
         to_x = torch.empty(gradient.shape, device=low.device)
-        windows = ctx.windows
-        own = [x.reshape(len(x), len(windows), -1).unbind(1) for x in (gradient, to_x)]
-        for number, all_numbers, *parts in zip(windows, low.reshape(len(windows), -1), *own):
-            first = 0
-            for (numbers,) in chunks(all_numbers):
+        groups = len(ctx.windows) if low.device.type == "cpu" else 1  # a chunk is of one window, or holds all of them
+        parts = zip(*(x.reshape(len(x), groups, -1).unbind(1) for x in (low[None], gradient, to_x)))
+        for group, (low_numbers, gradients, outs) in enumerate(parts):
+            first, windows = 0, ctx.windows[group::groups]
+            for (numbers,) in chunks(low_numbers):
                 row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
-                given, out = (x[:, first : first + len(numbers)] for x in parts)
-                error_times = entries(error, row, found) * given
-                ctx.tape.record(ctx.place, error_times, windows=range(number, number + 1))
+                given, out = (x[:, first : first + len(numbers)] for x in (gradients, outs))
+                ctx.tape.record(ctx.place, entries(error, row, found) * given, windows=windows)
                 torch.mul(entries(slope, row, found), given, out=out)
                 first += len(numbers)
         return None, None, None, None, to_x
@@ -161,7 +160,7 @@ class Activation:
 class WeightProduct(torch.autograd.Function):
     """bias + ``x`` (n, d_in) times ``weight`` (d_in, d_out). The backward pass gets ``x`` in bf16.
 
-    ``x`` may be (W, n, d_in) with weight and bias (W, ...) that are the same in all windows.
+    ``x`` may be (W, n, d_in) with weight and bias (W, ...) that the windows have in common.
     """
 
     @staticmethod
@@ -186,18 +185,21 @@ class WeightProduct(torch.autograd.Function):
         )
 
 
+weight_product = over_windows(WeightProduct.apply)
+
+
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """As ``torch.addmm``, of a bias, values and weights."""
-    if (beta, alpha) != (1, 1) or input.ndim != 1:
+    if (beta, alpha) != (1, 1) or input.ndim != 1 or not in_common(input, mat2):
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
-    return over_windows(WeightProduct.apply)(mat1, mat2, input)
+    return weight_product(mat1, mat2, input)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``torch.nn.functional.linear``."""
-    if input.ndim < 2:
+    if input.ndim < 2 or not in_common(weight, bias):
         return functional.linear(input, weight, bias)
-    return over_windows(WeightProduct.apply)(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
+    return weight_product(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
 
 
 class FusedAttention(torch.autograd.Function):
@@ -228,6 +230,7 @@ def library_attention(*operands: Tensor | float | None, **options) -> Tensor:
     return result.unflatten(0, operands[0].shape[:2]) if many else result
 
 
+@over_windows
 def fused_attention(blockwise: BlockwiseAttention, *heads: Tensor) -> Tensor:
     """``FusedAttention`` of query, key and value (..., H, T, d)."""
     return FusedAttention.apply(blockwise, *(x.flatten(0, -4) for x in heads)).unflatten(0, heads[0].shape[:-3])
@@ -242,7 +245,7 @@ def scaled_dot_product_attention(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        return over_windows(fused_attention)(BlockwiseAttention(scaling, None, is_causal), query, key, value)
+        return fused_attention(BlockwiseAttention(scaling, None, is_causal), query, key, value)
     return library_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 

@@ -68,13 +68,14 @@ class Tape:
         """Drop the records of a prediction that was interrupted."""
         self._records, self._largest = [], []
 
-    def mark(self) -> int:
+    def mark(self) -> tuple[int, int]:
         """Where the records of the next pass begin, for ``rewind``."""
-        return len(self._records)
+        return len(self._records), len(self._largest)
 
-    def rewind(self, mark: int) -> None:
+    def rewind(self, mark: tuple[int, int]) -> None:
         """Drop the records since ``mark``: their pass has failed."""
-        del self._records[mark:]
+        for records, first in zip((self._records, self._largest), mark):
+            del records[first:]
 
     def begin(self, windows: range = range(1)) -> None:
         """Start a pass of ``windows``."""

@@ -57,6 +57,12 @@ def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
     return signs.mul_(2).sub_(1)
 
 
+def in_common(*operands: Tensor | None) -> bool:
+    """Whether all windows have the same ``operands``, in the same memory."""
+    every = [unbatched(x) for x in operands if x is not None]
+    return all(len(x) == 1 or x.stride(0) == 0 for x in every)
+
+
 def over_windows(function: Callable) -> Callable:
     """A function of tensors of one window, from one that takes and returns tensors (W, ...) where several share a pass.
 
