@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import BloomConfig, FalconConfig, GPT2Config, LlamaConfig
 
-from fragility_core.adjoint import Adjoint, arithmetic, recomputed
+from fragility_core.adjoint import Adjoint, arithmetic, estimator, recomputed
 from fragility_core.adjoint.recomputed import WeightProduct
 from fragility_core.adjoint.windows import over_windows
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
@@ -93,11 +93,12 @@ def test_the_model_runs_once_for_a_batch(tiny_gpt2, tiny_tokens):
         calls.clear()
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
 @pytest.mark.parametrize("config", ALONE, **by_type)
-def test_where_a_batch_cannot_be_computed_windows_run_one_by_one(config):
+def test_where_a_batch_cannot_be_computed_windows_run_one_by_one(config, recipe):
     """Nothing of a failed pass is left."""
     model = random_model(config)
-    low = lower(model, "bf16")
+    low = lower(model, recipe)
     batched = Adjoint(low, model, probes=2, batch=3)
     one, other = Adjoint(low, model, probes=2)(TOKENS), batched(TOKENS)
     assert batched.batch == 1
@@ -112,6 +113,30 @@ def test_probes_of_a_batch(at_once, products_in_fp32):
     adjoint.at_once = at_once
     assert_alike(Adjoint(lower(model, "bf16"), model, probes=3, gradients="fp32")(TOKENS), adjoint(TOKENS), rel=1e-3)
     assert adjoint.batch == 3
+
+
+def test_a_batch_that_fails_on_the_way_back(tiny_gpt2, tiny_tokens, monkeypatch):
+    """Its windows run one by one, with all probes of a window at once as before."""
+    low, backward = lower(tiny_gpt2, "bf16"), estimator.backward
+
+    def failing(outputs, *given, **options):
+        if len(outputs[0]) > 1:
+            raise RuntimeError("out of memory")
+        return backward(outputs, *given, **options)
+
+    monkeypatch.setattr(estimator, "backward", failing)
+    batched = Adjoint(low, tiny_gpt2, probes=2, batch=3)
+    one, other = Adjoint(low, tiny_gpt2, probes=2)(tiny_tokens), batched(tiny_tokens)
+    assert (batched.batch, batched.at_once, batched.tape.probe) == (1, True, 0)
+    assert one.contributions.equals(other.contributions) and one.windows.equals(other.windows)
+
+
+def test_a_mistake_of_the_caller_does_not_end_batches(tiny_gpt2, tiny_tokens):
+    batched = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, batch=3)
+    with pytest.raises(IndexError):
+        batched(tiny_tokens + 1000)
+    assert batched.batch == 3
+    assert np.isfinite(batched(tiny_tokens).windows.predicted).all() and batched.batch == 3
 
 
 def test_an_overflow_is_that_of_its_window(tiny_gpt2, tiny_tokens):
@@ -167,6 +192,54 @@ def test_weights_that_windows_do_not_have_in_common(how):
     one, other = both_ways(lower(model, "bf16"), model, TOKENS, **options)
     assert len(set((TOKENS[:, 0] % 4).tolist())) > 1
     assert_alike(one, other, rel=0.02)  # gradients in bf16
+
+
+class Masked(nn.Module):
+    """Fused attention of four heads, without the keys of tokens that are divisible by 3."""
+
+    def __init__(self, shape: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.shape = nn.Embedding(257, 32), shape
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        x = torch.tanh(self.embedding(tokens))
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)  # (1, 4, T, 8)
+        seen = tokens % 3 != 0  # (1, T)
+        if self.shape == "five dimensions":
+            return functional.scaled_dot_product_attention(*[heads[:, None]] * 3, seen)[:, 0].transpose(1, 2)
+        mask = {"keys": seen, "rows": seen.expand(len(tokens[0]), -1)[None], "all": seen[:, None, None]}[self.shape]
+        return functional.scaled_dot_product_attention(*[heads] * 3, attn_mask=mask).transpose(1, 2)
+
+
+@pytest.mark.parametrize("shape", ["keys", "rows", "all", "five dimensions"])
+def test_masks_of_windows(shape):
+    """As many windows as heads, so that a mask of windows could be taken for one of heads."""
+    model, tokens = Masked(shape), torch.randint(257, (4, 12), generator=torch.Generator().manual_seed(3))
+    one, other = both_ways(lower(model, "bf16"), model, tokens, batch=4, target=lambda model, x: model(x))
+    assert_alike(one, other, rel=1e-3)
+    assert one.windows.norm.nunique() == 4
+
+
+class CommonInput(nn.Module):
+    """A product whose input all windows have in common."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.weight = nn.Embedding(257, 8), nn.Parameter(torch.randn(8, 8))
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        ones = torch.ones(1, tokens.shape[1], 8, dtype=self.weight.dtype)
+        return self.embedding(tokens) * functional.linear(ones, self.weight)
+
+
+def test_an_input_that_windows_have_in_common():
+    model = CommonInput()
+    options = {"probes": 2, "gradients": "fp32", "target": lambda model, x: model(x), "batch": 3}
+    assert_alike(*both_ways(lower(model, "bf16"), model, TOKENS, **options), rel=0.02)
 
 
 class SharedTable(nn.Module):

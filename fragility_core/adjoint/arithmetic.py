@@ -5,7 +5,7 @@ format. ``tensor.dtype`` is the low dtype, so that the model computes as it woul
 They pass through a rounding as through the identity.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fragility_core.adjoint.calls import FunctionCall
 from fragility_core.adjoint.leaves import Held
 from fragility_core.adjoint.recomputed import fast_products
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.windows import over_windows
 from fragility_core.arithmetic import internals
-from fragility_core.arithmetic.internals import address, behind, is_stream, is_view, mark_stored, mark_stream, stored_as
-from fragility_core.arithmetic.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
+from fragility_core.arithmetic.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
+from fragility_core.arithmetic.kernels import CASTS, FILLING, deciding
 from fragility_core.arithmetic.nested import map_tensors
 from fragility_core.arithmetic.operands import storages
 from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
@@ -50,52 +51,6 @@ def with_visible_kernels(func: FunctionType) -> FunctionType | None:
     inside = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     inside.__kwdefaults__ = func.__kwdefaults__
     return inside
-
-
-def in_place(func: Callable) -> bool:
-    """Whether ``func`` changes its first argument in place."""
-    name = func.__name__
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-class FunctionCall:
-    """A call of a function of tensors; tensors of the low dtype among its arguments are replaced by fp32 ones."""
-
-    def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], to_fp32: Callable[[Tensor], Tensor]):
-        self.func, self.name = func, func.__name__
-        self.floating: list[Tensor] = []  # all floating operands
-        self.args = tuple(self._converted(args, to_fp32))
-        self.kwargs = dict(zip(kwargs, self._converted(kwargs.values(), to_fp32)))
-
-    def _converted(self, values: Iterable, to_fp32: Callable[[Tensor], Tensor]) -> Iterator:
-        for value in values:
-            if isinstance(value, Tensor):
-                value = to_fp32(value)
-                if value.is_floating_point():
-                    self.floating.append(value)
-            elif type(value) in (tuple, list):
-                value = type(value)(self._converted(value, to_fp32))
-            yield value
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the call changes its first argument in place."""
-        return in_place(self.func)
-
-    @property
-    def product(self) -> str:
-        """What a matrix product multiplies values by, see ``tape.Place``."""
-        if self.name not in PRODUCTS:
-            return ""
-        return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
-
-    def only_moves(self, y: Tensor) -> bool:
-        """Whether the result ``y`` holds numbers that were stored before."""
-        if self.name in EXACT_FUNCTIONS:
-            return all(map(stored_as, self.floating))
-        if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
-            return False
-        return any(address(x) == address(y) for x in self.floating)
 
 
 class NotAView(torch.autograd.Function):
@@ -286,8 +241,7 @@ class LowArithmetic(TorchFunctionMode):
         stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
             if call.name in FILLING and not self.exact:  # the constant may be no number of the format
-                stored = behind(y).data
-                stored.copy_(self.format.round(stored))
+                self._store_filling(y)
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
@@ -313,10 +267,7 @@ class LowArithmetic(TorchFunctionMode):
         if windows > 1 and len(y) == 1 and not constant:  # what windows have in common has a gradient in each of them
             y = y.expand(windows, *y.shape[1:]).contiguous()
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
-        if windows > 1 and not format.elementwise:  # a scale is that of one window
-            rounded = torch.stack([format.round(own) for own in exact]).float()
-        else:
-            rounded = format.round(exact).float()
+        rounded = self._stored(exact, format)
         if constant:
             if not self.exact:
                 exact.copy_(rounded)
@@ -335,11 +286,22 @@ class LowArithmetic(TorchFunctionMode):
             self.tape.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()
-            record = self.tape.recorder()
-            self.tape.hook_leaf(leaf, lambda gradient: record(place, error * gradient))
+            self.tape.watch_leaf(place, leaf, lambda gradient: [error * gradient])
             self.tape.now.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()
+        return y
+
+    def _stored(self, exact: Tensor, format: Stored) -> Tensor:
+        """The numbers ``exact`` of all windows of the pass as ``format`` stores them, in fp32."""
+        if len(self.tape.now.windows) > 1 and not format.elementwise:  # a scale is that of one window
+            return torch.stack([format.round(own) for own in exact]).float()
+        return format.round(exact).float()
+
+    @over_windows
+    def _store_filling(self, y: Tensor) -> Tensor:
+        """``y``, whose entries were stored before but for a constant, as it is stored."""
+        y.data.copy_(self._stored(y.data, self.format))
         return y
 
     def _marked(self, y: Tensor) -> Tensor:

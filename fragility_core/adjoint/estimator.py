@@ -27,6 +27,7 @@ from fragility_core.adjoint.windows import Windows
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import (
     attention_of,
+    behind,
     copy_marks,
     mark_stream,
     reference_of,
@@ -42,7 +43,7 @@ from fragility_core.models.beside import side_by_side
 from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import is_block
 
-Size = tuple[Tensor, Tensor | None]
+Size = tuple[Tensor, Tensor | None]  # of a window's output and error, see ``Adjoint._passes``
 GRADIENTS = ("low", "fp32", "both", "secant")  # where gradients are taken
 ALL = {"kernel": 1.0, "weight": 1.0}
 # What a contribution counts, by the number of points, and whether it is that of the fp32 point.
@@ -82,9 +83,9 @@ class Adjoint:
         error. This takes several times as long, and keeps all values of both passes.
 
         Up to ``batch`` windows share a pass, which spares much of what Python takes for each of them. Memory grows with
-        the batch, and so do the gradients of weights, one weight at a time. Sums may be rounded otherwise than in a
-        pass of one window. Windows have passes of their own with secant slopes, in a streamed model, and where a kernel
-        of the model cannot be computed for several at once; ``batch`` is then 1.
+        the batch: each window has gradients of its own, and those of one weight are held at a time. Sums may be rounded
+        otherwise than in a pass of one window. Each window has a pass of its own with secant slopes, in a streamed
+        model, and where a kernel of the model cannot be computed for several at once; ``batch`` is then 1.
 
         Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
         tf32), for a model without parameters in the format, for fewer than one probe or window in a batch, for a
@@ -207,13 +208,16 @@ class Adjoint:
     def _together(self, windows: Windows) -> list[Size]:
         """As ``_passes`` of ``windows`` that share a pass, or else one by one."""
         if len(windows) > 1:
-            before = self.tape.mark()
+            before, at_once = self.tape.mark(), self.at_once
             try:
                 return self._passes([windows])
             except Exception:  # a kernel that does not take several windows, or what a pass of one window raises, too
                 self.tape.rewind(before)
-                self.batch = 1
-        return [each for window in windows.split(1) for each in self._passes([window])]
+                self.at_once = at_once
+        found = [each for window in windows.split(1) for each in self._passes([window])]
+        if len(windows) > 1:
+            self.batch = 1
+        return found
 
     def _passes(self, batches: Sequence[Windows]) -> list[Size]:
         """Run the passes of ``batches`` of windows, side by side, at every point.
@@ -258,7 +262,7 @@ class Adjoint:
 
     def _sizes(self, windows: Windows, final: Tensor, signs: Tensor) -> list[Size]:
         """For each window what ``_passes`` returns."""
-        if len(windows) == 1:
+        if len(windows) == 1:  # a part of ``final`` would have no reference
             return [self._size(windows, final, signs)]
         return [self._size(*each) for each in zip(windows.split(1), final.split(1), signs.split(1, 1))]
 
@@ -284,10 +288,12 @@ class Adjoint:
                     self._stream.at_once = False  # in each part one by one, so that it is read once
                 else:
                     self.at_once = False
-        for probe, each in enumerate(zip(*signs)):
-            self.tape.probe = probe
-            self._backward_once(finals, leaves, [gradient[None] for gradient in each])
-        self.tape.probe = 0
+        try:
+            for probe, each in enumerate(zip(*signs)):
+                self.tape.probe = probe
+                self._backward_once(finals, leaves, [gradient[None] for gradient in each])
+        finally:
+            self.tape.probe = 0
 
     def _backward_once(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
         with nullcontext() if self._stream is None else self._stream.backward():
@@ -335,7 +341,7 @@ def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
         mark_stream(stream)
 
     def own(x: Tensor) -> Tensor:
-        return copy_marks(x, x.view_as(x)) if x.requires_grad and x is not stream else x
+        return copy_marks(x, x.view_as(x)) if behind(x).requires_grad and x is not stream else x
 
     with without_function_modes():
         return map_tensors((args, kwargs), own)

@@ -27,6 +27,7 @@ from fragility_core.arithmetic.internals import (
     mark_stored,
     outside_of_vmap,
     stored_as,
+    vmap_level,
     without_function_modes,
 )
 from fragility_core.arithmetic.lookup import entries, every_number, look_up, row_of
@@ -85,12 +86,12 @@ def recomputed_attention(
 
     @over_windows
     def context(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        mask = mask if mask is None else mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+        mask = mask if mask is None else mask.flatten(0, -4)
         blockwise = BlockwiseAttention(scaling, mask, causal, arithmetic.format, arithmetic.exact)
         heads = (x.flatten(0, -3) for x in (query, key, value))
         return EagerAttention.apply(arithmetic.tape, blockwise, *heads).unflatten(0, query.shape[:-2])
 
-    return mark_stored(mark_stored(context(query, key, value, attention_mask)).transpose(1, 2)), None
+    return mark_stored(context(query, key, value, attention_mask)).transpose(1, 2), None
 
 
 def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
@@ -220,14 +221,22 @@ class FusedAttention(torch.autograd.Function):
         return None, *(x.unflatten(1, like.shape[:2]) for x, like in zip(gradients, ctx.saved_tensors))
 
 
-@over_windows
-def library_attention(*operands: Tensor | float | None, **options) -> Tensor:
-    """The library's fused attention of query, key, value and mask, (B, H, T, d), or (W, B, H, T, d) of W windows."""
-    many = operands[0].ndim > 4
-    result = functional.scaled_dot_product_attention(
-        *map_tensors(operands, lambda x: x.flatten(0, 1) if many else x), **options
-    )
-    return result.unflatten(0, operands[0].shape[:2]) if many else result
+def library_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *options, **named
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.scaled_dot_product_attention``, which vmap would take apart, or loop over."""
+    attend = functional.scaled_dot_product_attention
+    if vmap_level() is None:
+        return attend(query, key, value, attn_mask, *options, **named)
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
+
+    @over_windows
+    def of_windows(*operands: Tensor | None) -> Tensor:
+        flat = map_tensors(operands, lambda x: x.flatten(0, 1))
+        return attend(*flat, *options, **named).unflatten(0, operands[0].shape[:2])
+
+    return of_windows(query, key, value, attn_mask)
 
 
 @over_windows

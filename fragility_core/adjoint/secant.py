@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fragility_core.adjoint.arithmetic import FunctionCall, LowArithmetic, in_place
+from fragility_core.adjoint.arithmetic import LowArithmetic
+from fragility_core.adjoint.calls import FunctionCall, in_place
 from fragility_core.adjoint.leaves import Held
 from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic.internals import base_of, has_reference, is_view, refer, reference_of

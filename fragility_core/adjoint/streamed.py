@@ -63,7 +63,7 @@ class Stream:
             replace_forward(module, partial(self.run, path, module.forward.forward))
         paths = {path for owned in self.owned.values() for path in owned}
         self.staying = [path for path in leaves.tensors if path not in paths]  # those that no part owns
-        self.uses: dict[range, Uses] = {}  # by the number of the window
+        self.uses: dict[range, Uses] = {}  # by windows
         self.reached: Counter[int] = Counter()  # the most kernels that a pass has counted before its nth part, by n
         self.last = LastRead()
         self.at_once = True  # whether all probes share the backward pass of a part

@@ -60,7 +60,8 @@ class Tape:
         # By windows, first probe and place: norms and sums (2, P, W) of P probes and W windows.
         self._records: list[tuple[range, int, int, Tensor]] = []
         self._largest: list[tuple[range, int, Tensor]] = []  # by windows and place, (W,)
-        self._kept: dict[int, tuple[int, Callable]] = {}  # place and ``weighted`` of leaves, see ``watch_leaf``
+        # Leaves that are kept, with place and ``weighted``, by their ``id``: see ``watch_leaf``.
+        self._kept: dict[int, tuple[Tensor, int, Callable]] = {}
         self.probe = 0  # the first one of the running backward pass
         self.now = Pass(range(1))
 
@@ -170,11 +171,11 @@ class Tape:
         windows = None if kept else self.now.windows
         self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), windows))
         if kept:
-            self._kept[id(leaf)] = place, weighted
+            self._kept[id(leaf)] = leaf, place, weighted
 
     def own_leaf(self, leaf: Tensor) -> Tensor:
         """A leaf (W, ...) for a pass of several windows, in the memory of a ``kept`` one, and watched as that is."""
-        windows, (place, weighted) = self.now.windows, self._kept[id(leaf)]
+        windows, (_, place, weighted) = self.now.windows, self._kept[id(leaf)]
 
         def record(gradient: Tensor) -> None:
             for number, its in zip(windows, gradient.unbind(1)):
@@ -201,8 +202,8 @@ class Tape:
     def record(self, place: int, weighted_error: Tensor, first: int = 0, windows: range | None = None) -> None:
         """Record norm and sum of error times gradient of P probes at ``place``; records of one place add up.
 
-        The product is (P, ...), with entries of one of the ``windows`` after those of another. Windows are those of the
-        running pass unless given.
+        The product is (P, ...). It holds all entries of the first of the ``windows``, then those of the next. Windows
+        are those of the running pass unless given.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fragility_core.arithmetic.internals import batched, outside_of_vmap, unbatched, vmap_level
-from fragility_core.arithmetic.nested import map_tensors
+from fragility_core.arithmetic.nested import map_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Windows:
 
     def signs(self, output: Tensor, probes: int) -> Tensor:
         """Random signs (P, W, T or less, ...) for an ``output``, 0 outside of the scope."""
-        like, drawn = output[:1] if len(self) > 1 else output, []
+        like, drawn = output[:1] if len(self) > 1 else output, []  # that of one window may lack its dimension
         for seed in self.seeds:
             generator = torch.Generator(output.device).manual_seed(seed)
             drawn.append(torch.stack([random_signs(like, generator) for _ in range(probes)]))
@@ -66,7 +66,8 @@ def in_common(*operands: Tensor | None) -> bool:
 def over_windows(function: Callable) -> Callable:
     """A function of tensors of one window, from one that takes and returns tensors (W, ...) where several share a pass.
 
-    A tensor that all windows have in common comes, and is returned, as (1, ...).
+    What all windows have in common comes as a view that repeats it, or as (1, ...) if nothing else comes. It may be
+    returned as (1, ...).
     """
 
     @wraps(function)
@@ -74,8 +75,10 @@ def over_windows(function: Callable) -> Callable:
         level = vmap_level()
         if level is None:
             return function(*args, **kwargs)
-        args, kwargs = map_tensors((args, kwargs), unbatched)
+        given = map_tensors((args, kwargs), unbatched)
         with outside_of_vmap():
+            windows = max(map(len, tensors(given)))
+            args, kwargs = map_tensors(given, lambda x: x.expand(windows, *x.shape[1:]))
             return map_tensors(function(*args, **kwargs), lambda x: batched(x, level))
 
     return for_any

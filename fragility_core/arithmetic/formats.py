@@ -68,9 +68,9 @@ class Format:
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
         """``x`` rounded to nearest even, in the compute dtype.
 
-        With a ``generator`` rounding is stochastic; ``copies`` along the first dimension get
-        the same random bits (``round_stochastically``). Numbers out of range become ±inf; in formats without
-        infinities, such as fp8_e4m3, they saturate, as in the saturating conversion of accelerators. NaN stays NaN.
+        With a ``generator`` rounding is stochastic; ``copies`` along the first dimension get the same random bits
+        (``round_stochastically``). Numbers out of range become ±inf; in formats without infinities, such as fp8_e4m3,
+        they saturate, as in the saturating conversion of accelerators. NaN stays NaN.
         """
         if generator is not None:
             x = round_stochastically(x.float(), self, generator, copies)  # the rest is then exact

@@ -212,7 +212,7 @@ def address(x: Tensor) -> int:
 
 
 def unbatched(x: Tensor) -> Tensor:
-    """``x`` for all members of the batch of the running vmap, (P, ...); P = 1 if they have it in common."""
+    """``x`` for all members of the batch of the running vmap, (N, ...); N = 1 if they have it in common."""
     if not torch._C._functorch.is_batchedtensor(x):
         return x[None]
     dimension = torch._C._functorch.maybe_get_bdim(x)

@@ -74,9 +74,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
         takes = quantity(whole(request, model))
         spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
         most = min(count, worthwhile(request, model, loaded.device))
-        together = windows_together(
-            partial(memory, request, model), most, None if free is None else free // len(devices)
-        )
+        together = windows_together(partial(memory, request, model), most, free, len(devices))
         form = spread if len(devices) > 1 else ""
         return Forecast(plain * passes * count, memory(request, model, together), free, form, together)
     start = seconds(loaded.device)
@@ -136,7 +134,8 @@ def memory(request: Request, model: nn.Module, together: int = 1) -> int:
     one = copies + of_blocks + of_head
     if together == 1:
         return one
-    widest = max(max(p.shape) for path in block_paths(model) for p in model.get_submodule(path).parameters())
+    in_blocks = (p for path in block_paths(model) for p in model.get_submodule(path).parameters())
+    widest = max((size for p in in_blocks for size in p.shape), default=1)
     if request.measured_in == "hidden":
         of_head = 0
     else:
@@ -187,7 +186,7 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
     formed for all probes, in two copies. Each of the windows ``together`` keeps its stream, what the target makes of
     its logits, signs and gradients of these, and gradients of tied matrices, which wait for the embedding; or two
-    streams and logits to compare.
+    streams and logits to compare. All but one have threads of their own.
     """
     config, blocks = model.config.get_text_config(), block_paths(model)
     of_blocks, of_head = activations(request, model)
@@ -208,13 +207,13 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
     return max(in_blocks, elsewhere) + together * max(estimated, compared) + threads
 
 
-def windows_together(takes: Callable[[int], int], count: int, free: int | None) -> int:
-    """How many of ``count`` windows run together, if so many take so much memory.
+def windows_together(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
+    """How many of ``count`` windows run together, if so many take so much memory of all ``devices``.
 
-    All but one of them take half of what that one leaves ``free``.
+    All but one of them take half of what that one leaves ``free``; of several devices, half of an equal share.
     """
     one, two, three = map(takes, (1, 2, 3))
-    beside = count if free is None else ((free - one) // 2 - (two - one)) // (three - two) + 1
+    beside = count if free is None else ((free - one) // (2 * devices) - (two - one)) // (three - two) + 1
     return max(1, min(count, LARGEST, 1 + beside))
 
 
