@@ -169,16 +169,22 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
 
 
 def time_batches(repetitions: int) -> pd.DataFrame:
-    """An estimate (one probe) of eight windows in one pass over that of one after the other, on one thread."""
+    """An estimate (one probe) of several windows in one pass over that of one after the other, on one thread."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    low, rows = lower(model := load_model("embedded"), "bf16"), []
-    for length, limit in ((128, 0.8), (512, 1.1)):
-        tokens = random_tokens(length).expand(8, -1)
-        calls = {size: partial(Adjoint(low, model, batch=size), tokens) for size in (1, 8)}
-        seconds = medians(calls, repetitions, clock)
-        rows.append(compared("estimate of 8 windows: in a batch / one by one", length, seconds[8], seconds[1], limit))
+    rows = []
+    for name, model, cases in (
+        ("embedded", load_model("embedded"), ((64, 8, 0.8), (128, 8, 0.8), (256, 8, 1.0), (512, 4, 1.1))),
+        ("GPT-2's size", random_gpt2(), ((128, 4, float("nan")),)),
+    ):
+        low = lower(model, "bf16")
+        for length, count, limit in cases:
+            tokens = random_tokens(length).expand(count, -1)
+            calls = {size: partial(Adjoint(low, model, batch=size), tokens) for size in (1, count)}
+            seconds = medians(calls, repetitions, clock)
+            what = f"estimate of {count} windows, {name}: in a batch / one by one"
+            rows.append(compared(what, length, seconds[count], seconds[1], limit))
     torch.set_num_threads(threads)
     return pd.DataFrame(rows)
 
