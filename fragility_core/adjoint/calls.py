@@ -52,4 +52,5 @@ class FunctionCall:
             return all(map(stored_as, self.floating))
         if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
             return False
-        return any(address(x) == address(y) for x in self.floating)
+        memory = address(y)
+        return any(address(x) == memory for x in self.floating)

@@ -171,7 +171,7 @@ class WeightProduct(torch.autograd.Function):
         ctx.save_for_backward(x.bfloat16(), weight)
         rows = x.flatten(0, -2)
         product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-        return product.unflatten(0, x.shape[:-1])
+        return product.view(*x.shape[:-1], -1) if x.ndim > 2 else product  # a view takes longer to follow
 
     @staticmethod
     @over_probes
@@ -241,8 +241,9 @@ def library_attention(
 
 @over_windows
 def fused_attention(blockwise: BlockwiseAttention, *heads: Tensor) -> Tensor:
-    """``FusedAttention`` of query, key and value (..., H, T, d)."""
-    return FusedAttention.apply(blockwise, *(x.flatten(0, -4) for x in heads)).unflatten(0, heads[0].shape[:-3])
+    """``FusedAttention`` of query, key and value (B, H, T, d), or (W, B, H, T, d)."""
+    context = FusedAttention.apply(blockwise, *(x.flatten(0, -4) for x in heads))
+    return context.unflatten(0, heads[0].shape[:-3]) if heads[0].ndim > 4 else context
 
 
 def scaled_dot_product_attention(
