@@ -1,6 +1,7 @@
 """Several windows in one pass against one pass a window."""
 
 import copy
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,18 +10,18 @@ from test_adjoint_families import DENSE, EXPERTS, OTHERS, random_model
 from test_probes import assert_alike
 from torch import nn
 from torch.nn import functional
-from transformers import BloomConfig, FalconConfig, GPT2Config, LlamaConfig
+from transformers import BloomConfig, FalconConfig, GPT2Config
 
 from fragility_core.adjoint import Adjoint, arithmetic, estimator, recomputed
 from fragility_core.adjoint.recomputed import WeightProduct
 from fragility_core.adjoint.windows import over_windows
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.internals import can_set_attention
 from fragility_core.arithmetic.lowering import lower
 
 TOKENS = torch.randint(1, 257, (3, 40), generator=torch.Generator().manual_seed(1))
 GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=128, vocab_size=257)
-LLAMA = next(config for config in DENSE if isinstance(config, LlamaConfig))
+LLAMA, MISTRAL = (next(c for c in DENSE if c.model_type == name) for name in ("llama", "mistral"))
+RECIPES = ["fp16", "fp8_e4m3", "fp8_e4m3_linear", "w8a8-int8", "mxfp8", "w4a16-g128"]
 # Changes in place, a derivative of the model's own, a search for the token of padding, and experts.
 ALONE = [DENSE[0], *EXPERTS, *(config for config in OTHERS if isinstance(config, BloomConfig | FalconConfig))]
 TOGETHER = [GPT2, *(config for config in [*DENSE, *OTHERS] if config not in ALONE)]
@@ -43,22 +44,24 @@ def both_ways(low, model, *given, batch=2, **options):
     return one, other
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", OBSERVED_EAGER])
-@pytest.mark.parametrize("config", TOGETHER, **by_type)
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [*product(TOGETHER, ["eager"]), *product([GPT2, LLAMA, MISTRAL], ["sdpa", OBSERVED_EAGER])],
+    ids=lambda x: x if isinstance(x, str) else x.model_type,
+)
 def test_windows_in_a_batch_are_windows_one_by_one(config, attention, products_in_fp32):
     """At the fp32 point, where the values do not depend on how the pass rounds; the last batch has one window."""
     model = random_model(config)
     low = lower(model, "bf16")
-    if attention != "eager" and (not can_set_attention(low.model) or config.model_type == "gemma2"):
-        pytest.skip("the model has one attention")
     set_attention(low.model, attention)
     counted = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(2)) < 0.7
     options = {"probes": 2, "target": "kl", "gradients": "fp32"}
     assert_alike(*both_ways(low, model, TOKENS, counted, (5, 6, 7), **options), rel=1e-3)
 
 
-@pytest.mark.parametrize("target", ["hidden", "logprob", "loss", "flips"])
-@pytest.mark.parametrize("recipe", ["fp16", "fp8_e4m3", "fp8_e4m3_linear", "w8a8-int8", "mxfp8", "w4a16-g128"])
+@pytest.mark.parametrize(
+    ("recipe", "target"), [*product(RECIPES, ["hidden"]), *product(["fp16"], ["logprob", "loss", "flips"])]
+)
 def test_recipes_and_targets(recipe, target, products_in_fp32):
     """A scale is that of one window, as the sums over positions are that inputs of linear layers have."""
     model = random_model(LLAMA)
@@ -66,21 +69,17 @@ def test_recipes_and_targets(recipe, target, products_in_fp32):
     assert_alike(*both, rel=1e-3)
 
 
-@pytest.mark.parametrize("gradients", ["low", "both"])
+@pytest.mark.parametrize("how", ["low", "both", "weights", "stochastic"])
 @pytest.mark.parametrize("config", [GPT2, LLAMA], **by_type)
-def test_the_pass_itself_in_low_precision(config, gradients):
+def test_the_pass_itself_in_low_precision(config, how):
     """A batch may round otherwise, and gradients in bf16 with it: single contributions move, their sum hardly."""
     model = random_model(config)
-    one, other = both_ways(lower(model, "bf16"), model, TOKENS, batch=3, probes=2, gradients=gradients)
+    low = lower(model, "bf16", "weights" if how == "weights" else "auto")
+    low = low.stochastic(0) if how == "stochastic" else low
+    gradients = "both" if how == "both" else "low"
+    one, other = both_ways(low, model, TOKENS, batch=3, probes=2, gradients=gradients)
     np.testing.assert_allclose(one.windows.predicted, other.windows.predicted, rtol=0.03)
     assert other.contributions.drop(columns=["c2", "signed"]).equals(one.contributions.drop(columns=["c2", "signed"]))
-
-
-@pytest.mark.parametrize("execution", ["weights", "stochastic"])
-def test_other_executions(execution, products_in_fp32):
-    model = random_model(LLAMA)
-    low = lower(model, "bf16", "weights") if execution == "weights" else lower(model, "bf16").stochastic(0)
-    assert_alike(*both_ways(low, model, TOKENS, batch=3, probes=2), rel=0.02)
 
 
 def test_the_model_runs_once_for_a_batch(tiny_gpt2, tiny_tokens):
