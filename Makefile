@@ -125,7 +125,7 @@ ASKED = $${REFERENCE_MODEL:+-p "reference_model=$$REFERENCE_MODEL" -p format=giv
 
 .PHONY: diagnose
 diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MODEL=, in TARGET=; what to do for BUDGET=
-	@$(PYTHON) -m fragility_lab.diagnosis.request $${MODEL:+-p "model=$$MODEL"} $(ASKED)
+	@$(PYTHON) -m fragility_lab.diagnosis $${MODEL:+-p "model=$$MODEL"} $(ASKED)
 	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
 	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from fragility_core import bgss, protection
 from fragility_core.arithmetic import formats, recipes, schemes
 from fragility_lab import paths
-from fragility_lab.diagnosis import request
+from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.experiments import e1, e2, e3, e5, outcomes, x1, x1_plans
 from fragility_lab.inputs import loading, text
 from fragility_lab.paths import CHECKPOINTS
@@ -27,7 +27,7 @@ NAMES = {
 
 def diagnose(folder: Path, **values: str) -> None:
     """``make diagnose NAME=value``."""
-    request.main([argument for name, value in values.items() for argument in ("-p", f"{name}={value}")])
+    make_diagnose.main([argument for name, value in values.items() for argument in ("-p", f"{name}={value}")])
 
 
 def parameters(folder: Path, notebook: str = "e2_predictor", profile: str = "smoke", given: tuple[str, ...] = ()):

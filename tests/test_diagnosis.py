@@ -39,7 +39,8 @@ from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
-from fragility_lab.diagnosis import needs, page, request
+from fragility_lab.diagnosis import __main__ as make_diagnose
+from fragility_lab.diagnosis import needs, page
 from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
@@ -367,8 +368,8 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
 )
 def test_a_wrong_request_is_answered_before_the_notebook_starts(asked, message):
     with pytest.raises(SystemExit, match=message):
-        request.main(["-p", asked])
-    request.main(["-p", "format=w4a16-g128", "-p", "budget=5 bits", "-p", "weights_only=yes"])
+        make_diagnose.main(["-p", asked])
+    make_diagnose.main(["-p", "format=w4a16-g128", "-p", "budget=5 bits", "-p", "weights_only=yes"])
 
 
 def test_a_mixture_that_takes_all_its_experts_makes_no_choice(tiny_tokens):
@@ -508,13 +509,13 @@ def test_models_that_cannot_be_compared_are_refused_before_the_notebook_starts(r
     def asked(**changes):
         return [word for item in (given | changes).items() for word in ("-p", "=".join(item))]
 
-    request.main(asked())
+    make_diagnose.main(asked())
     with pytest.raises(SystemExit, match="of the same shapes, but .* has no such parameter and .* in"):
-        request.main(asked(reference_model="embedded-llama"))
+        make_diagnose.main(asked(reference_model="embedded-llama"))
     with pytest.raises(SystemExit, match="leave RECIPE= or REFERENCE_MODEL= away"):
-        request.main(asked(format="bf16"))
+        make_diagnose.main(asked(format="bf16"))
     with pytest.raises(SystemExit, match="a budget of bytes needs to know what weights take"):
-        request.main(asked(budget="2 MB"))
+        make_diagnose.main(asked(budget="2 MB"))
     with pytest.raises(
         ValueError, match="must have other weights than REFERENCE_MODEL=, got the same ones in 'embedded'"
     ):
@@ -526,7 +527,7 @@ def test_models_that_cannot_be_compared_are_refused_before_the_notebook_starts(r
         with pytest.raises(
             SystemExit, match=f"quantized by {method}: give a folder with its dequantized weights .*{how}"
         ):
-            request.main(asked(model=str(tmp_path)))
+            make_diagnose.main(asked(model=str(tmp_path)))
         with pytest.raises(ValueError, match=f"quantized by {method}"):
             diagnosis.load(replace(ASKED, model=str(tmp_path)))
 

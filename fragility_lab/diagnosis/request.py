@@ -1,20 +1,16 @@
 """What is asked for, checked before any work."""
 
-import argparse
 import re
-import sys
 from dataclasses import dataclass
 
 from fragility_core.arithmetic.recipes import GIVEN, RECIPES, Recipe, get_recipe
 from fragility_core.protection import KEEPABLE_SITES
-from fragility_lab.diagnosis.given import require_same_architecture
-from fragility_lab.inputs.checkpoints import EMBEDDED, shortened
+from fragility_lab.inputs.checkpoints import shortened
 
 ATTENTIONS = ("auto", "sdpa", "eager")
 TARGETS = ("hidden", "kl", "logprob", "flips")
 REFERENCES = ("auto", "yes", "no")
 FORMS = ("auto", "whole", "streamed")
-SWITCH = {"yes": True, "true": True, "no": False, "false": False}
 BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
 UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
@@ -152,35 +148,3 @@ class Request:
                 f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {shortened(self.budget)}'
             )
         return int(float(found[1])), UNITS[unit.removesuffix("s")]
-
-
-def typed(name: str, text: str) -> str | int | bool:
-    """The value of the request's ``name`` that ``text`` stands for. Raises ValueError for text of another type."""
-    if name == "weights_only":
-        if text.lower() not in SWITCH:
-            raise ValueError(f"weights_only must be one of {', '.join(SWITCH)}, got {shortened(text)}")
-        return SWITCH[text.lower()]
-    if name in ("windows", "length", "probes", "seed"):
-        if not re.fullmatch(r"-?\d{1,9}", text):
-            raise ValueError(f"{name} must be a whole number, got {shortened(text)}")
-        return int(text)
-    return text
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Check what ``make diagnose`` was asked for, ``-p name=value`` each, before a notebook starts."""
-    parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis.request")
-    parser.add_argument("-p", action="append", default=[], metavar="NAME=VALUE")
-    given = dict(text.split("=", 1) for text in parser.parse_args(arguments).p)
-    try:
-        given = {name: typed(name, text) for name, text in given.items()}
-        defaults = {"model": EMBEDDED, "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2}
-        request = Request(**defaults | given)
-        if request.reference_model:
-            require_same_architecture(request.model, request.reference_model)
-    except (ValueError, OSError) as refused:
-        sys.exit(f"make diagnose: {refused}")
-
-
-if __name__ == "__main__":
-    main()
