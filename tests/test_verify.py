@@ -2,7 +2,9 @@
 
 import pandas as pd
 import pytest
+import torch
 
+from fragility_lab.reporting import verify
 from fragility_lab.reporting.verify import beside, first_sweeps, judged
 
 COMMITTED = pd.DataFrame(
@@ -48,3 +50,14 @@ def test_the_first_experiment_is_the_committed_one():
 
     committed = read_tables("embedded")
     assert all(judged(name, beside(committed[name], table))[1] for name, table in first_sweeps())
+
+
+def test_runs_have_as_many_threads_as_the_committed_ones(monkeypatch):
+    before, seen = torch.get_num_threads(), []
+    for part in ("first_sweeps", "passes", "training"):
+        monkeypatch.setattr(verify, part, lambda *given: iter([seen.append(torch.get_num_threads())][:0]))
+    torch.set_num_threads(2)
+    try:
+        assert verify.main(0) == 0 and seen == [1, 1, 1]
+    finally:
+        torch.set_num_threads(before)

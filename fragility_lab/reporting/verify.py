@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from fragility_lab.experiments import agreement, e1, e2, e3, e5, outcomes, x1
 from fragility_lab.paths import OUTPUTS
@@ -110,6 +111,7 @@ def judged(name: str, pairs: pd.DataFrame) -> tuple[str, bool]:
 
 def main(seed: int) -> int:
     """Print a line per table; the status is 1 where a number is not the committed one, up to another CPU's noise."""
+    torch.set_num_threads(1)  # as many as the committed runs had: other threads add up in another order
     chosen, alike = random.Random(seed), []
     committed = read_tables(PROFILE)
     with tempfile.TemporaryDirectory() as folder:
