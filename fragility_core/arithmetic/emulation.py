@@ -46,10 +46,10 @@ class Emulation(TorchDispatchMode):
     PyTorch's type promotion holds: the result of a kernel with an fp32 operand is fp32 and is not rounded. Models
     that compute a norm or a softmax in fp32 are emulated so.
 
-    With a ``generator``, best on the model's device, results are rounded stochastically: one random realisation of the
-    format's rounding errors. Only what ``copy_`` reads from a wider tensor is rounded to nearest first, to the dtype
-    that holds the format's numbers. Batches may hold several ``copies`` of the same windows, one after another. All
-    copies then get the same random bits.
+    With a ``generator``, on whose device the bits are drawn, results are rounded stochastically: one random realisation
+    of the format's rounding errors. Only what ``copy_`` reads from a wider tensor is rounded to nearest first, to the
+    dtype that holds the format's numbers. Batches may hold several ``copies`` of the same windows, one after another.
+    All copies then get the same random bits.
     """
 
     def __init__(self, format: Format | Scheme, generator: torch.Generator | None = None):

@@ -27,8 +27,9 @@ BOTH_WAYS = 2  # readings of a pass forward and back
 MEASURED = 4  # readings by measured passes: of two models, without and with a plan
 LARGEST = 32  # windows that share a reading, or a pass
 STACK = 2**23  # bytes of a thread; each of the windows that share a reading has as many as torch computes with
-TOKENS, GPU_TOKENS = 2**11, 2**15  # that share a pass at most: more of them save no time
-CACHED = 2**25  # bytes of a CPU's cache: if the gradients of a weight take more, windows in a batch save no time either
+# Tokens that share a pass at most. On a CPU more of them save no time (`make bench`); on a GPU that was not measured.
+TOKENS, GPU_TOKENS = 2**11, 2**15
+CACHED = 2**25  # bytes, about a CPU's cache: where gradients of a weight take more, as at GPT-2's size, none is saved
 
 
 @dataclass(frozen=True)
