@@ -242,13 +242,13 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 	done; \
 	echo "No Python >= 3.11 with venv found (tried python3.12, python3.11, python3)." \
 	    "Install one, or activate an environment made from environment.yml." >&2; exit 1
-	.venv/bin/python -m pip install -c constraints.txt -e '.[lab,test]'
+	.venv/bin/python -m pip install -c constraints.txt -e '.[lab,test,gguf]'
 	@touch $@
 
 # The peers bring versions of their own, so they have an environment of their own.
 .peers/installed: pyproject.toml .venv/installed
 	.venv/bin/python -m venv .peers
-	.peers/bin/python -m pip install -c constraints.txt -e '.[lab,test,peers]'
+	.peers/bin/python -m pip install -c constraints.txt -e '.[lab,test,gguf,peers]'
 	@touch $@
 
 .PHONY: clean

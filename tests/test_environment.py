@@ -48,7 +48,7 @@ def test_conda_environment_repeats_no_dependency():
     python, pip, through_pip = yaml.safe_load((PROJECT / "environment.yml").read_text())["dependencies"]
     assert python in ("python=3.11", "python=3.12")
     assert pip == "pip"
-    assert through_pip == {"pip": ["-c constraints.txt", "-e .[lab,test]"]}
+    assert through_pip == {"pip": ["-c constraints.txt", "-e .[lab,test,gguf]"]}
 
 
 def test_this_environment_meets_the_declared_dependencies(capsys):

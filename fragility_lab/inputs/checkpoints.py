@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
 from fragility_lab.inputs import hub
+from fragility_lab.inputs.gguf_folder import converted
 from fragility_lab.paths import CHECKPOINTS
 
 EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
@@ -50,10 +51,14 @@ def located(name: str, kind: str = "model", weights: bool = False) -> str:
     known = embedded_checkpoints()
     if name in known:
         return str(CHECKPOINTS / name)
+    if os.path.isfile(name):
+        return from_gguf(name, kind, weights)
     if os.path.exists(name):
         return name
-    if name.startswith(EMBEDDED) or named_as_path(name):
-        cause = FileNotFoundError(f"there is no such folder, and the embedded checkpoints are {', '.join(known)}")
+    if name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name):
+        cause = FileNotFoundError(
+            f"there is no such folder or file, and the embedded checkpoints are {', '.join(known)}"
+        )
         raise not_found(kind, name, "MODEL", cause)
     try:
         return hub.snapshot(name, weights)
@@ -61,9 +66,20 @@ def located(name: str, kind: str = "model", weights: bool = False) -> str:
         raise not_found(kind, name, "MODEL", cause) from cause
 
 
+def from_gguf(name: str, kind: str, weights: bool) -> str:
+    """The folder to which the GGUF file ``name`` is converted. Raises ValueError for one that cannot be converted."""
+    with quiet_loading():
+        return converted(name, "tokenizer" if kind == "tokenizer" else "weights" if weights else "config")
+
+
 def named_as_path(name: str) -> bool:
     """Whether ``name`` cannot be that of a hub's repository, "name" or "owner/name"."""
     return re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", name) is None or len(name) > 96
+
+
+def named_as_file(name: str) -> bool:
+    """Whether ``name`` is that of a GGUF file, which may not be there."""
+    return name.lower().endswith(".gguf")
 
 
 def embedded_checkpoints() -> list[str]:
@@ -73,7 +89,7 @@ def embedded_checkpoints() -> list[str]:
 
 def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
     """One message for all errors that the hub libraries raise when they cannot find or reach something."""
-    local = os.path.exists(name) or name.startswith(EMBEDDED) or named_as_path(name)
+    local = os.path.exists(name) or name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name)
     where = "the folder" if local else "the model hub and this machine's cache"
     words = " ".join(str(cause).split()) or "no message"
     reason = words if isinstance(cause, hub.HubError) else f"{type(cause).__name__}: {words}"

@@ -119,7 +119,7 @@ def unmet() -> list[str]:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     missing = []
     extras = project["optional-dependencies"]
-    for line in [*project["dependencies"], *extras["lab"], *extras["test"]]:
+    for line in [*project["dependencies"], *extras["lab"], *extras["test"], *extras["gguf"]]:
         requirement = Requirement(line)
         try:
             found = importlib.metadata.version(requirement.name)

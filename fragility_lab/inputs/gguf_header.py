@@ -1,0 +1,177 @@
+"""The header of a GGUF file: its settings and the shapes and types of its tensors, read without a heavy import."""
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+# Numbers of a fixed size, by the type that stands before them; 8 is a string, 9 an array.
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+PIECE = re.compile(r"-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
+READ_BY = "pip install gguf"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF ``file`` says of its model.
+
+    ``settings`` has its metadata; of a list of strings, such as a vocabulary, only the number is kept. ``tensors`` has
+    the shape of each tensor, in the order of torch, and the name of its type, such as "Q4_K".
+    """
+
+    file: Path
+    settings: dict[str, Any]
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.settings.get("general.architecture", ""))
+
+    def own(self) -> dict[str, Any]:
+        """The settings of the architecture, without its name before them."""
+        start = f"{self.architecture}."
+        return {name.removeprefix(start): x for name, x in self.settings.items() if name.startswith(start)}
+
+
+class Reading:
+    """Reads one value after the other from the bytes of a file; raises struct.error where they end."""
+
+    def __init__(self, held: mmap.mmap):
+        self.held, self.at = held, len(MAGIC) + 4  # the version is read
+
+    def numbers(self, kinds: str) -> tuple:
+        found = struct.unpack_from(f"<{kinds}", self.held, self.at)
+        self.at += struct.calcsize(f"<{kinds}")
+        return found
+
+    def text(self) -> str:
+        start = self.skip_text()
+        return self.held[start : self.at].decode("utf-8", "replace")
+
+    def skip_text(self) -> int:
+        """Go on behind a string; returns where it starts."""
+        (length,) = self.numbers("Q")
+        start, self.at = self.at, self.at + length
+        if self.at > len(self.held):
+            raise struct.error("a string ends behind the file")
+        return start
+
+    def value(self) -> Any:
+        (kind,) = self.numbers("I")
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            return self.numbers(NUMBERS[kind])[0]
+        kind, count = self.numbers("IQ")
+        if kind == STRING:
+            for _ in range(count):
+                self.skip_text()
+            return count
+        if count > len(self.held):
+            raise struct.error("a list ends behind the file")
+        return list(self.numbers(f"{count}{NUMBERS[kind]}"))
+
+
+def read_header(file: str | Path) -> Header:
+    """The header of a GGUF ``file``.
+
+    Raises ValueError, which says what the file is and what to do, unless it is whole, of one piece, and holds a model.
+    """
+    file = Path(file)
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        require_readable(file, opened.read(8))
+        reading = Reading(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        try:
+            count, settings_count = reading.numbers("QQ")
+            settings = {reading.text(): reading.value() for _ in range(settings_count)}
+            entries = [(reading.text(), *_place(reading)) for _ in range(count)]
+        except (struct.error, KeyError, OverflowError) as cause:
+            raise cut_off(file, "its header does not end") from cause
+    types = known_types(file)
+    if strange := sorted({kind for _, _, kind, _ in entries if kind not in types}):
+        raise ValueError(
+            f"tensors of {file} must have a type that the package gguf reads, but {entries_of(entries, strange)} have "
+            f"the type number {strange[0]}, which it does not know: {READ_BY} --upgrade, or quantize the model again"
+        )
+    header = Header(file, settings, {name: (shape, types[kind][0]) for name, shape, kind, _ in entries})
+    require_whole_model(header)
+    alignment = settings.get("general.alignment", 32)
+    data = -(-reading.at // alignment) * alignment
+    for name, shape, kind, offset in entries:
+        _, block, width = types[kind]
+        if data + offset + prod(shape) // block * width > size:
+            raise cut_off(file, f"{name} ends behind its {size} bytes")
+    return header
+
+
+def _place(reading: Reading) -> tuple[tuple[int, ...], int, int]:
+    """Shape, number of the type, and offset of a tensor."""
+    (axes,) = reading.numbers("I")
+    if axes > 8:
+        raise struct.error(f"a tensor of {axes} axes")
+    shape = reading.numbers(f"{axes}Q")
+    return tuple(reversed(shape)), *reading.numbers("IQ")
+
+
+def entries_of(entries: list[tuple], kinds: list[int]) -> str:
+    return ", ".join([name for name, _, kind, _ in entries if kind in kinds][:3])
+
+
+def known_types(file: Path) -> dict[int, tuple[str, int, int]]:
+    """Name, numbers a block, and bytes a block of each type; raises ValueError without the package gguf."""
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError as cause:
+        raise ValueError(f"reading {file} needs the package gguf, which is not installed: {READ_BY}") from cause
+    return {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+
+
+def cut_off(file: Path, how: str) -> ValueError:
+    return ValueError(f"a GGUF file must be whole, but {file} is cut off or damaged ({how}): copy or download it again")
+
+
+def require_readable(file: Path, start: bytes) -> None:
+    """Raises ValueError for bytes at the ``start`` that are not those of a GGUF file of this order of bytes."""
+    if start[:4] != MAGIC:
+        raise ValueError(
+            f"MODEL= and REFERENCE_MODEL= take a folder or a GGUF file, which begins with {MAGIC.decode()}, but {file} "
+            f"begins with {start[:4]!r}: give the folder that holds the model, or a whole .gguf file"
+        )
+    version = int.from_bytes(start[4:], "little")
+    if version not in VERSIONS and int.from_bytes(start[4:], "big") in VERSIONS:
+        raise ValueError(
+            f"a GGUF file must be little-endian, but {file} is big-endian: gguf-convert-endian {file} little"
+        )
+    if version not in VERSIONS:
+        raise ValueError(
+            f"a GGUF file must have version {' or '.join(map(str, VERSIONS))}, but {file} has version {version}: "
+            "convert the model again"
+        )
+
+
+def require_whole_model(header: Header) -> None:
+    """Raises ValueError unless the file is one piece and holds a model, not a vocabulary, an adapter or the like."""
+    file, settings, piece = header.file, header.settings, PIECE.search(header.file.name)
+    pieces = settings.get("split.count", 0) or (int(piece[1]) if piece else 1)
+    if pieces > 1:
+        raise ValueError(
+            f"a GGUF file must be of one piece, but {file} is one of {pieces}: join them with "
+            "`llama-gguf-split --merge FIRST-PIECE.gguf WHOLE.gguf`"
+        )
+    if (kind := settings.get("general.type", "model")) != "model":
+        raise ValueError(
+            f"a GGUF file must hold a model, but {file} holds what it calls {kind!r}: give the model's file"
+        )
+    if not header.architecture:
+        raise ValueError(
+            f"a GGUF file must name its general.architecture, but {file} does not: convert the model again"
+        )
+    if not header.tensors:
+        raise ValueError(f"a GGUF file must hold weights, but {file} holds a vocabulary alone: give the model's file")
