@@ -11,7 +11,7 @@ from tiny import TINY, random_gpt2
 from torch import nn
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.coherence import GROUPINGS, Coherence, coherence
+from fragility_core.adjoint.coherence import GROUPS, MOST, Coherence, coherence, in_bands
 from fragility_core.adjoint.targets import Target, root_of_count
 from fragility_core.adjoint.windows import random_signs
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
@@ -116,7 +116,7 @@ def estimator():
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 1000), by=st.sampled_from([None, *GROUPINGS, ("site",), ("module", "name")]))
+@given(seed=st.integers(0, 1000), by=st.sampled_from([None, ("layer", "site"), ("site",), ("module", "name")]))
 def test_the_gram_matrix_adds_up_to_the_square_of_the_sum(estimator, seed, by, tiny_tokens):
     """However sites are grouped, all entries sum to the mean square of the summed signed contributions."""
     estimator.seed = seed
@@ -190,3 +190,17 @@ def test_seeds_are_one_a_window(estimator, tiny_tokens):
         estimator(tiny_tokens, seeds=[0, 1])
     alone = estimator(tiny_tokens[1:2], seeds=[7]).windows.predicted[0]
     assert estimator(tiny_tokens, seeds=[0, 7, 0]).windows.predicted[1] == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize(("depth", "kinds", "size"), [(2, 14, 1), (12, 12, 1), (30, 14, 3), (80, 14, 8), (5, 200, 5)])
+def test_blocks_of_deep_models_are_taken_together_in_bands(depth, kinds, size):
+    places = [(layer, f"site {kind}") for layer in range(depth) for kind in range(kinds)]
+    rows = pd.DataFrame(places, columns=["layer", "site"]).astype({"layer": "Int64"})
+    rows = pd.concat([rows, pd.DataFrame({"layer": pd.array([None], "Int64"), "site": ["head"]})])
+    found = in_bands(rows.assign(kind="kernel", place=range(len(rows))))
+    groups = found[GROUPS].drop_duplicates()
+    assert len(groups) <= MOST or size == depth
+    first = found.layer.dropna()
+    assert sorted({*first}) == [*range(0, depth, size)]
+    assert (found["last"].dropna() == (first + size - 1).clip(upper=depth - 1)).all()
+    assert found[found.site == "head"][["layer", "last"]].isna().all(axis=None)

@@ -40,7 +40,7 @@ from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
-from fragility_lab.diagnosis import needs, page
+from fragility_lab.diagnosis import causes, means, needs, page, parts, plans
 from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
@@ -254,7 +254,7 @@ def test_diagnosis_measures_what_it_predicts(found, tiny_tokens):
     exact = final_hidden(model, tiny_tokens[1:2])
     assert found.measured.mismatch[1] == pytest.approx(mismatch(final, exact).item(), rel=1e-3)
     assert len(found.drift) == 3 * 3
-    assert page.block_shares(found.contributions).index.tolist() == ["embedding", "0", "1", "2", "after"]
+    assert causes.block_shares(found.contributions).index.tolist() == ["embedding", "0", "1", "2", "after"]
 
 
 def test_a_diagnosis_of_weights_only(tiny_tokens):
@@ -296,10 +296,10 @@ def test_changed_tokens_are_a_target(tiny_tokens):
     """The page says what share of the tokens changes, for plans too, and how long greedy decoding agrees."""
     model = random_gpt2(TINY)
     found = diagnose(model, tiny_tokens, format="fp8_e4m3", target="flips", budget="2 blocks", probes=8)
-    known = page.by_window(found)
+    known = means.by_window(found)
     assert known.predicted.mean() == pytest.approx(known.measured.mean(), rel=0.6)  # 120 tokens
     assert known["predicted with plan"].mean() < known.predicted.mean() < 1
-    assert page.in_unit(found, found.prediction.windows.predicted.mean()) == pytest.approx(known.predicted.mean())
+    assert means.in_unit(found, found.prediction.windows.predicted.mean()) == pytest.approx(known.predicted.mean())
     flips = found.flips
     assert flips.horizon == tiny_tokens.shape[1] // 2 and 0 <= flips.length <= flips.horizon >= flips.measured_length
     html = page.page(found)
@@ -307,7 +307,7 @@ def test_changed_tokens_are_a_target(tiny_tokens):
     assert f"for <b>{percent(known.predicted.mean())}</b> of the tokens" in html
     mixed = diagnose(model, tiny_tokens, format="w4a16-g32", target="flips", budget="7 bits", reference="no")
     assert mixed.flips.measured_length is None and mixed.plan.predicted < mixed.prediction.windows.predicted.mean()
-    assert page.means(mixed)[1]["predicted with plan"]["mean"] < page.means(mixed)[1]["predicted"]["mean"]
+    assert means.means(mixed)[1]["predicted with plan"]["mean"] < means.means(mixed)[1]["predicted"]["mean"]
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_budget_of_bits_is_kept_and_helps(mixed):
     assert mixed.request.schemes[1].name == "w8a16-g128" and mixed.attention == "sdpa"
     assert float(mixed.plan.label.split()[0]) <= 7 and {name for _, name in mixed.plan.layers} <= {*mixed.choices.names}
     assert weights == sum(p.numel() for p in linear_weights(random_gpt2(TINY)).values())
-    assert mixed.protected.kl.mean() < mixed.measured.kl.mean() and page.helps(mixed)
+    assert mixed.protected.kl.mean() < mixed.measured.kl.mean() and means.helps(mixed)
     assert mixed.planned.mean() == pytest.approx(mixed.protected.kl.mean(), rel=0.3)
     html = page.page(mixed)
     assert "the best choice of schemes takes" in html and "Which scheme for which layer" in html and "<svg" not in html
@@ -447,7 +447,7 @@ def test_parts_in_fp32_share_the_budget_with_schemes(mixed):
     asked = {"format": "w4a16-g32", "budget": f"{size / 1e6:.6f} MB", "target": "kl", "probes": 4}
     found = diagnose(random_gpt2(TINY), tokens, **asked, keep="residual scores norms head")
     assert found.request.mixes and found.choices.stored_bytes(found.choice) <= size and found.plan.residual
-    assert found.plan.predicted < mixed.plan.predicted and page.helps(found)
+    assert found.plan.predicted < mixed.plan.predicted and means.helps(found)
     html = " ".join(page.page(found).split())
     assert "Beside the schemes the plan keeps" in html and "the residual stream" in html
     assert "Stored, the whole model takes" in html and "KEEP=&#39;residual scores norms head&#39;" in html
@@ -485,7 +485,7 @@ def test_weights_as_they_are_against_the_original(rounded_elsewhere, target, col
     found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
     assert found.measured[column].mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.1)
     assert found.protected[column].mean() == pytest.approx(found.plan.predicted, rel=0.15)
-    assert page.helps(found) and found.execution == "weights"
+    assert means.helps(found) and found.execution == "weights"
     named = found.prediction.contributions.query("c2 > 0").module.unique()
     assert {*named} == {
         p.rpartition(".")[0] for p in linear_weights(load_model("embedded", "cpu", AutoModelForCausalLM))
@@ -494,7 +494,7 @@ def test_weights_as_they_are_against_the_original(rounded_elsewhere, target, col
     assert "as they are, with those of <code>embedded</code>" in html and "these modules take what they took" in html
     assert f"REFERENCE_MODEL=embedded BUDGET={shlex.quote('2 blocks')}" in html.replace("&#39;", "'")
     names = {}
-    exec(page.snippet(request, found.plan, found.attention), names)
+    exec(plans.snippet(request, found.plan, found.attention), names)
     assert torch.equal(names["low"].model.lm_head.weight, names["original"].lm_head.weight)
     blocks = [f"{path}.attn.c_attn" for path in found.plan.modules]
     assert all(
@@ -536,17 +536,17 @@ def test_a_plan_that_did_not_help_is_not_recommended(found):
     worse = replace(found, protected=found.protected.assign(mismatch=2 * found.measured.mismatch))
     html = page.page(worse)
     assert "This plan did not help" in html and "It is shown, not recommended" in html
-    assert page.helps(found) and "did not help" not in page.page(found)
+    assert means.helps(found) and "did not help" not in page.page(found)
 
 
 def test_the_verdict_says_what_the_numbers_mean(found):
     table = found.measured.assign(kl=0.05, loss=4.1, reference_loss=4.0)
-    assert page.verdict(table).startswith(
+    assert parts.verdict(table).startswith(
         "Rounding raises the loss of 4.0000 nats a token by 0.1 (2.50%), and moves the next-token distribution by a KL "
         "divergence of 0.05 nats, 1.25% of the loss. This page calls a divergence below 0.1 nats noticeable."
     )
-    assert page.verdict(table.assign(kl=0.5)).endswith("This page calls a divergence above 0.1 nats large.")
-    assert "no finite" in page.verdict(table.assign(kl=float("nan")))
+    assert parts.verdict(table.assign(kl=0.5)).endswith("This page calls a divergence above 0.1 nats large.")
+    assert "no finite" in parts.verdict(table.assign(kl=float("nan")))
 
 
 # --- The page -----------------------------------------------------------------------------------
@@ -659,9 +659,9 @@ def test_page_of_a_plan_that_leaves_an_overflow(found):
     measured.loc[0, ["mismatch", "changed"]] = [float("nan"), 0.77]
     protected.loc[[0, 1], "mismatch"] = float("inf")
     broken = replace(found, measured=measured, protected=protected)
-    kept, means = page.means(broken)
+    kept, known = means.means(broken)
     assert kept.tolist() == [False, False, True]
-    assert {name: found["mean"] for name, found in means.items()} == page.by_window(broken).loc[2].to_dict()
+    assert {name: found["mean"] for name, found in known.items()} == means.by_window(broken).loc[2].to_dict()
     html = page.page(broken)
     assert "With the plan, <b>2 of 3 windows still overflow</b>" in html and "over the 1 window in which" in html
     assert percent(found.prediction.windows.predicted[2]) in html
@@ -680,9 +680,9 @@ def test_windows_that_overflow_without_the_plan_do_not_decide_on_the_prediction(
         found, prediction=replace(found.prediction, windows=predicted), measured=measured,
         protected=numbers.assign(mismatch=0.005), planned=predicted.predicted,
     )  # fmt: skip
-    kept, means = page.means(eight)
+    kept, known = means.means(eight)
     assert kept.tolist() == [True] * 4 + [False] * 4
-    assert bool(page.disagreement(means["predicted"], means["measured"])) is warned
+    assert bool(means.disagreement(known["predicted"], known["measured"])) is warned
 
 
 def test_a_window_that_overflows_without_the_plan_only(tiny_tokens):
@@ -692,7 +692,7 @@ def test_a_window_that_overflows_without_the_plan_only(tiny_tokens):
     tokens[:, 0] = torch.tensor([3, 4, 5])
     found = diagnose(model, tokens, format="fp16", budget="2 sites")
     assert found.plan.residual and found.prediction.windows.overflow.ne("").tolist() == [True, False, False]
-    table = page.by_window(found)
+    table = means.by_window(found)
     assert table.notna().all().to_dict() == {
         "predicted": False, "predicted with plan": False, "measured": False, "measured with plan": True,
     }  # fmt: skip
@@ -711,7 +711,7 @@ def test_snippet_runs(found):
     request = replace(ASKED, attention="eager")
     plan = Plan("bf16", ("transformer.h.3",), residual=True, scores=True)
     names = {}
-    exec(page.snippet(request, plan, "eager"), names)
+    exec(plans.snippet(request, plan, "eager"), names)
     assert names["plan"] == plan
     assert names["low"].model.transformer.h[3].mlp.c_fc.weight.dtype == torch.float32
     assert names["logits"].shape == (*names["tokens"].shape, 4096)
@@ -719,15 +719,15 @@ def test_snippet_runs(found):
 
 def test_command_says_everything_that_was_asked():
     request = replace(ASKED, model="my model", data="a'b.txt", budget="2 blocks")
-    words = dict(word.split("=", 1) for word in shlex.split(page.command(request, "embedded-custom"))[2:])
+    words = dict(word.split("=", 1) for word in shlex.split(parts.command(request, "embedded-custom"))[2:])
     assert {name: str(getattr(request, name.lower())) for name in words} == words
     assert words.keys() == {*["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "PROBES", "SEED"]}
-    assert page.command(request, "mine").endswith(" RESULTS=mine")
+    assert parts.command(request, "mine").endswith(" RESULTS=mine")
 
 
 def test_command_leaves_the_defaults_away_so_that_results_stay_in_one_place():
     """``make`` writes results of any option to another folder (outputs/PROFILE-custom)."""
-    command = page.command(replace(ASKED, model="embedded", data="embedded"), "embedded")
+    command = parts.command(replace(ASKED, model="embedded", data="embedded"), "embedded")
     assert not {"MODEL", "DATA"} & {word.partition("=")[0] for word in command.split()}
     assert command.endswith(" RESULTS=embedded")
 
@@ -747,8 +747,8 @@ def test_words_for_numbers():
         "1.5 MB",
         "1.13 TB",
     ]
-    assert page.price(Plan("bf16")) == "no extra memory, and no matrix product in fp32"
-    assert page.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")]))["mean"] == 2.0
+    assert plans.price(Plan("bf16")) == "no extra memory, and no matrix product in fp32"
+    assert means.mean_of(pd.Series([1.0, float("inf"), 3.0, float("nan")]))["mean"] == 2.0
 
 
 def test_write(found, tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import needs, streaming
 from fragility_lab.diagnosis.measure import observe_each
-from fragility_lab.diagnosis.page import command
+from fragility_lab.diagnosis.parts import command
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.hollow import load_hollow
 from fragility_lab.paths import CHECKPOINTS

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fragility_core.adjoint.estimator import Adjoint
 
-GROUPINGS = (("layer", "site", "kind"), ("layer", "site"), ("site", "kind"))  # columns of ``sites``, finest first
+GROUPS = ["layer", "last", "site", "kind"]
 MOST = 150  # groups
 LEVEL = 0.05  # probability that a pair is named if no pair acts together
 MATTERS = 0.01  # share of the squared error from which on a pair matters
@@ -99,6 +99,19 @@ def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return ratio, error
 
 
+def in_bands(rows: pd.DataFrame) -> pd.DataFrame:
+    """``rows`` of contributions whose ``layer`` is the first of a band of blocks, and ``last`` its last block.
+
+    Bands are as short as gives at most MOST groups; one holds all blocks at the most.
+    """
+    places, depth = rows.drop_duplicates("place"), int(rows.layer.max()) + 1 if rows.layer.notna().any() else 1
+    for size in range(1, depth + 1):
+        groups = places.assign(layer=places.layer // size * size, last=0)
+        if groups.groupby(GROUPS, dropna=False).ngroups <= MOST or size == depth:
+            first = rows.layer // size * size
+            return rows.assign(layer=first, last=(first + size - 1).clip(upper=depth - 1))
+
+
 def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | None = None) -> Coherence:
     """What errors of different sites do together in the passes over ``windows``, tensors of tokens (T,) or (B, T).
 
@@ -106,8 +119,9 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
     Each window has sign vectors of its own: with the same ones for all, the error of the estimate would be alike in all
     windows, and the scatter over windows would not show it.
 
-    Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, the finest of
-    GROUPINGS that has at most MOST groups. Windows whose prediction is not finite are left out. Errors are those of the
+    Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, block, site and kind.
+    Successive blocks of a deep model are one group, from ``layer`` to ``last``, so that there are at most MOST groups if
+    that can be. Windows whose prediction is not finite are left out. Errors are those of the
     low-precision pass with gradients at the "low" point and for secants; at the others kernels have the errors that
     rounding makes in the fp32 pass.
 
@@ -132,9 +146,8 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
     if not len(windows):
         raise ValueError("coherence needs a window whose prediction is finite, got none: choose a wider format")
     rows = pd.concat(tables)
-    places = rows.drop_duplicates("place")
-    fitting = (columns for columns in GROUPINGS if places.groupby([*columns], dropna=False).ngroups <= MOST)
-    by_group = rows.groupby([*(by or next(fitting, ("site",)))], dropna=False)
+    rows = rows if by else in_bands(rows)
+    by_group = rows.groupby([*(by or GROUPS)], dropna=False)
     sums = rows.signed.groupby([rows.window, rows.probe, by_group.ngroup()]).sum().unstack(fill_value=0.0)
     signed = sums.to_numpy().reshape(len(windows), adjoint.probes, -1)  # (W, P, K)
     grams = np.einsum("wpa,wpb->wab", signed, signed) / adjoint.probes

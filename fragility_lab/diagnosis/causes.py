@@ -3,7 +3,7 @@
 import pandas as pd
 from scipy import stats
 
-from fragility_core.adjoint.coherence import MATTERS, Coherence
+from fragility_core.adjoint.coherence import GROUPS, MATTERS, Coherence
 from fragility_core.protection import Contributions
 from fragility_lab.reporting.tables import number, percent
 
@@ -49,7 +49,7 @@ def interval(found: tuple[float, float], windows: int) -> str:
 def together(coherence: Coherence) -> dict[str, object]:
     """What the page says of errors that act together: ratios, the ``pairs`` that matter, and how many there are."""
     pairs, windows = coherence.pairs(), len(coherence.grams)
-    names = [named(*group) for group in coherence.groups[["layer", "site", "kind"]].itertuples(index=False)]
+    names = [named(*group) for group in coherence.groups[GROUPS].itertuples(index=False)]
     shown = pairs[pairs.matters].head(PAIRS)
     return {
         "between": interval(coherence.between(), windows),
@@ -67,6 +67,10 @@ def together(coherence: Coherence) -> dict[str, object]:
     }
 
 
-def named(layer: object, site: str, kind: str) -> str:
-    """A group of sites in words."""
-    return f"{SITE_NAMES[site]}, {kind}s" + ("" if pd.isna(layer) else f", block {layer}")
+def named(layer: object, last: object, site: str, kind: str) -> str:
+    """A group of sites in words: those of one block, of the blocks from ``layer`` to ``last``, or of none."""
+    if pd.isna(layer):
+        where = ""
+    else:
+        where = f", block {layer}" if layer == last else f", blocks {layer} to {last}"
+    return f"{SITE_NAMES[site]}, {kind}s{where}"

@@ -3,8 +3,8 @@
 import re
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,8 @@ class Forecast:
     """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device. ``together`` windows share a reading, or an estimate's pass.
+    is empty for a whole model on one device. ``together`` windows share a reading, or an estimate's pass. ``steps`` are
+    the seconds of the steps of ``run.STEPS``, by name, for a whole model.
     """
 
     seconds: float
@@ -45,6 +46,11 @@ class Forecast:
     free: int | None
     form: str = ""
     together: int = 1
+    steps: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, step: str) -> str:
+        """The seconds of a ``step`` of the work, in words; nothing where they are not known."""
+        return f", about {duration(self.steps[step])}" if step in self.steps else ""
 
     @property
     def fits(self) -> bool:

@@ -1,27 +1,27 @@
-"""The work: predict every window, make a plan, and measure with and without it if memory allows a reference."""
+"""The work: steps that each fill in a part of the diagnosis. One that fails leaves the others as they are."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from fragility_core import adjoint
-from fragility_core.adjoint.coherence import Coherence, coherence
+from fragility_core.adjoint.coherence import coherence
 from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.models.hollow import is_hollow
-from fragility_core.protection import Contributions, Plan, apply
+from fragility_core.protection import Contributions, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers
 from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis import flips
-from fragility_lab.diagnosis.flips import Flips
-from fragility_lab.diagnosis.growth import Growth, growth
+from fragility_lab.diagnosis.found import Diagnosis, Failure
+from fragility_lab.diagnosis.growth import growth
 from fragility_lab.diagnosis.measure import Ranges, compare, each, numbered, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.request import Request
@@ -30,113 +30,166 @@ from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import progress
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """The result of a diagnosis. Its tables have one row per window unless stated otherwise.
+class Work:
+    """What the steps of a diagnosis share: the models, the windows, and what is ``found`` so far."""
 
-    ``prediction`` is for the model without a plan. ``contributions`` says what each unit contributes to it; it is None,
-    like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
-    reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
-    ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
-    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
-    ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
-    form ``flips`` predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
-    ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
-    implementation that ran.
-    """
+    def __init__(self, request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast, found: Diagnosis):
+        self.request, self.loaded, self.model = request, loaded, loaded.model
+        self.tokens, self.expected, self.found = tokens, expected, found
+        self.groups = tokens.split(expected.together)
+        self.whole = not is_hollow(self.model)
+        # of whole models no pass is shared, and outputs need memory
+        self.measured_groups = tokens.split(1) if self.whole else self.groups
+        found.attention = attention_of(self.model) or "its own"
+        found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
 
-    request: Request
-    execution: str
-    prediction: adjoint.Prediction
-    ranges: pd.DataFrame
-    seconds: float
-    contributions: Contributions | None = None
-    plan: Plan | None = None
-    measured: pd.DataFrame | None = None
-    drift: pd.DataFrame | None = None
-    protected: pd.DataFrame | None = None
-    protected_drift: pd.DataFrame | None = None
-    changed_experts: float | None = None
-    planned: pd.Series | None = None
-    choices: Choices | None = None
-    choice: Choice | None = None
-    attention: str = ""
-    flips: Flips | None = None
-    coherence: Coherence | None = None
-    growth: Growth | None = None
+    @cached_property
+    def low(self) -> LowPrecision:
+        """The model in low precision without a plan. For a mix of schemes all layers have the smallest one."""
+        if self.loaded.rounded is not None:
+            return as_given(self.loaded.rounded)
+        request = self.request
+        recipe = request.schemes[0] if request.mixes else get_recipe(request.format)
+        execution = "auto" if request.mixes else request.execution
+        return lower(self.model, calibrated(self.model, recipe, self.tokens), execution)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the prediction of a window is finite."""
+        return bool(self.found.prediction.windows.overflow.eq("").any())
 
 
-def diagnose(request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast) -> Diagnosis:
-    """The diagnosis that ``request`` asks for, over ``tokens`` (B, T). Shows progress.
+def predict_windows(work: Work) -> None:
+    """Predict every window without a plan, and what each unit contributes."""
+    found, request = work.found, work.request
+    found.execution = work.low.execution
+    found.prediction = predict(work.low, work.model, work.groups, request.probes, request.measured_in)
+    if work.finite:
+        found.contributions = Contributions(work.model, found.prediction)
 
-    Raises ValueError for a budget larger than the model.
-    """
-    start = time.perf_counter()
-    model = loaded.model
-    recipe, execution = get_recipe(request.format), request.execution
-    if request.mixes:  # without a plan all layers have the smallest scheme
-        recipe, execution = request.schemes[0], "auto"
-    if loaded.rounded is None:
-        low = lower(model, calibrated(model, recipe, tokens), execution)
-    else:
-        low = as_given(loaded.rounded)
-    groups = tokens.split(expected.together)
-    measured_groups = groups if is_hollow(model) else tokens.split(1)  # no pass is shared, and outputs need memory
-    prediction = predict(low, model, groups, request.probes, request.measured_in)
-    contributions, plan, planned, choices, choice = None, None, None, None, None
-    if prediction.windows.overflow.eq("").any():
-        contributions = Contributions(model, prediction)
-        if request.mixes:
-            keep = [site for site in request.kept if site in contributions.structure.sites]  # the page names others
-            choices = chosen_from(request, model, groups, prediction, keep)
-            choice = mixed_choice(request, choices)
-            plan, planned = choices.plan(choice), pd.Series(choices.predict(choice), index=choices.windows)
-        else:
-            plan = contributions.plan(*request.parsed_budget)
-            planned = contributions.predict(plan).set_index("window").predicted
-    ranges = Ranges(low)
-    referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
-    measured = drift = protected = protected_drift = changed = None
+
+def measure_windows(work: Work) -> None:
+    """Measure every window without a plan; without a reference only what leaves the range."""
+    found, low, ranges = work.found, work.low, Ranges(work.low)
+    found.execution = low.execution
     with ranges.counting():
-        if referenced:
-            measured, drift = measure(low, model, measured_groups, "without the plan")
+        if found.referenced:
+            found.measured, found.drift = measure(low, work.model, work.measured_groups, "without the plan")
         else:
-            for windows in progress(measured_groups, desc="low-precision passes"):
+            for windows in progress(work.measured_groups, desc="low-precision passes"):
                 observe_each(low.model, windows, low)
-    if referenced and plan is not None:
-        if loaded.rounded is None:
-            kept = apply(model, plan, execution, tokens if needs_calibration(plan.recipe) else None)
-        else:
-            kept = protect(as_given(sharing_copy(loaded.rounded)), model, plan)
-        protected, protected_drift = measure(kept, model, measured_groups, "with the plan")
-    if referenced and prediction.contributions.site.eq("router").any():
-        windows = progress(measured_groups, desc="comparing choices of experts")
-        compared = (each(partial(changed_choices, low, model), group, model, low) for group in windows)
-        found = torch.cat([changes.flatten() for group in compared for changes in group])
-        changed = float(found.float().mean()) if len(found) else None  # routers may take all experts
-    whole = not is_hollow(model)
-    choosing = flips.find(low, model, tokens, prediction, request.probes, referenced) if whole else None
-    secants = whole and referenced and secants_fit(request, model)
-    together = errors_together(low, model, groups, request, secants) if contributions is not None else None
-    grown = growth(low, model, tokens, measured, request.measured_in) if whole and referenced else None
-    return Diagnosis(
-        request, low.execution, prediction, ranges.table(model), time.perf_counter() - start, contributions, plan,
-        measured, drift, protected, protected_drift, changed, planned, choices, choice,
-        attention_of(model) or "its own", choosing, together, grown,
+    found.ranges = ranges.table(work.model)
+
+
+def choose_plan(work: Work) -> None:
+    """Make the plan for the budget, and predict it."""
+    found, request = work.found, work.request
+    if request.mixes:
+        keep = [site for site in request.kept if site in found.contributions.structure.sites]  # the page names others
+        choices = chosen_from(request, work.model, work.groups, found.prediction, keep)
+        found.choices, found.choice = choices, mixed_choice(request, choices)
+        found.planned = pd.Series(choices.predict(found.choice), index=choices.windows)
+        found.plan = choices.plan(found.choice)
+    else:
+        plan = found.contributions.plan(*request.parsed_budget)
+        found.planned = found.contributions.predict(plan).set_index("window").predicted
+        found.plan = plan
+
+
+def measure_plan(work: Work) -> None:
+    """Measure every window with the plan."""
+    found, model, tokens = work.found, work.model, work.tokens
+    if work.loaded.rounded is None:
+        kept = apply(
+            model, found.plan, work.request.execution, tokens if needs_calibration(found.plan.recipe) else None
+        )
+    else:
+        kept = protect(as_given(sharing_copy(work.loaded.rounded)), model, found.plan)
+    found.protected, found.protected_drift = measure(kept, model, work.measured_groups, "with the plan")
+
+
+def compare_experts(work: Work) -> None:
+    """Count the choices of experts that rounding changes."""
+    windows = progress(work.measured_groups, desc="comparing choices of experts")
+    compared = (each(partial(changed_choices, work.low, work.model), group, work.model, work.low) for group in windows)
+    changes = torch.cat([changes.flatten() for group in compared for changes in group])
+    work.found.changed_experts = float(changes.float().mean()) if len(changes) else None  # routers may take all experts
+
+
+def choose_tokens(work: Work) -> None:
+    """Predict changed choices, and decode."""
+    found = work.found
+    found.flips = flips.find(
+        work.low, work.model, work.tokens, found.prediction, work.request.probes, found.referenced
     )  # fmt: skip
 
 
-def errors_together(
-    low: LowPrecision, model, groups: Sequence[Tensor], request: Request, secants: bool
-) -> Coherence:  # fmt: skip
-    """Which errors of the low-precision passes over the windows of ``groups`` act together.
+def add_up_signs(work: Work) -> None:
+    """Say which errors act together; with secant slopes, where memory allows, up to the measured error."""
+    secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
+    options = {"target": work.request.measured_in, "gradients": "secant" if secants else "low"}
+    estimator = adjoint.Adjoint(work.low, work.model, work.request.probes, batch=len(work.groups[0]), **options)
+    work.found.coherence = coherence(estimator, progress(work.groups, desc="errors that act together"))
 
-    With ``secants`` the contributions add up to the measured error; else it takes as long as an estimate.
+
+def halve_errors(work: Work) -> None:
+    """Say whether the error grows in proportion."""
+    found = work.found
+    found.growth = growth(work.low, work.model, work.tokens, found.measured, work.request.measured_in)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the work by its ``name``: what it is ``doing``, and what ``run`` does.
+
+    It ``needs`` these fields of the diagnosis to be known, and is done where it is ``asked`` for.
     """
-    gradients = "secant" if secants else "low"
-    options = {"target": request.measured_in, "gradients": gradients, "batch": len(groups[0])}
-    estimator = adjoint.Adjoint(low, model, request.probes, **options)
-    return coherence(estimator, progress(groups, desc="errors that act together"))
+
+    name: str
+    doing: str
+    run: Callable[[Work], None]
+    needs: tuple[str, ...] = ()
+    asked: Callable[[Work], bool] = lambda work: True
+
+
+STEPS = (
+    Step("prediction", "predicting", predict_windows),
+    Step("measurement", "measuring", measure_windows),
+    Step("plan", "choosing a plan", choose_plan, ("contributions",)),
+    Step("plan measured", "measuring the plan", measure_plan, ("plan",), lambda work: work.found.referenced),
+    Step(
+        "experts", "comparing choices of experts", compare_experts, ("prediction",),
+        lambda work: work.found.referenced and work.found.chooses_experts,
+    ),
+    Step("choices", "predicting changed choices", choose_tokens, ("prediction",), lambda work: work.whole),
+    Step("together", "finding errors that act together", add_up_signs, ("contributions",)),
+    Step("growth", "halving every error", halve_errors, ("measured",), lambda work: work.whole),
+)  # fmt: skip
+
+
+def diagnose(
+    request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast,
+    report: Callable[[Diagnosis], object] | None = None,
+) -> Diagnosis:  # fmt: skip
+    """The diagnosis that ``request`` asks for, over ``tokens`` (B, T). Shows progress.
+
+    ``report`` is called with the diagnosis so far after each step. A step that fails is in ``Diagnosis.failed``; steps
+    that need what it gives are left out, and all others run.
+    """
+    start, found = time.perf_counter(), Diagnosis(request, pending=[step.name for step in STEPS])
+    work = Work(request, loaded, tokens, expected, found)
+    for number, step in enumerate(STEPS, 1):
+        if all(getattr(found, name) is not None for name in step.needs) and step.asked(work):
+            print(f"step {number} of {len(STEPS)}: {step.doing}{expected.of(step.name)}", flush=True)
+            try:
+                step.run(work)
+            except Exception as error:  # whatever it is, the page tells it, and has all else
+                found.failed[step.name] = Failure.of(step.doing, error)
+        found.pending.remove(step.name)
+        found.seconds = time.perf_counter() - start
+        if report is not None:
+            report(found)
+    return found
 
 
 def chosen_from(

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+from fragility_lab.reporting.html import data_uri
 from fragility_lab.running.files import write_whole
 
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
@@ -62,6 +63,13 @@ def png(axes: Axes) -> bytes:
     buffer = BytesIO()
     axes.get_figure().savefig(buffer, dpi=PNG_DPI, pil_kwargs={"compress_level": 1})
     return buffer.getvalue()
+
+
+def uri(axes: Axes) -> str:
+    """The figure of ``axes`` as an address that holds it; it is closed."""
+    image = png(axes)
+    plt.close(axes.get_figure())
+    return data_uri(image)
 
 
 def canvas(width: float = 5.6, height: float = 4.0) -> Axes:

@@ -31,7 +31,8 @@ from fragility_lab.running.files import write_whole
 from fragility_lab.running.provenance import ASKED
 
 SMOKE = "smoke"
-REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWorkersError")  # errors that say what to do
+# errors that say what to do
+REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWorkersError", "IncompleteError")
 
 
 class Terminated(KeyboardInterrupt):

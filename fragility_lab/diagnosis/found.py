@@ -1,0 +1,91 @@
+"""What a diagnosis has found, and what of it failed."""
+
+import traceback
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from fragility_core import adjoint
+from fragility_core.adjoint.coherence import Coherence
+from fragility_core.protection import Contributions, Plan
+from fragility_core.protection.bits import Choice, Choices
+from fragility_lab.diagnosis.flips import Flips
+from fragility_lab.diagnosis.growth import Growth
+from fragility_lab.diagnosis.request import Request
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``what`` failed, a step of the work or a part of the page, with its ``error`` in a line and the trace."""
+
+    what: str
+    error: str
+    trace: str
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> "Failure":
+        """The failure of ``what`` by ``error``."""
+        words = " ".join(str(error).split())
+        return cls(what, f"{type(error).__name__}: {words}".rstrip(": "), "".join(traceback.format_exception(error)))
+
+
+class IncompleteError(RuntimeError):
+    """Raised after the page is written, where parts of it failed."""
+
+
+@dataclass
+class Diagnosis:
+    """The result of a diagnosis, as far as its steps have come.
+
+    Its tables have one row per window unless stated otherwise.
+
+    ``failed`` has the steps that failed, by name, ``pending`` the names of those to come. What a step did not get to is
+    None.
+
+    ``prediction`` is for the model without a plan. ``contributions`` says what each unit contributes to it; it is None,
+    like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
+    reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
+    ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
+    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
+    ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
+    form ``flips`` predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
+    ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
+    implementation that ran, ``referenced`` says whether fp32 passes are measured, and ``seconds`` is the time so far.
+    """
+
+    request: Request
+    execution: str = ""
+    attention: str = ""
+    referenced: bool = False
+    seconds: float = 0.0
+    failed: dict[str, Failure] = field(default_factory=dict)
+    pending: list[str] = field(default_factory=list)
+    prediction: adjoint.Prediction | None = None
+    ranges: pd.DataFrame | None = None
+    contributions: Contributions | None = None
+    plan: Plan | None = None
+    planned: pd.Series | None = None
+    choices: Choices | None = None
+    choice: Choice | None = None
+    measured: pd.DataFrame | None = None
+    drift: pd.DataFrame | None = None
+    protected: pd.DataFrame | None = None
+    protected_drift: pd.DataFrame | None = None
+    changed_experts: float | None = None
+    flips: Flips | None = None
+    coherence: Coherence | None = None
+    growth: Growth | None = None
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether the model is known to choose experts."""
+        return self.prediction is not None and bool(self.prediction.contributions.site.eq("router").any())
+
+    def require_complete(self) -> None:
+        """Raises IncompleteError, which names them, if steps or parts of the page failed."""
+        if self.failed:
+            told = "; ".join(f"{failure.what} ({failure.error})" for failure in self.failed.values())
+            raise IncompleteError(
+                f"a diagnosis must have all its parts, but of {self.request.model!r} these failed: {told}. "
+                "The page has all others, and beside each failure what a report of it needs"
+            )

@@ -1,0 +1,109 @@
+"""Predicted and measured errors by window, and their means, in the unit of a diagnosis's target."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.reporting.tables import number, percent
+from fragility_lab.reporting.verdicts import student
+
+TOLERATED = 1.1  # ratio of predicted to measured mismatch
+# By target: what it is, the column of ``measure.compare`` that measures it, and where the first order ends.
+TARGETS = {
+    "hidden": ("mismatch ‖X̃ − X‖ / ‖X‖ of the final hidden state", "mismatch", 0.2),
+    "kl": ("KL divergence from the fp32 next-token distribution, in nats a token", "kl", 0.4),
+    "logprob": ("root mean square change of the log probability of the text's next token, in nats", "logprob", 1.0),
+    "flips": ("share of the tokens whose most probable next token changes", "changed", 1.0),
+}
+
+
+def mean_of(values: pd.Series) -> dict[str, float]:
+    """The mean of the finite ``values``, one per window, and its 95 % interval from ``low`` to ``high``."""
+    finite = values[np.isfinite(values)]
+    low, high = student(finite)
+    return {"mean": finite.mean(), "low": low, "high": high}
+
+
+def nats(x: float) -> str:
+    """A number of nats."""
+    return number(x, ".3g")
+
+
+def estimate(found: dict[str, float], write: Callable[[float], str] = percent) -> str:
+    """The mean of ``mean_of`` with its interval, each as ``write`` writes it."""
+    interval = "" if np.isnan(found["low"]) else f" ({write(found['low'])} to {write(found['high'])})"
+    return write(found["mean"]) + interval
+
+
+def by_window(diagnosis: Diagnosis) -> pd.DataFrame:
+    """The predicted and the measured error of every window, without and with the plan, as far as they are known."""
+    column, flips = TARGETS[diagnosis.request.measured_in][1], diagnosis.flips
+    known, planned = {}, diagnosis.planned
+    if diagnosis.prediction is not None:
+        known["predicted"] = diagnosis.prediction.windows.set_index("window").predicted
+        if column == "changed":
+            changed = pd.Series(dtype=float) if flips is None else flips.changed()
+            known["predicted"] = changed.reindex(known["predicted"].index)
+            planned = None if flips is None else flips.with_plan(diagnosis.prediction, planned)
+    if diagnosis.measured is not None:
+        known["measured"] = diagnosis.measured.set_index("window")[column]
+    if planned is not None:
+        known["predicted with plan"] = planned
+        if diagnosis.protected is not None:
+            known["measured with plan"] = diagnosis.protected.set_index("window")[column]
+    return pd.DataFrame(known)
+
+
+def means(diagnosis: Diagnosis) -> tuple[pd.Series, dict[str, dict]]:
+    """Which windows are compared, and the means of the columns of ``by_window`` over them.
+
+    A window is compared if all its known mismatches are finite. Without a plan no prediction is finite, and only the
+    measurement counts. If no window can be compared, each mean is over the windows in which its column is finite.
+    """
+    known = by_window(diagnosis)
+    compared = known if diagnosis.plan is not None else known.drop(columns="predicted", errors="ignore")
+    kept = np.isfinite(compared).all(axis=1)
+    return kept, {name: mean_of(values[kept] if kept.any() else values) for name, values in known.items()}
+
+
+def writer(request: Request) -> Callable[[float], str]:
+    """What writes a number of the target's unit."""
+    return percent if TARGETS[request.measured_in][1] in ("mismatch", "changed") else nats
+
+
+def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
+    """A mean prediction in the unit of the page: for the target "flips" the share of changed tokens."""
+    if diagnosis.request.measured_in != "flips":
+        return predicted
+    return diagnosis.flips.changed(predicted / diagnosis.prediction.windows.predicted.mean()).mean()
+
+
+def helps(diagnosis: Diagnosis) -> bool | None:
+    """Whether the measured error is smaller with the plan, mean over windows; None if it was not measured."""
+    if diagnosis.protected is None or diagnosis.measured is None:
+        return None
+    column = TARGETS[diagnosis.request.measured_in][1]
+    tables = diagnosis.measured, diagnosis.protected
+    without, with_plan = (table[column].replace(np.inf, np.nan).mean() for table in tables)
+    return bool(with_plan < without)
+
+
+def disagreement(predicted: dict[str, float], measured: dict[str, float]) -> float | None:
+    """The ratio of predicted to measured mean, if it is not within TOLERATED of 1 and their intervals are apart."""
+    apart = predicted["low"] > measured["high"] or predicted["high"] < measured["low"]
+    ratio = predicted["mean"] / measured["mean"] if measured["mean"] > 0 else 1.0
+    return ratio if apart and not 1 / TOLERATED < ratio < TOLERATED else None
+
+
+def agreement(mismatches: pd.DataFrame) -> pd.DataFrame:
+    """The columns of ``by_window`` as rows (predicted, measured, plan), where both are finite."""
+    names, pairs = ["predicted", "measured"], []
+    for plan, suffix in (("none", ""), ("recommended", " with plan")):
+        if f"measured{suffix}" in mismatches:
+            pair = mismatches[[name + suffix for name in names]]
+            pairs.append(pair.set_axis(names, axis=1).assign(plan=plan))
+    rows = pd.concat(pairs, ignore_index=True)
+    return rows[np.isfinite(rows[["predicted", "measured"]]).all(axis=1)]

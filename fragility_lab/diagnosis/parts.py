@@ -1,0 +1,174 @@
+"""What the parts of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
+
+import shlex
+
+import numpy as np
+import pandas as pd
+import torch
+import transformers
+
+from fragility_core.arithmetic.recipes import get_recipe
+from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, largest, shares, together
+from fragility_lab.diagnosis.explore import explorer
+from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.means import (
+    TARGETS,
+    agreement,
+    by_window,
+    disagreement,
+    estimate,
+    helps,
+    mean_of,
+    means,
+    nats,
+)
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.inputs.checkpoints import EMBEDDED
+from fragility_lab.reporting import figures_diagnosis
+from fragility_lab.reporting.figures import uri
+from fragility_lab.reporting.tables import duration, number
+
+MANY = 24  # bars and rows that a page shows
+# What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
+MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}
+
+
+def verdict(measured: pd.DataFrame) -> str:
+    """What rounding does to the model, in words, from rows of ``measure.compare``."""
+    kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
+    if not np.isfinite([kl, loss, exact]).all():
+        return "The low-precision pass gives no finite probabilities."
+    limit, word = next((limit, word) for limit, word in MEANING.items() if kl < limit)
+    meaning = f"above {max(x for x in MEANING if np.isfinite(x)):g}" if np.isinf(limit) else f"below {limit:g}"
+    change = f"{'raises' if loss > exact else 'lowers'} the loss of {exact:.4f} nats a token by {abs(loss - exact):.2g}"
+    return (
+        f"Rounding {change} ({abs(loss / exact - 1):.2%}), and moves the next-token distribution by a KL divergence of "
+        f"{nats(kl)} nats, {kl / exact:.2%} of the loss. This page calls a divergence {meaning} nats {word}."
+    )
+
+
+def command(request: Request, results: str) -> str:
+    """The shell command that makes this page again, in the folder ``results`` under outputs."""
+    given = [name for name in ("model", "data") if getattr(request, name) != EMBEDDED]
+    given += ["reference_model"] if request.reference_model else ["format"]
+    values = [*given, "budget", "windows", "length", "attention", "probes", "seed"]
+    values += ["target"] * (request.target != "hidden") + ["keep"] * bool(request.keep)
+    words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
+    words += ["WEIGHTS_ONLY=yes"] * request.weights_only
+    words += [
+        f"{name.upper()}={getattr(request, name)}" for name in ("reference", "form") if getattr(request, name) != "auto"
+    ]
+    words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + "-custom")  # that of the Makefile
+    return " ".join(["make diagnose", *words])
+
+
+def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
+    """What rounding does to the tokens, without and with the plan: rows of ``measure.compare`` as texts."""
+    plans, rows = {"none": measured, "recommended": protected}, []
+    for name, table in plans.items():
+        if table is not None:
+            means = [
+                estimate(mean_of(table.mismatch)),
+                estimate(mean_of(table.changed)),
+                number(table.kl.mean(), ".2e"),
+            ]
+            rows.append([name, *means, number(table.largest_kl.max(), ".2e"), number(table.loss.mean(), ".4f")])
+    return [*rows, ["fp32", "0", "0", "0", "0", number(measured.reference_loss.mean(), ".4f")]]
+
+
+def pictures(diagnosis: Diagnosis) -> dict[str, str]:
+    """The page's figures by name; a figure without data is absent."""
+    found, contributions = {}, diagnosis.contributions
+    if contributions is not None:
+        by_site = shares(contributions, "site")
+        by_site = by_site.rename(SITE_NAMES)[by_site.to_numpy() > 1e-4]
+        found["sites"] = uri(figures_diagnosis.shares(by_site, "rounded in"))
+        found["blocks"] = uri(figures_diagnosis.shares(block_shares(contributions).head(4 * MANY), "block"))
+    if diagnosis.drift is not None:
+        named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
+        curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
+        found["drift"] = uri(figures_diagnosis.drift(curves[curves.error.notna()]))
+        points = agreement(by_window(diagnosis))
+        if len(points):
+            target = TARGETS[diagnosis.request.measured_in][1]
+            found["windows"] = uri(figures_diagnosis.windows(points, target))
+    return found
+
+
+def common(diagnosis: Diagnosis, results: str) -> dict:
+    """What all parts of the page take, for the folder ``results`` under outputs."""
+    request, recipe = diagnosis.request, get_recipe(diagnosis.request.format)
+    kept, found = means(diagnosis)
+    measured, protected = (
+        None if table is None else table[kept.to_numpy()] for table in (diagnosis.measured, diagnosis.protected)
+    )
+    return {
+        "request": request,
+        "format": request.described,
+        "found": diagnosis,
+        "plan": diagnosis.plan,
+        "stored": recipe.kernels.name,
+        "operands": recipe.linear.inputs.name if recipe.linear.inputs else None,
+        "quantity": TARGETS[request.measured_in][0],
+        "kept": int(kept.sum()),
+        "means": found,
+        "measured": measured,
+        "protected": protected,
+        "results": results,
+    }
+
+
+def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
+    """What the summary says."""
+    measured, found, limit = known["measured"], known["means"], TARGETS[diagnosis.request.measured_in][2]
+    measures = measured is not None and len(measured) > 0
+    best = found.get("measured", found.get("predicted"))
+    windows = None if diagnosis.prediction is None else diagnosis.prediction.windows
+    both = measures and "predicted" in found
+    still = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
+    return {
+        "verdict": verdict(measured) if measures else "",
+        "overflowing": [] if windows is None else windows[windows.overflow != ""],
+        "still_overflowing": still,
+        "effects": effects(measured, known["protected"]) if measures else [],
+        "schemes": diagnosis.choices is not None,
+        "helps": helps(diagnosis),
+        "large": best is not None and best["mean"] > limit,
+        "disagreement": disagreement(found["predicted"], best) if both else None,
+    }
+
+
+def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
+    """What rounding does to the tokens."""
+    return {"effects": effects(known["measured"], known["protected"])}
+
+
+def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
+    """Where the error comes from."""
+    return {"images": pictures(diagnosis), "modules": largest(diagnosis.contributions)}
+
+
+def of_signs(diagnosis: Diagnosis, known: dict) -> dict:
+    """Which errors act together."""
+    return {"together": together(diagnosis.coherence)}
+
+
+def of_range(diagnosis: Diagnosis, known: dict) -> dict:
+    """What leaves the range of the format."""
+    ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
+    return {"ranges": ranges.to_numpy().tolist(), "predicts": diagnosis.contributions is not None}
+
+
+def of_explorer(diagnosis: Diagnosis, known: dict) -> dict:
+    """The explorer of plans."""
+    return {"explorer": explorer(diagnosis)}
+
+
+def of_run(diagnosis: Diagnosis, known: dict) -> dict:
+    """How the page was made."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return {
+        "command": command(diagnosis.request, known["results"]),
+        "seconds": duration(diagnosis.seconds),
+        "versions": versions,
+    }

@@ -1,0 +1,121 @@
+"""What a page says of the plan: its parts, its price, the code that applies it, and what other budgets give."""
+
+import json
+from collections.abc import Callable
+
+from fragility_core.arithmetic.recipes import GIVEN
+from fragility_core.models.tree import within
+from fragility_core.protection import Contributions, Plan
+from fragility_core.protection.bits import Choices
+from fragility_lab import paths
+from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.means import TARGETS, helps, in_unit, writer
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.reporting import figures_diagnosis
+from fragility_lab.reporting.figures import uri
+from fragility_lab.reporting.tables import percent, quantity
+
+MANY = 24  # layers of a scheme that a page names
+
+
+def price(plan: Plan) -> str:
+    """What ``plan`` costs, in words."""
+    if plan.format == GIVEN:
+        return "these modules take what they took before they were quantized"
+    parts = [
+        (plan.parameter_bytes, "B", " more for parameters"),
+        (plan.activation_bytes, "B", " more per token for the residual stream"),
+        (plan.flops, "FLOP", f" per token in fp32 instead of {plan.format}"),
+    ]
+    named = [quantity(count, unit) + what for count, unit, what in parts if count]
+    return ", ".join(named) or "no extra memory, and no matrix product in fp32"
+
+
+def snippet(request: Request, plan: Plan, attention: str) -> str:
+    """Python that applies ``plan``."""
+    kept = [f'"{plan.format}"']
+    if plan.layers:
+        kept.append("layers=(\n" + "".join(f'    ("{path}", "{name}"),\n' for path, name in plan.layers) + ")")
+    if plan.modules:
+        kept.append("modules=(\n" + "".join(f'    "{path}",\n' for path in plan.modules) + ")")
+    kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
+    execution = ', "weights"' * (request.weights_only and not request.mixes)
+    attention = f'\nmodel.set_attn_implementation("{attention}")' if attention == "eager" else ""
+    name = "snippet_given.txt" if request.reference_model else "snippet.txt"
+    text = (paths.ASSETS / "diagnosis" / name).read_text(encoding="utf-8").rstrip()
+    names = {"model": json.dumps(request.model), "original": json.dumps(request.reference_model)}
+    return text.format(**names, attention=attention, plan=", ".join(kept), execution=execution)
+
+
+def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
+    """How many layers and weights have each scheme, and which layers, smallest scheme first."""
+    given, rows = dict(plan.layers), []
+    given |= {path: "fp32" for group in choices.groups for path in group if any(within(path, m) for m in plan.modules)}
+    for name in choices.names:
+        groups = [i for i, group in enumerate(choices.groups) if given.get(group[0], choices.kernels) == name]
+        paths = [path for i in groups for path in choices.groups[i]]
+        share = choices.bits[groups, -1].sum() / choices.bits[:, -1].sum()
+        shown = ", ".join(paths[:MANY]) + (f" and {len(paths) - MANY} more" if len(paths) > MANY else "")
+        rows.append([name, str(len(paths)), percent(share), shown or "none"])
+    return rows
+
+
+def kept_parts(plan: Plan, choices: Choices) -> list[str]:
+    """What ``plan`` keeps in fp32 but for linear layers."""
+    layers = {path for group in choices.groups for path in group}
+    streams = ["the residual stream"] * plan.residual + ["attention scores"] * plan.scores
+    return streams + [path for path in plan.modules if path not in layers]
+
+
+def budgets(choices: Choices, write: Callable[[float], str]) -> list[list[str]]:
+    """The best prediction for budgets of bits, without another pass."""
+    return [[f"{row.bits:.2f}", write(row.predicted)] for row in choices.curve(9).itertuples()]
+
+
+def alternatives(contributions: Contributions, write: Callable[[float], str] = percent) -> list[list[str]]:
+    """What other budgets give: nothing, the first sites and the first blocks. No pass is run for them."""
+    structure = contributions.structure
+    budgets = [(count, "sites") for count in range(1, min(3, len(structure.sites)) + 1)]
+    budgets += [(count, "blocks") for count in (1, 2, 4) if count <= len(structure.blocks)]
+    rows = []
+    for plan in (contributions.keep(), *(contributions.plan(*budget) for budget in budgets)):
+        memory = [quantity(plan.parameter_bytes), quantity(plan.activation_bytes)]
+        costs = [] if plan.format == GIVEN else [*memory, quantity(plan.flops, "FLOP")]
+        rows.append([plan.label, write(plan.predicted), *costs])
+    return rows
+
+
+def budgets_figure(diagnosis: Diagnosis) -> str:
+    """The figure of all budgets for schemes."""
+    target, bits = TARGETS[diagnosis.request.measured_in][1], diagnosis.choices.curve()
+    bits = bits.assign(predicted=[in_unit(diagnosis, x) for x in bits.predicted])
+    measured = None if diagnosis.protected is None else diagnosis.protected[target].mean()
+    predicted = in_unit(diagnosis, diagnosis.plan.predicted)
+    label = float(diagnosis.plan.label.split()[0])
+    return uri(figures_diagnosis.budgets(bits, label, predicted, measured, target))
+
+
+def of_plan(diagnosis: Diagnosis, known: dict) -> dict:
+    """The plan, its price, and what other budgets give."""
+    request, plan, choices = diagnosis.request, diagnosis.plan, diagnosis.choices
+
+    def write(predicted: float) -> str:
+        return writer(request)(in_unit(diagnosis, predicted))
+
+    return {
+        "helps": helps(diagnosis),
+        "price": price(plan),
+        "snippet": snippet(request, plan, diagnosis.attention),
+        "alternatives": alternatives(diagnosis.contributions, write),
+        "absent": [site for site in request.kept if site not in diagnosis.contributions.structure.sites],
+        "schemes": [] if choices is None else schemes_of(plan, choices),
+        "kept_parts": [] if choices is None else kept_parts(plan, choices),
+        "stored_size": None if choices is None else quantity(choices.stored_bytes(diagnosis.choice)),
+        "budgets": [] if choices is None else budgets(choices, write),
+        "images": {} if choices is None else {"budgets": budgets_figure(diagnosis)},
+    }
+
+
+def title_of_plan(diagnosis: Diagnosis) -> str:
+    """The title of the part about the plan."""
+    return "Which scheme for which layer" if diagnosis.request.mixes else "What to keep in fp32"
