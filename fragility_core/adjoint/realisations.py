@@ -55,7 +55,7 @@ class RandomSigns:
     def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
         weighted = leaves.weighted(path, leaves.tensors[path].detach().float())(torch.ones_like(leaf)[None])
-        error = torch.cat([piece.flatten(1) for piece in map(Tensor.clone, weighted)], 1)  # pieces share their memory
+        error = torch.cat([piece.clone().view(-1) for piece in weighted])  # pieces share their memory
         return leaf + with_random_signs(error, self.generator).view_as(leaf)
 
 

@@ -50,14 +50,15 @@ class Diagnosis:
     ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
     form ``flips`` predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
-    implementation that ran, ``referenced`` says whether fp32 passes are measured, and ``seconds`` is the time so far.
+    implementation that ran, ``referenced`` says whether fp32 passes are measured, and ``seconds`` has the time of each
+    step.
     """
 
     request: Request
     execution: str = ""
     attention: str = ""
     referenced: bool = False
-    seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
     prediction: adjoint.Prediction | None = None

@@ -169,6 +169,6 @@ def of_run(diagnosis: Diagnosis, known: dict) -> dict:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return {
         "command": command(diagnosis.request, known["results"]),
-        "seconds": duration(diagnosis.seconds),
+        "seconds": duration(sum(diagnosis.seconds.values())),
         "versions": versions,
     }

@@ -176,17 +176,18 @@ def diagnose(
     ``report`` is called with the diagnosis so far after each step. A step that fails is in ``Diagnosis.failed``; steps
     that need what it gives are left out, and all others run.
     """
-    start, found = time.perf_counter(), Diagnosis(request, pending=[step.name for step in STEPS])
+    found = Diagnosis(request, pending=[step.name for step in STEPS])
     work = Work(request, loaded, tokens, expected, found)
     for number, step in enumerate(STEPS, 1):
         if all(getattr(found, name) is not None for name in step.needs) and step.asked(work):
+            start = time.perf_counter()
             print(f"step {number} of {len(STEPS)}: {step.doing}{expected.of(step.name)}", flush=True)
             try:
                 step.run(work)
             except Exception as error:  # whatever it is, the page tells it, and has all else
                 found.failed[step.name] = Failure.of(step.doing, error)
+            found.seconds[step.name] = time.perf_counter() - start
         found.pending.remove(step.name)
-        found.seconds = time.perf_counter() - start
         if report is not None:
             report(found)
     return found

@@ -1,0 +1,110 @@
+"""Steps that fail: the page comes all the same, with all other parts, and says what failed."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import TINY, random_gpt2
+
+from fragility_lab import diagnosis
+from fragility_lab.diagnosis import page, run
+from fragility_lab.diagnosis.found import IncompleteError
+from fragility_lab.diagnosis.needs import Forecast
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.inputs.loading import Inputs
+
+REQUEST = Request("some/model", "embedded", "bf16", "1 block", windows=2, length=16)
+TOKENS = torch.randint(TINY.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
+# What cannot be known without a step, by the names of the page's parts.
+GOES = {
+    "prediction": {"where", "plan", "explore", "together"}, "measurement": {"tokens", "range"},
+    "plan": {"plan"}, "together": {"together"},
+}  # fmt: skip
+ALL = {part.name for part in page.PARTS}
+
+
+def work(report=None, request=REQUEST):
+    model = random_gpt2(TINY)
+    return diagnosis.diagnose(request, Inputs(model, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None), report)
+
+
+def parts(html: str) -> dict[str, str]:
+    """The parts of a page by name."""
+    return dict(re.findall(r'<section aria-labelledby="(\w+)">(.*?)</section>', html, re.DOTALL))
+
+
+def breaking(monkeypatch, step: str, error: BaseException) -> None:
+    """Let the ``step`` raise ``error``."""
+
+    def fail(work):
+        raise error
+
+    steps = tuple(replace(each, run=fail) if each.name == step else each for each in run.STEPS)
+    monkeypatch.setattr(run, "STEPS", steps)
+
+
+@pytest.mark.parametrize("step", [step.name for step in run.STEPS if step.name != "experts"])
+def test_a_step_that_fails_leaves_the_page_with_all_other_parts(monkeypatch, step):
+    breaking(monkeypatch, step, KeyError("['layer'] not in index"))
+    found = work()
+    assert [*found.failed] == [step] and not found.pending
+    shown = parts(page.page(found))
+    assert ALL - GOES.get(step, set()) <= {*shown}
+    told = [name for name, html in shown.items() if "['layer'] not in index" in html.replace("&#39;", "'")]
+    assert "summary" in told and len(told) == 2
+    html = shown[next(name for name in told if name != "summary")]
+    assert "failed</b> for <code>some/model</code>, bf16" in html and "test_diagnosis_steps.py" in html
+    with pytest.raises(IncompleteError, match=r"of 'some/model' these failed: .*KeyError: .*'layer'"):
+        found.require_complete()
+
+
+@pytest.mark.parametrize("part", [part.name for part in page.PARTS])
+def test_a_part_of_the_page_that_fails_leaves_all_others(monkeypatch, part):
+    def fail(found, known):
+        raise ZeroDivisionError("nothing to divide by")
+
+    broken = tuple(replace(each, values=fail) if each.name == part else each for each in page.PARTS)
+    whole = page.PARTS
+    found = work()
+    monkeypatch.setattr(page, "PARTS", broken)
+    shown = parts(page.page(found))
+    assert {*shown} == ALL
+    assert "ZeroDivisionError: nothing to divide by" in shown[part]
+    assert part == "summary" or "ZeroDivisionError" in shown["summary"]
+    with pytest.raises(IncompleteError, match="ZeroDivisionError"):
+        found.require_complete()
+    monkeypatch.setattr(page, "PARTS", whole)  # what failed once is forgotten once it is written
+    page.page(found)
+    found.require_complete()
+
+
+def test_an_interrupt_leaves_what_was_written(monkeypatch):
+    breaking(monkeypatch, "plan measured", KeyboardInterrupt())
+    pages = []
+    with pytest.raises(KeyboardInterrupt):
+        work(lambda found: pages.append(page.page(found)))
+    assert len(pages) == 3
+    last = parts(pages[-1])
+    assert {"where", "plan", "tokens"} <= {*last} and "steps are still to come" in last["summary"]
+    assert "measuring the plan: not computed yet" in last["plan"]
+
+
+def test_the_page_is_written_after_each_step_what_is_known_first_first():
+    pages = []
+    work(lambda found: pages.append(parts(page.page(found))))
+    assert len(pages) == len(run.STEPS)
+    assert "where" in pages[0] and "Measured against fp32" not in pages[0]["summary"]
+    assert "Nothing was measured" not in pages[0]["summary"]
+    assert "Measured against fp32" in pages[1]["summary"] and "plan" not in pages[0].keys() - {"plan"}
+    assert "still to come" not in pages[-1]["summary"] and "not computed yet" not in "".join(pages[-1].values())
+
+
+def test_each_step_says_what_is_next_and_how_long_it_takes(capsys):
+    model = random_gpt2(TINY)
+    inputs = Inputs(model, TOKENS.flatten(), "")
+    expected = diagnosis.forecast(REQUEST, inputs, TOKENS)
+    diagnosis.diagnose(REQUEST, inputs, TOKENS, expected)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(lines) == len(run.STEPS) - 1  # no experts
+    assert all(re.fullmatch(r"step \d of \d+: [\w ]+, about [\d.]+ ?\w+", line) for line in lines)
