@@ -1,6 +1,6 @@
 """What an estimate says: tables of contributions and of windows, and the prediction that any of their rows give."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -34,6 +34,14 @@ class Prediction:
     target: Target
     length: int
     ran: frozenset[str]
+
+
+def joined(first: Prediction, second: Prediction) -> Prediction:
+    """The prediction from the probes of both, which are of the same passes but with other seeds."""
+    later = second.contributions.assign(probe=second.contributions.probe + first.contributions.probe.max() + 1)
+    rows = pd.concat([first.contributions, later], ignore_index=True)
+    windows = predict(rows, first.windows, first.target.squared)
+    return replace(first, contributions=rows, windows=windows)
 
 
 def predict(contributions: pd.DataFrame, windows: pd.DataFrame, squared: bool = False) -> pd.DataFrame:

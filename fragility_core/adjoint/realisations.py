@@ -16,6 +16,7 @@ from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.estimator import Adjoint
 from fragility_core.adjoint.leaves import Held, Leaves
 from fragility_core.adjoint.tape import local_error, stochastic_error
+from fragility_core.arithmetic.formats import Format
 from fragility_core.arithmetic.internals import mark_stored, stored_as
 from fragility_core.arithmetic.operands import operands_by_storage
 from fragility_core.arithmetic.recipes import Stored
@@ -80,7 +81,39 @@ class Dose:
         return torch.where(rounded.isfinite(), torch.lerp(exact, rounded, self.share), rounded)
 
 
+class Rescaled(Dose):
+    """Rounding to the numbers of a format times 1 / ``scale``: as accurate on the whole, but with other errors.
+
+    A scale that is a number of the format keeps much of what is exact in it: sums of two numbers, and 1. Weights keep
+    the errors that they have. Where the range of the format ends, and for numbers with scales of their own, rounding is
+    as ever.
+    """
+
+    def __init__(self, scale: float):
+        super().__init__(1.0)
+        self.scale = scale
+
+    def __call__(self, x: Tensor, stored: Stored, alike: bool = False) -> Tensor:
+        """``x`` as it is rounded."""
+        rounded = stored.round(x).float()
+        if self.scale == 1 or not stored.elementwise:
+            return rounded
+        inside = (x.abs() >= 2 * stored.smallest_normal) & (x.abs() <= stored.largest / 2)
+        return torch.where(inside, stored.round(x * self.scale).float() / self.scale, rounded)
+
+
 Rounding = RandomSigns | Dose
+
+
+def scales(format: Format, count: int) -> list[float]:
+    """At most ``count`` numbers of ``format`` from 1 on and below 2, about evenly apart in the logarithm.
+
+    There are fewer in a format of few numbers: fp8_e5m2 has four. Raises ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"realisations of rounding must be at least 1, got {count}")
+    step = format.spacing
+    return sorted({1 + round((2 ** (i / count) - 1) / step) * step for i in range(count)} - {2.0})
 
 
 class Realised:
@@ -144,12 +177,21 @@ class Realisations:
         """What ``run`` returns for the model without random errors."""
         return self._run(run, None)
 
-    def draw(self, run: Callable[[nn.Module], Result]) -> Result:
-        """What ``run`` returns for the model with errors of new random signs; the head rounds nothing.
+    def draw(self, run: Callable[[nn.Module], Result], head: bool = False) -> Result:
+        """What ``run`` returns for the model with errors of new random signs.
 
-        Its rounding keeps the order of logits.
+        The ``head`` rounds nothing unless asked: its rounding keeps the order of logits.
         """
-        return self._run(run, RandomSigns(self.generator, self.at.stochastic), self.base)
+        return self._run(run, RandomSigns(self.generator, self.at.stochastic), "" if head else self.base)
+
+    def again(self, run: Callable[[nn.Module], Result], scale: float) -> Result:
+        """What ``run`` returns for the low-precision model that rounds to its format's numbers times 1 / ``scale``.
+
+        Of all ``scales`` the mean squared error is that of rounding; the pass at scale 1 is the one that is measured.
+        Raises the errors of ``dose``.
+        """
+        self._require_errors()
+        return self._run(run, Rescaled(scale), "")
 
     def dose(self, run: Callable[[nn.Module], Result], share: float) -> Result:
         """What ``run`` returns for the model with ``share`` of every error: at 1 as in low precision, at 0 as in fp32.
@@ -157,11 +199,14 @@ class Realisations:
         Raises ValueError where gradients are not taken in fp32: the errors are then not known, or for stochastic
         rounding.
         """
+        self._require_errors()
+        return self._run(run, Dose(share), "")
+
+    def _require_errors(self) -> None:
         if not self.at.exact:
             raise ValueError(
                 'a share of the errors is taken from the fp32 reference on: make the Adjoint with gradients="both"'
             )
-        return self._run(run, Dose(share), "")
 
     def _run(self, run: Callable[[nn.Module], Result], rounding: Rounding | None, base: str = "") -> Result:
         adjoint = self.adjoint
