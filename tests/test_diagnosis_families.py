@@ -96,9 +96,11 @@ def read(found: diagnosis.Diagnosis) -> str:
     assert not {name: failure.trace for name, failure in found.failed.items()}
     found.require_complete()
     parts = re.findall(r'<section aria-labelledby="(\w+)">', html)
-    assert {"summary", "tokens", "where", "together", "range", "plan", "explore", "words", "run"} <= {*parts}
+    assert {"summary", "tokens", "words_of_text", "where", "together", "range", "plan", "explore", "words", "run"} <= {*parts}
     figures = re.findall(r'<figure id="(\w+)">', html)
-    assert {"sites", "blocks", "drift", "windows"} <= {*figures} and html.count("data:image/png;base64,") >= len(figures)
+    assert {"sites", "blocks", "drift", "windows"} <= {*figures} and html.count("data:image/png;base64,") >= len(
+        figures
+    )
     text = re.sub(r"<(script|style).*?</\1>", "", html, flags=re.DOTALL)
     assert not re.search(r"\bnan\b|\bNaN\b|\binf\b|None</|Traceback", text)
     return text

@@ -36,6 +36,12 @@ def sharp_llama(layers: int = 2, factor: float = 128.0, only: int | None = None)
     return model
 
 
+def by_token_of(low, model, tokens, draws, passes):
+    """``errors_by_token`` of windows (B, T)."""
+    realisations = Realisations(Adjoint(low, model, target="flips", gradients="fp32"))
+    return errors_by_token(low, realisations, dict(enumerate(tokens.split(1))), draws, passes)
+
+
 def words(windows: int, length: int = 64) -> torch.Tensor:
     return torch.randint(257, (windows, length), generator=torch.Generator().manual_seed(0))
 
@@ -127,7 +133,7 @@ def test_a_divergence_far_below_fp32_is_measured():
 def test_predictions_by_token_are_those_of_backward_passes_for_a_single_position():
     model = sharp_llama(factor=1.0)
     tokens, low = words(1, 12), lower(model, "bf16", "emulated")
-    by_token = errors_by_token(low, model, tokens, draws=60, passes=1)
+    by_token = by_token_of(low, model, tokens, draws=60, passes=1)
     for position in (3, 11):
         counted = torch.zeros(1, 12, dtype=torch.bool)
         counted[0, position] = True
@@ -140,7 +146,7 @@ def test_a_few_tokens_near_a_tie_make_the_error_and_draws_predict_it():
     """The prediction to first order is several times too large there; draws of the errors are not."""
     model, tokens = sharp_llama(), words(2)
     low = lower(model, "bf16", "emulated")
-    found = errors_by_token(low, model, tokens, draws=16, passes=16)
+    found = by_token_of(low, model, tokens, draws=16, passes=16)
     summary = found.summary("kl")
     assert (
         (summary.share > 0.9).all()
@@ -158,21 +164,21 @@ def test_a_few_tokens_near_a_tie_make_the_error_and_draws_predict_it():
 
 def test_where_nothing_is_sharp_no_few_tokens_decide():
     model, tokens = sharp_llama(factor=1.0), words(2)
-    summary = errors_by_token(lower(model, "bf16", "emulated"), model, tokens, 4, 4).summary("kl")
+    summary = by_token_of(lower(model, "bf16", "emulated"), model, tokens, 4, 4).summary("kl")
     assert not summary.few.any() and not summary.in_tail.any() and (summary.half > 15).all()
 
 
 def test_without_a_reference_only_draws_are_known():
     model = sharp_llama(factor=1.0)
-    found = errors_by_token(lower(model, "bf16", "emulated"), model, words(1, 8), 2, 4, referenced=False)
-    assert found.measured is None and found.once is None and found.known is found.predicted
+    found = by_token_of(lower(model, "bf16", "emulated"), model, words(1, 8), 2, 0)
+    assert found.measured is None and found.known is found.predicted
 
 
 def test_one_large_token_decides_a_window():
     values = np.full(100, 1e-4)
     values[7] = 1.0
     table = pd.DataFrame({"window": 0, "position": range(100), "kl": values})
-    found = ErrorsByToken(torch.arange(100)[None], table, table, table, 1, 1)
+    found = ErrorsByToken({0: torch.arange(100)}, table, table, {}, 1, 1)
     row = found.summary("kl").iloc[0]
     assert row.few and row.half == 1 and row.in_tail == 1 and row.share > 0.99 and row["median"] == 1e-4
     assert found.tail("kl", 5).position.tolist() == [7]
@@ -182,7 +188,7 @@ def test_one_large_token_decides_a_window():
 def test_the_error_of_a_token_near_a_tie_begins_in_the_attention_that_has_it(layers, block):
     model, tokens = sharp_llama(layers, only=block), words(2)
     low = lower(model, "bf16", "emulated")
-    tail = errors_by_token(low, model, tokens, 1, 4).tail("kl", 3)
+    tail = by_token_of(low, model, tokens, 1, 4).tail("kl", 3)
     assert len(tail)
     for row in tail.itertuples():
         (found,) = origins(low, model, tokens[row.window : row.window + 1], [row.position])

@@ -105,11 +105,13 @@ def in_bands(rows: pd.DataFrame) -> pd.DataFrame:
     Bands are as short as gives at most MOST groups; one holds all blocks at the most.
     """
     places, depth = rows.drop_duplicates("place"), int(rows.layer.max()) + 1 if rows.layer.notna().any() else 1
-    for size in range(1, depth + 1):
-        groups = places.assign(layer=places.layer // size * size, last=0)
-        if groups.groupby(GROUPS, dropna=False).ngroups <= MOST or size == depth:
-            first = rows.layer // size * size
-            return rows.assign(layer=first, last=(first + size - 1).clip(upper=depth - 1))
+
+    def fits(size: int) -> bool:
+        return places.assign(layer=places.layer // size, last=0).groupby(GROUPS, dropna=False).ngroups <= MOST
+
+    size = next(filter(fits, range(1, depth)), depth)
+    first = rows.layer // size * size
+    return rows.assign(layer=first, last=(first + size - 1).clip(upper=depth - 1))
 
 
 def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | None = None) -> Coherence:
@@ -120,10 +122,10 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
     windows, and the scatter over windows would not show it.
 
     Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, block, site and kind.
-    Successive blocks of a deep model are one group, from ``layer`` to ``last``, so that there are at most MOST groups if
-    that can be. Windows whose prediction is not finite are left out. Errors are those of the
-    low-precision pass with gradients at the "low" point and for secants; at the others kernels have the errors that
-    rounding makes in the fp32 pass.
+    Successive blocks of a deep model are one group, from ``layer`` to ``last``, so that there are at most MOST groups
+    if that can be. Windows whose prediction is not finite are left out. Errors are those of the low-precision pass with
+    gradients at the "low" point and for secants; at the others kernels have the errors that rounding makes in the fp32
+    pass.
 
     Raises ValueError for errors without a known sign, those of stochastic rounding and of a model whose fp32 reference
     was not given, and if no window is left.

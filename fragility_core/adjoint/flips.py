@@ -1,5 +1,6 @@
 """How many choices of the largest rounding changes: most probable next tokens, and when greedy decoding departs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +55,14 @@ def next_tokens(
         return logits(model, tokens)  # (B, T, vocabulary)
 
     exact = realisations.exact(run) if exact is None else exact.float()
+    return competition(exact, (realisations.draw(run) for _ in range(draws)), realisations.stored)
+
+
+def competition(exact: Tensor, drawn: Iterable[Tensor], stored: Stored | None) -> Competition:
+    """The competition among the RIVALS largest of the ``exact`` logits (..., vocabulary), from ``drawn`` logits."""
     order = exact.topk(min(RIVALS, exact.shape[-1]), -1).indices.sort(-1).values
-    exact = exact.gather(-1, order)  # (B, T, k)
-    changes = [realisations.draw(run).gather(-1, order) - exact for _ in range(draws)]
-    return Competition(exact, torch.stack(changes), realisations.stored)
+    exact = exact.gather(-1, order)  # (..., k)
+    return Competition(exact, torch.stack([logits.gather(-1, order) - exact for logits in drawn]), stored)
 
 
 def expected_length(changes: Tensor) -> Tensor:

@@ -69,8 +69,5 @@ def together(coherence: Coherence) -> dict[str, object]:
 
 def named(layer: object, last: object, site: str, kind: str) -> str:
     """A group of sites in words: those of one block, of the blocks from ``layer`` to ``last``, or of none."""
-    if pd.isna(layer):
-        where = ""
-    else:
-        where = f", block {layer}" if layer == last else f", blocks {layer} to {last}"
-    return f"{SITE_NAMES[site]}, {kind}s{where}"
+    blocks = f", block {layer}" if not pd.isna(layer) and layer == last else f", blocks {layer} to {last}"
+    return f"{SITE_NAMES[site]}, {kind}s" + ("" if pd.isna(layer) else blocks)

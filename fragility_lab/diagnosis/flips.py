@@ -5,18 +5,19 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint import Adjoint, Prediction
-from fragility_core.adjoint.flips import Competition, next_tokens
+from fragility_core.adjoint import Prediction
+from fragility_core.adjoint.flips import Competition
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
 from fragility_lab.diagnosis.routing import predicted_choices
+from fragility_lab.diagnosis.tokens import ErrorsByToken
 from fragility_lab.running.environment import progress
 
 HORIZON = 64  # tokens that are decoded at most
+TOGETHER = 16  # windows that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,29 @@ class Flips:
 
 
 def find(
-    low: LowPrecision, model: PreTrainedModel, tokens: Tensor, prediction: Prediction, draws: int, measured: bool
+    low: LowPrecision, model: PreTrainedModel, realisations: Realisations, by_token: ErrorsByToken,
+    routed: bool, measured: bool,
 ) -> Flips:  # fmt: skip
-    """The choices of ``low`` over windows ``tokens`` (B, T), from ``draws`` of its errors; decoding is ``measured``.
+    """The choices of ``low`` in the windows of ``by_token``, from as many draws of its errors.
 
-    The second half of each window, HORIZON tokens at most, is decoded anew after what precedes it. Windows that
-    overflow, as the ``prediction`` says, are left out.
+    The second half of each window, HORIZON tokens at most, is decoded anew after what precedes it, in ``low`` only if
+    that is to be ``measured``. A ``routed`` model
+    chooses experts.
     """
-    realisations = Realisations(Adjoint(low, model, target="flips", gradients="fp32"))
-    count = min(HORIZON, tokens.shape[1] // 2)
-    finite = np.flatnonzero(prediction.windows.overflow.eq(""))
-    competitions, experts, lengths, found = {}, [], [], []
-    for number in progress(finite, desc="changed choices"):
-        window = tokens[number : number + 1]
-        competitions[int(number)] = next_tokens(realisations, window, draws)
-        if prediction.contributions.site.eq("router").any():
-            experts.append(predicted_choices(realisations, window, draws).flatten())
-        prompt = window[:, :-count]
-        text = greedy(model, prompt, count)
-        lengths.append(float(predicted_length(realisations, prompt, text, draws)))
-        if measured:
-            found.append(int(agreed(text, greedy(low.model, prompt, count, low))))
+    windows = torch.stack([*by_token.tokens.values()]).to(next(model.parameters()).device)  # (B, T)
+    count = min(HORIZON, windows.shape[1] // 2)
+    prompts, draws = windows[:, :-count], by_token.draws
+    groups = progress(windows.split(1) if routed else (), desc="choices of experts", disable=not routed)
+    experts = [predicted_choices(realisations, window, draws).flatten() for window in groups]
+    text = torch.cat([greedy(model, some, count) for some in prompts.split(TOGETHER)])
+    lengths = torch.cat([
+        predicted_length(realisations, *each, draws)
+        for each in progress([*zip(prompts.split(1), text.split(1))], desc="lengths of equal texts")
+    ])  # fmt: skip
+    found = None
+    if measured:
+        low_text = torch.cat([greedy(low.model, some, count, low) for some in prompts.split(TOGETHER)])
+        found = float(agreed(text, low_text).float().mean())
     chosen = torch.cat(experts) if experts else torch.zeros(0)
-    return Flips(
-        competitions, float(chosen.mean()) if len(chosen) else None, count,
-        float(np.mean(lengths)) if lengths else np.nan, float(np.mean(found)) if found else None,
-    )  # fmt: skip
+    share = float(chosen.mean()) if len(chosen) else None
+    return Flips(by_token.competitions, share, count, float(lengths.mean()), found)

@@ -4,6 +4,7 @@ import traceback
 from dataclasses import dataclass, field
 
 import pandas as pd
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fragility_core import adjoint
 from fragility_core.adjoint.coherence import Coherence
@@ -12,6 +13,7 @@ from fragility_core.protection.bits import Choice, Choices
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.diagnosis.tokens import ErrorsByToken
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Diagnosis:
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
     rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
     ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
-    form ``flips`` predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
+    form ``by_token`` has the error by token, with the ``origins`` of the tail by the rows of its table, and ``flips``
+    predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
     implementation that ran, ``referenced`` says whether fp32 passes are measured, and ``seconds`` has the time of each
     step.
@@ -57,6 +60,7 @@ class Diagnosis:
     request: Request
     execution: str = ""
     attention: str = ""
+    tokenizer: Tokenizer | None = None
     referenced: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
@@ -73,9 +77,15 @@ class Diagnosis:
     protected: pd.DataFrame | None = None
     protected_drift: pd.DataFrame | None = None
     changed_experts: float | None = None
+    by_token: ErrorsByToken | None = None
+    origins: pd.Series | None = None
     flips: Flips | None = None
     coherence: Coherence | None = None
     growth: Growth | None = None
+
+    def text(self, token: int) -> str:
+        """The text of a ``token``, in quotes; its number where the tokenizer is not known."""
+        return f"token {token}" if self.tokenizer is None else repr(self.tokenizer.decode(token))
 
     @property
     def chooses_experts(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fragility_core import adjoint
 from fragility_core.adjoint.coherence import coherence
+from fragility_core.adjoint.realisations import Realisations
 from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
@@ -26,6 +27,8 @@ from fragility_lab.diagnosis.measure import Ranges, compare, each, numbered, obs
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
+from fragility_lab.diagnosis.tails import origins
+from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import progress
 
@@ -40,6 +43,7 @@ class Work:
         self.whole = not is_hollow(self.model)
         # of whole models no pass is shared, and outputs need memory
         self.measured_groups = tokens.split(1) if self.whole else self.groups
+        found.tokenizer = loaded.tokenizer
         found.attention = attention_of(self.model) or "its own"
         found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
 
@@ -53,10 +57,19 @@ class Work:
         execution = "auto" if request.mixes else request.execution
         return lower(self.model, calibrated(self.model, recipe, self.tokens), execution)
 
+    @cached_property
+    def realisations(self) -> Realisations:
+        """Passes of the model without a plan whose errors are drawn."""
+        return Realisations(adjoint.Adjoint(self.low, self.model, target="flips", gradients="fp32"))
+
     @property
-    def finite(self) -> bool:
-        """Whether the prediction of a window is finite."""
-        return bool(self.found.prediction.windows.overflow.eq("").any())
+    def finite_windows(self) -> dict[int, Tensor]:
+        """The windows (1, T) whose prediction is finite, by number; all if there is none."""
+        windows = dict(enumerate(self.tokens.split(1)))
+        if self.found.prediction is None:
+            return windows
+        overflow = self.found.prediction.windows.set_index("window").overflow
+        return {number: window for number, window in windows.items() if overflow[number] == ""}
 
 
 def predict_windows(work: Work) -> None:
@@ -64,7 +77,7 @@ def predict_windows(work: Work) -> None:
     found, request = work.found, work.request
     found.execution = work.low.execution
     found.prediction = predict(work.low, work.model, work.groups, request.probes, request.measured_in)
-    if work.finite:
+    if work.finite_windows:
         found.contributions = Contributions(work.model, found.prediction)
 
 
@@ -116,11 +129,25 @@ def compare_experts(work: Work) -> None:
     work.found.changed_experts = float(changes.float().mean()) if len(changes) else None  # routers may take all experts
 
 
+def follow_tokens(work: Work) -> None:
+    """Predict and measure the error by token, and say where that of the tail begins."""
+    found, probes = work.found, work.request.probes
+    passes = 1 if work.low.weights_only else 1 + probes  # errors of weights stay as they are
+    found.by_token = errors_by_token(
+        work.low, work.realisations, work.finite_windows, probes, passes * found.referenced
+    )  # fmt: skip
+    tail = found.by_token.tail(COLUMNS[work.request.measured_in], TOLD)
+    found.origins = pd.Series(dtype=object)
+    for window, rows in tail.groupby("window"):
+        begun = origins(work.low, work.model, work.finite_windows[window], rows.position.tolist())
+        found.origins = pd.concat([found.origins, pd.Series(begun, index=rows.index)])
+
+
 def choose_tokens(work: Work) -> None:
     """Predict changed choices, and decode."""
     found = work.found
     found.flips = flips.find(
-        work.low, work.model, work.tokens, found.prediction, work.request.probes, found.referenced
+        work.low, work.model, work.realisations, found.by_token, found.chooses_experts, found.referenced
     )  # fmt: skip
 
 
@@ -161,7 +188,11 @@ STEPS = (
         "experts", "comparing choices of experts", compare_experts, ("prediction",),
         lambda work: work.found.referenced and work.found.chooses_experts,
     ),
-    Step("choices", "predicting changed choices", choose_tokens, ("prediction",), lambda work: work.whole),
+    Step(
+        "tokens", "following single tokens", follow_tokens,
+        asked=lambda work: work.whole and bool(work.finite_windows),
+    ),
+    Step("choices", "predicting changed choices", choose_tokens, ("by_token",)),
     Step("together", "finding errors that act together", add_up_signs, ("contributions",)),
     Step("growth", "halving every error", halve_errors, ("measured",), lambda work: work.whole),
 )  # fmt: skip

@@ -77,7 +77,7 @@ def outputs(model: PreTrainedModel, paths: Sequence[str]) -> Iterator[dict[str, 
 
 @torch.no_grad()
 def origins(low: LowPrecision, model: PreTrainedModel, window: Tensor, positions: Sequence[int]) -> list[Origin]:
-    """Where the errors at ``positions`` of one ``window`` (1, T) begin, from one pass of ``low`` and one of ``model``."""
+    """Where errors at ``positions`` of one ``window`` (1, T) begin, from one pass of ``low`` and one of ``model``."""
     blocks, branches = block_paths(model), branch_paths(model)
     passes = []
     for run, context in ((model, nullcontext()), (low.model, low.running())):

@@ -6,8 +6,9 @@ signs, measured are passes that round to nearest on another grid, the first of t
 (``adjoint.realisations``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import pandas as pd
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint import Adjoint
+from fragility_core.adjoint.flips import Competition, competition
 from fragility_core.adjoint.realisations import Realisations, scales
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.models.tree import hidden_and_logits
 from fragility_lab.running.environment import progress
 
-QUANTITIES = {"hidden": "error", "kl": "kl", "logprob": "logprob", "flips": "changed"}  # columns, by target
+COLUMNS = {"hidden": "error", "kl": "kl", "logprob": "logprob", "flips": "kl"}  # of ``squares``, by target
+LOGITS = 2**26  # of windows that share a draw: 256 MB a state
 CHUNK = 2**23  # logits that are compared at once: 64 MB in fp64
+TOLD = 6  # tokens of the tail that a page names
 TAIL = 10  # times the median of a window's tokens, from which on a token belongs to the tail
 FEW = 0.02  # of the tokens of a window, or the first two, that make half of the error where they decide it
 
@@ -58,14 +61,15 @@ def _of_logits(moved: Tensor, exact: Tensor, following: Tensor) -> tuple[Tensor,
 class ErrorsByToken:
     """Means over realisations of the columns of ``squares``, one row per window and position.
 
-    ``predicted`` are those of ``draws`` errors of random signs, ``measured`` of ``passes`` on other grids, ``once`` of
-    the one pass that runs; the last two are None without a reference. ``tokens`` (B, T) are the windows' own.
+    ``predicted`` are those of ``draws`` errors of random signs, ``measured`` of ``passes`` on other grids, the first of
+    them the one pass that runs; None without a reference. ``tokens`` are the windows (T,) by number, and
+    ``competitions`` those of their next tokens.
     """
 
-    tokens: Tensor
+    tokens: dict[int, Tensor]
     predicted: pd.DataFrame
     measured: pd.DataFrame | None
-    once: pd.DataFrame | None
+    competitions: dict[int, Competition]
     draws: int
     passes: int
 
@@ -77,9 +81,10 @@ class ErrorsByToken:
     def summary(self, quantity: str) -> pd.DataFrame:
         """One row per window: bulk and tail of ``quantity``, a column of ``squares``.
 
-        ``mean``, ``median`` and ``ninetieth`` are those of the tokens; ``in_tail`` counts tokens above TAIL times
-        the median, and ``share`` is their share of the sum; ``half`` is the least number of tokens that make half of it,
-        and ``few`` says whether so few decide the window. ``predicted`` and ``predicted_median`` are the predictions.
+        ``mean``, ``median`` and ``ninetieth`` are those of the ``tokens``, as many as there are. ``in_tail`` counts
+        those above TAIL times the median, and ``share`` is their share of the sum. ``half`` is the least number of
+        tokens that make half of the sum, and ``few`` says whether so few decide the window. ``predicted`` and
+        ``predicted_median`` are the predictions.
         """
         rows = []
         for (window, own), (_, drawn) in zip(self.known.groupby("window"), self.predicted.groupby("window")):
@@ -90,7 +95,7 @@ class ErrorsByToken:
             rows.append(
                 {"window": window, "mean": values.mean(), "median": np.median(values)}
                 | {"ninetieth": np.quantile(values, 0.9), "in_tail": len(above)}
-                | {"share": above.sum() / values.sum() if values.sum() else 0.0, "half": half}
+                | {"share": above.sum() / values.sum() if values.sum() else 0.0, "half": half, "tokens": len(values)}
                 | {"few": half <= max(2, FEW * len(values)), "predicted": expected.mean()}
                 | {"predicted_median": expected.median()}
             )
@@ -103,37 +108,59 @@ class ErrorsByToken:
         """
         known = self.known.assign(value=self.known[quantity], predicted=self.predicted[quantity])
         known["times"] = known.value / known.groupby("window").value.transform("median")
-        known["token"] = self.tokens.flatten().tolist()
+        known["token"] = [int(self.tokens[row.window][row.position]) for row in known.itertuples()]
         columns = ["window", "position", "token", "times", "value", "predicted"]
         return known[known.times > TAIL].sort_values("times", ascending=False).head(most)[columns]
 
 
 def errors_by_token(
-    low: LowPrecision, model: PreTrainedModel, tokens: Tensor, draws: int, passes: int, referenced: bool = True
+    low: LowPrecision, realisations: Realisations, windows: Mapping[int, Tensor], draws: int, passes: int
 ) -> ErrorsByToken:  # fmt: skip
-    """Predicts and measures the error of ``low`` at each position of the windows ``tokens`` (B, T).
+    """Predicts and measures the error of ``low`` at each position of the ``windows`` (1, T) by number.
 
-    Predicted is the mean over ``draws``, measured over as many as ``passes`` realisations (``scales``), and only if
-    ``referenced``. Raises the errors of ``Realisations``.
+    Predicted is the mean over ``draws``. Measured is the mean over ``passes`` realisations (``scales``), or fewer in a
+    format of few numbers; nothing is for 0. Raises the errors of ``Realisations``, and ValueError without windows.
     """
-    realisations = Realisations(Adjoint(low, model, target="flips", gradients="fp32"))
-    grids = scales(low.format, passes) if referenced else []
-    predicted, measured, once = [], [], []
-    for window in progress(tokens.split(1), desc="errors by token"):
+    if not windows or draws < 1:
+        raise ValueError(f"errors by token need windows and draws, got {len(windows)} and {draws}")
+    grids = scales(low.format, passes)[1:] if passes else []
+    predicted, measured, competitions = {}, {}, {}
+    largest = next(iter(windows.values())).shape[1] * realisations.adjoint.model.config.get_text_config().vocab_size
+    groups = batched(windows.items(), max(1, LOGITS // largest))
+    for group in progress([dict(each) for each in groups], desc="errors by token"):
 
-        def run(model: PreTrainedModel, window: Tensor = window) -> State:
-            final, logits = hidden_and_logits(model, window)
-            return final, logits.float()
+        def run(model: PreTrainedModel, group: dict[int, Tensor] = group) -> dict[int, State]:
+            states = {number: hidden_and_logits(model, window) for number, window in group.items()}
+            return {number: (final, logits.float()) for number, (final, logits) in states.items()}
 
         exact = realisations.exact(run)
-        predicted.append(mean([squares(realisations.draw(run, head=True), exact, window) for _ in range(draws)]))
-        found = [squares(realisations.again(run, scale), exact, window) for scale in grids]
-        measured += [mean(found)] if found else []
-        once += found[:1]
-    return ErrorsByToken(
-        tokens.cpu(), by_window(predicted), by_window(measured) if measured else None,
-        by_window(once) if once else None, draws, len(grids),
-    )  # fmt: skip
+        moved = [realisations.draw(run) for _ in range(draws)]  # the errors of a weight are the same in all windows
+        for number, window in group.items():
+            drawn = [(final, as_stored(logits, realisations)) for final, logits in (each[number] for each in moved)]
+            predicted[number] = mean([squares(each, exact[number], window) for each in drawn])
+            logits = [each[number][1] for each in moved]
+            competitions[number] = competition(exact[number][1], logits, realisations.stored)
+        del moved
+        if passes:
+            with torch.no_grad(), low.running():
+                found = [run(low.model), *(realisations.again(run, scale) for scale in grids)]
+            for number, window in group.items():
+                measured[number] = mean([squares(each[number], exact[number], window) for each in found])
+    tokens = {number: window[0].cpu() for number, window in windows.items()}
+    tables = by_window(predicted), by_window(measured) if passes else None
+    return ErrorsByToken(tokens, *tables, competitions, draws, len(grids) + bool(passes))
+
+
+def batched(values: Iterable, size: int) -> Iterator[tuple]:
+    """``values`` in tuples of at most ``size`` (``itertools.batched`` of Python 3.12)."""
+    values = iter(values)
+    while some := tuple(islice(values, size)):
+        yield some
+
+
+def as_stored(logits: Tensor, realisations: Realisations) -> Tensor:
+    """``logits`` as the head stores them."""
+    return logits if realisations.stored is None else realisations.stored.round(logits).float()
 
 
 def mean(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -141,6 +168,6 @@ def mean(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return sum(tables[1:], tables[0]) / len(tables)
 
 
-def by_window(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """One table of ``tables``, one a window, with the columns ``window`` and ``position``."""
-    return pd.concat([*tables], keys=range(len(tables)), names=["window", "position"]).reset_index()
+def by_window(tables: Mapping[int, pd.DataFrame]) -> pd.DataFrame:
+    """One table of ``tables`` by window, with the columns ``window`` and ``position``."""
+    return pd.concat(tables, names=["window", "position"]).reset_index()

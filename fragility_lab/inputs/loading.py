@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.recipes import get_recipe
@@ -20,7 +21,8 @@ from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
-    ``rounded`` is the same model with weights that somebody else has rounded, if there is one. The weights of a hollow
+    ``rounded`` is the same model with weights that somebody else has rounded, if there is one. ``tokenizer`` is the one
+    that made the stream. The weights of a hollow
     model stay in ``files`` bytes on the disk, and have no digest, since no run on them is kept.
     """
 
@@ -29,6 +31,7 @@ class Inputs:
     digest: str
     rounded: PreTrainedModel | None = None
     files: int = 0
+    tokenizer: Tokenizer | None = None
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +71,8 @@ def load(
         raise ValueError(f"windows must fit the context of {model!r}, {context} tokens, got lengths {list(lengths)}")
     for precision in precisions:
         get_recipe(precision)
-    stream = tokenize(load_rows(data), checkpoints.load_tokenizer(model))
+    tokenizer = checkpoints.load_tokenizer(model)
+    stream = tokenize(load_rows(data), tokenizer)
     if len(stream) and stream.max() >= config.vocab_size:
         raise ValueError(
             f"the tokenizer of {model!r} must give tokens below the model's vocabulary of {config.vocab_size}, "
@@ -78,9 +82,9 @@ def load(
         select_windows(stream, length, windows, seed=0)
     if hollow:
         size = sum(file.stat().st_size for file in weight_files(model))
-        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size)
+        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, tokenizer=tokenizer)
     loaded = checkpoints.load_model(model, device, auto_class)
-    return Inputs(loaded, stream, digest(loaded, stream))
+    return Inputs(loaded, stream, digest(loaded, stream), tokenizer=tokenizer)
 
 
 def digest(model: PreTrainedModel, stream: Tensor) -> str:

@@ -51,3 +51,23 @@ def drift(drift: pd.DataFrame) -> Axes:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     plain_log_ticks(axes.yaxis)
     return finished(axes, "after block", "relative error of the stream", inside=True)
+
+
+@style()
+def positions(tokens: pd.DataFrame, name: str) -> Axes:
+    """The error of each token, called ``name``, over its position, and the medians; those ``in_tail`` stand out.
+
+    The columns are ``position``, ``known``, ``predicted`` and ``in_tail``.
+    """
+    axes = canvas(9.4, 3.6)
+    shown = tokens[tokens.known > 0]
+    for tail, colour, label in ((False, "0.6", "tokens"), (True, COLOURS[3], "tokens of the tail")):
+        some = shown[shown.in_tail == tail]
+        axes.plot(some.position, some.known, ".", color=colour, ms=4 if not tail else 9, label=label)
+    median = shown.groupby("position")[["known", "predicted"]].median()
+    axes.plot(median.index, median.known, color=COLOURS[0], lw=1, label="median, measured")
+    axes.plot(median.index, median.predicted, color=COLOURS[1], lw=1, label="median, predicted")
+    axes.set(yscale="log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.16))
+    return finished(axes, "position in the window", name)

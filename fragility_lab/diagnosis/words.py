@@ -1,0 +1,62 @@
+"""What the page says of single tokens: bulk and tail of each window, and the tokens that make the tail."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.means import nats
+from fragility_lab.diagnosis.tokens import COLUMNS, TAIL, TOLD, ErrorsByToken
+from fragility_lab.reporting import figures_diagnosis
+from fragility_lab.reporting.figures import uri
+from fragility_lab.reporting.tables import number, percent
+
+QUANTITIES = {
+    "error": "the relative error of the final hidden state",
+    "kl": "the KL divergence, in nats",
+    "logprob": "the change of the log probability of the next token, in nats",
+}
+MANY = 24  # windows that a page lists
+
+
+def size(column: str) -> Callable[[float], str]:
+    """What writes a mean of squares as a size, or a divergence."""
+    return nats if column == "kl" else lambda square: (percent if column == "error" else nats)(np.sqrt(square))
+
+
+def of_words(diagnosis: Diagnosis, known: dict) -> dict:
+    """Bulk and tail of the error by token."""
+    by_token, column = diagnosis.by_token, COLUMNS[diagnosis.request.measured_in]
+    write, summary, tail = size(column), by_token.summary(column), by_token.tail(column, TOLD)
+    rows = [
+        [
+            str(row.window), write(row.mean), write(row.predicted), write(row.median), write(row.ninetieth),
+            f"{row.in_tail} ({percent(row.share)})", f"{row.half} of {row.tokens}",
+        ]
+        for row in summary.head(MANY).itertuples()
+    ]  # fmt: skip
+    return {
+        "measures": QUANTITIES[column],
+        "rows": rows,
+        "more": max(0, len(summary) - MANY),
+        "few": int(summary.few.sum()),
+        "tail": [
+            [
+                f"{row.window}, {row.position}", diagnosis.text(row.token), f"{number(row.times, '.0f')} times",
+                write(row.value), write(row.predicted), str(diagnosis.origins[row.Index]),
+            ]
+            for row in tail.itertuples()
+        ],
+        "times": TAIL,
+        "images": {"positions": uri(figures_diagnosis.positions(points(by_token, column), column))},
+    }  # fmt: skip
+
+
+def points(by_token: ErrorsByToken, column: str) -> pd.DataFrame:
+    """One row per token: its position, predicted and ``known`` size, and whether it is ``in_tail``."""
+    power = 1.0 if column == "kl" else 0.5
+    known = by_token.known[["window", "position"]].assign(known=by_token.known[column] ** power)
+    known["predicted"] = by_token.predicted[column] ** power
+    median = by_token.known.groupby("window")[column].transform("median")
+    return known.assign(in_tail=by_token.known[column] > TAIL * median).dropna()
