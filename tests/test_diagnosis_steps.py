@@ -1,6 +1,7 @@
 """Steps that fail: the page comes all the same, with all other parts, and says what failed."""
 
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,7 @@ def test_a_part_of_the_page_that_fails_leaves_all_others(monkeypatch, part):
 
 
 def test_an_interrupt_leaves_what_was_written(monkeypatch):
+    monkeypatch.setattr(run, "SELDOM", 0)
     breaking(monkeypatch, "plan measured", KeyboardInterrupt())
     pages = []
     with pytest.raises(KeyboardInterrupt):
@@ -90,7 +92,14 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     assert "measuring the plan: not computed yet" in last["plan"]
 
 
-def test_the_page_is_written_after_each_step_what_is_known_first_first():
+def test_reports_of_short_steps_do_not_take_longer_than_they():
+    pages = []
+    work(lambda found: (time.sleep(1), pages.append(len(found.pending))))
+    assert pages[0] > 0 == pages[-1] and len(pages) < 4
+
+
+def test_the_page_is_written_after_each_step_what_is_known_first_first(monkeypatch):
+    monkeypatch.setattr(run, "SELDOM", 0)
     pages = []
     work(lambda found: pages.append(parts(page.page(found))))
     assert len(pages) == len(run.STEPS)

@@ -17,7 +17,7 @@ from fragility_lab.diagnosis.tokens import ErrorsByToken
 from fragility_lab.running.environment import progress
 
 HORIZON = 64  # tokens that are decoded at most
-TOGETHER = 16  # windows that are decoded at once
+DECODED = 2  # windows that are decoded at most: a token at a time takes longer than all else
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,23 @@ def find(
 ) -> Flips:  # fmt: skip
     """The choices of ``low`` in the windows of ``by_token``, from as many draws of its errors.
 
-    The second half of each window, HORIZON tokens at most, is decoded anew after what precedes it, in ``low`` only if
-    that is to be ``measured``. A ``routed`` model
+    The second half of the first DECODED windows, HORIZON tokens at most, is decoded anew after what precedes it, in
+    ``low`` only if that is to be ``measured``. A ``routed`` model
     chooses experts.
     """
     windows = torch.stack([*by_token.tokens.values()]).to(next(model.parameters()).device)  # (B, T)
     count = min(HORIZON, windows.shape[1] // 2)
-    prompts, draws = windows[:, :-count], by_token.draws
+    prompts, draws = windows[:DECODED, :-count], by_token.draws
     groups = progress(windows.split(1) if routed else (), desc="choices of experts", disable=not routed)
     experts = [predicted_choices(realisations, window, draws).flatten() for window in groups]
-    text = torch.cat([greedy(model, some, count) for some in prompts.split(TOGETHER)])
+    text = greedy(model, prompts, count)
     lengths = torch.cat([
         predicted_length(realisations, *each, draws)
         for each in progress([*zip(prompts.split(1), text.split(1))], desc="lengths of equal texts")
     ])  # fmt: skip
     found = None
     if measured:
-        low_text = torch.cat([greedy(low.model, some, count, low) for some in prompts.split(TOGETHER)])
-        found = float(agreed(text, low_text).float().mean())
+        found = float(agreed(text, greedy(low.model, prompts, count, low)).float().mean())
     chosen = torch.cat(experts) if experts else torch.zeros(0)
     share = float(chosen.mean()) if len(chosen) else None
     return Flips(by_token.competitions, share, count, float(lengths.mean()), found)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from fragility_lab import paths
+from fragility_lab.diagnosis.bulk import of_bulk
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.means import estimate, means, writer
 from fragility_lab.diagnosis.parts import (
@@ -20,7 +21,6 @@ from fragility_lab.diagnosis.parts import (
 )
 from fragility_lab.diagnosis.plans import of_plan, title_of_plan
 from fragility_lab.diagnosis.run import STEPS
-from fragility_lab.diagnosis.words import of_words
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import template
 from fragility_lab.reporting.tables import number, percent
@@ -49,7 +49,7 @@ PARTS = (
         "tokens", "What it does to the tokens", of_tokens,
         lambda d: d.measured is not None and means(d)[0].any(), ("measurement", "experts", "choices", "growth"),
     ),
-    Part("words_of_text", "Which tokens", of_words, lambda d: d.by_token is not None, ("tokens",)),
+    Part("by_token", "Which tokens", of_bulk, lambda d: d.by_token is not None, ("tokens",)),
     Part("where", "Where it comes from", of_causes, lambda d: d.contributions is not None, ("prediction",)),
     Part("together", "Errors that act together", of_signs, lambda d: d.coherence is not None, ("together",)),
     Part("range", "Range", of_range, lambda d: d.ranges is not None),

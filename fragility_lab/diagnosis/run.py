@@ -32,6 +32,9 @@ from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import progress
 
+SELDOM = 5  # steps take so many times as long as the reports of them, but for the last one
+PASSES = 2  # realisations of rounding that are measured by token, the pass that runs among them
+
 
 class Work:
     """What the steps of a diagnosis share: the models, the windows, and what is ``found`` so far."""
@@ -132,7 +135,7 @@ def compare_experts(work: Work) -> None:
 def follow_tokens(work: Work) -> None:
     """Predict and measure the error by token, and say where that of the tail begins."""
     found, probes = work.found, work.request.probes
-    passes = 1 if work.low.weights_only else 1 + probes  # errors of weights stay as they are
+    passes = 1 if work.low.weights_only else PASSES  # errors of weights stay as they are
     found.by_token = errors_by_token(
         work.low, work.realisations, work.finite_windows, probes, passes * found.referenced
     )  # fmt: skip
@@ -204,10 +207,11 @@ def diagnose(
 ) -> Diagnosis:  # fmt: skip
     """The diagnosis that ``request`` asks for, over ``tokens`` (B, T). Shows progress.
 
-    ``report`` is called with the diagnosis so far after each step. A step that fails is in ``Diagnosis.failed``; steps
+    ``report`` is called with the diagnosis so far after a step, unless steps are so short that reports would take long,
+    and after the last. A step that fails is in ``Diagnosis.failed``; steps
     that need what it gives are left out, and all others run.
     """
-    found = Diagnosis(request, pending=[step.name for step in STEPS])
+    found, reported, reporting = Diagnosis(request, pending=[step.name for step in STEPS]), 0.0, 0.0
     work = Work(request, loaded, tokens, expected, found)
     for number, step in enumerate(STEPS, 1):
         if all(getattr(found, name) is not None for name in step.needs) and step.asked(work):
@@ -219,8 +223,11 @@ def diagnose(
                 found.failed[step.name] = Failure.of(step.doing, error)
             found.seconds[step.name] = time.perf_counter() - start
         found.pending.remove(step.name)
-        if report is not None:
+        if report is not None and (not found.pending or time.perf_counter() - reported >= SELDOM * reporting):
+            start = time.perf_counter()
             report(found)
+            reported = time.perf_counter()
+            reporting = reported - start
     return found
 
 

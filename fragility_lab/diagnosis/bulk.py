@@ -25,7 +25,7 @@ def size(column: str) -> Callable[[float], str]:
     return nats if column == "kl" else lambda square: (percent if column == "error" else nats)(np.sqrt(square))
 
 
-def of_words(diagnosis: Diagnosis, known: dict) -> dict:
+def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
     """Bulk and tail of the error by token."""
     by_token, column = diagnosis.by_token, COLUMNS[diagnosis.request.measured_in]
     write, summary, tail = size(column), by_token.summary(column), by_token.tail(column, TOLD)
