@@ -555,7 +555,7 @@ def test_the_verdict_says_what_the_numbers_mean(found):
 def test_page_stands_alone(found):
     html = page.page(found)
     assert not re.search(r"(src|href)=\"(?!data:|#)", html)
-    assert html.count('<img src="data:image/png;base64,') == 4
+    assert html.count('<img src="data:image/png;base64,') == 5
     assert html.count("alt=") == 4 and 'name="viewport"' in html
     assert f"keep <b>{found.plan.label}</b> in fp32" in html
     assert percent(found.measured.mismatch.mean()) in html
