@@ -1,5 +1,6 @@
 """A KV cache that stores keys and values as a recipe says."""
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
@@ -9,48 +10,66 @@ from transformers import DynamicCache, PreTrainedModel
 
 from fragility_core.arithmetic.internals import current_dispatch_mode, current_function_mode
 from fragility_core.arithmetic.recipes import Stored
+from fragility_core.models.tree import attention_modules, within
 
 
 class RoundedCache(DynamicCache):
-    """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in."""
+    """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in.
 
-    def __init__(self, stored: Stored, config):
+    Those of the layers with a number in ``kept`` stay as they are.
+    """
+
+    def __init__(self, stored: Stored, config, kept: Collection[int] = ()):
         super().__init__(config=config)
-        self.stored = stored
+        self.stored, self.kept = stored, kept
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """As ``DynamicCache.update``: all keys and values that are stored now."""
-        rounded = (round_stored(x, self.stored) for x in (key_states, value_states))
-        return super().update(*rounded, layer_idx, *args, **kwargs)
+        if layer_idx not in self.kept:
+            key_states = round_stored(key_states, "key cache", self.stored)
+            value_states = round_stored(value_states, "value cache", self.stored)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def round_stored(x: Tensor, stored: Stored) -> Tensor:
-    """``x`` as it is read again, in its dtype; a differentiated pass records the error."""
+def round_stored(x: Tensor, name: str, stored: Stored) -> Tensor:
+    """``x`` as it is read again, in its dtype; a differentiated pass records the error at the place called ``name``."""
     mode = current_function_mode()
     if hasattr(mode, "round_stored"):
-        return mode.round_stored(x, "cache", stored)
+        return mode.round_stored(x, name, stored)
     emulation = current_dispatch_mode()
     with nullcontext() if emulation is None else emulation.paused():
         return stored.round(x).to(x.dtype)
 
 
-def store_cache(model: nn.Module, stored: Stored) -> None:
+def store_cache(model: nn.Module, stored: Stored, kept: Collection[str] = ()) -> None:
     """Let every pass of ``model``, with or without a cache of its own, read keys and values from a ``RoundedCache``.
 
-    Raises ValueError for a model that takes no cache of keys and values.
+    Keys and values of attention modules within the paths ``kept`` stay as they are. Raises ValueError for a model that
+    takes no cache of keys and values, and for attention to keep that has no number in the cache.
     """
     base = model.base_model if isinstance(model, PreTrainedModel) else model
     if "past_key_values" not in signature(base.forward).parameters:
         raise ValueError(f"a KV cache needs a decoder with attention, got {type(model).__name__}, which takes no cache")
-    base.register_forward_pre_hook(partial(give_cache, stored), with_kwargs=True)
+    base.register_forward_pre_hook(partial(give_cache, stored, cached_layers(model, kept)), with_kwargs=True)
 
 
-def give_cache(stored: Stored, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def cached_layers(model: nn.Module, kept: Collection[str]) -> frozenset[int]:
+    """The numbers under which attention modules within the paths ``kept`` store keys and values."""
+    inside = {id(m): path for path, m in model.named_modules() if any(within(path, each) for each in kept)}
+    found = {inside[id(m)]: getattr(m, "layer_idx", None) for m in attention_modules(model) if id(m) in inside}
+    if unknown := [path for path, number in found.items() if number is None]:
+        raise ValueError(f"attention whose cache is kept must have its number as layer_idx, got none in {unknown[0]}")
+    return frozenset(found.values())
+
+
+def give_cache(
+    stored: Stored, kept: Collection[int], model: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:  # fmt: skip
     """A hook before the forward of ``model``: an empty cache, or none, becomes a ``RoundedCache``."""
     given = kwargs.get("past_key_values")
     if isinstance(given, RoundedCache):
         return args, kwargs
     if given is not None and given.get_seq_length():
         raise ValueError("a rounded KV cache must be filled from the start, got a cache that other passes have filled")
-    cache = RoundedCache(stored, model.config.get_text_config(decoder=True))
+    cache = RoundedCache(stored, model.config.get_text_config(decoder=True), kept)
     return args, kwargs | {"past_key_values": cache, "use_cache": True}

@@ -231,7 +231,7 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
         for module in elementwise_modules(low):
             replace_forward(module, LookUp(module, kernels, emulated=not native))
     if chosen.cache is not None:
-        store_cache(low, chosen.cache)
+        store_cache(low, chosen.cache, chosen.uncached)
     return LowPrecision(low, chosen, None if native else Emulation(kernels))
 
 

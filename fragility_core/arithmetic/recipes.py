@@ -35,7 +35,8 @@ class Recipe:
     """A model's number formats. Results of ``kernels`` are stored in one format, or by one scheme.
 
     The linear layers of blocks (``operands.linear_weights``) have the ``linear`` operands, those at the paths in
-    ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings.
+    ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings; attention
+    within the paths ``uncached`` keeps them as they are.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Recipe:
     linear: Operands = Operands()
     cache: Stored | None = None
     layers: Mapping[str, Operands] = field(default_factory=dict, hash=False)
+    uncached: frozenset[str] = frozenset()
 
     def operands(self, path: str) -> Operands:
         """Those of the linear layer, or of the experts, at ``path``."""

@@ -145,7 +145,7 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     if strange := sorted(recipe.layers.keys() - multiplying):
         raise ValueError(f"layers of a plan must be linear layers of blocks, got {', '.join(strange[:3])}")
     kept = {path: Operands() for path in multiplying if any(within(path, module) for module in plan.modules)}
-    recipe = replace(recipe, layers=dict(recipe.layers) | kept)
+    recipe = replace(recipe, layers=dict(recipe.layers) | kept, uncached=recipe.uncached | {*plan.modules})
     if plan.scores and not scores_can_be_kept(model):
         raise ValueError(
             "scores can be kept in models whose attention comes from transformers' attention interface and neither "
