@@ -165,8 +165,10 @@ def test_parts_that_a_model_does_not_have_are_refused():
 
 def test_strange_layers_and_recipes_are_refused():
     model = random_model("gpt2")
-    with pytest.raises(ValueError, match="must be linear layers of blocks, got transformer.wte"):
-        apply(model, Plan("bf16", layers=(("transformer.wte", "w4a16-g32"),)))
+    with pytest.raises(
+        ValueError, match="must be linear layers of blocks, embeddings or the head, got 'transformer.ln_f'"
+    ):
+        apply(model, Plan("bf16", layers=(("transformer.ln_f", "w4a16-g32"),)))
     found = predictions(model, ["bf16", "w4a16-g32@fp32"], TOKENS)
     with pytest.raises(ValueError, match="kernels in one format, got bf16, fp32"):
         Choices(model, found, fused_layers(model, TOKENS))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fragility_core.adjoint.tape import Tape, expected_error, local_error
 from fragility_core.arithmetic.internals import mark_stored, refer, stored_as
 from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.operands import linear_weights, operands_by_storage, owner
+from fragility_core.arithmetic.operands import operands_by_storage, owner, stored_weights
 from fragility_core.arithmetic.recipes import Operands
 from fragility_core.models.hollow import filled
 
@@ -56,7 +56,7 @@ class Leaves:
         self.parameters = {path: p for path, p in model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in self.parameters.values()):
             raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
-        self.linear = {} if self.recipe.plain or low.weights_only else linear_weights(model)
+        self.linear = {} if self.recipe.plain or low.weights_only else stored_weights(model, low.recipe)
         self.buffers = {} if low.weights_only else {path: x for path, x in model.named_buffers() if x.dtype == dtype}
         self.tensors = self.parameters | self.buffers
         self.exact = None if reference is None else exact_tensors(reference, self.tensors)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.arithmetic.operands import owner, stored_weights
 from fragility_core.arithmetic.recipes import Operands, Recipe
 from fragility_core.arithmetic.schemes import Scheme
 from fragility_core.models.tree import is_linear
@@ -33,7 +33,7 @@ def calibrated(model: nn.Module, recipe: Recipe, tokens: Tensor) -> Recipe:
     """
     if not needs_calibration(recipe):
         return recipe
-    static = [p for p in dict.fromkeys(map(owner, linear_weights(model))) if is_static(recipe.operands(p))]
+    static = [p for p in dict.fromkeys(map(owner, stored_weights(model, recipe))) if is_static(recipe.operands(p))]
     if together := [path for path in static if not is_linear(model.get_submodule(path))]:
         raise ValueError(
             f"static scales need linear layers that are modules, got the experts {together[0]}: choose a dynamic recipe"

@@ -20,7 +20,7 @@ from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward, source_of
 from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
-from fragility_core.arithmetic.operands import RoundedOperands, linear_weights, owner, rounded_weight
+from fragility_core.arithmetic.operands import RoundedOperands, owner, rounded_weight, stored_weights, with_known_layers
 from fragility_core.arithmetic.recipes import GIVEN, Operands, Recipe, Stored, get_recipe
 from fragility_core.models.hollow import filled, hollow_parameter, replaced, require_own_places
 
@@ -51,7 +51,7 @@ def how_stored(model: nn.Module, recipe: Recipe, widened: bool = False) -> dict[
     """
     kernels = recipe.kernels
     dtype = kernels.compute_dtype
-    weights = {} if recipe.plain else linear_weights(model)
+    weights = {} if recipe.plain else stored_weights(model, recipe)
     found = {}
     for path, x in model.named_parameters():
         found[path] = Storing(None, x.dtype, x.dtype)
@@ -200,7 +200,8 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     in fp32. Raises ValueError for an unknown recipe or execution, for static scales that were not measured, for a model
     without parameters or not in fp32, and where native kernels are asked for in a format that torch does not compute
     in. The parts of a model may lie on several devices, as accelerate's ``device_map`` puts them; each stays on its
-    own. Raises ValueError where accelerate moves weights, too, and for a streamed model that accelerate has spread.
+    own. Raises ValueError where accelerate moves weights, too, and for a streamed model that accelerate has spread; and
+    the errors of ``operands.with_known_layers`` for layers of a recipe that the model does not have.
     """
     chosen = get_recipe(recipe)
     kernels = chosen.kernels
@@ -215,6 +216,7 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
             "with from_pretrained(..., dtype=torch.float32), or call model.float()"
         )
     require_own_places(model)
+    chosen = with_known_layers(model, chosen)
     if execution not in ("auto", "native", "emulated", "weights"):
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":

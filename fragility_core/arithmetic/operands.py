@@ -6,6 +6,8 @@ in bf16.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from fragility_core.arithmetic.internals import address, source_of
 from fragility_core.arithmetic.kernels import WEIGHT_PRODUCTS
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
-from fragility_core.models.tree import block_of, is_linear
+from fragility_core.models.tree import block_of, embedding_paths, head_paths, is_linear
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -32,6 +34,42 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == (2 if is_linear(module) else 3)
     }
+
+
+def stored_weights(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
+    """The matrices, by path, that have ``recipe.operands``: ``linear_weights``, and ends that are among its layers."""
+    ends = {f"{path}.weight": path for path in (*embedding_paths(model), *head_paths(model)) if path in recipe.layers}
+    return linear_weights(model) | {name: model.get_submodule(path).weight for name, path in ends.items()}
+
+
+def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
+    """``recipe`` with ``layers`` of ``model`` alone: linear layers of blocks, embeddings, and the head.
+
+    An embedding reads no numbers, so that it has operands for its weights only. A head that is tied to an embedding
+    shares its matrix: it is stored as either is named, under the name of the embedding, and the head's inputs are read
+    as the head is named. Raises ValueError for other paths, naming the most similar ones, and for an embedding and a
+    tied head with different weights.
+    """
+    embeddings, heads = embedding_paths(model), head_paths(model)
+    known = [*dict.fromkeys(map(owner, linear_weights(model))), *embeddings, *heads]
+    for path in recipe.layers:
+        if path not in known:
+            like = ", ".join(get_close_matches(path, known)) or ", ".join(known[:3])
+            raise ValueError(
+                f"layers of a recipe must be linear layers of blocks, embeddings or the head, got {path!r}: see {like}"
+            )
+    layers = {p: Operands(x.weights) if p in embeddings else x for p, x in recipe.layers.items()}
+    for head in layers.keys() & heads:
+        weight = model.get_submodule(head).weight
+        for path in (path for path in embeddings if model.get_submodule(path).weight is weight):
+            named, found = layers.pop(head), layers.get(path)
+            if found is not None and found.weights != named.weights:
+                raise ValueError(
+                    f"{head!r} is tied to {path!r}, so both must store their one matrix alike, got different weights: "
+                    "name one of them"
+                )
+            layers[path] = named
+    return replace(recipe, layers=layers)
 
 
 def owner(parameter: str) -> str:
@@ -69,7 +107,7 @@ class RoundedOperands(TorchFunctionMode):
     ):  # fmt: skip
         super().__init__()
         self.kernels, self.paused, self.generator = recipe.kernels, paused, generator
-        self.recipe, self.weights = recipe, linear_weights(model)
+        self.recipe, self.weights = recipe, stored_weights(model, recipe)
         self.hollow = any(map(source_of, self.weights.values()))
         self._layers = operands_by_storage(self.weights, recipe)
 

@@ -35,8 +35,8 @@ class Recipe:
     """A model's number formats. Results of ``kernels`` are stored in one format, or by one scheme.
 
     The linear layers of blocks (``operands.linear_weights``) have the ``linear`` operands, those at the paths in
-    ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings; attention
-    within the paths ``uncached`` keeps them as they are.
+    ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings; those of
+    attention within the paths ``uncached`` stay as they are.
     """
 
     name: str

@@ -19,7 +19,7 @@ from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
 from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
-from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.arithmetic.operands import owner, stored_weights, with_known_layers
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.models.hollow import parameter_copy, widen
 from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
@@ -40,7 +40,7 @@ class Plan:
     The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
     windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
     for the residual stream, and ``flops`` per token that move from the format to fp32 (``structure.flops``).
-    Raises ValueError for a text in place of paths.
+    Raises ValueError for modules that are no paths, and layers that are no pairs.
     """
 
     format: str
@@ -62,8 +62,13 @@ class Plan:
         return replace(recipe, layers=dict(recipe.layers) | {p: get_recipe(name).linear for p, name in self.layers})
 
     def __post_init__(self):
-        if isinstance(self.modules, str):
-            raise ValueError(f"the modules of a plan must be a tuple of paths, got {self.modules!r}: put it in a tuple")
+        if isinstance(self.modules, str) or not all(isinstance(path, str) for path in self.modules):
+            raise ValueError(
+                f"the modules of a plan must be a tuple of paths, got {self.modules!r}: such as "
+                '("model.layers.3",); Contributions.keep(blocks=[3]) takes numbers of blocks'
+            )
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.layers):
+            raise ValueError(f"the layers of a plan must be pairs of a path and a recipe's name, got {self.layers!r}")
 
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
@@ -141,10 +146,9 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     recipe = plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens)
     if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
-    multiplying = {owner(path) for path in linear_weights(model)}
-    if strange := sorted(recipe.layers.keys() - multiplying):
-        raise ValueError(f"layers of a plan must be linear layers of blocks, got {', '.join(strange[:3])}")
-    kept = {path: Operands() for path in multiplying if any(within(path, module) for module in plan.modules)}
+    recipe = with_known_layers(model, recipe)
+    layers = map(owner, stored_weights(model, recipe))
+    kept = {path: Operands() for path in layers if any(within(path, module) for module in plan.modules)}
     recipe = replace(recipe, layers=dict(recipe.layers) | kept, uncached=recipe.uncached | {*plan.modules})
     if plan.scores and not scores_can_be_kept(model):
         raise ValueError(

@@ -1,0 +1,188 @@
+"""What is kept is kept: what a plan says it removes does not round in the planned pass, for every recipe and unit."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from test_adjoint_families import random_model
+from tiny import TINY, random_gpt2
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.arithmetic.calibration import calibrated
+from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.recipes import RECIPES, Operands, get_recipe
+from fragility_core.protection import Contributions, Plan, apply
+from fragility_lab.diagnosis.run import measure, predict
+from fragility_lab.inputs.loading import load
+from fragility_lab.inputs.text import select_windows
+
+ROUNDING = [name for name, recipe in RECIPES.items() if recipe.rounds]
+TOKENS = torch.randint(1, TINY.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+MODELS = {
+    "gpt2": lambda: random_gpt2(TINY),
+    "llama": lambda: random_model(LlamaConfig(**SIZES, **HEADS)),
+    "mixtral": lambda: random_model(MixtralConfig(num_local_experts=4, **SIZES, **HEADS)),
+}
+
+
+def squares(prediction) -> pd.Series:
+    """The squared errors by place, known by its module, name, number and kind."""
+    rows = prediction.contributions.groupby("place").agg(
+        {"module": "first", "name": "first", "kind": "first", "c2": "sum"}
+    )
+    rows["occurrence"] = rows.groupby(["module", "name", "kind"]).cumcount()
+    return rows.set_index(["module", "name", "occurrence", "kind"]).c2
+
+
+def planned(model, plan, tokens=TOKENS):
+    """The squared errors by place of the model as ``plan`` runs it."""
+    return squares(Adjoint(apply(model, plan, tokens=tokens), model)(tokens))
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_what_a_plan_removes_does_not_round_in_the_planned_pass(name):
+    """Blocks, sites and single modules, their weights, inputs of products, keys and values of the cache."""
+    model = random_gpt2(TINY)
+    recipe = calibrated(model, get_recipe(name), TOKENS)
+    prediction = Adjoint(lower(model, recipe), model)(TOKENS)
+    known, before = Contributions(model, prediction), squares(prediction)
+    units = [known.keep(blocks=[1]), *(known.keep(sites=[site]) for site in known.structure.sites)]
+    units += [known.keep(modules=[f"transformer.h.2.{path}"]) for path in ("attn", "mlp.c_fc", "ln_1")]
+    for plan in units:
+        left = planned(model, plan)
+        gone = before.index[known.vanishing(plan)].intersection(left.index)
+        assert (left[gone] <= 1e-12 * before.sum()).all(), (plan.label, left[gone][left[gone] > 0])
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["kv-fp8", "kv-int8", "w8a8-int8+kv-fp8", "fp8-dynamic"])
+def test_kept_blocks_of_other_families_round_nothing(model, name):
+    model = MODELS[model]()
+    prediction = Adjoint(lower(model, name), model)(TOKENS)
+    known, before = Contributions(model, prediction), squares(prediction)
+    plan = known.keep(blocks=[0])
+    left = planned(model, plan)
+    gone = before.index[known.vanishing(plan)].intersection(left.index)
+    assert len(gone) and (left[gone] <= 1e-12 * before.sum()).all()
+    cached = [place for place in before.index if place[1] in ("key cache", "value cache")]
+    assert len(cached) == 4 * ("kv" in name)  # two of each block
+    assert {place[0] for place in cached if left.get(place, 0.0)} <= {"model.layers.1.self_attn"}
+
+
+def test_all_blocks_kept_under_a_rounded_cache_is_bf16_without_blocks():
+    """On the embedded checkpoint, predicted and measured in nats."""
+    inputs = load("embedded", "embedded", ["kv-fp8"], [128], 3, None, AutoModelForCausalLM)
+    model, windows = inputs.model, select_windows(inputs.stream, 128, 3, 0)[1].split(1)
+    known = Contributions(model, predict(lower(model, "kv-fp8"), model, windows, 4, "kl"))
+    found = {}
+    for count in (0, 6, 12):
+        plan = known.keep(blocks=range(count))
+        measured = measure(apply(model, plan), model, windows, "the plan")[0].kl.mean()
+        assert measured == pytest.approx(plan.predicted, rel=0.25)
+        found[count] = measured
+    bf16 = Plan("bf16", modules=tuple(known.structure.blocks))
+    assert found[12] == pytest.approx(measure(apply(model, bf16), model, windows, "bf16")[0].kl.mean(), rel=1e-6)
+    assert found[12] < found[6] / 3 < found[0] / 3
+
+
+def test_a_scheme_a_layer_is_in_force_and_all_others_stay():
+    model = random_gpt2(TINY)
+    plan = Plan("bf16", layers=(("transformer.h.1.mlp.c_fc", "w4a16-g32"),))
+    low = apply(model, plan)
+    exact, own = (m.transformer.h[1].mlp.c_fc.weight for m in (model, low.model))
+    scheme = get_recipe("w4a16-g32").linear.weights
+    assert torch.equal(own.float(), scheme.round(exact.mT).mT.bfloat16().float())
+    assert torch.equal(low.model.transformer.h[0].mlp.c_fc.weight, model.transformer.h[0].mlp.c_fc.weight.bfloat16())
+
+
+# --- Layers by name -----------------------------------------------------------------------------
+
+INT8 = get_recipe("w8a8-int8").linear
+
+
+def with_layers(layers, kernels="fp32"):
+    return replace(get_recipe(kernels), name="named", layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"lm_hed": INT8}, "got 'lm_hed': see lm_head"),
+        ({"model.layers.7.mlp.up_proj": INT8}, r"got 'model.layers.7.mlp.up_proj': see .*model.layers.0.mlp.up_proj"),
+        ({"model.norm": INT8}, "must be linear layers of blocks, embeddings or the head, got 'model.norm'"),
+        ({"": INT8}, "got '': see"),
+    ],
+)
+@pytest.mark.parametrize("execution", ["auto", "emulated", "weights"])
+def test_layers_that_the_model_does_not_have_are_refused(layers, message, execution):
+    with pytest.raises(ValueError, match=message):
+        lower(MODELS["llama"](), with_layers(layers), execution)
+
+
+def test_embedding_and_head_are_quantized_by_name():
+    """Against products in fp64 of rounded weights and inputs."""
+    model = MODELS["llama"]()
+    low = lower(model, with_layers({"lm_head": INT8, "model.embed_tokens": INT8}))
+    table = INT8.weights.round(model.model.embed_tokens.weight)
+    assert torch.equal(low.model.model.embed_tokens.weight, table)
+    with torch.no_grad(), low.running():
+        final = low.model.model(TOKENS).last_hidden_state
+        logits = low.model(TOKENS).logits
+    weight, inputs = INT8.weights.round(model.lm_head.weight).double(), INT8.inputs.round(final).double()
+    assert torch.allclose(logits.double(), inputs @ weight.mT, rtol=1e-4, atol=1e-4)
+    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    rounding = {place[:2] for place in found.index[found > 0]}
+    assert rounding == {("model.embed_tokens", "weight"), ("lm_head", "weight"), ("lm_head", "operand")}
+
+
+@pytest.mark.parametrize("named", [["lm_head"], ["transformer.wte"], ["lm_head", "transformer.wte"]])
+def test_a_tied_head_is_quantized_with_its_embedding(named):
+    model = random_gpt2(TINY)
+    low = lower(model, with_layers(dict.fromkeys(named, INT8)))
+    table = INT8.weights.round(model.transformer.wte.weight)
+    assert (
+        torch.equal(low.model.transformer.wte.weight, table)
+        and low.model.lm_head.weight is low.model.transformer.wte.weight
+    )
+    with torch.no_grad(), low.running():
+        final = low.model.transformer(TOKENS).last_hidden_state
+        logits = low.model(TOKENS).logits
+    inputs = INT8.inputs.round(final) if "lm_head" in named else final
+    assert torch.allclose(logits.double(), inputs.double() @ table.double().mT, rtol=1e-4, atol=1e-4)
+    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    assert (found[[place for place in found.index if place[1] == "operand"]] > 0).any() == ("lm_head" in named)
+
+
+def test_a_tied_head_cannot_be_stored_in_two_ways():
+    layers = {"lm_head": INT8, "transformer.wte": get_recipe("w4a16-g32").linear}
+    with pytest.raises(ValueError, match="is tied to 'transformer.wte', so both must store their one matrix alike"):
+        lower(random_gpt2(TINY), with_layers(layers))
+
+
+def test_a_kept_head_is_not_quantized():
+    model = MODELS["llama"]()
+    plan = Plan("bf16", modules=("lm_head",), layers=(("lm_head", "w8a8-int8"),))
+    low = apply(model, plan)
+    assert torch.equal(low.model.lm_head.weight, model.lm_head.weight)
+    found = planned(model, plan)
+    assert not [place for place in found.index[found > 0] if place[0] == "lm_head" and place[1] != "linear"]
+
+
+@pytest.mark.parametrize("modules", ["transformer.h.0", (3,), (None,)])
+def test_modules_of_a_plan_are_paths(modules):
+    with pytest.raises(ValueError, match="the modules of a plan must be a tuple of paths, got"):
+        Plan("bf16", modules=modules)
+
+
+@pytest.mark.parametrize("layers", [("lm_head",), (("lm_head", "w8a8-int8", 1),)])
+def test_layers_of_a_plan_are_pairs(layers):
+    with pytest.raises(ValueError, match="must be pairs of a path and a recipe's name"):
+        Plan("bf16", layers=layers)
+
+
+def test_no_operands_are_those_of_all_other_kernels():
+    assert not Operands()
