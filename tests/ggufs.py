@@ -1,6 +1,7 @@
 """GGUF files of small models, written with the package gguf as llama.cpp's converter writes them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -8,10 +9,11 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fragility_lab.paths import CHECKPOINTS
 
-ARCHITECTURES = {"gemma3_text": "gemma3"}  # of model types with another name
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # of model types with another name
 VOCABULARY = json.loads((CHECKPOINTS / "embedded" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
 
 
@@ -46,35 +48,57 @@ def blocks_of(x: np.ndarray, kind: Type) -> np.ndarray:
 
 def write_gguf(
     file: Path, model: PreTrainedModel, kind: Type = Type.F32, settings: dict | None = None,
-    tensors: dict | None = None, leave_out: tuple[str, ...] = (), split: str = "gpt-2", **of_writer,
+    general: dict | None = None, tensors: dict | None = None, leave_out: tuple[str, ...] | str = (),
+    split: str = "gpt-2", arch: str = "",
 ) -> Path:  # fmt: skip
     """Write ``model`` to the GGUF ``file``: matrices in ``kind``, vectors in fp32.
 
-    ``settings`` and ``tensors`` are added to those of the model; None removes a setting.
+    ``settings``, ``general`` ones and ``tensors`` are added to those of the model, and some or "all" tensors left out.
     """
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(file, name, **of_writer)
-    for key, value in (described(config) | (settings or {})).items():
+    writer = gguf.GGUFWriter(file, arch or name)
+    own = {f"{arch or name}.{key}": value for key, value in (described(config) | (settings or {})).items()}
+    for key, value in (own | (general or {})).items():
         if value is not None:
-            add_setting(writer, f"{name}.{key}", value)
+            add_setting(writer, key, value)
     add_vocabulary(writer, config, split)
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for path, x in model.state_dict().items():
+    for path, x in parts(model) if leave_out != "all" else ():
         if path == "lm_head.weight" and config.tie_word_embeddings:
             continue
         wanted = names.get_name(path, try_suffixes=(".weight", ".bias"))
         assert wanted, path
         if wanted not in leave_out:
             add(writer, wanted, stored(model, path, x).float().contiguous().numpy(), kind)
-    for wanted, x in (tensors or {}).items():
+    for wanted, x in (rope_factors(config) | (tensors or {})).items():
         add(writer, wanted, x, Type.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def parts(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of ``model`` by path; those of experts, which transformers joins, apart."""
+    for path, x in model.state_dict().items():
+        if path.endswith("experts.gate_up_proj"):
+            for name, half in zip(("gate_proj", "up_proj"), x.chunk(2, dim=1)):
+                yield path.replace("gate_up_proj", f"{name}.weight"), half
+        else:
+            yield path + ".weight" * path.endswith("experts.down_proj"), x
+
+
+def rope_factors(config) -> dict[str, np.ndarray]:
+    """The tensor by which a file tells of Llama 3's scaling."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") != "llama3":
+        return {}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = parameters["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    return {"rope_freqs.weight": (plain / scaled).numpy()}
 
 
 def add(writer: gguf.GGUFWriter, name: str, x: np.ndarray, kind: Type) -> None:
@@ -97,6 +121,11 @@ def described(config) -> dict:
         "attention.head_count_kv": text.get("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": text.get("rms_norm_eps"),
         "attention.layer_norm_epsilon": text.get("layer_norm_epsilon"),
+        "rope.scaling.type": "linear" if rope.get("rope_type") == "linear" else None,
+        "rope.scaling.factor": rope.get("factor") if rope.get("rope_type") == "linear" else None,
+        "expert_count": getattr(config, "num_experts", None),
+        "expert_used_count": text.get("num_experts_per_tok"),
+        "expert_feed_forward_length": text.get("moe_intermediate_size"),
         "rope.freq_base": rope.get("full_attention", rope).get("rope_theta"),
         "attn_logit_softcapping": text.get("attn_logit_softcapping"),
         "final_logit_softcapping": text.get("final_logit_softcapping"),

@@ -1,5 +1,11 @@
 """GGUF files: what they are converted to, against the model they were written from and the package's own numbers."""
 
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -14,9 +20,12 @@ from transformers import (
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
+from fragility_lab.inputs.gguf_folder import converted
+from fragility_lab.inputs.gguf_header import read_header
 from fragility_lab.inputs.hollow import load_hollow
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -24,6 +33,9 @@ WIDE |= {"num_hidden_layers": 3, "max_position_embeddings": 128, "bos_token_id":
 GEMMA = WIDE | {"vocab_size": 512, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 GEMMA |= {"bos_token_id": 2, "eos_token_id": 1}
 TEXT = "Rounding, 2024: the\n\nfirst token's stream  is 160 times the median's."
+BASE = {"rope_theta": 500000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | BASE
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 FAMILIES = {
     "llama": LlamaConfig(**WIDE, vocab_size=4096, rope_theta=50000.0, rms_norm_eps=1e-5, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**WIDE, vocab_size=4096, head_dim=32, tie_word_embeddings=True),
@@ -31,6 +43,18 @@ FAMILIES = {
     "qwen3": Qwen3Config(**WIDE, vocab_size=4096, head_dim=32, tie_word_embeddings=True),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=20.0, final_logit_softcapping=10.0),
     "gemma3": Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 7}, rope_theta=1e6),
+    "qwen3moe": Qwen3MoeConfig(
+        **WIDE,
+        vocab_size=4096,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+    "llama-linear": LlamaConfig(**WIDE, vocab_size=4096, rope_parameters={"rope_type": "linear", "factor": 4.0} | BASE),
+    "llama3": LlamaConfig(**WIDE | {"max_position_embeddings": 131072}, vocab_size=4096, rope_parameters=LLAMA3),
     "gpt2": GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=96, vocab_size=4096, bos_token_id=0, eos_token_id=0),
 }
 
@@ -93,3 +117,106 @@ def test_what_is_stored_in_few_bits_is_what_the_package_reads(kind, family, tmp_
 def test_a_file_has_the_tokens_of_its_model(family, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", drawn(FAMILIES[family]))
     assert load_tokenizer(str(file))(TEXT).input_ids == load_tokenizer("embedded")(TEXT).input_ids
+
+
+def _of_type(content: bytes, kind: int) -> bytes:
+    """``content`` with another type of the tensor output_norm.weight, whose shape is one number long."""
+    at = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8
+    return content[:at] + kind.to_bytes(4, "little") + content[at + 4 :]
+
+
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "no GGUF": (lambda x: b"GGML" + x[4:], "take a folder or a GGUF file, .* but .* begins with b'GGML"),
+    "no bytes": (lambda x: b"", "begins with b''"),
+    "big-endian": (lambda x: x[:4] + x[7:3:-1] + x[8:], "is big-endian: gguf-convert-endian"),
+    "version 1": (lambda x: x[:4] + b"\1" + x[5:], "has version 1: convert the model again"),
+    "half of the weights": (lambda x: x[: len(x) // 2], r"cut off or damaged \(.* ends behind its \d+ bytes"),
+    "half of the header": (lambda x: x[:20000], r"cut off or damaged \(its header does not end\): copy"),
+    "a billion settings": (lambda x: x[:16] + b"\0\0\0\x40" + x[20:], "its header does not end"),
+    "a long string": (lambda x: x[:24] + b"\xff" * 8 + x[32:], "its header does not end"),
+    "an unknown type": (lambda x: _of_type(x, 99), "have the type number 99: pip install gguf --upgrade"),
+    "a type without a reader": (lambda x: _of_type(x, 15), "output_norm.weight of .* have the type Q8_K: pip install"),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> bytes:
+    return write_gguf(tmp_path_factory.mktemp("small") / "model.gguf", drawn(FAMILIES["llama"])).read_bytes()
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_file_is_named_before_anything_is_read(how, small, tmp_path):
+    damage, said = DAMAGED[how]
+    file = tmp_path / "damaged.gguf"
+    file.write_bytes(damage(small))
+    for load in (load_config, load_tokenizer, load_model):
+        with pytest.raises(ValueError, match=said) as refused:
+            load(str(file))
+        assert str(file) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_every_cut_of_the_header_is_found(small, tmp_path):
+    end = small.index(b"output_norm.weight") + 40
+    for cut in np.linspace(0, end, 60, dtype=int):
+        (tmp_path / "cut.gguf").write_bytes(small[:cut])
+        with pytest.raises(ValueError, match=r"cut off or damaged|begins with"):
+            read_header(tmp_path / "cut.gguf")
+
+
+ONES = np.ones(8, np.float32)
+OTHERS = {
+    "another architecture": ({"arch": "mpt"}, "one of the architectures gemma2, .*, got 'mpt' in .*: give a folder"),
+    "a piece": ({"name": "m-00001-of-00003.gguf"}, "of one piece, but .* is one of 3: join them with `llama-gguf"),
+    "a piece by its settings": ({"general": {"split.count": 2}}, "must be of one piece, but .* is one of 2"),
+    "an adapter": ({"general": {"general.type": "adapter"}}, "must hold a model, but .* holds what it calls 'adapter'"),
+    "a vocabulary": ({"leave_out": "all"}, "must hold weights, but .* holds a vocabulary alone: give the model's file"),
+    "no heads": ({"settings": {"attention.head_count": 0}}, "whole number for each of .* attention.head_count is 0 in"),
+    "heads by layer": ({"settings": {"attention.head_count": [4, 4, 4]}}, r"attention.head_count is \[4, 4, 4\] in"),
+    "no embedding": ({"leave_out": ("token_embd.weight",)}, "must hold token_embd.weight, but"),
+    "another shape": ({"settings": {"feed_forward_length": 95}}, r"mlp.down_proj.weight \(64, 96\) for \(64, 95\)"),
+    "experts": ({"settings": {"expert_count": 4}}, "nothing reads expert_count = 4 of .* \\(llama\\): give a folder"),
+    "a rotary scaling": ({"settings": {"rope.scaling.type": "yarn"}}, "nothing reads rope.scaling.type = yarn"),
+    "an unknown setting": ({"settings": {"attention.new_flag": True}}, "nothing reads attention.new_flag = True"),
+    "other factors": ({"tensors": {"rope_freqs.weight": ONES + 1}}, "nothing reads rope_freqs.weight = factors from 2"),
+    "an unknown tensor": ({"tensors": {"blk.0.attn_q.scale": ONES}}, "but nothing reads blk.0.attn_q.scale of"),
+    "a missing tensor": ({"leave_out": ("blk.0.attn_q.weight",)}, "must hold all weights .* lacks model.layers.0"),
+    "another split": ({"split": "new-bpe"}, "does not know how, got 'gpt2' with 'new-bpe': give a folder, or the orig"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_what_a_file_holds_otherwise_is_refused_by_name(which, tmp_path):
+    how, said = OTHERS[which]
+    model = drawn(FAMILIES["llama"])
+    how = dict(how)
+    file = write_gguf(tmp_path / how.pop("name", "model.gguf"), model, **how)
+    with pytest.raises((ValueError, OSError), match=said):
+        load_config(str(file)), load_model(str(file), "cpu", AutoModelForCausalLM), load_tokenizer(str(file))
+
+
+def test_without_the_package_a_file_says_what_to_install(monkeypatch, small, tmp_path):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "model.gguf").write_bytes(small)
+    with pytest.raises(ValueError, match=r"needs the package gguf, which is not installed: pip install gguf"):
+        load_config(str(tmp_path / "model.gguf"))
+
+
+def test_a_file_is_converted_once_and_again_when_it_changes(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(small)
+    first = converted(str(file), "weights")
+    before = {path: path.stat().st_mtime_ns for path in Path(first).iterdir()}
+    assert converted(str(file), "weights") == first
+    assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == before
+    os.utime(file, ns=(0, 0))
+    assert converted(str(file), "weights") != first
+    assert not Path(first).exists()  # what nobody reads again takes no room
+
+
+def test_a_full_disk_is_named_before_the_conversion(small, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").write_bytes(small)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(OSError, match=r"takes 0.0 GB in fp32, but .* has 0.0 GB left: free some, or set"):
+        load_model(str(tmp_path / "model.gguf"), "cpu")

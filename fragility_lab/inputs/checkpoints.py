@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
 from fragility_lab.inputs import hub
+from fragility_lab.inputs.described import require_described_weights
 from fragility_lab.inputs.gguf_folder import converted
 from fragility_lab.paths import CHECKPOINTS
 
@@ -67,9 +68,14 @@ def located(name: str, kind: str = "model", weights: bool = False) -> str:
 
 
 def from_gguf(name: str, kind: str, weights: bool) -> str:
-    """The folder to which the GGUF file ``name`` is converted. Raises ValueError for one that cannot be converted."""
-    with quiet_loading():
-        return converted(name, "tokenizer" if kind == "tokenizer" else "weights" if weights else "config")
+    """The folder to which the GGUF file ``name`` is converted. Raises ValueError or OSError for one that cannot be."""
+    try:
+        with quiet_loading():
+            return converted(name, "tokenizer" if kind == "tokenizer" else "weights" if weights else "config")
+    except (ValueError, OSError):
+        raise
+    except Exception as cause:  # as below
+        raise not_found(kind, name, "MODEL", cause) from cause
 
 
 def named_as_path(name: str) -> bool:
@@ -194,32 +200,6 @@ def require_own_files(folder: str) -> None:
         if outside:
             cause = ValueError(f"{path.name} must name files of the folder, got {shortened(outside[0])}")
             raise not_found("model", folder, "MODEL", cause)
-
-
-def require_described_weights(model: PreTrainedModel, name: str, info: dict) -> None:
-    """Raises OSError where the checkpoint's weights are not those of ``model``; ``info`` is what loading it said."""
-
-    def some(entries: list[str]) -> str:
-        return f"{', '.join(entries[:5])}{' and others' if len(entries) > 5 else ''}"
-
-    if shapes := [
-        f"{key} {tuple(given)} for {tuple(wanted)}" for key, given, wanted in sorted(info["mismatched_keys"])
-    ]:
-        raise OSError(
-            f"weights must have the shapes that the configuration says, but {name!r} has {some(shapes)}: take the "
-            "configuration that was saved with them"
-        )
-    if missing := sorted(info["missing_keys"]):
-        raise OSError(
-            f"a checkpoint must hold all weights of its model, but {name!r} lacks {some(missing)}, which would be "
-            "drawn at random: save the whole model"
-        )
-    kinds = tuple({re.sub(r"\d+", "*", path) for path, _ in model.named_parameters() if re.search(r"\.\d+\.", path)})
-    if kinds and (extra := sorted(key for key in info["unexpected_keys"] if re.sub(r"\d+", "*", key).endswith(kinds))):
-        raise OSError(
-            f"a model must have all blocks of its checkpoint, but the configuration of {name!r} leaves out "
-            f"{some(extra)}: take the configuration that was saved with them"
-        )
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -1,7 +1,7 @@
 """The configuration that the settings of a GGUF file describe, and nothing that they leave open in silence."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
 }
 # The fields of configurations, by the settings that give them; GPT-2's configuration has names of its own.
 FIELDS = {
@@ -27,32 +28,42 @@ FIELDS = {
     "vocab_size": "vocab_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
-# Settings that say again what others say, or that are read below.
-IMPLIED = (
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-)
+SIZES = ("block_count", "embedding_length", "attention.head_count")
+# Settings of the width of a head, which must agree, and those of the rotary embedding.
+WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+ROPE = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor")
+ROPE_OF_WINDOWS = "rope.freq_base_swa"
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 ROPE_FACTORS = "rope_freqs.weight"
 UNUSED = ("none", 0, False, None)  # values by which a setting says that it does nothing
+LARGEST = {"gemma2": 46, "gemma3": 62}  # blocks of Gemma's 27B, whose scores have a scale that no file says
 
 
 def require_supported(header: Header) -> None:
-    """Raises ValueError for a GGUF file of an architecture whose conversion no test has compared."""
+    """Raises ValueError for a GGUF file of an architecture whose conversion no test has compared, or without sizes."""
     if header.architecture not in MODEL_TYPES:
         raise ValueError(
             f"a GGUF file must be of one of the architectures {', '.join(MODEL_TYPES)}, got {header.architecture!r} in "
             f"{header.file}: give a folder with the original model in safetensors"
+        )
+    sizes = {name: header.own().get(name) for name in SIZES}
+    if strange := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
+        raise ValueError(
+            f"a GGUF file must give a whole number for each of {', '.join(SIZES)}, but {strange[0]} is "
+            f"{sizes[strange[0]]} in {header.file}: convert the model again"
+        )
+    if "token_embd.weight" not in header.tensors:
+        raise ValueError(
+            f"a GGUF file must hold token_embd.weight, but {header.file} does not: convert the model again"
         )
 
 
@@ -71,43 +82,55 @@ def configuration(header: Header, rope_factors: Callable[[], np.ndarray]) -> Pre
     settings = {name: shortest(value) for name, value in header.own().items()}
     kind = CONFIG_MAPPING[MODEL_TYPES[header.architecture]]
     known = kind().to_dict()
-    fields: dict[str, Any] = {}
-    for name, value in settings.items():
-        names = [kind.attribute_map.get(field, field) for field in FIELDS.get(name, "").split()]
-        if field := next((field for field in names if field in known), None):
-            fields[field] = value
-        elif name not in IMPLIED and value not in UNUSED:
-            raise unread(header, name, value)
+    fields = dict(given_fields(settings, kind, known))
     fields |= {field: header.settings.get(f"tokenizer.ggml.{name}") for name, field in TOKENS.items()}
     fields["vocab_size"] = header.tensors["token_embd.weight"][0][0]
     fields["tie_word_embeddings"] = "output.weight" not in header.tensors
-    width = settings.get("attention.key_length") or settings.get("rope.dimension_count")
-    width = width or settings["embedding_length"] // settings["attention.head_count"]
-    if "head_dim" in known:
+    equal = settings["embedding_length"] // settings["attention.head_count"]
+    width = settings.get("attention.key_length") or settings.get("rope.dimension_count") or equal
+    if "head_dim" in known or width != equal:
         fields["head_dim"] = width
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if settings.get(name, width) != width:
-            raise unread(header, name, settings[name])
-    if "query_pre_attn_scalar" in known:
-        fields["query_pre_attn_scalar"] = query_scale(header, settings, width)
+    if header.architecture in LARGEST:
+        largest = settings["block_count"] == LARGEST[header.architecture]
+        fields["query_pre_attn_scalar"] = equal if largest else width
+    if "norm_topk_prob" in known:
+        fields["norm_topk_prob"] = True  # as llama.cpp computes; no file says it
     config = kind(**fields)
+    taken = {name for name in WIDTHS if settings.get(name) == width}
     if "rope_parameters" in known:
-        rope(config, header, settings, rope_factors)
+        taken |= rope(config, header, settings, rope_factors)
+    require_taken(header, settings, dict(given_fields(settings, kind, known)), config, taken)
     return config
 
 
-def query_scale(header: Header, settings: dict[str, Any], width: int) -> int:
-    """The number under the root by which Gemma 2 and 3 divide scores: no file says it, and their 27B have another."""
-    largest = {"gemma2": 46, "gemma3": 62}[header.architecture]
-    return (
-        settings["embedding_length"] // settings["attention.head_count"]
-        if settings["block_count"] == largest
-        else width
-    )
+def given_fields(settings: dict[str, Any], kind: type, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields that ``settings`` give to a configuration of ``kind``, which has those ``known``."""
+    for name, value in settings.items():
+        if field := field_of(name, kind, known):
+            yield field, value
 
 
-def rope(config: PreTrainedConfig, header: Header, settings: dict[str, Any], factors: Callable[[], np.ndarray]) -> None:
-    """Set the rotary embedding of ``config``. Raises ValueError for a scaling other than linear or Llama 3's."""
+def field_of(name: str, kind: type, known: dict[str, Any]) -> str | None:
+    """The field for the setting ``name`` in a configuration of ``kind``, if there is one."""
+    names = [kind.attribute_map.get(field, field) for field in FIELDS.get(name, "").split()]
+    return next((field for field in names if field in known), None)
+
+
+def require_taken(header: Header, settings: dict, fields: dict, config: PreTrainedConfig, taken: set[str]) -> None:
+    """Raises ValueError unless ``config`` has all ``settings`` that do something, in its ``fields`` or as ``taken``."""
+    known = config.to_dict()
+    for name, value in settings.items():
+        field = field_of(name, type(config), known)
+        if name in taken or (field and getattr(config, field) == fields[field]) or value in UNUSED:
+            continue
+        raise unread(header, name, value)
+
+
+def rope(config: PreTrainedConfig, header: Header, settings: dict, factors: Callable[[], np.ndarray]) -> set[str]:
+    """Set the rotary embedding of ``config``; returns the names of the settings that say it.
+
+    Raises ValueError for a scaling other than linear or Llama 3's.
+    """
     scaling: dict[str, Any] = {}
     if (how := settings.get("rope.scaling.type", "none")) == "linear":
         scaling = {"rope_type": "linear", "factor": settings["rope.scaling.factor"]}
@@ -115,9 +138,13 @@ def rope(config: PreTrainedConfig, header: Header, settings: dict[str, Any], fac
         raise unread(header, "rope.scaling.type", how)
     if ROPE_FACTORS in header.tensors:
         scaling = llama3_scaling(header, settings, factors())
-    parameters = config.rope_parameters
+    parameters, taken = config.rope_parameters, {*ROPE}
     whole = parameters.get("full_attention", parameters)  # windows of Gemma 3 have a base of their own, and no scaling
     whole |= {"rope_theta": settings.get("rope.freq_base", 10000.0), **scaling}
+    if "sliding_attention" in parameters and ROPE_OF_WINDOWS in settings:
+        parameters["sliding_attention"]["rope_theta"] = settings[ROPE_OF_WINDOWS]
+        taken.add(ROPE_OF_WINDOWS)
+    return taken
 
 
 def llama3_scaling(header: Header, settings: dict[str, Any], stored: np.ndarray) -> dict[str, Any]:

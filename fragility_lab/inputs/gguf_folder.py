@@ -13,12 +13,18 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fragility_lab.inputs.described import require_described_weights
 from fragility_lab.inputs.gguf_config import ROPE_FACTORS, configuration
 from fragility_lab.inputs.gguf_header import Header, read_header
 
+# How tokenizers of bytes split text, by llama.cpp's names: into GPT-2's words, and those that split each digit as well.
+# transformers knows others, and takes GPT-2's words for all that it does not know.
+WORDS = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 SOURCES = [Path(__file__).with_name(name) for name in ("gguf_folder.py", "gguf_config.py", "gguf_header.py")]
 
 
@@ -91,16 +97,29 @@ def write_model(header: Header, folder: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     require_all_read(header, model)
+    require_space(header, model)
     print(f"converting {header.file} to fp32, once, in {cache()}", file=sys.stderr, flush=True)
     file = header.file.resolve()
     with patch("transformers.modeling_gguf_pytorch_utils.tqdm", partial(tqdm, disable=True)):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, config=config, dtype=torch.float32
-        )
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, config=config, dtype=torch.float32,
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+    require_described_weights(loaded, str(header.file), info)
     state = {name: x.contiguous() for name, x in loaded.state_dict().items()}
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
+
+
+def require_space(header: Header, model: torch.nn.Module) -> None:
+    """Raises OSError where the disk has no room for ``model`` in fp32."""
+    needed, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(cache()).free
+    if free < needed:
+        raise OSError(
+            f"{header.file} takes {needed / 1e9:.1f} GB in fp32, but {cache()} has {free / 1e9:.1f} GB left: free "
+            "some, or set XDG_CACHE_HOME to a folder on another disk"
+        )
 
 
 def require_all_read(header: Header, model: torch.nn.Module) -> None:
@@ -109,7 +128,7 @@ def require_all_read(header: Header, model: torch.nn.Module) -> None:
 
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
     known = {*get_gguf_hf_weights_map(model, processor), ROPE_FACTORS}
-    if extra := sorted(header.tensors.keys() - known):
+    if extra := [name for name in sorted(header.tensors) if not {name, name.removesuffix(".weight")} & known]:
         raise ValueError(
             f"all tensors of a GGUF file must be read, but nothing reads {', '.join(extra[:5])} of {header.file} "
             f"({header.architecture}): give a folder with the original model in safetensors"
@@ -117,5 +136,22 @@ def require_all_read(header: Header, model: torch.nn.Module) -> None:
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:
-    place = header.file.resolve()
-    AutoTokenizer.from_pretrained(str(place.parent), gguf_file=place.name).save_pretrained(folder)
+    """Write the tokenizer in the file of ``header``. Raises ValueError for a way to split text that is not known."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    place, settings = header.file.resolve(), header.settings
+    kind, split = (settings.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    prefix = settings.get("tokenizer.ggml.add_space_prefix", True) or header.architecture.startswith("gemma")
+    bytes_known = kind == "gpt2" and (split in GGUF_PRE_TOKENIZER_SPLITS or split in (*WORDS, *DIGITS))
+    if not (bytes_known or (kind == "llama" and prefix)):
+        raise ValueError(
+            f"text must be split as the tokenizer of {header.file} does, but transformers does not know how, got "
+            f"{kind!r} with {split!r}{'' if prefix else ' and no space in front'}: give a folder, or the original as "
+            "REFERENCE_MODEL=, whose tokenizer is taken"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(str(place.parent), gguf_file=place.name)
+    if split in DIGITS:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        each_digit = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([each_digit, byte_level])
+    tokenizer.save_pretrained(folder)

@@ -94,15 +94,12 @@ def read_header(file: str | Path) -> Header:
             entries = [(reading.text(), *_place(reading)) for _ in range(count)]
         except (struct.error, KeyError, OverflowError) as cause:
             raise cut_off(file, "its header does not end") from cause
-    types = known_types(file)
-    if strange := sorted({kind for _, _, kind, _ in entries if kind not in types}):
-        raise ValueError(
-            f"tensors of {file} must have a type that the package gguf reads, but {entries_of(entries, strange)} have "
-            f"the type number {strange[0]}, which it does not know: {READ_BY} --upgrade, or quantize the model again"
-        )
+    types = {kind: readable(file, kind, [name for name, _, k, _ in entries if k == kind]) for *_, kind, _ in entries}
     header = Header(file, settings, {name: (shape, types[kind][0]) for name, shape, kind, _ in entries})
     require_whole_model(header)
     alignment = settings.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise cut_off(file, f"general.alignment is {alignment}")
     data = -(-reading.at // alignment) * alignment
     for name, shape, kind, offset in entries:
         _, block, width = types[kind]
@@ -120,17 +117,28 @@ def _place(reading: Reading) -> tuple[tuple[int, ...], int, int]:
     return tuple(reversed(shape)), *reading.numbers("IQ")
 
 
-def entries_of(entries: list[tuple], kinds: list[int]) -> str:
-    return ", ".join([name for name, _, kind, _ in entries if kind in kinds][:3])
+def readable(file: Path, kind: int, names: list[str]) -> tuple[str, int, int]:
+    """The name of the type ``kind`` of the tensors ``names``, and numbers and bytes of its blocks.
 
-
-def known_types(file: Path) -> dict[int, tuple[str, int, int]]:
-    """Name, numbers a block, and bytes a block of each type; raises ValueError without the package gguf."""
+    Raises ValueError without the package gguf, and where it cannot read this type.
+    """
     try:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        import numpy as np
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
     except ImportError as cause:
         raise ValueError(f"reading {file} needs the package gguf, which is not installed: {READ_BY}") from cause
-    return {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+    try:
+        known = GGMLQuantizationType(kind)
+        if kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)
+    except (ValueError, NotImplementedError) as cause:
+        called = known.name if isinstance(cause, NotImplementedError) else f"number {kind}"
+        raise ValueError(
+            f"tensors must have a type that the package gguf can read, but {', '.join(names[:3])} of {file} have the "
+            f"type {called}: {READ_BY} --upgrade, or quantize the model to another type"
+        ) from cause
+    return known.name, *GGML_QUANT_SIZES[known]
 
 
 def cut_off(file: Path, how: str) -> ValueError:

@@ -14,10 +14,10 @@ from fragility_lab.inputs.checkpoints import (
     load_config,
     located,
     not_found,
-    require_described_weights,
     require_exact_products,
     require_own_files,
 )
+from fragility_lab.inputs.described import require_described_weights
 
 
 def on_meta(name: str, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
