@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from fragility_core import bgss, protection
@@ -145,6 +146,33 @@ def _pickled(copy: Path) -> None:
     (copy / "pytorch_model.bin").write_bytes(b"\x80\x04.")
 
 
+SCALED = "transformer.h.0.mlp.c_fc"  # the first linear layer that widens
+
+
+def _stored_in(dtype: torch.dtype) -> Callable[[Path], None]:
+    return _rewritten(lambda tensors: tensors.update({f"{SCALED}.weight": tensors[f"{SCALED}.weight"].to(dtype)}))
+
+
+def _beside(name: str) -> Callable[[Path], None]:
+    return _rewritten(lambda tensors: tensors.update({f"{SCALED}.{name}": torch.ones(1)}))
+
+
+def _cut_shard(copy: Path) -> None:
+    tensors = load_file(_weights(copy))
+    _weights(copy).unlink()
+    names = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    for part, name in enumerate(names):
+        save_file(dict(sorted(tensors.items())[part::2]), copy / name, {"format": "pt"})
+    (copy / names[1]).write_bytes((copy / names[1]).read_bytes()[:-100])
+    index = {key: names[number % 2] for number, key in enumerate(sorted(tensors))}
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def _only_gguf(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    (copy / "small.gguf").write_bytes(b"GGUF")
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "weights cut in half": _first_half,
     "weights of no bytes": _replaced("model.safetensors", b""),
@@ -164,6 +192,19 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         {"metadata": {}, "weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
     ),
     "an index without a map": _sharded({"metadata": {}}),
+    "weights in fp8": _stored_in(torch.float8_e4m3fn),
+    "weights in int8": _stored_in(torch.int8),
+    "weights packed in uint8": _stored_in(torch.uint8),
+    "weights packed in int32": _stored_in(torch.int32),
+    "a scale that nothing reads": _beside("weight_scale"),
+    "a scale of blocks that nothing reads": _beside("weight_scale_inv"),
+    "a zero point that nothing reads": _beside("weight_zero_point"),
+    "scales of groups that nothing reads": _beside("scales"),
+    "the range of inputs that nothing reads": _beside("input_scale"),
+    "a tensor of an unknown name beside a weight": _beside("multiplier"),
+    "a shard that is cut off": _cut_shard,
+    "a header that is damaged": _replaced("model.safetensors", (8).to_bytes(8, "little") + b"{broken}"),
+    "a GGUF file in a folder": _only_gguf,
     "a weight that is not finite": _rewritten(lambda tensors: next(iter(tensors.values())).fill_(float("nan"))),
     "a missing weight": _rewritten(lambda tensors: tensors.pop("transformer.h.0.mlp.c_fc.weight", None)),
     "a weight of another shape": _rewritten(

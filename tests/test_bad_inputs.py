@@ -8,7 +8,7 @@ import yaml
 from bad_inputs import KINDS
 
 from fragility_core.arithmetic.recipes import RECIPES
-from fragility_lab.inputs.checkpoints import NEEDED
+from fragility_lab.inputs.names import NEEDED
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import execute
 

@@ -1,9 +1,5 @@
 """Load models and tokenizers by hub name or local path, or an embedded checkpoint."""
 
-import json
-import os
-import re
-import reprlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,30 +13,14 @@ from transformers.utils import logging
 from fragility_lab.inputs import hub
 from fragility_lab.inputs.described import require_described_weights
 from fragility_lab.inputs.gguf_folder import converted
-from fragility_lab.paths import CHECKPOINTS
+from fragility_lab.inputs.names import EMBEDDED as EMBEDDED
+from fragility_lab.inputs.names import HubError, local, not_found
+from fragility_lab.inputs.names import embedded_checkpoints as embedded_checkpoints
+from fragility_lab.inputs.names import named_as_path as named_as_path
+from fragility_lab.inputs.names import shortened as shortened
+from fragility_lab.inputs.stored import require_described, require_numbers
 
-EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
 SPREAD = "auto"  # the ``device_map`` of transformers that gives all GPUs about equal parts of a model
-# How transformers gives the weights of a quantized checkpoint as numbers, by its ``quant_method``.
-AS_NUMBERS = "from_pretrained(..., quantization_config={}(dequantize=True)) and save_pretrained"
-DEQUANTIZED = {
-    "compressed-tensors": AS_NUMBERS.format("CompressedTensorsConfig"),
-    "fp8": AS_NUMBERS.format("FineGrainedFP8Config"),
-    "mxfp4": AS_NUMBERS.format("Mxfp4Config"),
-    "bitsandbytes": "from_pretrained(...).dequantize() and save_pretrained",
-}
-NEEDED = {
-    "model": "a local copy of a decoder saved as safetensors (save_pretrained)",
-    "tokenizer": "a folder that holds the model's tokenizer too (tokenizer.save_pretrained)",
-    "text": "a local copy",
-}
-
-
-def shortened(text: str) -> str:
-    """``text`` in quotes, without its middle where it is long."""
-    brief = reprlib.Repr()
-    brief.maxstring = 120
-    return brief.repr(text)
 
 
 def located(name: str, kind: str = "model", weights: bool = False) -> str:
@@ -49,21 +29,11 @@ def located(name: str, kind: str = "model", weights: bool = False) -> str:
     Without ``weights``, those of a hub's model need not be there. Raises OSError, which says how to go on, where there
     is no such model.
     """
-    known = embedded_checkpoints()
-    if name in known:
-        return str(CHECKPOINTS / name)
-    if os.path.isfile(name):
-        return from_gguf(name, kind, weights)
-    if os.path.exists(name):
-        return name
-    if name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name):
-        cause = FileNotFoundError(
-            f"there is no such folder or file, and the embedded checkpoints are {', '.join(known)}"
-        )
-        raise not_found(kind, name, "MODEL", cause)
+    if (place := local(name, kind)) is not None:
+        return from_gguf(str(place), kind, weights) if place.is_file() else str(place)
     try:
         return hub.snapshot(name, weights)
-    except hub.HubError as cause:
+    except HubError as cause:
         raise not_found(kind, name, "MODEL", cause) from cause
 
 
@@ -76,34 +46,6 @@ def from_gguf(name: str, kind: str, weights: bool) -> str:
         raise
     except Exception as cause:  # as below
         raise not_found(kind, name, "MODEL", cause) from cause
-
-
-def named_as_path(name: str) -> bool:
-    """Whether ``name`` cannot be that of a hub's repository, "name" or "owner/name"."""
-    return re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", name) is None or len(name) > 96
-
-
-def named_as_file(name: str) -> bool:
-    """Whether ``name`` is that of a GGUF file, which may not be there."""
-    return name.lower().endswith(".gguf")
-
-
-def embedded_checkpoints() -> list[str]:
-    """The names of the checkpoints that ship with the project."""
-    return sorted(folder.name for folder in CHECKPOINTS.iterdir())
-
-
-def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
-    """One message for all errors that the hub libraries raise when they cannot find or reach something."""
-    local = os.path.exists(name) or name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name)
-    where = "the folder" if local else "the model hub and this machine's cache"
-    words = " ".join(str(cause).split()) or "no message"
-    reason = words if isinstance(cause, hub.HubError) else f"{type(cause).__name__}: {words}"
-    return OSError(
-        f"cannot load the {kind} {shortened(name)} from {where} ({reason}). "
-        f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
-        f"or leave {variable} unset: both then run on the embedded default, without a network."
-    )
 
 
 @contextmanager
@@ -133,25 +75,14 @@ def load_config(name: str) -> PreTrainedConfig:
     """The model's configuration.
 
     Raises OSError, which says how to go on, where there is none, and ValueError where weights are quantized or a size
-    is below 1.
+    cannot be.
     """
     folder = located(name)
+    require_described(Path(folder), name)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as cause:  # a damaged file makes the library raise a dozen unrelated types
         raise not_found("model", name, "MODEL", cause) from cause
-    if quantization := getattr(config, "quantization_config", None):
-        method = dict(quantization).get("quant_method", "a library") if isinstance(quantization, dict) else "a library"
-        how = DEQUANTIZED.get(str(method), "save them with the library that quantized them")
-        raise ValueError(
-            f"weights must be stored as numbers, but {name!r} is quantized by {method}: give a folder with its "
-            f"dequantized weights ({how})"
-        )
-    for size in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        value = getattr(config.get_text_config(), size, None)
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"{size} must be at least 1, but the configuration of {name!r} says {value}: correct it")
-    return config
 
 
 def load_model(name: str, device: str | dict | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
@@ -164,7 +95,8 @@ def load_model(name: str, device: str | dict | None = None, auto_class: type = A
     """
     require_exact_products()
     folder, spread = located(name, weights=True), device == SPREAD or isinstance(device, dict)
-    require_own_files(folder)
+    require_described(Path(folder), name)
+    require_numbers(Path(folder), name)
     try:
         with quiet_loading():
             model, info = auto_class.from_pretrained(
@@ -187,19 +119,6 @@ def require_exact_products() -> None:
             f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
             'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
         )
-
-
-def require_own_files(folder: str) -> None:
-    """Raises OSError for a ``folder`` whose index of weights names no files, or files outside of it."""
-    for path in Path(folder).glob("*.index.json") if os.path.isdir(folder) else ():
-        try:
-            files = json.loads(path.read_text())["weight_map"].values()
-            outside = [file for file in files if Path(file).name != file]
-        except (ValueError, KeyError, TypeError, AttributeError) as cause:
-            raise not_found("model", folder, "MODEL", ValueError(f"{path.name} has no map of weights")) from cause
-        if outside:
-            cause = ValueError(f"{path.name} must name files of the folder, got {shortened(outside[0])}")
-            raise not_found("model", folder, "MODEL", cause)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

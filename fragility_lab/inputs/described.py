@@ -1,8 +1,10 @@
 """Whether the weights in files are those of the model that a configuration describes."""
 
-import re
+from collections.abc import Iterable
 
 from transformers import PreTrainedModel
+
+from fragility_lab.inputs.stored import BUFFERS
 
 
 def require_described_weights(model: PreTrainedModel, name: str, info: dict) -> None:
@@ -23,9 +25,24 @@ def require_described_weights(model: PreTrainedModel, name: str, info: dict) -> 
             f"a checkpoint must hold all weights of its model, but {name!r} lacks {some(missing)}, which would be "
             "drawn at random: save the whole model"
         )
-    kinds = tuple({re.sub(r"\d+", "*", path) for path, _ in model.named_parameters() if re.search(r"\.\d+\.", path)})
-    if kinds and (extra := sorted(key for key in info["unexpected_keys"] if re.sub(r"\d+", "*", key).endswith(kinds))):
+    if extra := unread(model, info["unexpected_keys"]):
         raise OSError(
-            f"a model must have all blocks of its checkpoint, but the configuration of {name!r} leaves out "
-            f"{some(extra)}: take the configuration that was saved with them"
+            f"all weights of a checkpoint must be read, but the model that the configuration of {name!r} describes "
+            f"leaves out {some(extra)}: take the configuration that was saved with them"
         )
+
+
+def unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """The tensors among ``names`` that lie within a part of ``model``, such as a block, and are none of its own.
+
+    What lies beside its parts, such as the head of a model that is loaded without one, is not counted.
+    """
+    modules, prefix = {path for path, _ in model.named_modules()}, model.base_model_prefix
+    outer = {"", prefix}
+
+    def inside(name: str) -> bool:
+        paths = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        around = (".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 1))
+        return any(module in modules - outer for module in around)
+
+    return sorted(name for name in names if inside(name) and not BUFFERS.fullmatch(name))

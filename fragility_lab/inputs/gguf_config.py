@@ -7,18 +7,8 @@ from typing import Any
 import numpy as np
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from fragility_lab.inputs.gguf_header import Header
+from fragility_lab.inputs.gguf_header import MODEL_TYPES, Header, require_supported
 
-# The model types of transformers, by the architectures of GGUF files whose conversion the tests compare.
-MODEL_TYPES = {
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-}
 # The fields of configurations, by the settings that give them; GPT-2's configuration has names of its own.
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -37,7 +27,6 @@ FIELDS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-SIZES = ("block_count", "embedding_length", "attention.head_count")
 # Settings of the width of a head, which must agree, and those of the rotary embedding.
 WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 ROPE = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor")
@@ -46,25 +35,6 @@ TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "paddi
 ROPE_FACTORS = "rope_freqs.weight"
 UNUSED = ("none", 0, False, None)  # values by which a setting says that it does nothing
 LARGEST = {"gemma2": 46, "gemma3": 62}  # blocks of Gemma's 27B, whose scores have a scale that no file says
-
-
-def require_supported(header: Header) -> None:
-    """Raises ValueError for a GGUF file of an architecture whose conversion no test has compared, or without sizes."""
-    if header.architecture not in MODEL_TYPES:
-        raise ValueError(
-            f"a GGUF file must be of one of the architectures {', '.join(MODEL_TYPES)}, got {header.architecture!r} in "
-            f"{header.file}: give a folder with the original model in safetensors"
-        )
-    sizes = {name: header.own().get(name) for name in SIZES}
-    if strange := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
-        raise ValueError(
-            f"a GGUF file must give a whole number for each of {', '.join(SIZES)}, but {strange[0]} is "
-            f"{sizes[strange[0]]} in {header.file}: convert the model again"
-        )
-    if "token_embd.weight" not in header.tensors:
-        raise ValueError(
-            f"a GGUF file must hold token_embd.weight, but {header.file} does not: convert the model again"
-        )
 
 
 def shortest(value: Any) -> Any:

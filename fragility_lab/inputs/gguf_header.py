@@ -16,6 +16,18 @@ STRING, ARRAY = 8, 9
 PIECE = re.compile(r"-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 READ_BY = "pip install gguf"
 
+# The model types of transformers, by the architectures of GGUF files whose conversion the tests compare.
+MODEL_TYPES = {
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+}
+SIZES = ("block_count", "embedding_length", "attention.head_count")
+
 
 @dataclass(frozen=True)
 class Header:
@@ -183,3 +195,22 @@ def require_whole_model(header: Header) -> None:
         )
     if not header.tensors:
         raise ValueError(f"a GGUF file must hold weights, but {file} holds a vocabulary alone: give the model's file")
+
+
+def require_supported(header: Header) -> None:
+    """Raises ValueError for a GGUF file of an architecture whose conversion no test has compared, or without sizes."""
+    if header.architecture not in MODEL_TYPES:
+        raise ValueError(
+            f"a GGUF file must be of one of the architectures {', '.join(MODEL_TYPES)}, got {header.architecture!r} in "
+            f"{header.file}: give a folder with the original model in safetensors"
+        )
+    sizes = {name: header.own().get(name) for name in SIZES}
+    if strange := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
+        raise ValueError(
+            f"a GGUF file must give a whole number for each of {', '.join(SIZES)}, but {strange[0]} is "
+            f"{sizes[strange[0]]} in {header.file}: convert the model again"
+        )
+    if "token_embd.weight" not in header.tensors:
+        raise ValueError(
+            f"a GGUF file must hold token_embd.weight, but {header.file} does not: convert the model again"
+        )

@@ -12,6 +12,8 @@ from typing import Literal, TypeVar
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 
+from fragility_lab.inputs.names import HubError
+
 T = TypeVar("T")
 TIMEOUT = 10  # seconds that the hub may be silent
 TRIES = 3  # where the hub answers with an error of its own
@@ -24,10 +26,6 @@ MEANINGS = {
     404: "which means that there is no such repository",
     429: "which means too many requests: wait some minutes, or log in with `hf auth login`",
 }
-
-
-class HubError(OSError):
-    """The hub, or what it sent, cannot be used; the message says why."""
 
 
 @cache

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.inputs import checkpoints
-from fragility_lab.inputs.hollow import load_hollow, weight_files
+from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.inputs.stored import weight_files
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 
@@ -81,7 +83,8 @@ def load(
     for length in lengths:
         select_windows(stream, length, windows, seed=0)
     if hollow:
-        size = sum(file.stat().st_size for file in weight_files(model))
+        folder = Path(checkpoints.located(model, weights=True))
+        size = sum(file.stat().st_size for file in weight_files(folder, model))
         return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, tokenizer=tokenizer)
     loaded = checkpoints.load_model(model, device, auto_class)
     return Inputs(loaded, stream, digest(loaded, stream), tokenizer=tokenizer)

@@ -1,0 +1,71 @@
+"""Names of models: embedded checkpoints, folders, files and repositories of a hub. Imports nothing heavy."""
+
+import os
+import re
+import reprlib
+from pathlib import Path
+
+from fragility_lab.paths import CHECKPOINTS
+
+EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
+NEEDED = {
+    "model": "a local copy of a decoder saved as safetensors (save_pretrained), or a GGUF file",
+    "tokenizer": "a folder that holds the model's tokenizer too (tokenizer.save_pretrained)",
+    "text": "a local copy",
+}
+
+
+class HubError(OSError):
+    """The hub, or what it sent, cannot be used; the message says why."""
+
+
+def shortened(text: str) -> str:
+    """``text`` in quotes, without its middle where it is long."""
+    brief = reprlib.Repr()
+    brief.maxstring = 120
+    return brief.repr(text)
+
+
+def local(name: str, kind: str = "model") -> Path | None:
+    """The folder or file of the model ``name`` on this machine: an embedded checkpoint's, or ``name`` itself.
+
+    None for the name of a hub's repository. Raises OSError, which says how to go on, where there is nothing.
+    """
+    known = embedded_checkpoints()
+    if name in known:
+        return CHECKPOINTS / name
+    if os.path.exists(name):
+        return Path(name)
+    if name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name):
+        ours = ", ".join(known)
+        cause = FileNotFoundError(f"there is no such folder or file, and the embedded checkpoints are {ours}")
+        raise not_found(kind, name, "MODEL", cause)
+    return None
+
+
+def named_as_path(name: str) -> bool:
+    """Whether ``name`` cannot be that of a hub's repository, "name" or "owner/name"."""
+    return re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", name) is None or len(name) > 96
+
+
+def named_as_file(name: str) -> bool:
+    """Whether ``name`` is that of a GGUF file, which may not be there."""
+    return name.lower().endswith(".gguf")
+
+
+def embedded_checkpoints() -> list[str]:
+    """The names of the checkpoints that ship with the project."""
+    return sorted(folder.name for folder in CHECKPOINTS.iterdir())
+
+
+def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
+    """One message for all errors that the hub libraries raise when they cannot find or reach something."""
+    local = os.path.exists(name) or name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name)
+    where = "the folder" if local else "the model hub and this machine's cache"
+    words = " ".join(str(cause).split()) or "no message"
+    reason = words if isinstance(cause, HubError) else f"{type(cause).__name__}: {words}"
+    return OSError(
+        f"cannot load the {kind} {shortened(name)} from {where} ({reason}). "
+        f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
+        f"or leave {variable} unset: both then run on the embedded default, without a network."
+    )

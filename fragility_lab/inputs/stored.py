@@ -1,0 +1,220 @@
+"""What the files of a model say, checked before PyTorch is imported: settings, and the tensors in safetensors files."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fragility_lab.inputs.gguf_header import read_header, require_supported
+from fragility_lab.inputs.names import local, not_found, shortened
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of the dtypes that hold numbers without a scale
+# Buffers that older versions of transformers stored beside the weights; no weights are called so.
+BUFFERS = re.compile(r"(.*\.)?((attn|attention|self_attn)\.(masked_)?bias|.*inv_freq|position_ids|causal_mask)")
+# Tensors by which a library says what stored numbers mean.
+SCALES = re.compile(
+    r".*[._](scales?_inv|scale_2|zero_points?|qweight|qzeros|g_idx|packed|weight_shape|SCB|absmax|quant_map|quant_state.*)"
+    r"|.*\.((weight|w|input|output|activation|act|k|v|q|kv)_scales?|scales|zeros)"
+)
+# How transformers gives the weights of a quantized checkpoint as numbers, by its ``quant_method``.
+AS_NUMBERS = "from_pretrained(..., quantization_config={}(dequantize=True)) and save_pretrained"
+DEQUANTIZED = {
+    "compressed-tensors": AS_NUMBERS.format("CompressedTensorsConfig"),
+    "fp8": AS_NUMBERS.format("FineGrainedFP8Config"),
+    "mxfp4": AS_NUMBERS.format("Mxfp4Config"),
+    "bitsandbytes": "from_pretrained(...).dequantize() and save_pretrained",
+}
+BLOCKS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+POSITIVE = (*BLOCKS, "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head", "vocab_size")
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "n_inner", "d_ff", "ffn_dim")
+SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim|heads|layers|experts)")
+MOST_BLOCKS, MOST = 2**14, 2**28  # more than any model has; far less than makes numbers overflow
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Shape and dtype of a tensor in a safetensors file, the dtype by the file's own name: "BF16", "F8_E4M3"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def require_readable(name: str) -> None:
+    """Check all of the model ``name`` that can be known without a heavy import.
+
+    Raises OSError and ValueError, which say how to go on. What lies on a hub is checked when it is here.
+    """
+    if (place := local(name)) is None:
+        return
+    if place.is_file():
+        require_supported(read_header(place))
+        return
+    require_described(place, name)
+    require_numbers(place, name)
+
+
+def settings_of(folder: Path, name: str) -> dict[str, Any]:
+    """The entries of config.json in ``folder``. Raises OSError unless it holds some."""
+    file = folder / "config.json"
+    try:
+        if not file.is_file():
+            named = [f", but {path.name}: name that file itself" for path in sorted(folder.glob("*.gguf"))]
+            raise FileNotFoundError(f"there is no config.json{(named or [''])[0]}")
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"config.json must hold entries, got a {type(found).__name__}")
+        return found
+    except (OSError, ValueError, RecursionError) as cause:
+        raise not_found("model", name, "MODEL", cause) from cause
+
+
+def require_described(folder: Path, name: str) -> None:
+    """Raises ValueError unless config.json in ``folder`` has sizes that exist, and describes weights that are numbers.
+
+    Raises OSError where it cannot be read.
+    """
+    settings = settings_of(folder, name)
+    for key in ("quantization_config", "compression_config"):
+        if (found := settings.get(key) or (settings.get("text_config") or {}).get(key)) is None:
+            continue
+        method = str(found.get("quant_method", "a library")) if isinstance(found, dict) else "a library"
+        how = DEQUANTIZED.get(method, "save them with the library that quantized them")
+        raise ValueError(
+            f"weights must be stored as numbers, but {name!r} is quantized by {method}: give a folder with its "
+            f"dequantized weights ({how})"
+        )
+    for key, value in entries(settings):
+        if wrong := wrong_value(key, value):
+            raise ValueError(f"{key} must be {wrong}, but the configuration of {name!r} says {value}: correct it")
+
+
+def entries(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All numbers among ``settings`` by their names, and those of the dictionaries in it."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from entries(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value
+
+
+def wrong_value(key: str, value: float) -> str | None:
+    """What the setting ``key`` must be, where no model can have this ``value``."""
+    if key.endswith(("eps", "epsilon")):
+        return None if math.isfinite(value) and value >= 0 else "a finite number, at least 0"
+    if key == "rope_theta":
+        return None if math.isfinite(value) and value > 0 else "a finite number above 0"
+    if not math.isfinite(value):
+        return "finite"
+    if isinstance(value, float):
+        return None  # the library says what is no whole number
+    least = 1 if key in (*POSITIVE, *LENGTHS) else 0 if SIZE.fullmatch(key) else None
+    if least is not None and value < least:
+        return f"at least {least}"
+    most = MOST_BLOCKS if key in BLOCKS else MOST if key in (*POSITIVE, *LENGTHS) or SIZE.fullmatch(key) else None
+    return f"at most {most}" if most is not None and value > most and "step" not in key else None
+
+
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """The safetensors files of the model ``name`` in ``folder``, as transformers chooses them.
+
+    Raises OSError where there are none, and for an index of files that are not in the folder.
+    """
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    try:
+        if not (folder / INDEX).is_file():
+            pickles = sorted(path.name for path in folder.glob("*.bin"))
+            beside = f" beside {pickles[0]}, a pickle, which may run code" if pickles else ""
+            raise FileNotFoundError(f"there is no {WHOLE} and no {INDEX}{beside}")
+        files = {*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
+        if outside := [file for file in files if Path(file).name != file]:
+            raise ValueError(f"{INDEX} must name files of the folder, got {shortened(outside[0])}")
+        if absent := [file for file in sorted(files) if not (folder / file).is_file()]:
+            raise FileNotFoundError(f"{INDEX} names {absent[0]}, which is not there")
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as cause:
+        raise not_found("model", name, "MODEL", ValueError(f"{INDEX} has no map of weights")) from cause
+    except (OSError, ValueError) as cause:
+        raise not_found("model", name, "MODEL", cause) from cause
+    return [folder / file for file in sorted(files)]
+
+
+def tensors(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors ``file``, from its header. Raises ValueError unless the file is whole."""
+    size, again = file.stat().st_size, "copy or download it again"
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{file.name} must begin with its header, but its {size} bytes do not: {again}")
+        try:
+            header = json.loads(opened.read(length))
+            found = {key: x for key, x in header.items() if key != "__metadata__"}
+            ends = max((x["data_offsets"][1] for x in found.values()), default=0)
+            stored = {key: Stored(tuple(x["shape"]), x["dtype"]) for key, x in found.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as cause:
+            raise ValueError(f"{file.name} must begin with its header, but that is damaged: {again}") from cause
+    if 8 + length + ends != size:
+        raise ValueError(f"{file.name} must have {8 + length + ends} bytes, as its header says, got {size}: {again}")
+    return stored
+
+
+def stored_tensors(folder: Path, name: str) -> dict[str, Stored]:
+    """All tensors in the files of the model ``name`` in ``folder``; raises OSError where a file is not whole."""
+    found: dict[str, Stored] = {}
+    for file in weight_files(folder, name):
+        try:
+            found |= tensors(file)
+        except ValueError as cause:
+            raise not_found("model", name, "MODEL", cause) from cause
+    return found
+
+
+def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
+    """The tensors of the model ``name`` in ``folder``, if their numbers mean what they say.
+
+    Raises OSError where files are not whole. Raises ValueError for numbers that a scale would have to multiply, for
+    such scales, and for a configuration of more blocks than there are tensors.
+    """
+    found = stored_tensors(folder, name)
+    packed = {key: x.dtype for key, x in found.items() if x.dtype not in WIDTHS and not BUFFERS.fullmatch(key)}
+    if packed:
+        key, dtype = next(iter(packed.items()))
+        raise ValueError(
+            f"weights must be stored in {', '.join(WIDTHS)}, but {name!r} has {key} in {dtype}{others(packed)}, and no "
+            "quantization_config that says by which scales: give a folder with the dequantized weights"
+        )
+    if scales := [key for key in found if SCALES.fullmatch(key)]:
+        raise ValueError(
+            f"all tensors of a model must be read, but nothing reads {scales[0]} of {name!r}{others(scales)}, which "
+            "scales or packs weights: give a folder with the dequantized weights"
+        )
+    blocks = [(key, x) for key, x in entries(settings_of(folder, name)) if key in BLOCKS and x > len(found)]
+    if blocks:
+        raise ValueError(
+            f"{blocks[0][0]} must be at most the number of tensors, but the configuration of {name!r} says "
+            f"{blocks[0][1]} and its files hold {len(found)}: take the configuration that was saved with them"
+        )
+    return found
+
+
+def others(more: dict | list) -> str:
+    return f" and {len(more) - 1} others" if len(more) > 1 else ""
+
+
+def stored_as(name: str) -> str:
+    """The dtypes in which the model ``name`` is stored, those of most numbers first: "BF16", "Q4_K, F32 and Q6_K"."""
+    place = local(name)
+    count: Counter[str] = Counter()
+    if place is not None and place.is_file():
+        for shape, dtype in read_header(place).tensors.values():
+            count[dtype] += prod(shape)
+    elif place is not None:
+        for key, x in stored_tensors(place, name).items():
+            count[x.dtype] += 0 if BUFFERS.fullmatch(key) else prod(x.shape)
+    *most, last = [dtype for dtype, numbers in count.most_common() if numbers] or [""]
+    return f"{', '.join(most)} and {last}" if most else last
