@@ -10,9 +10,9 @@ from fragility_lab.inputs.hollow import load_hollow, on_meta
 
 
 def require_same_architecture(model: str, reference: str) -> None:
-    """Raises ValueError unless the models of these names have the same parameters.
+    """Raises ValueError unless the models of these names have the same parameters, and tokenizers with the same tokens.
 
-    Configurations are read, no weights. Raises the errors of ``inputs.checkpoints.load_config``.
+    No weights are read. Raises the errors of ``inputs.checkpoints.load_config``.
     """
     models = [on_meta(name) for name in (model, reference)]
     shapes = [{path: tuple(p.shape) for path, p in made.named_parameters()} for made in models]
@@ -22,6 +22,30 @@ def require_same_architecture(model: str, reference: str) -> None:
         raise ValueError(
             "REFERENCE_MODEL= must be the model before its weights were rounded, of the same shapes, but "
             f"{path} has {found} in {model!r} and {reference!r}"
+        )
+    require_same_tokens(model, reference)
+
+
+def require_same_tokens(model: str, reference: str) -> None:
+    """Raises ValueError where a number means another token in the tokenizer of ``model`` than in that of ``reference``.
+
+    Special tokens are left aside, which a later training may name. A model may come without a tokenizer: that of
+    ``reference`` makes the windows.
+    """
+    theirs = checkpoints.load_tokenizer(reference)
+    try:
+        ours = checkpoints.load_tokenizer(model)
+    except (OSError, ValueError):
+        return
+    tokens = [{number: token for token, number in made.get_vocab().items()} for made in (ours, theirs)]
+    aside = {*ours.added_tokens_decoder, *theirs.added_tokens_decoder}
+    shared = (tokens[0].keys() & tokens[1].keys()) - aside
+    if differing := sorted(number for number in shared if tokens[0][number] != tokens[1][number]):
+        first = differing[0]
+        raise ValueError(
+            "REFERENCE_MODEL= must have the tokenizer of MODEL=, but "
+            f"token {first} is {tokens[0][first]!r} in {model!r} and {tokens[1][first]!r} in {reference!r}, and "
+            f"{len(differing)} of {len(shared)} tokens differ: take the original that the model was made from"
         )
 
 
@@ -35,5 +59,8 @@ def load_rounded(name: str, original: nn.Module) -> PreTrainedModel:
     rounded = load(name, device, AutoModelForCausalLM)
     pairs = zip(rounded.parameters(), original.parameters(), strict=True)
     if all(torch.equal(entries(a), entries(b)) for a, b in pairs):
-        raise ValueError(f"MODEL= must have other weights than REFERENCE_MODEL=, got the same ones in {name!r}")
+        raise ValueError(
+            f"MODEL= must have other weights than REFERENCE_MODEL=, got the same ones in {name!r}, bit for bit: "
+            "nothing was rounded between them"
+        )
     return rounded

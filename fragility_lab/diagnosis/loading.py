@@ -12,6 +12,7 @@ from fragility_core.protection import KEEPABLE_SITES
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
 from fragility_lab.diagnosis.needs import fits_together, whole_fits
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.diagnosis.settings import require_same_settings
 from fragility_lab.inputs.checkpoints import SPREAD
 from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.inputs.loading import Inputs
@@ -43,7 +44,11 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     loaded = load_inputs(
         name, request.data, [request.format], [request.length], request.windows, device, AutoModelForCausalLM, hollow
     )
+    set_attention(loaded.model, request)
+    _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
+    tokens = tokens.to(loaded.device)
     if given:
+        require_same_settings(request.model, name, loaded.model, tokens)
         loaded = replace(loaded, rounded=load_rounded(request.model, loaded.model))
         set_attention(loaded.rounded, request)
     (count, unit), modules = request.parsed_budget, [m.parameters(recurse=False) for m in loaded.model.modules()]
@@ -51,10 +56,8 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     most = {"blocks": len(block_paths(loaded.model)), "sites": len(KEEPABLE_SITES), "modules": owning}.get(unit, count)
     if count > most:
         raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
-    set_attention(loaded.model, request)
     require_causal(loaded.model, request.model)
-    _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
-    return loaded, tokens.to(loaded.device)
+    return loaded, tokens
 
 
 def set_attention(model: nn.Module, request: Request) -> None:

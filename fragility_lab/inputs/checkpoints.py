@@ -85,9 +85,12 @@ def load_config(name: str) -> PreTrainedConfig:
         raise not_found("model", name, "MODEL", cause) from cause
 
 
-def load_model(name: str, device: str | dict | None = None, auto_class: type = AutoModel) -> PreTrainedModel:
+def load_model(
+    name: str, device: str | dict | None = None, auto_class: type = AutoModel, config: PreTrainedConfig | None = None
+) -> PreTrainedModel:  # fmt: skip
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
+    ``config`` is its own unless given.
     ``device`` is the default one unless given; SPREAD puts parts on all GPUs, as does a ``device_map`` of transformers.
     Raises OSError, which says how to go on, where the model is not found, or where its weights are not those that its
     configuration describes. Raises ValueError for weights that are not finite, and where torch may multiply fp32
@@ -100,7 +103,7 @@ def load_model(name: str, device: str | dict | None = None, auto_class: type = A
     try:
         with quiet_loading():
             model, info = auto_class.from_pretrained(
-                folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+                folder, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
                 ignore_mismatched_sizes=True, output_loading_info=True, device_map=device if spread else None,
             )  # fmt: skip
     except Exception as cause:  # as above
