@@ -36,7 +36,7 @@ from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.models.beside import meet, side_by_side
-from fragility_core.models.files import Checkpoint
+from fragility_core.models.files import Checkpoint, open_hollow
 from fragility_core.models.hollow import entries, hollow_parameter, is_hollow, load_when_running, loaded, parts
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.surrogates.monitor import Monitor
@@ -45,7 +45,7 @@ from fragility_lab.diagnosis import needs, streaming
 from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.diagnosis.parts import command
 from fragility_lab.inputs.checkpoints import load_model
-from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.inputs.hollow import load_hollow, on_meta
 from fragility_lab.paths import CHECKPOINTS
 
 BASE = {
@@ -364,22 +364,41 @@ def test_tensors_that_transformers_ignores_are_no_hindrance(tmp_path):
 
 def test_files_that_lack_weights_are_refused_at_once(folder):
     change(folder, lambda weights: weights.pop(next(path for path in weights if "ln_f.weight" in path)))
-    with pytest.raises(OSError, match=r"the files lack transformer.ln_f.weight: load the whole model"):
+    with pytest.raises(OSError, match=r"must hold all weights of its model, but .* lacks transformer.ln_f.weight"):
         load_hollow(str(folder))
+    with pytest.raises(OSError, match=r"the files lack transformer.ln_f.weight: load the whole model"):
+        opened(folder)
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [(lambda x: x[1:], r"must fit its model, got .*ln_f.weight of \(\d+,\) for \(\d+,\)"), (lambda x: x / 0, "finite")],
-)
-def test_wrong_weights_are_refused_when_they_are_read(broken, message, folder):
-    def spoil(weights):
+def opened(folder):
+    """The hollow model in ``folder``, whose weights nobody compared with its configuration."""
+    made = on_meta(str(folder))
+    return open_hollow(made, Checkpoint(folder.glob("*.safetensors"), made))
+
+
+def spoil(folder, broken):
+    """Change the last norm's weight in the ``folder``."""
+
+    def change_norm(weights):
         path = next(path for path in weights if "ln_f.weight" in path)
         weights[path] = broken(weights[path]).contiguous()
 
-    change(folder, spoil)
+    change(folder, change_norm)
+
+
+def test_weights_of_another_shape_are_refused_at_once(folder):
+    spoil(folder, lambda x: x[1:])
+    with pytest.raises(OSError, match=r"must have the shapes .* has transformer.ln_f.weight \(\d+,\) for \(\d+,\)"):
+        load_hollow(str(folder), "cpu")
+    model = opened(folder)
+    with pytest.raises(ValueError, match=r"must fit its model, got .*ln_f.weight of \(\d+,\) for \(\d+,\)"):
+        model(torch.arange(8)[None])
+
+
+def test_weights_that_are_not_finite_are_refused_when_they_are_read(folder):
+    spoil(folder, lambda x: x / 0)
     model = load_hollow(str(folder), "cpu")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="finite"):
         model(torch.arange(8)[None])
 
 

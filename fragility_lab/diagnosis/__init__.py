@@ -4,11 +4,21 @@
 ``run`` does the work in steps, ``found`` is what they have found, and ``page`` writes it, part by part.
 """
 
-from fragility_lab.diagnosis.found import Diagnosis
-from fragility_lab.diagnosis.loading import load
-from fragility_lab.diagnosis.needs import forecast
-from fragility_lab.diagnosis.page import write
-from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.run import diagnose
+import importlib
 
+_MODULES = {
+    "Diagnosis": "found", "Request": "request", "diagnose": "run", "forecast": "needs", "load": "loading",
+    "write": "page",
+}  # fmt: skip
 __all__ = ["Diagnosis", "Request", "diagnose", "forecast", "load", "write"]
+
+
+def __getattr__(name: str):
+    """Import a name when it is asked for: what ``make diagnose`` refuses need not wait for PyTorch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

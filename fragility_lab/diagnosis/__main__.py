@@ -4,9 +4,8 @@ import argparse
 import re
 import sys
 
-from fragility_lab.diagnosis import Request
-from fragility_lab.diagnosis.given import require_same_architecture
-from fragility_lab.inputs.checkpoints import EMBEDDED, shortened
+from fragility_lab.inputs.names import EMBEDDED, shortened
+from fragility_lab.inputs.stored import require_readable
 
 SWITCH = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -24,6 +23,19 @@ def typed(name: str, text: str) -> str | int | bool:
     return text
 
 
+def require_request(request: dict, names: list[str]) -> None:
+    """Raises ValueError or OSError for a ``request`` of models ``names`` that cannot be. Imports PyTorch."""
+    from fragility_lab.diagnosis.given import require_same_architecture
+    from fragility_lab.diagnosis.request import Request
+    from fragility_lab.inputs.hollow import require_fitting
+
+    Request(**request)
+    if len(names) > 1:
+        require_same_architecture(*names)
+    for name in names:
+        require_fitting(name)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Check what ``make diagnose`` was asked for, ``-p name=value`` each, before a notebook starts."""
     parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis")
@@ -32,9 +44,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         given = {name: typed(name, text) for name, text in given.items()}
         defaults = {"model": EMBEDDED, "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2}
-        request = Request(**defaults | given)
-        if request.reference_model:
-            require_same_architecture(request.model, request.reference_model)
+        request = defaults | given
+        names = [name for name in (request["model"], request.get("reference_model")) if name]
+        for name in names:
+            require_readable(name)  # takes no time
+        require_request(request, names)
     except (ValueError, OSError) as refused:
         sys.exit(f"make diagnose: {refused}")
 

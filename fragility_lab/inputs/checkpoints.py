@@ -18,7 +18,7 @@ from fragility_lab.inputs.names import HubError, local, not_found
 from fragility_lab.inputs.names import embedded_checkpoints as embedded_checkpoints
 from fragility_lab.inputs.names import named_as_path as named_as_path
 from fragility_lab.inputs.names import shortened as shortened
-from fragility_lab.inputs.stored import require_described, require_numbers
+from fragility_lab.inputs.stored import require_described, require_numbers, stored_as
 
 SPREAD = "auto"  # the ``device_map`` of transformers that gives all GPUs about equal parts of a model
 
@@ -122,6 +122,11 @@ def require_exact_products() -> None:
             f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '
             'torch.set_float32_matmul_precision("highest"), or unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'
         )
+
+
+def stored_dtypes(name: str) -> str:
+    """The dtypes in which the weights of the model ``name`` are stored, in words; of a GGUF file its own types."""
+    return stored_as(local(name) or Path(located(name, weights=True)), name)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -15,7 +15,7 @@ from fragility_lab.inputs.checkpoints import (
     require_exact_products,
 )
 from fragility_lab.inputs.described import require_described_weights
-from fragility_lab.inputs.names import not_found
+from fragility_lab.inputs.names import local, not_found
 from fragility_lab.inputs.stored import require_numbers, weight_files
 
 
@@ -26,8 +26,47 @@ def on_meta(
 
     ``config`` is its own unless given.
     """
-    with torch.device("meta"):
-        return auto_class.from_config(config or load_config(name), dtype=torch.float32)
+    config = config or load_config(name)
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(config, dtype=torch.float32)
+    except Exception as cause:  # values that do not go together make the library raise a dozen unrelated types
+        raise not_found("model", name, "MODEL", cause) from cause
+
+
+def require_fitting(name: str) -> None:
+    """Raises OSError or ValueError unless the files of the model ``name`` hold what its configuration describes.
+
+    Names, shapes and dtypes are read, no weights. What lies on a hub is checked when it is here.
+    """
+    if local(name) is not None:
+        described(name, AutoModelForCausalLM)
+
+
+def described(
+    name: str, auto_class: type, config: PreTrainedConfig | None = None
+) -> tuple[PreTrainedModel, Checkpoint]:  # fmt: skip
+    """The model ``name`` without weights and the checkpoint that holds those, which are not read.
+
+    Raises OSError or ValueError where the two do not fit each other.
+    """
+    folder = Path(located(name, weights=True))
+    stored = require_numbers(folder, name)
+    made = on_meta(name, auto_class, config)
+    try:
+        checkpoint = Checkpoint(weight_files(folder, name), made)
+    except (OSError, ValueError, SafetensorError) as cause:
+        raise not_found("model", name, "MODEL", cause) from cause
+    tied: dict[int, list[str]] = {}
+    for path, x in made.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(x), []).append(path)
+    single = {path: stored[part.sources[0][0]] for path, part in checkpoint.made.items() if part.converter is None}
+    shapes = {path: x.shape for path, x in made.state_dict().items()}
+    differing = {(path, x.shape, shapes[path]) for path, x in single.items() if x.shape != tuple(shapes[path])}
+    missing = {paths[0] for paths in tied.values() if not checkpoint.made.keys() & {*paths}}
+    found = {"mismatched_keys": differing, "missing_keys": missing, "unexpected_keys": checkpoint.unexpected}
+    require_described_weights(made, name, found)
+    return made, checkpoint
 
 
 def load_hollow(
@@ -38,18 +77,11 @@ def load_hollow(
 
     ``config`` is its own unless given.
 
-    Raises the errors of ``checkpoints.load_model``; those of shapes, and of weights that are not finite, when the
-    weights are read.
+    Raises the errors of ``checkpoints.load_model``; those of weights that are not finite when the weights are read.
     """
     require_exact_products()
-    folder = Path(located(name, weights=True))
-    require_numbers(folder, name)
-    made = on_meta(name, auto_class, config)
+    made, checkpoint = described(name, auto_class, config)
     try:
-        checkpoint = Checkpoint(weight_files(folder, name), made)
-        model = open_hollow(made, checkpoint, default_device() if device is None else device)
+        return open_hollow(made, checkpoint, default_device() if device is None else device)
     except (OSError, ValueError, SafetensorError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
-    found = {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": checkpoint.unexpected}
-    require_described_weights(model, name, found)
-    return model

@@ -206,15 +206,14 @@ def others(more: dict | list) -> str:
     return f" and {len(more) - 1} others" if len(more) > 1 else ""
 
 
-def stored_as(name: str) -> str:
-    """The dtypes in which the model ``name`` is stored, those of most numbers first: "BF16", "Q4_K, F32 and Q6_K"."""
-    place = local(name)
+def stored_as(place: Path, name: str) -> str:
+    """The dtypes of the model ``name`` at ``place``, those of most numbers first: "BF16", "Q4_K, Q6_K and F32"."""
     count: Counter[str] = Counter()
-    if place is not None and place.is_file():
+    if place.is_file():
         for shape, dtype in read_header(place).tensors.values():
             count[dtype] += prod(shape)
-    elif place is not None:
+    else:
         for key, x in stored_tensors(place, name).items():
             count[x.dtype] += 0 if BUFFERS.fullmatch(key) else prod(x.shape)
-    *most, last = [dtype for dtype, numbers in count.most_common() if numbers] or [""]
+    *most, last = [dtype for dtype, numbers in count.most_common() if numbers] or ["nothing"]
     return f"{', '.join(most)} and {last}" if most else last
