@@ -125,6 +125,15 @@ def _of_type(content: bytes, kind: int) -> bytes:
     return content[:at] + kind.to_bytes(4, "little") + content[at + 4 :]
 
 
+def test_pieces_with_scores_are_joined_as_their_order_says(tmp_path):
+    """Gemma's file has no merges; a text begins with its token for that."""
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "model.gguf", drawn(FAMILIES["gemma3"]))))
+    numbers = tokenizer("Rad ab, 24").input_ids
+    pieces = ["<bos>", "R", "ad", "▁a", "b", ",", "▁", "2", "4"]  # of "▁a" and "ab" the first one in the file is joined
+    assert tokenizer.convert_ids_to_tokens(numbers) == pieces
+    assert tokenizer.decode(numbers[1:]) == "Rad ab, 24"
+
+
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no GGUF": (lambda x: b"GGML" + x[4:], "take a folder or a GGUF file, .* but .* begins with b'GGML"),
     "no bytes": (lambda x: b"", "begins with b''"),

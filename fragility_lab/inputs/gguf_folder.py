@@ -99,7 +99,7 @@ def write_model(header: Header, folder: Path) -> None:
     require_all_read(header, model)
     require_space(header, model)
     print(f"converting {header.file} to fp32, once, in {cache()}", file=sys.stderr, flush=True)
-    file = header.file.resolve()
+    file = header.file.absolute()
     with patch("transformers.modeling_gguf_pytorch_utils.tqdm", partial(tqdm, disable=True)):
         loaded, info = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, config=config, dtype=torch.float32,
@@ -139,7 +139,7 @@ def write_tokenizer(header: Header, folder: Path) -> None:
     """Write the tokenizer in the file of ``header``. Raises ValueError for a way to split text that is not known."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    place, settings = header.file.resolve(), header.settings
+    place, settings = header.file.absolute(), header.settings
     kind, split = (settings.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     prefix = settings.get("tokenizer.ggml.add_space_prefix", True) or header.architecture.startswith("gemma")
     bytes_known = kind == "gpt2" and (split in GGUF_PRE_TOKENIZER_SPLITS or split in (*WORDS, *DIGITS))

@@ -34,13 +34,13 @@ def on_meta(
         raise not_found("model", name, "MODEL", cause) from cause
 
 
-def require_fitting(name: str) -> None:
+def require_fitting(name: str, auto_class: type = AutoModelForCausalLM) -> None:
     """Raises OSError or ValueError unless the files of the model ``name`` hold what its configuration describes.
 
     Names, shapes and dtypes are read, no weights. What lies on a hub is checked when it is here.
     """
     if local(name) is not None:
-        described(name, AutoModelForCausalLM)
+        described(name, auto_class)
 
 
 def described(

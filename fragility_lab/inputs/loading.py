@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.inputs import checkpoints
-from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.inputs.hollow import load_hollow, require_fitting
 from fragility_lab.inputs.stored import weight_files
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
@@ -86,6 +86,7 @@ def load(
         folder = Path(checkpoints.located(model, weights=True))
         size = sum(file.stat().st_size for file in weight_files(folder, model))
         return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, tokenizer=tokenizer)
+    require_fitting(model, auto_class)  # before memory is taken for the sizes that the configuration says
     loaded = checkpoints.load_model(model, device, auto_class)
     return Inputs(loaded, stream, digest(loaded, stream), tokenizer=tokenizer)
 

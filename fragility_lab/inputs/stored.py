@@ -81,7 +81,8 @@ def require_described(folder: Path, name: str) -> None:
     """
     settings = settings_of(folder, name)
     for key in ("quantization_config", "compression_config"):
-        if (found := settings.get(key) or (settings.get("text_config") or {}).get(key)) is None:
+        inner = settings.get("text_config")
+        if not (found := settings.get(key) or (inner.get(key) if isinstance(inner, dict) else None)):
             continue
         method = str(found.get("quant_method", "a library")) if isinstance(found, dict) else "a library"
         how = DEQUANTIZED.get(method, "save them with the library that quantized them")
