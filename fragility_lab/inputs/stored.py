@@ -14,9 +14,11 @@ from fragility_lab.inputs.gguf_header import read_header, require_supported
 from fragility_lab.inputs.names import local, not_found, shortened
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of the dtypes that hold numbers without a scale
+NUMBERS = ("F64", "F32", "F16", "BF16")  # the dtypes that need no scale
 # Buffers that older versions of transformers stored beside the weights; no weights are called so.
-BUFFERS = re.compile(r"(.*\.)?((attn|attention|self_attn)\.(masked_)?bias|.*inv_freq|position_ids|causal_mask)")
+BUFFERS = re.compile(
+    r"(.*\.)?((attn|attention|self_attn)\.(masked_)?bias|.*inv_freq|position_ids|causal_mask|num_batches_tracked)"
+)
 # Tensors by which a library says what stored numbers mean.
 SCALES = re.compile(
     r".*[._](scales?_inv|scale_2|zero_points?|qweight|qzeros|g_idx|packed|weight_shape|SCB|absmax|quant_map|quant_state.*)"
@@ -182,11 +184,11 @@ def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
     such scales, and for a configuration of more blocks than there are tensors.
     """
     found = stored_tensors(folder, name)
-    packed = {key: x.dtype for key, x in found.items() if x.dtype not in WIDTHS and not BUFFERS.fullmatch(key)}
+    packed = {key: x.dtype for key, x in found.items() if x.dtype not in NUMBERS and not BUFFERS.fullmatch(key)}
     if packed:
         key, dtype = next(iter(packed.items()))
         raise ValueError(
-            f"weights must be stored in {', '.join(WIDTHS)}, but {name!r} has {key} in {dtype}{others(packed)}, and no "
+            f"weights must be stored in {', '.join(NUMBERS)}, but {name!r} has {key} in {dtype}{others(packed)}, and no "
             "quantization_config that says by which scales: give a folder with the dequantized weights"
         )
     if scales := [key for key in found if SCALES.fullmatch(key)]:
