@@ -1,7 +1,6 @@
 """The configuration that the settings of a GGUF file describe, and nothing that they leave open in silence."""
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,42 +41,42 @@ def shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) and math.isfinite(value) else value
 
 
-def configuration(header: Header, rope_factors: Callable[[], np.ndarray]) -> PreTrainedConfig:
+def configuration(header: Header) -> PreTrainedConfig:
     """The configuration that the GGUF file of ``header`` describes.
 
-    ``rope_factors`` gives its tensor ROPE_FACTORS, if it has one. Raises ValueError for an architecture that is not
-    supported, and for a setting that no field of the configuration takes.
+    Raises ValueError for an architecture that is not supported, and for a setting that no field takes.
     """
     require_supported(header)
     settings = {name: shortest(value) for name, value in header.own().items()}
     kind = CONFIG_MAPPING[MODEL_TYPES[header.architecture]]
-    known = kind().to_dict()
-    fields = dict(given_fields(settings, kind, known))
-    fields |= {field: header.settings.get(f"tokenizer.ggml.{name}") for name, field in TOKENS.items()}
-    fields["vocab_size"] = header.tensors["token_embd.weight"][0][0]
-    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
-    equal = settings["embedding_length"] // settings["attention.head_count"]
+    known, heads = kind().to_dict(), settings["attention.head_count"]
+    given = {field: settings[name] for name in settings if (field := field_of(name, kind, known))}
+    equal = settings["embedding_length"] // heads
     width = settings.get("attention.key_length") or settings.get("rope.dimension_count") or equal
+    fields = {field: header.settings.get(f"tokenizer.ggml.{name}") for name, field in TOKENS.items()}
+    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
+    fields["vocab_size"] = header.tensors["token_embd.weight"][0][0]
+    if "num_key_value_heads" in known:
+        fields["num_key_value_heads"] = heads
     if "head_dim" in known or width != equal:
         fields["head_dim"] = width
     if header.architecture in LARGEST:
-        largest = settings["block_count"] == LARGEST[header.architecture]
-        fields["query_pre_attn_scalar"] = equal if largest else width
+        fields["query_pre_attn_scalar"] = equal if settings["block_count"] == LARGEST[header.architecture] else width
     if "norm_topk_prob" in known:
         fields["norm_topk_prob"] = True  # as llama.cpp computes; no file says it
-    config = kind(**fields)
+    config = kind(**fields | given)
     taken = {name for name in WIDTHS if settings.get(name) == width}
     if "rope_parameters" in known:
-        taken |= rope(config, header, settings, rope_factors)
-    require_taken(header, settings, dict(given_fields(settings, kind, known)), config, taken)
-    return config
-
-
-def given_fields(settings: dict[str, Any], kind: type, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields that ``settings`` give to a configuration of ``kind``, which has those ``known``."""
+        taken |= rope(config, header, settings)
+    taken |= {
+        name for name in settings if (field := field_of(name, kind, known)) and getattr(config, field) == given[field]
+    }
     for name, value in settings.items():
-        if field := field_of(name, kind, known):
-            yield field, value
+        if name not in taken and value not in UNUSED:
+            raise unread(header, name, value)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and "sliding_window" not in given:
+        raise unread(header, "blocks with a window", "of a length that the file does not say,")
+    return config
 
 
 def field_of(name: str, kind: type, known: dict[str, Any]) -> str | None:
@@ -86,17 +85,7 @@ def field_of(name: str, kind: type, known: dict[str, Any]) -> str | None:
     return next((field for field in names if field in known), None)
 
 
-def require_taken(header: Header, settings: dict, fields: dict, config: PreTrainedConfig, taken: set[str]) -> None:
-    """Raises ValueError unless ``config`` has all ``settings`` that do something, in its ``fields`` or as ``taken``."""
-    known = config.to_dict()
-    for name, value in settings.items():
-        field = field_of(name, type(config), known)
-        if name in taken or (field and getattr(config, field) == fields[field]) or value in UNUSED:
-            continue
-        raise unread(header, name, value)
-
-
-def rope(config: PreTrainedConfig, header: Header, settings: dict, factors: Callable[[], np.ndarray]) -> set[str]:
+def rope(config: PreTrainedConfig, header: Header, settings: dict[str, Any]) -> set[str]:
     """Set the rotary embedding of ``config``; returns the names of the settings that say it.
 
     Raises ValueError for a scaling other than linear or Llama 3's.
@@ -107,7 +96,7 @@ def rope(config: PreTrainedConfig, header: Header, settings: dict, factors: Call
     elif how not in UNUSED:
         raise unread(header, "rope.scaling.type", how)
     if ROPE_FACTORS in header.tensors:
-        scaling = llama3_scaling(header, settings, factors())
+        scaling = llama3_scaling(header, settings)
     parameters, taken = config.rope_parameters, {*ROPE}
     whole = parameters.get("full_attention", parameters)  # windows of Gemma 3 have a base of their own, and no scaling
     whole |= {"rope_theta": settings.get("rope.freq_base", 10000.0), **scaling}
@@ -117,8 +106,12 @@ def rope(config: PreTrainedConfig, header: Header, settings: dict, factors: Call
     return taken
 
 
-def llama3_scaling(header: Header, settings: dict[str, Any], stored: np.ndarray) -> dict[str, Any]:
-    """Llama 3's scaling with the ``stored`` factors of its frequencies. Raises ValueError for other factors."""
+def llama3_scaling(header: Header, settings: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3's scaling with the factors of frequencies that the file stores. Raises ValueError for other factors."""
+    (count,), dtype, offset = header.tensors[ROPE_FACTORS]
+    if dtype != "F32":
+        raise unread(header, ROPE_FACTORS, dtype)
+    stored = np.fromfile(header.file, np.float32, count, offset=offset)
     width, base = 2 * len(stored), settings.get("rope.freq_base", 10000.0)
     low, high, before = 1.0, 4.0, 8192
     factor = float(stored.max())

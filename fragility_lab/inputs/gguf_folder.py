@@ -1,5 +1,6 @@
 """A GGUF file as a Hugging Face folder in fp32, made once and kept in a cache."""
 
+import glob
 import hashlib
 import os
 import shutil
@@ -11,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from tokenizers import pre_tokenizers
 from tqdm import tqdm
@@ -40,26 +40,18 @@ def converted(name: str, part: str) -> str:
     Raises the errors of ``gguf_header.read_header`` and ``gguf_config.configuration``.
     """
     header = read_header(name)
-    place = str(header.file.resolve())
-    state = (
-        place,
-        header.file.stat().st_size,
-        header.file.stat().st_mtime_ns,
-        version("gguf"),
-        version("transformers"),
-    )
+    place, stat = str(header.file.resolve()), header.file.stat()
+    state = (place, stat.st_size, stat.st_mtime_ns, version("gguf"), version("transformers"))
     sha = hashlib.sha256(repr(state).encode())
     for source in SOURCES:
         sha.update(source.read_bytes())
     family = f"{header.file.stem}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
     folder = cache() / f"{family}-{sha.hexdigest()[:8]}"
     if not (folder / part).is_dir():
-        for other in cache().glob(f"{family}-*"):
+        for other in cache().glob(f"{glob.escape(family)}-*"):
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-        appear(
-            folder / part, {"config": write_config, "weights": write_model, "tokenizer": write_tokenizer}[part], header
-        )
+        appear(folder / part, WRITTEN[part], header)
     return str(folder / part)
 
 
@@ -78,14 +70,8 @@ def appear(folder: Path, write: Callable[[Header, Path], None], header: Header) 
 
 
 def write_config(header: Header, folder: Path) -> None:
-    configuration(header, lambda: rope_factors(header)).save_pretrained(folder)
-
-
-def rope_factors(header: Header) -> np.ndarray:
-    """The factors of frequencies in the file of ``header``, which are stored in fp32."""
-    from gguf import GGUFReader
-
-    return next(np.array(x.data) for x in GGUFReader(header.file).tensors if x.name == ROPE_FACTORS)
+    """Write the configuration that the file of ``header`` describes."""
+    configuration(header).save_pretrained(folder)
 
 
 def write_model(header: Header, folder: Path) -> None:
@@ -93,7 +79,7 @@ def write_model(header: Header, folder: Path) -> None:
 
     Raises ValueError for tensors that it does not read.
     """
-    config = configuration(header, lambda: rope_factors(header))
+    config = configuration(header)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     require_all_read(header, model)
@@ -155,3 +141,6 @@ def write_tokenizer(header: Header, folder: Path) -> None:
         each_digit = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([each_digit, byte_level])
     tokenizer.save_pretrained(folder)
+
+
+WRITTEN = {"config": write_config, "weights": write_model, "tokenizer": write_tokenizer}

@@ -34,12 +34,12 @@ class Header:
     """What a GGUF ``file`` says of its model.
 
     ``settings`` has its metadata; of a list of strings, such as a vocabulary, only the number is kept. ``tensors`` has
-    the shape of each tensor, in the order of torch, and the name of its type, such as "Q4_K".
+    the shape of each tensor, in the order of torch, the name of its type, such as "Q4_K", and where in the file it is.
     """
 
     file: Path
     settings: dict[str, Any]
-    tensors: dict[str, tuple[tuple[int, ...], str]]
+    tensors: dict[str, tuple[tuple[int, ...], str, int]]
 
     @property
     def architecture(self) -> str:
@@ -107,12 +107,12 @@ def read_header(file: str | Path) -> Header:
         except (struct.error, KeyError, OverflowError) as cause:
             raise cut_off(file, "its header does not end") from cause
     types = {kind: readable(file, kind, [name for name, _, k, _ in entries if k == kind]) for *_, kind, _ in entries}
-    header = Header(file, settings, {name: (shape, types[kind][0]) for name, shape, kind, _ in entries})
-    require_whole_model(header)
     alignment = settings.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise cut_off(file, f"general.alignment is {alignment}")
     data = -(-reading.at // alignment) * alignment
+    placed = {name: (shape, types[kind][0], data + offset) for name, shape, kind, offset in entries}
+    require_whole_model(header := Header(file, settings, placed))
     for name, shape, kind, offset in entries:
         _, block, width = types[kind]
         if data + offset + prod(shape) // block * width > size:

@@ -188,8 +188,8 @@ def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
     if packed:
         key, dtype = next(iter(packed.items()))
         raise ValueError(
-            f"weights must be stored in {', '.join(NUMBERS)}, but {name!r} has {key} in {dtype}{others(packed)}, and no "
-            "quantization_config that says by which scales: give a folder with the dequantized weights"
+            f"weights must be stored in {', '.join(NUMBERS)}, but {name!r} has {key} in {dtype}{others(packed)}, and "
+            "no quantization_config that says by which scales: give a folder with the dequantized weights"
         )
     if scales := [key for key in found if SCALES.fullmatch(key)]:
         raise ValueError(
@@ -213,7 +213,7 @@ def stored_as(place: Path, name: str) -> str:
     """The dtypes of the model ``name`` at ``place``, those of most numbers first: "BF16", "Q4_K, Q6_K and F32"."""
     count: Counter[str] = Counter()
     if place.is_file():
-        for shape, dtype in read_header(place).tensors.values():
+        for shape, dtype, _ in read_header(place).tensors.values():
             count[dtype] += prod(shape)
     else:
         for key, x in stored_tensors(place, name).items():
