@@ -6,7 +6,9 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +27,7 @@ from fragility_lab.inputs.gguf_header import Header, read_header
 # transformers knows others, and takes GPT-2's words for all that it does not know.
 WORDS = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+DAY = 24 * 3600  # seconds
 SOURCES = [Path(__file__).with_name(name) for name in ("gguf_folder.py", "gguf_config.py", "gguf_header.py")]
 
 
@@ -36,7 +39,8 @@ def cache() -> Path:
 def converted(name: str, part: str) -> str:
     """The folder with a ``part`` of the model in the GGUF file ``name``: its "config", "weights" or "tokenizer".
 
-    It is made if it is not there yet for this file, this code and these versions; other ones of the file are removed.
+    It is made if it is not there yet for this file, this code and these versions. Older ones of the file are removed
+    then, unless somebody has used them within a day.
     Raises the errors of ``gguf_header.read_header`` and ``gguf_config.configuration``.
     """
     header = read_header(name)
@@ -49,9 +53,11 @@ def converted(name: str, part: str) -> str:
     folder = cache() / f"{family}-{sha.hexdigest()[:8]}"
     if not (folder / part).is_dir():
         for other in cache().glob(f"{glob.escape(family)}-*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another process has removed it
+                if time.time() - other.stat().st_mtime > DAY:
+                    shutil.rmtree(other, ignore_errors=True)
         appear(folder / part, WRITTEN[part], header)
+    os.utime(folder)  # somebody uses it
     return str(folder / part)
 
 
