@@ -13,7 +13,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fragility_lab.paths import CHECKPOINTS
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # of model types with another name
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe",
+}  # of model types with another name
 VOCABULARY = json.loads((CHECKPOINTS / "embedded" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
 
 
@@ -29,6 +33,8 @@ def stored(model: PreTrainedModel, name: str, x: torch.Tensor) -> torch.Tensor:
         return permuted(x, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
     if "gemma" in config.model_type and "norm" in name:
         return x + 1
+    if name.endswith("shared_expert_gate.weight"):
+        return x[0]
     if config.model_type == "gpt2" and x.ndim == 2 and ".h." in name:
         return x.T
     return x
@@ -112,6 +118,7 @@ def described(config) -> dict:
     """The settings of the architecture that llama.cpp's converter writes for ``config``."""
     text = config.to_dict()
     rope = getattr(config, "rope_parameters", None) or {}
+    windows, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
     found = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -120,17 +127,21 @@ def described(config) -> dict:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": text.get("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": text.get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": text.get("layer_norm_epsilon"),
+        "attention.layer_norm_epsilon": text.get("layer_norm_epsilon") or text.get("norm_epsilon"),
         "rope.scaling.type": "linear" if rope.get("rope_type") == "linear" else None,
         "rope.scaling.factor": rope.get("factor") if rope.get("rope_type") == "linear" else None,
         "expert_count": getattr(config, "num_experts", None),
         "expert_used_count": text.get("num_experts_per_tok"),
         "expert_feed_forward_length": text.get("moe_intermediate_size"),
-        "rope.freq_base": rope.get("full_attention", rope).get("rope_theta"),
+        "expert_shared_feed_forward_length": text.get("shared_expert_intermediate_size"),
+        "rope.freq_base": rope.get("rope_theta"),
+        "rope.freq_base_swa": windows.get("rope_theta"),
         "attn_logit_softcapping": text.get("attn_logit_softcapping"),
         "final_logit_softcapping": text.get("final_logit_softcapping"),
     }
-    if "gemma" in config.model_type:
+    if config.model_type == "phi3":
+        found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+    if "gemma" in config.model_type or config.model_type == "phi3":
         found["attention.sliding_window"] = config.sliding_window
     if "head_dim" in text and config.model_type != "qwen2":
         found |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}

@@ -18,15 +18,19 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
 from fragility_lab.inputs.gguf_folder import converted
 from fragility_lab.inputs.gguf_header import read_header
 from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.inputs.loading import load
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE |= {"num_hidden_layers": 3, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0}
@@ -34,8 +38,13 @@ GEMMA = WIDE | {"vocab_size": 512, "head_dim": 32, "query_pre_attn_scalar": 32, 
 GEMMA |= {"bos_token_id": 2, "eos_token_id": 1}
 TEXT = "Rounding, 2024: the\n\nfirst token's stream  is 160 times the median's."
 BASE = {"rope_theta": 500000.0}
+THETA = {"rope_type": "default"} | BASE
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | BASE
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+OF_GEMMA = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+}
 FAMILIES = {
     "llama": LlamaConfig(**WIDE, vocab_size=4096, rope_theta=50000.0, rms_norm_eps=1e-5, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**WIDE, vocab_size=4096, head_dim=32, tie_word_embeddings=True),
@@ -43,6 +52,24 @@ FAMILIES = {
     "qwen3": Qwen3Config(**WIDE, vocab_size=4096, head_dim=32, tie_word_embeddings=True),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=20.0, final_logit_softcapping=10.0),
     "gemma3": Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 7}, rope_theta=1e6),
+    "gemma3-linear": Gemma3TextConfig(**GEMMA, rope_parameters=OF_GEMMA),
+    "phi3": Phi3Config(
+        **WIDE,
+        vocab_size=4096,
+        pad_token_id=0,
+        sliding_window=8,
+        original_max_position_embeddings=128,
+        rms_norm_eps=1e-4,
+    ),
+    "starcoder2": Starcoder2Config(**WIDE, vocab_size=4096, norm_epsilon=1e-4, rope_parameters=THETA),
+    "qwen2moe": Qwen2MoeConfig(
+        **WIDE,
+        vocab_size=4096,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+    ),
     "qwen3moe": Qwen3MoeConfig(
         **WIDE,
         vocab_size=4096,
@@ -92,6 +119,7 @@ def test_a_converted_file_is_the_model_it_was_written_from(written):
     assert torch.equal(load_hollow(str(file), "cpu")(tokens).logits, loaded(tokens).logits)
     given, found = model.config.to_dict(), load_config(str(file)).to_dict()
     aside = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "n_inner", "unk_token_id"}
+    aside |= {"pad_token_id"}
     aside |= {"layer_norm_epsilon"} if model.config.model_type == "gpt2" else set()
     differing = {name for name in given.keys() | found.keys() if given.get(name) != found.get(name)} - aside
     assert not {name for name in differing if "dropout" not in name and "pdrop" not in name}
@@ -111,6 +139,17 @@ def test_what_is_stored_in_few_bits_is_what_the_package_reads(kind, family, tmp_
             written = stored(model, name, x).contiguous().numpy()
             wanted = torch.from_numpy(np.array(gguf.quants.dequantize(blocks_of(written, kind), kind)))
             assert torch.equal(stored(loaded, name, state[name]), wanted), name
+
+
+def test_experiments_load_a_file_as_the_folder_it_was_written_from(tmp_path):
+    """Weights and token stream have the same digest; the link to a file in a hub's cache has no suffix behind it."""
+    model = drawn(FAMILIES["llama"])
+    model.save_pretrained(tmp_path / "folder")
+    load_tokenizer("embedded").save_pretrained(tmp_path / "folder")
+    write_gguf(tmp_path / "blob", model)
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "blob")
+    found = [load(str(tmp_path / name), "embedded", ["bf16"], [32], 2, "cpu") for name in ("folder", "link.gguf")]
+    assert found[0].digest == found[1].digest
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -158,9 +197,9 @@ def test_a_damaged_file_is_named_before_anything_is_read(how, small, tmp_path):
     damage, said = DAMAGED[how]
     file = tmp_path / "damaged.gguf"
     file.write_bytes(damage(small))
-    for load in (load_config, load_tokenizer, load_model):
+    for loads in (load_config, load_tokenizer, load_model):
         with pytest.raises(ValueError, match=said) as refused:
-            load(str(file))
+            loads(str(file))
         assert str(file) in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -183,6 +222,7 @@ OTHERS = {
     "heads by layer": ({"settings": {"attention.head_count": [4, 4, 4]}}, r"attention.head_count is \[4, 4, 4\] in"),
     "no embedding": ({"leave_out": ("token_embd.weight",)}, "must hold token_embd.weight, but"),
     "another shape": ({"settings": {"feed_forward_length": 95}}, r"mlp.down_proj.weight \(64, 96\) for \(64, 95\)"),
+    "no window": ({"family": "gemma3", "settings": {"attention.sliding_window": None}}, "window .* does not say"),
     "experts": ({"settings": {"expert_count": 4}}, "nothing reads expert_count = 4 of .* \\(llama\\): give a folder"),
     "a rotary scaling": ({"settings": {"rope.scaling.type": "yarn"}}, "nothing reads rope.scaling.type = yarn"),
     "an unknown setting": ({"settings": {"attention.new_flag": True}}, "nothing reads attention.new_flag = True"),
@@ -196,8 +236,8 @@ OTHERS = {
 @pytest.mark.parametrize("which", OTHERS)
 def test_what_a_file_holds_otherwise_is_refused_by_name(which, tmp_path):
     how, said = OTHERS[which]
-    model = drawn(FAMILIES["llama"])
     how = dict(how)
+    model = drawn(FAMILIES[how.pop("family", "llama")])
     file = write_gguf(tmp_path / how.pop("name", "model.gguf"), model, **how)
     with pytest.raises((ValueError, OSError), match=said):
         load_config(str(file)), load_model(str(file), "cpu", AutoModelForCausalLM), load_tokenizer(str(file))

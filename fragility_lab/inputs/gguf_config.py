@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from fragility_lab.inputs.gguf_header import MODEL_TYPES, Header, require_supported
 
-# The fields of configurations, by the settings that give them; GPT-2's configuration has names of its own.
+# The fields of configurations, by the settings that give them; some configurations have names of their own.
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -17,19 +17,21 @@ FIELDS = {
     "vocab_size": "vocab_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon norm_epsilon",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 # Settings of the width of a head, which must agree, and those of the rotary embedding.
 WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 ROPE = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor")
-ROPE_OF_WINDOWS = "rope.freq_base_swa"
+ROPE_OF_WINDOWS, LENGTH_BEFORE = "rope.freq_base_swa", "rope.scaling.original_context_length"
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 ROPE_FACTORS = "rope_freqs.weight"
 UNUSED = ("none", 0, False, None)  # values by which a setting says that it does nothing
@@ -62,7 +64,7 @@ def configuration(header: Header) -> PreTrainedConfig:
         fields["head_dim"] = width
     if header.architecture in LARGEST:
         fields["query_pre_attn_scalar"] = equal if settings["block_count"] == LARGEST[header.architecture] else width
-    if "norm_topk_prob" in known:
+    if header.architecture == "qwen3moe":
         fields["norm_topk_prob"] = True  # as llama.cpp computes; no file says it
     config = kind(**fields | given)
     taken = {name for name in WIDTHS if settings.get(name) == width}
@@ -75,7 +77,10 @@ def configuration(header: Header) -> PreTrainedConfig:
         if name not in taken and value not in UNUSED:
             raise unread(header, name, value)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and "sliding_window" not in given:
-        raise unread(header, "blocks with a window", "of a length that the file does not say,")
+        raise ValueError(
+            f"blocks of {header.architecture} have windows, whose attention.sliding_window {header.file} does not say: "
+            "convert the model again"
+        )
     return config
 
 
@@ -100,6 +105,8 @@ def rope(config: PreTrainedConfig, header: Header, settings: dict[str, Any]) -> 
     parameters, taken = config.rope_parameters, {*ROPE}
     whole = parameters.get("full_attention", parameters)  # windows of Gemma 3 have a base of their own, and no scaling
     whole |= {"rope_theta": settings.get("rope.freq_base", 10000.0), **scaling}
+    if settings.get(LENGTH_BEFORE) == settings.get("context_length"):
+        taken.add(LENGTH_BEFORE)
     if "sliding_attention" in parameters and ROPE_OF_WINDOWS in settings:
         parameters["sliding_attention"]["rope_theta"] = settings[ROPE_OF_WINDOWS]
         taken.add(ROPE_OF_WINDOWS)

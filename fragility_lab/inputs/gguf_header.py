@@ -22,9 +22,12 @@ MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "gpt2": "gpt2",
     "llama": "llama",
+    "phi3": "phi3",
     "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "starcoder2": "starcoder2",
 }
 SIZES = ("block_count", "embedding_length", "attention.head_count")
 

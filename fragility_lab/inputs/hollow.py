@@ -40,10 +40,10 @@ def require_fitting(name: str, auto_class: type = AutoModelForCausalLM) -> None:
     Names, shapes and dtypes are read, no weights. What lies on a hub is checked when it is here.
     """
     if local(name) is not None:
-        described(name, auto_class)
+        fitted(name, auto_class)
 
 
-def described(
+def fitted(
     name: str, auto_class: type, config: PreTrainedConfig | None = None
 ) -> tuple[PreTrainedModel, Checkpoint]:  # fmt: skip
     """The model ``name`` without weights and the checkpoint that holds those, which are not read.
@@ -80,7 +80,7 @@ def load_hollow(
     Raises the errors of ``checkpoints.load_model``; those of weights that are not finite when the weights are read.
     """
     require_exact_products()
-    made, checkpoint = described(name, auto_class, config)
+    made, checkpoint = fitted(name, auto_class, config)
     try:
         return open_hollow(made, checkpoint, default_device() if device is None else device)
     except (OSError, ValueError, SafetensorError) as cause:
