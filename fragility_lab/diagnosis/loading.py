@@ -13,7 +13,7 @@ from fragility_lab.diagnosis.given import load_rounded, require_same_architectur
 from fragility_lab.diagnosis.needs import fits_together, whole_fits
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.settings import require_same_settings
-from fragility_lab.inputs.checkpoints import SPREAD
+from fragility_lab.inputs.checkpoints import SPREAD, stored_dtypes
 from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
@@ -49,7 +49,8 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     tokens = tokens.to(loaded.device)
     if given:
         require_same_settings(request.model, name, loaded.model, tokens)
-        loaded = replace(loaded, rounded=load_rounded(request.model, loaded.model))
+        dtypes = {request.model: stored_dtypes(request.model)} | loaded.dtypes
+        loaded = replace(loaded, rounded=load_rounded(request.model, loaded.model), dtypes=dtypes)
         set_attention(loaded.rounded, request)
     (count, unit), modules = request.parsed_budget, [m.parameters(recurse=False) for m in loaded.model.modules()]
     owning = sum(next(parameters, None) is not None for parameters in modules)

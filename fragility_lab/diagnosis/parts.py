@@ -23,7 +23,7 @@ from fragility_lab.diagnosis.means import (
     nats,
 )
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.checkpoints import EMBEDDED, stored_dtypes
+from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import duration, number
@@ -167,9 +167,7 @@ def of_explorer(diagnosis: Diagnosis, known: dict) -> dict:
 def of_run(diagnosis: Diagnosis, known: dict) -> dict:
     """How the page was made."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    names = [diagnosis.request.model, diagnosis.request.reference_model]
     return {
-        "dtypes": [stored_dtypes(name) for name in names if name],
         "command": command(diagnosis.request, known["results"]),
         "seconds": duration(sum(diagnosis.seconds.values())),
         "versions": versions,

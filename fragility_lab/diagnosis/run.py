@@ -211,7 +211,8 @@ def diagnose(
     and after the last. A step that fails is in ``Diagnosis.failed``; steps
     that need what it gives are left out, and all others run.
     """
-    found, reported, reporting = Diagnosis(request, pending=[step.name for step in STEPS]), 0.0, 0.0
+    found = Diagnosis(request, dtypes=loaded.dtypes, pending=[step.name for step in STEPS])
+    reported, reporting = 0.0, 0.0
     work = Work(request, loaded, tokens, expected, found)
     for number, step in enumerate(STEPS, 1):
         if all(getattr(found, name) is not None for name in step.needs) and step.asked(work):

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,8 +24,8 @@ class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
     ``rounded`` is the same model with weights that somebody else has rounded, if there is one. ``tokenizer`` is the one
-    that made the stream. The weights of a hollow
-    model stay in ``files`` bytes on the disk, and have no digest, since no run on them is kept.
+    that made the stream. The weights of a hollow model stay in ``files`` bytes on the disk, and have no digest, since no
+    run on them is kept. ``dtypes`` says how the weights of each model are stored, by its name.
     """
 
     model: PreTrainedModel
@@ -34,6 +34,7 @@ class Inputs:
     rounded: PreTrainedModel | None = None
     files: int = 0
     tokenizer: Tokenizer | None = None
+    dtypes: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -82,13 +83,14 @@ def load(
         )
     for length in lengths:
         select_windows(stream, length, windows, seed=0)
+    dtypes = {model: checkpoints.stored_dtypes(model)}
     if hollow:
         folder = Path(checkpoints.located(model, weights=True))
         size = sum(file.stat().st_size for file in weight_files(folder, model))
-        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, tokenizer=tokenizer)
+        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, tokenizer=tokenizer, dtypes=dtypes)
     require_fitting(model, auto_class)  # before memory is taken for the sizes that the configuration says
     loaded = checkpoints.load_model(model, device, auto_class)
-    return Inputs(loaded, stream, digest(loaded, stream), tokenizer=tokenizer)
+    return Inputs(loaded, stream, digest(loaded, stream), tokenizer=tokenizer, dtypes=dtypes)
 
 
 def digest(model: PreTrainedModel, stream: Tensor) -> str:
