@@ -158,7 +158,7 @@ def tensors(file: Path) -> dict[str, Stored]:
             header = json.loads(opened.read(length))
             found = {key: x for key, x in header.items() if key != "__metadata__"}
             ends = max((x["data_offsets"][1] for x in found.values()), default=0)
-            stored = {key: Stored(tuple(x["shape"]), x["dtype"]) for key, x in found.items()}
+            stored = {key: Stored(tuple(map(int, x["shape"])), str(x["dtype"])) for key, x in found.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as cause:
             raise ValueError(f"{file.name} must begin with its header, but that is damaged: {again}") from cause
     if 8 + length + ends != size:
