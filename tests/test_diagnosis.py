@@ -491,9 +491,7 @@ def test_weights_as_they_are_against_the_original(rounded_elsewhere, target, col
         p.rpartition(".")[0] for p in linear_weights(load_model("embedded", "cpu", AutoModelForCausalLM))
     }
     html = " ".join(page.page(found).split())
-    assert (
-        "The weights of <code>embedded</code> are stored in F32. The reference of every error computes in" in html
-    )
+    assert "The weights of <code>embedded</code> are stored in F32. The reference of every error computes in" in html
     assert "as they are, with those of <code>embedded</code>" in html and "these modules take what they took" in html
     assert f"REFERENCE_MODEL=embedded BUDGET={shlex.quote('2 blocks')}" in html.replace("&#39;", "'")
     names = {}

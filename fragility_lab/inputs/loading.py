@@ -24,8 +24,8 @@ class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
     ``rounded`` is the same model with weights that somebody else has rounded, if there is one. ``tokenizer`` is the one
-    that made the stream. The weights of a hollow model stay in ``files`` bytes on the disk, and have no digest, since no
-    run on them is kept. ``dtypes`` says how the weights of each model are stored, by its name.
+    that made the stream. The weights of a hollow model stay in ``files`` bytes on the disk, and have no digest, since
+    no run on them is kept. ``dtypes`` says how the weights of each model are stored, by its name.
     """
 
     model: PreTrainedModel
@@ -83,14 +83,14 @@ def load(
         )
     for length in lengths:
         select_windows(stream, length, windows, seed=0)
-    dtypes = {model: checkpoints.stored_dtypes(model)}
+    found = {"tokenizer": tokenizer, "dtypes": {model: checkpoints.stored_dtypes(model)}}
     if hollow:
         folder = Path(checkpoints.located(model, weights=True))
         size = sum(file.stat().st_size for file in weight_files(folder, model))
-        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, tokenizer=tokenizer, dtypes=dtypes)
+        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, **found)
     require_fitting(model, auto_class)  # before memory is taken for the sizes that the configuration says
     loaded = checkpoints.load_model(model, device, auto_class)
-    return Inputs(loaded, stream, digest(loaded, stream), tokenizer=tokenizer, dtypes=dtypes)
+    return Inputs(loaded, stream, digest(loaded, stream), **found)
 
 
 def digest(model: PreTrainedModel, stream: Tensor) -> str:
