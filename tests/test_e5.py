@@ -322,9 +322,9 @@ def test_evidence_computes_only_the_runs_that_its_table_lacks(inputs, tmp_path, 
 
 
 def test_windows_are_selected_then_shuffled(inputs):
-    windows = e5.training_windows(inputs.stream, SETTING, seed=0)
-    again = e5.training_windows(inputs.stream, SETTING, seed=0)
-    other = e5.training_windows(inputs.stream, SETTING, seed=1)
+    windows = e5.training_windows(inputs, SETTING, seed=0)
+    again = e5.training_windows(inputs, SETTING, seed=0)
+    other = e5.training_windows(inputs, SETTING, seed=1)
     assert windows.shape == (12, 16) and torch.equal(windows, again)
     starts = [((inputs.stream.unfold(0, 16, 1) == window).all(-1)).nonzero()[0].item() for window in windows]
     assert starts != sorted(starts) and all(start % 16 == 0 for start in starts)

@@ -14,6 +14,7 @@ from fragility_core.arithmetic.operands import rounded_weight
 from fragility_core.arithmetic.recipes import LINEAR
 from fragility_lab.experiments import rivals
 from fragility_lab.inputs.checkpoints import load_tokenizer
+from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.text import load_rows, tokenize
 from fragility_lab.paths import OUTPUTS
 from fragility_lab.reporting import figures_rivals
@@ -47,7 +48,7 @@ def test_the_model_computes_as_before(reference_model, setting):
 
 
 def test_windows_are_not_measured_on_that_methods_have_seen():
-    stream = torch.arange(1000)
+    stream = Inputs(None, torch.arange(1000), "")
     known, held = rivals.split_windows(stream, 10, 20, 30, 0)
     assert known.shape == (20, 10) and held.shape == (30, 10)
     assert not set(known[:, 0].tolist()) & set(held[:, 0].tolist())
@@ -108,7 +109,7 @@ def test_a_committed_plan_of_olive_measures_again():
     plans = pd.read_csv(OUTPUTS / "embedded" / "tables" / "x2_rivals_plans.csv").query("ladder == 'olive int4 int8'")
     row = plans[plans.chosen_by == "kld_gradient"].iloc[0]
     stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
-    _, held = rivals.split_windows(stream, 128, 8, 16, 0)
+    _, held = rivals.split_windows(Inputs(None, stream, ""), 128, 8, 16, 0)
     model = tasks.linear_model("embedded")
     with torch.no_grad():
         exact = tasks.log_probabilities(model, held)

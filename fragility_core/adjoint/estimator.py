@@ -23,7 +23,7 @@ from fragility_core.adjoint.sites import Sites
 from fragility_core.adjoint.streamed import Stream
 from fragility_core.adjoint.tape import Tape
 from fragility_core.adjoint.targets import Output, Target, get_target
-from fragility_core.adjoint.windows import Windows
+from fragility_core.adjoint.windows import Windows, windows_of
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, register_attention
 from fragility_core.arithmetic.internals import (
     attention_of,
@@ -159,36 +159,34 @@ class Adjoint:
         return self.leaves.exact is not None and self.low.execution != "stochastic"
 
     def __call__(
-        self, tokens: Tensor, counted: Tensor | None = None, seeds: Sequence[int] | None = None
+        self, tokens: Tensor, counted: Tensor | None = None, seeds: Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Prediction:  # fmt: skip
         """Predict the error of each window of ``tokens`` (B, T).
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
-        given. ``seeds``, one a window, draw its sign vectors in place of ``seed``, by which all windows have the same
-        ones. The prediction of a window does not depend on the other windows, but for the rounding of sums in a batch.
+        given. Padding counts nowhere: ``attention_mask`` (B, T) is 1 for tokens and 0 for padding before or after them,
+        and each window is computed, and shown to the target, without it. ``seeds``, one a window, draw its sign vectors
+        in place of ``seed``, by which all windows have the same ones. The prediction of a window does not depend on the other windows, but for the rounding of sums in a batch.
         All windows share what is read of a streamed model, and what enters each block is held for each.
 
-        Raises ValueError for windows without tokens, for a model in training mode, for weights that have changed since
-        they were read, and for another number of seeds than of windows.
+        Raises ValueError for a model in training mode, for weights that have changed since they were read, and for what
+        ``windows_of`` and ``Windows.counted`` refuse.
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
         if any(version_of(parameter) != version for parameter, version in self._versions):
             raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
-        if tokens.ndim < 2 or not tokens.numel():
-            raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
-        seeds = [self.seed] * len(tokens) if seeds is None else seeds
-        if len(seeds) != len(tokens):
-            raise ValueError(f"seeds must be one a window, {len(tokens)}, got {len(seeds)}")
         with self.lock, torch.inference_mode(False):
             self.tape.clear()  # a prediction before may have been interrupted
-            scope = torch.ones((), device=tokens.device) if counted is None else counted[..., None].float()
-            windows = Windows(range(len(tokens)), tokens, scope, seeds)
+            alike = windows_of(tokens, self.seed, seeds, counted, attention_mask)
+            single = [window for some in alike for window in some.split(1)]
             if self._stream is None:
-                found = [each for some in windows.split(self.batch) for each in self._together(some)]
+                groups = (group for some in alike for group in some.split(self.batch))
+                found = [each for group in groups for each in self._together(group)]
             else:
                 with self._stream:
-                    found = self._passes([*windows.split(1)])
+                    found = self._passes(single)
             norms, errors = zip(*found)
             contributions = self.tape.contributions(len(tokens), self.probes)
             inside = self.tape.overflows()
@@ -196,14 +194,14 @@ class Adjoint:
                 contributions[:, window, :, place] = np.nan
             norms = torch.stack(norms).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
-            prediction = self._prediction(contributions, norms, tokens.shape[-1])
+            prediction = self._prediction(contributions, norms, max(each.tokens.shape[-1] for each in single))
             if self.secant:
                 size, *products = torch.stack(errors, 1).cpu().double()
                 left = torch.stack(products, 1) - torch.from_numpy(contributions[1].sum(-1))
                 measured = (size / norms) ** (2 if self.target.squared else 1)
                 prediction.windows.insert(3, "measured", measured.numpy())
                 prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
-            return self._name_overflow(prediction, tokens, inside)
+            return self._name_overflow(prediction, single, inside)
 
     def _together(self, windows: Windows) -> list[Size]:
         """As ``_passes`` of ``windows`` that share a pass, or else one by one."""
@@ -314,15 +312,17 @@ class Adjoint:
         predicted = predict(rows, windows, self.target.squared)
         return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.tape.ran))
 
-    def _name_overflow(self, prediction: Prediction, tokens: Tensor, inside: Mapping[int, int]) -> Prediction:
-        """Name the module where windows with a nonfinite prediction overflowed.
+    def _name_overflow(
+        self, prediction: Prediction, single: Sequence[Windows], inside: Mapping[int, int]
+    ) -> Prediction:  # fmt: skip
+        """Name the module where those of the ``single`` windows with a nonfinite prediction overflowed.
 
         ``inside`` has, by window, the place of a kernel that stored +inf: the result of its module may be finite.
         """
         modules = [place.module for place in self.tape.places]
         windows = prediction.windows.assign(overflow="")
         for window in np.flatnonzero(~np.isfinite(windows.predicted)):
-            path = first_nonfinite(self.low, lambda model, x=tokens[window : window + 1]: self.target.output(model, x))
+            path = first_nonfinite(self.low, lambda model, x=single[window].tokens: self.target.output(model, x))
             within = modules[inside[window]] or "the model" if window in inside else "the gradient"
             windows.loc[window, "overflow"] = path or within
         return replace(prediction, windows=windows)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fragility_core.models.padding import without_padding
 from fragility_core.models.tree import final_hidden
 
 NEGLIGIBLE = 1e-12  # probability of a token
@@ -50,8 +51,9 @@ def root_of_twice_the_count(output: Tensor, counted: Tensor) -> Tensor:
     return (2 * root_of_count(output, counted) ** 2).sqrt()
 
 
+@without_padding
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (B, T, vocabulary) in fp32, as the model scales or caps them."""
+    """Logits (B, T, vocabulary) in fp32, as the model scales or caps them; ``attention_mask`` as in ``final_hidden``."""
     return model(tokens, use_cache=False).logits.float()
 
 

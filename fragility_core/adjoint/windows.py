@@ -8,12 +8,14 @@ first dimension W, so that what a pass does once, it does for all of them.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from fragility_core.arithmetic.internals import batched, outside_of_vmap, unbatched, vmap_level
 from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.models.padding import require_positions, spans
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,34 @@ class Windows:
             scope = self.scope[some] if self.scope.ndim else self.scope
             yield Windows(self.numbers[some], self.tokens[some], scope, self.seeds[some])
 
+    def unpadded(self, attention_mask: Tensor) -> Iterator["Windows"]:
+        """The windows without padding, successive ones of one length together; raises the errors of ``spans``."""
+        for (first, end), same in groupby(enumerate(spans(self.tokens, attention_mask)), key=lambda each: each[1]):
+            numbers = [number for number, _ in same]
+            some = slice(numbers[0], numbers[-1] + 1)
+            scope = self.scope[some, first:end] if self.scope.ndim else self.scope
+            yield Windows(self.numbers[some], self.tokens[some, first:end], scope, self.seeds[some])
+
     def counted(self, output: Tensor) -> Tensor:
-        """The scope for the positions of an ``output`` (W, T or less, ...), on its device."""
-        return (self.scope[:, : output.shape[1]] if self.scope.ndim else self.scope).to(output.device)
+        """The scope for the positions of an ``output`` (W, T or less, ...), on its device.
+
+        Raises ValueError where no position of the output counts, and for an output that has not one a token.
+        """
+        if not self.scope.ndim:
+            return self.scope.to(output.device)
+        length = self.tokens.shape[1]
+        if output.shape[1] not in (length, length - 1):
+            raise ValueError(
+                f"counted chooses positions of a target that has one a token, {length} or {length - 1}, got "
+                f"{output.shape[1]}: leave counted out, or take another target (logprob in place of loss)"
+            )
+        scope = self.scope[:, : output.shape[1]]
+        if not bool(scope.any(1).all()):
+            raise ValueError(
+                f"counted must be True for a position of the target in every window, got none of {output.shape[1]} in "
+                "some window: leave the window out"
+            )
+        return scope.to(output.device)
 
     def signs(self, output: Tensor, probes: int) -> Tensor:
         """Random signs (P, W, T or less, ...) for an ``output``, 0 outside of the scope."""
@@ -49,6 +76,28 @@ class Windows:
             generator = torch.Generator(output.device).manual_seed(seed)
             drawn.append(torch.stack([random_signs(like, generator) for _ in range(probes)]))
         return torch.cat(drawn, 1) * self.counted(output)
+
+
+def windows_of(
+    tokens: Tensor, seed: int, seeds: Sequence[int] | None = None, counted: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> list[Windows]:  # fmt: skip
+    """The windows of ``tokens`` (B, T) without padding, successive ones of one length together.
+
+    ``seed`` is that of every window, unless each has one in ``seeds``.
+    ``counted`` and ``attention_mask`` (B, T) are 1, or True, for the positions that count and that are no padding.
+    Raises ValueError for windows without tokens, for another number of ``seeds`` than of windows, and for masks of
+    another shape or with other values.
+    """
+    if tokens.ndim < 2 or not tokens.numel():
+        raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
+    seeds = [seed] * len(tokens) if seeds is None else seeds
+    if len(seeds) != len(tokens):
+        raise ValueError(f"seeds must be one a window, {len(tokens)}, got {len(seeds)}")
+    require_positions(tokens, counted=counted)
+    scope = torch.ones((), device=tokens.device) if counted is None else counted[..., None].float()
+    windows = Windows(range(len(tokens)), tokens, scope, seeds)
+    return [windows] if attention_mask is None else [*windows.unpadded(attention_mask)]
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:

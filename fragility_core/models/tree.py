@@ -12,12 +12,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.beside import forward_hook
+from fragility_core.models.padding import without_padding
 
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
 
 
+@without_padding
 def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The final hidden state (B, T, d_model) of a Hugging Face model, after its final norm; of others, the output."""
+    """The final hidden state (B, T, d_model) of a Hugging Face model, after its final norm; of others, the output.
+
+    An ``attention_mask`` (B, T) tells tokens, 1, from padding, 0 (``padding.without_padding``).
+    """
     if isinstance(model, PreTrainedModel):
         return model.base_model(tokens, use_cache=False).last_hidden_state
     return model(tokens)

@@ -29,14 +29,15 @@ from fragility_core.protection.structure import KEEPABLE_SITES, Stored, storage,
 
 def predictions(
     model: nn.Module, recipes: Sequence[str | Recipe], tokens: Tensor, target: str | Target = "kl",
-    gradients: str = "both", probes: int = 2, seed: int = 0,
+    gradients: str = "both", probes: int = 2, seed: int = 0, attention_mask: Tensor | None = None,
 ) -> dict[str, Prediction]:  # fmt: skip
     """The prediction for the fp32 ``model`` over ``tokens`` (B, T) in each of ``recipes``, by name.
 
     The other arguments are those of ``Adjoint``. Recipes that round nothing are left out.
     """
     rounding = [recipe for recipe in map(get_recipe, recipes) if recipe.rounds]
-    return {r.name: Adjoint(lower(model, r), model, probes, seed, target, gradients)(tokens) for r in rounding}
+    how, where = (model, probes, seed, target, gradients), {"attention_mask": attention_mask}
+    return {recipe.name: Adjoint(lower(model, recipe), *how)(tokens, **where) for recipe in rounding}
 
 
 @torch.no_grad()

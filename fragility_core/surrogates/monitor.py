@@ -7,7 +7,6 @@ per batch, one value per window and block.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -24,8 +23,10 @@ from fragility_core.arithmetic.nested import entering, together
 from fragility_core.models.architectures import Block, blocks
 from fragility_core.models.hollow import loaded
 from fragility_core.models.norms import Norm
+from fragility_core.models.padding import groups
 from fragility_core.models.tree import final_hidden, hidden_and_logits
 from fragility_core.surrogates import reductions
+from fragility_core.surrogates.observation import Observation, joined
 from fragility_core.surrogates.reductions import segment_norms, whole_norm, window_max
 from fragility_core.surrogates.transport import branch_jacobian_norm
 from fragility_core.surrogates.weights import WeightStatistics
@@ -159,19 +160,6 @@ class AttentionStatistics:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What one monitored pass over a batch of windows has measured.
-
-    ``layers`` has one row per window and block, ``windows`` one row per window, both in order. ``hidden`` is the
-    final hidden state (B, T, d_model) after the final norm, on the device.
-    """
-
-    layers: pd.DataFrame
-    windows: pd.DataFrame
-    hidden: Tensor
-
-
 class Monitor:
     """Monitored low-precision passes of a Hugging Face decoder (protocol section 3).
 
@@ -225,17 +213,31 @@ class Monitor:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, reference: Tensor | None = None, loss: bool = False) -> Observation:
+    def __call__(
+        self, tokens: Tensor, reference: Tensor | None = None, loss: bool = False, attention_mask: Tensor | None = None
+    ) -> Observation:
         """Monitor one pass over ``tokens`` (B, T).
 
         With ``reference``, the fp32 hidden states (B, T, d_model) of the same windows, the window rows have the
-        ``mismatch``. With ``loss`` (models with a head) they have the mean next-token cross entropy in nats. Raises
-        ValueError for a model in training mode, and for tokens of another shape.
+        ``mismatch``. With ``loss`` (models with a head) they have the mean next-token cross entropy in nats. With an
+        ``attention_mask`` (B, T), 1 for tokens and 0 for padding, windows of one length share a pass without padding,
+        so that padding counts in no statistic. Raises ValueError for a model in training mode, and for tokens, a mask
+        (``padding.spans``) or a reference of another shape.
         """
         if tokens.ndim != 2 or not tokens.numel():
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
+        if reference is not None and reference.shape[:-1] != tokens.shape:
+            raise ValueError(
+                f"a reference must have a state for every token, {(*tokens.shape, 'd_model')}, got shape "
+                f"{tuple(reference.shape)}: give the fp32 states of the same windows"
+            )
+        if attention_mask is not None:
+            alike = groups(tokens, attention_mask)
+            known = [None if reference is None else group.of(reference) for group in alike]
+            seen = [self(group.of(tokens), own, loss) for group, own in zip(alike, known)]
+            return joined(alike, seen, tokens.shape[1])
         record = PassRecord(len(self.blocks))
         with ExitStack() as stack:
             for layer, block in enumerate(self.blocks):

@@ -17,7 +17,6 @@ from fragility_lab.inputs.checkpoints import SPREAD, stored_dtypes
 from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
-from fragility_lab.inputs.text import select_windows
 
 
 def load(request: Request) -> tuple[Inputs, Tensor]:
@@ -45,7 +44,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
         name, request.data, [request.format], [request.length], request.windows, device, AutoModelForCausalLM, hollow
     )
     set_attention(loaded.model, request)
-    _, tokens = select_windows(loaded.stream, request.length, request.windows, request.seed)
+    _, tokens = loaded.windows(request.length, request.windows, request.seed)
     tokens = tokens.to(loaded.device)
     if given:
         require_same_settings(request.model, name, loaded.model, tokens)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -17,10 +17,13 @@ from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors, together
 from fragility_core.models.beside import forward_hook, side_by_side
 from fragility_core.models.hollow import entries, is_hollow
+from fragility_core.models.padding import groups, padded
 from fragility_core.models.tree import block_paths, hidden_and_logits
+from fragility_core.surrogates.observation import in_order
 from fragility_core.theory import mismatch
 
 Result = TypeVar("Result")
+AT_ONCE = 2**21  # logits that are compared at once: 16 MiB in fp64
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,12 @@ class ObservedPass:
     logits: Tensor
     final: Tensor
     blocks: list[Tensor]
+
+    def changed(self, change: Callable[..., Tensor], *others: "ObservedPass") -> "ObservedPass":
+        """The pass with ``change`` applied to each of its tensors, and to those in the same place of ``others``."""
+        every = (self, *others)
+        blocks = [change(*tensors) for tensors in zip(*(each.blocks for each in every))]
+        return ObservedPass(change(*(e.logits for e in every)), change(*(e.final for e in every)), blocks)
 
 
 @contextmanager
@@ -44,8 +53,18 @@ def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def observe(model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = None) -> ObservedPass:
-    """One pass of ``model`` over ``tokens`` (B, T); in the format of ``low``, if given."""
+def observe(
+    model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = None, attention_mask: Tensor | None = None
+) -> ObservedPass:
+    """One pass of ``model`` over ``tokens`` (B, T); in the format of ``low``, if given.
+
+    With an ``attention_mask`` (B, T), 1 for tokens and 0 for padding, windows of one length share a pass without
+    padding (``models.padding``). All tensors are 0 there.
+    """
+    if attention_mask is not None:
+        alike = groups(tokens, attention_mask)
+        first, *others = (observe(model, group.of(tokens), low) for group in alike)
+        return first.changed(lambda *parts: padded(alike, parts, tokens.shape[1]), *others)
     with block_outputs(model) as blocks, nullcontext() if low is None else low.running():
         final, logits = hidden_and_logits(model, tokens)
     return ObservedPass(logits, final, blocks)
@@ -65,28 +84,35 @@ def observe_each(model: PreTrainedModel, windows: Tensor, low: LowPrecision | No
     return each(lambda window: observe(model, window, low), windows, model, low)
 
 
-def compare(low: ObservedPass, reference: ObservedPass, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
+def compare(
+    low: ObservedPass, reference: ObservedPass, tokens: Tensor, attention_mask: Tensor | None = None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Two tables: one row per window of ``tokens`` (B, T), and one row per window and block.
 
     The columns of a window are ``mismatch``, that of the final state; ``kl`` and ``largest_kl``, mean and largest
     Kullback-Leibler divergence of the low-precision next-token distribution from the reference's, in nats;
     ``logprob``, the root mean square change of the log probability of the text's next token, in nats;
     ``changed``, the share of tokens whose most probable next token differs; ``loss`` and ``reference_loss``, the mean
-    next-token cross entropy in nats. The column of a block is ``error``, the relative error of its output.
+    next-token cross entropy in nats. The column of a block is ``error``, the relative error of its output. All that
+    comes from probabilities is computed in fp64. Padding, where the ``attention_mask`` (B, T) is 0, counts nowhere.
+    Raises ValueError for passes over other windows than ``tokens``, and the errors of ``padding.spans``.
     """
-    exact, rounded = (torch.log_softmax(p.logits.float(), -1) for p in (reference, low))
-    kl = (exact.exp() * (exact - rounded)).sum(-1)  # (B, T)
-    changed = exact.argmax(-1) != rounded.argmax(-1)
+    if attention_mask is not None:
+        alike = groups(tokens, attention_mask)
+        pairs = ([p.changed(group.of) for p in (low, reference)] + [group.of(tokens)] for group in alike)
+        by_window, by_block = zip(*(compare(*pair) for pair in pairs))
+        return in_order(alike, by_window), in_order(alike, by_block)
+    at = by_token(low.logits, reference.logits, tokens)
     columns = {
-        "mismatch": mismatch(low.final, reference.final),
-        "kl": kl.mean(-1),
-        "largest_kl": kl.amax(-1),
-        "logprob": (next_token(rounded, tokens) - next_token(exact, tokens)).square().mean(-1).sqrt(),
-        "changed": changed.float().mean(-1),
-        "loss": cross_entropy(rounded, tokens),
-        "reference_loss": cross_entropy(exact, tokens),
+        "mismatch": mismatch(low.final, reference.final).double(),
+        "kl": at.kl.mean(-1),
+        "largest_kl": at.kl.amax(-1),
+        "logprob": (at.logprob - at.exact_logprob).square().mean(-1).sqrt(),
+        "changed": at.changed.double().mean(-1),
+        "loss": -at.logprob.mean(-1),
+        "reference_loss": -at.exact_logprob.mean(-1),
     }
-    windows = pd.DataFrame(torch.stack(together(columns.values()), 1).cpu().double().numpy(), columns=list(columns))
+    windows = pd.DataFrame(torch.stack(together(columns.values()), 1).cpu().numpy(), columns=list(columns))
     apart = (mismatch(a, b) for a, b in zip(low.blocks, reference.blocks, strict=True))
     errors = torch.stack(together(apart), 1)  # (B, L)
     drift = pd.DataFrame(errors.cpu().double().numpy()).rename_axis(index="window", columns="block").stack()
@@ -112,14 +138,39 @@ def numbered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
-def cross_entropy(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """Mean next-token cross entropy (B,) in nats, of log probabilities (B, T, vocabulary)."""
-    return -next_token(log_probabilities, tokens).mean(-1)
+class ByToken(NamedTuple):
+    """What low precision does at every position: ``kl`` in nats and whether the most probable token is ``changed``.
+
+    Both are (B, T). ``logprob`` and ``exact_logprob`` (B, T - 1) are the log probabilities of the text's next token,
+    low and in fp32. All but ``changed`` are in fp64.
+    """
+
+    kl: Tensor
+    changed: Tensor
+    logprob: Tensor
+    exact_logprob: Tensor
 
 
-def next_token(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """The log probability (B, T - 1) of each next token of the text, from those of all tokens (B, T, vocabulary)."""
-    return log_probabilities[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+def by_token(low: Tensor, exact: Tensor, tokens: Tensor) -> ByToken:
+    """The comparison of logits ``low`` and ``exact`` (B, T, vocabulary) over ``tokens`` (B, T), in fp64.
+
+    In fp32 the rounding of log probabilities alone gives a KL of 1e-8 to 1e-7, of either sign, where that of fp16 may
+    be 1e-9. No more than AT_ONCE logits are in fp64 at a time. Raises ValueError for logits of other windows.
+    """
+    if not low.shape == exact.shape == (*tokens.shape, exact.shape[-1]):
+        raise ValueError(
+            f"logits must be those of the tokens, {(*tokens.shape, 'vocabulary')}, got shapes {tuple(low.shape)} and "
+            f"{tuple(exact.shape)}: compare passes over the same windows"
+        )
+    following = tokens.roll(-1, 1).to(exact.device)  # the last one of a window has none, and is left out
+    size = max(1, AT_ONCE // exact.shape[-1])
+    found = []
+    for a, b, token in zip(*(x.flatten(0, 1).split(size) for x in (low, exact, following[..., None]))):
+        p, q = b.double().log_softmax(-1), a.double().log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        found.append((kl, a.argmax(-1) != b.argmax(-1), *(x.gather(-1, token)[..., 0] for x in (q, p))))
+    kl, changed, *logprobs = (torch.cat(parts).view(tokens.shape) for parts in zip(*found))
+    return ByToken(kl, changed, *(x[:, :-1] for x in logprobs))
 
 
 class Ranges:

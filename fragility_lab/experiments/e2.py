@@ -20,7 +20,6 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
-from fragility_lab.inputs.text import select_windows
 from fragility_lab.running.task import Advance, Worker
 
 T = TypeVar("T")
@@ -61,7 +60,7 @@ class RunSpec(Specification):
     execution: str  # "native" or "emulated"
     layernorm: str = "release"
     transport: str = "release"
-    inputs: str = ""  # digest of the weights and the token stream
+    inputs: str = ""  # digest of the weights, the token stream and what begins a window
     disjoint: bool = False
 
     def __post_init__(self):
@@ -125,7 +124,7 @@ def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
     require_at_least(1, batch_tokens=grid.batch_tokens)
     inputs = load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
     for length in grid.lengths:
-        select_windows(inputs.stream, length, grid.windows, max(grid.seeds), grid.disjoint)
+        inputs.windows(length, grid.windows, max(grid.seeds), grid.disjoint)
     blocks(inputs.model)
     return inputs
 
@@ -178,7 +177,7 @@ class Passes(Worker):
 
         A window with a nonfinite statistic or mismatch is flagged in ``overflow``, never left out.
         """
-        starts, tokens = select_windows(self.inputs.stream, spec.length, spec.windows, spec.seed, spec.disjoint)
+        starts, tokens = self.inputs.windows(spec.length, spec.windows, spec.seed, spec.disjoint)
         monitor = self.monitor(spec.precision, spec.execution, spec.transport)
         unit_roundoff = get_recipe(spec.precision).kernels.unit_roundoff
         frames = []
@@ -219,7 +218,7 @@ class DerivedWorker(Worker):
 
     def window(self, source: RunSpec, start: int) -> Tensor:
         """Tokens (1, T), on the device, of the window of ``source`` that starts at token ``start``."""
-        return self.inputs.stream[None, start : start + source.length].to(self.inputs.device)
+        return self.inputs.window(start, source.length)[None].to(self.inputs.device)
 
 
 def window_rows(runs: pd.DataFrame) -> pd.DataFrame:

@@ -28,7 +28,6 @@ from fragility_lab.experiments.realisations import moved
 from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
-from fragility_lab.inputs.text import select_windows
 from fragility_lab.running.environment import keeps_stale
 from fragility_lab.running.files import write_whole
 from fragility_lab.running.task import Advance, Worker
@@ -74,7 +73,7 @@ class TrainingSpec(Specification):
     seed: int
     device: str
     execution: str  # of the shadow: "native" or "emulated"
-    inputs: str = ""  # digest of the weights and the token stream
+    inputs: str = ""  # digest of the weights, the token stream and what begins a window
 
     @property
     def label(self) -> str:
@@ -138,9 +137,9 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
     return chosen
 
 
-def training_windows(stream: Tensor, setting: Setting, seed: int) -> Tensor:
+def training_windows(inputs: Inputs, setting: Setting, seed: int) -> Tensor:
     """The windows (N, T) that a run trains on, in its order."""
-    _, windows = select_windows(stream, setting.length, setting.windows, seed)
+    _, windows = inputs.windows(setting.length, setting.windows, seed)
     order = list(range(len(windows)))
     random.Random(seed).shuffle(order)
     return windows[order]
@@ -198,7 +197,7 @@ class Mitigation(Worker):
 
     def _train(self, spec: TrainingSpec, advance_by: Advance) -> pd.DataFrame:
         setting = spec.setting
-        windows = training_windows(self.inputs.stream, setting, spec.seed)
+        windows = training_windows(self.inputs, setting, spec.seed)
         policy = spec.build_policy()
         estimator = Estimator(setting.layernorm, setting.transport)
         shadow = initial_model(self.inputs.model, setting, spec.seed), setting.precision, spec.execution, estimator

@@ -23,8 +23,7 @@ from scipy import stats
 from torch import Tensor
 
 from fragility_core.protection.bits import fused_layers
-from fragility_lab.inputs.loading import require_at_least
-from fragility_lab.inputs.text import select_windows
+from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.paths import PROJECT
 from fragility_lab.rivals.ladders import Ladder, get_ladder
 from fragility_lab.rivals.own import best_plans
@@ -35,11 +34,11 @@ PEERS = PROJECT / ".peers" / "bin" / "python"
 ORACLE, RANDOM = "oracle", "random"
 
 
-def split_windows(stream: Tensor, length: int, calibration: int, held: int, seed: int) -> tuple[Tensor, Tensor]:
+def split_windows(inputs: Inputs, length: int, calibration: int, held: int, seed: int) -> tuple[Tensor, Tensor]:
     """Windows for methods to learn from, and others to measure on, each (B, T), drawn from one text."""
     require_at_least(1, calibration=calibration)
     require_at_least(2, held=held)
-    _, windows = select_windows(stream, length, calibration + held, seed)
+    _, windows = inputs.windows(length, calibration + held, seed)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     return windows[order[:calibration]], windows[order[calibration:]]
 

@@ -16,16 +16,17 @@ from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.hollow import load_hollow, require_fitting
 from fragility_lab.inputs.stored import weight_files
-from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.inputs.text import PLAIN, Opening, load_rows, opening, select_windows, tokenize
 
 
 @dataclass(frozen=True)
 class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
-    ``rounded`` is the same model with weights that somebody else has rounded, if there is one. ``tokenizer`` is the one
-    that made the stream. The weights of a hollow model stay in ``files`` bytes on the disk, and have no digest, since
-    no run on them is kept. ``dtypes`` says how the weights of each model are stored, by its name.
+    Windows of the stream begin with the ``opening``, as the ``tokenizer`` that made it begins a text. ``rounded`` is
+    the same model with weights that somebody else has rounded, if there is one. The weights of a hollow model stay in
+    ``files`` bytes on the disk, and have no digest, since no run on them is kept. ``dtypes`` says how the weights of
+    each model are stored, by its name.
     """
 
     model: PreTrainedModel
@@ -35,6 +36,15 @@ class Inputs:
     files: int = 0
     tokenizer: Tokenizer | None = None
     dtypes: dict[str, str] = field(default_factory=dict)
+    opening: Opening = PLAIN
+
+    def windows(self, length: int, count: int, seed: int, disjoint: bool = False) -> tuple[list[int], Tensor]:
+        """Starts and tokens (count, length) of windows as ``select_windows`` chooses them."""
+        return select_windows(self.stream, length, count, seed, disjoint, self.opening)
+
+    def window(self, start: int, length: int) -> Tensor:
+        """The window (length,) whose text begins at token ``start`` of the stream."""
+        return self.opening.window(self.stream, start, length)
 
     @property
     def device(self) -> torch.device:
@@ -75,27 +85,31 @@ def load(
     for precision in precisions:
         get_recipe(precision)
     tokenizer = checkpoints.load_tokenizer(model)
-    stream = tokenize(load_rows(data), tokenizer)
-    if len(stream) and stream.max() >= config.vocab_size:
+    begins, stream = opening(tokenizer), tokenize(load_rows(data), tokenizer)
+    largest = max([*begins.ids, *([int(stream.max())] if len(stream) else [])], default=0)
+    if largest >= config.vocab_size:
         raise ValueError(
             f"the tokenizer of {model!r} must give tokens below the model's vocabulary of {config.vocab_size}, "
-            f"got {stream.max()}: is it that of another model?"
+            f"got {largest}: is it that of another model?"
         )
     for length in lengths:
-        select_windows(stream, length, windows, seed=0)
-    found = {"tokenizer": tokenizer, "dtypes": {model: checkpoints.stored_dtypes(model)}}
+        select_windows(stream, length, windows, seed=0, opening=begins)
+    found = {
+        "tokenizer": tokenizer, "opening": begins, "dtypes": {model: checkpoints.stored_dtypes(model)},
+    }  # fmt: skip
     if hollow:
         folder = Path(checkpoints.located(model, weights=True))
         size = sum(file.stat().st_size for file in weight_files(folder, model))
         return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, **found)
     require_fitting(model, auto_class)  # before memory is taken for the sizes that the configuration says
     loaded = checkpoints.load_model(model, device, auto_class)
-    return Inputs(loaded, stream, digest(loaded, stream), **found)
+    return Inputs(loaded, stream, digest(loaded, stream, begins), **found)
 
 
-def digest(model: PreTrainedModel, stream: Tensor) -> str:
-    """Sixteen hexadecimal digits that identify weights and token stream, wherever they were loaded from."""
+def digest(model: PreTrainedModel, stream: Tensor, opening: Opening = PLAIN) -> str:
+    """Sixteen hexadecimal digits that identify weights, token stream and opening, wherever they were loaded from."""
     sha = hashlib.sha256(stream.numpy().tobytes())
+    sha.update(torch.tensor(opening.ids, dtype=stream.dtype).numpy().tobytes())
     for name, parameter in model.named_parameters():
         sha.update(name.encode())
         sha.update(parameter.detach().cpu().contiguous().numpy().tobytes())

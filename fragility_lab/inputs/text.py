@@ -4,6 +4,7 @@ import glob
 import os
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -83,6 +84,37 @@ def _load_from_hub(name: str, config: str | None = None, split: str = "validatio
     return found[split] if isinstance(found, DatasetDict) else found
 
 
+@dataclass(frozen=True)
+class Opening:
+    """The tokens that a tokenizer puts in front of every text, by their ids and as they are spelled; often none."""
+
+    ids: tuple[int, ...] = ()
+    spelled: tuple[str, ...] = ()
+
+    def window(self, stream: Tensor, start: int, length: int) -> Tensor:
+        """The window (length,) whose text begins at token ``start`` of ``stream``: the opening, then the text."""
+        text = stream[start : start + length - len(self.ids)]
+        return torch.cat([text.new_tensor(self.ids), text]) if self.ids else text
+
+
+PLAIN = Opening()
+
+
+def opening(tokenizer: PreTrainedTokenizerBase) -> Opening:
+    """The opening of ``tokenizer``, read off what it does to a text; what it adds at the end is no part of it.
+
+    Raises ValueError where the text's own tokens are not among those of the text with special tokens.
+    """
+    given, bare = (tokenizer("text", add_special_tokens=special)["input_ids"] for special in (True, False))
+    for first in range(len(given) - len(bare) + 1):
+        if given[first : first + len(bare)] == bare:
+            return Opening(tuple(given[:first]), tuple(tokenizer.convert_ids_to_tokens(given[:first])))
+    raise ValueError(
+        f"special tokens must stand around a text's own tokens, {bare}, but the tokenizer gives {given}: "
+        "take one that adds its special tokens in front of a text or after it"
+    )
+
+
 def tokenize(rows: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """One stream of token ids: the rows that are not empty, joined by blank lines, without special tokens."""
     text = "\n\n".join(row for row in rows if row.strip())
@@ -90,15 +122,22 @@ def tokenize(rows: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 
 def select_windows(
-    stream: Tensor, length: int, count: int, seed: int, disjoint: bool = False
+    stream: Tensor, length: int, count: int, seed: int, disjoint: bool = False, opening: Opening = PLAIN
 ) -> tuple[list[int], Tensor]:
-    """Starts and tokens (count, length) of ``count`` non-overlapping windows, in text order.
+    """Starts and tokens (count, length) of ``count`` windows whose texts do not overlap, in text order.
 
+    The ``opening`` begins every window and counts in its length: the rest of a window is a slice of the stream.
     Where the stream holds more windows, ``seed`` samples them, as the release does. Two seeds then share windows. With
     ``disjoint`` they share none: all windows are shuffled once, and seed s takes the s-th ``count`` of them. Raises
-    ValueError where the stream holds fewer windows.
+    ValueError where the stream holds fewer windows, and for a window that holds nothing but the opening.
     """
-    available, needed = len(stream) // length, count * (seed + 1 if disjoint else 1)
+    step = length - len(opening.ids)
+    if step < 1:
+        raise ValueError(
+            f"a window must hold a token of the text behind the {len(opening.ids)} with which the tokenizer begins it "
+            f"({' '.join(opening.spelled)}), got windows of {length} tokens: ask for longer ones"
+        )
+    available, needed = len(stream) // step, count * (seed + 1 if disjoint else 1)
     if available < needed:
         all_seeds = f" for seeds 0 to {seed}, which share none" * disjoint
         raise ValueError(
@@ -109,5 +148,5 @@ def select_windows(
         chosen = random.Random(0).sample(range(available), available)[needed - count : needed]
     else:
         chosen = range(available) if available == count else random.Random(seed).sample(range(available), count)
-    starts = [index * length for index in sorted(chosen)]
-    return starts, torch.stack([stream[start : start + length] for start in starts])
+    starts = [index * step for index in sorted(chosen)]
+    return starts, torch.stack([opening.window(stream, start, length) for start in starts])

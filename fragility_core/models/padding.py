@@ -1,0 +1,94 @@
+"""Padded windows. Each is computed without its padding, so that padding counts nowhere, whatever a model does with it.
+
+Positions count from a window's first token, as transformers' ``generate`` counts them in a batch with padding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Group:
+    """The numbers of ``windows`` whose tokens stand at the same positions, from ``first`` to before ``end``."""
+
+    windows: list[int]
+    first: int
+    end: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """What (B, T, ...) holds for the tokens of these windows."""
+        return x[self.windows, self.first : self.end]
+
+
+def require_positions(tokens: Tensor, **masks: Tensor | None) -> None:
+    """Raises ValueError unless each of the ``masks`` has a 0 or a 1 for every one of ``tokens`` (B, T, ...)."""
+    for name, mask in masks.items():
+        if mask is None:
+            continue
+        if mask.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"{name} must have the shape (B, T) of the tokens, {tuple(tokens.shape[:2])}, got {tuple(mask.shape)}: "
+                "give every token of every window a value"
+            )
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"{name} must hold 0 and 1 alone, got {mask[(mask != 0) & (mask != 1)][0].item()}")
+
+
+def spans(tokens: Tensor, attention_mask: Tensor) -> list[tuple[int, int]]:
+    """The position of each window's first token, and of what follows its last, where the mask is 1 and not 0.
+
+    Raises ValueError for a mask of another shape than ``tokens`` (B, T, ...) or with other values, for a window of
+    padding alone, and for padding between tokens.
+    """
+    require_positions(tokens, attention_mask=attention_mask)
+    found = []
+    for window, mask in enumerate(attention_mask.cpu() != 0):
+        places = mask.nonzero().flatten().tolist()
+        if not places:
+            raise ValueError(f"every window must have a token, but window {window} is all padding: leave it out")
+        if len(places) != places[-1] - places[0] + 1:
+            raise ValueError(
+                f"padding must stand before or after a window's tokens, but window {window} has "
+                f"{places[-1] - places[0] + 1 - len(places)} padded positions between them: close the gap"
+            )
+        found.append((places[0], places[-1] + 1))
+    return found
+
+
+def groups(tokens: Tensor, attention_mask: Tensor) -> list[Group]:
+    """The windows of ``tokens`` (B, T, ...) in groups that share a pass; raises the errors of ``spans``."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for window, span in enumerate(spans(tokens, attention_mask)):
+        found.setdefault(span, []).append(window)
+    return [Group(windows, *span) for span, windows in found.items()]
+
+
+def padded(groups: Sequence[Group], parts: Sequence[Tensor], length: int) -> Tensor:
+    """The tensor (B, T, ...), T = ``length``, of ``parts``, one for each of ``groups``; 0 at padding."""
+    whole = [
+        functional.pad(part, (0, 0) * (part.ndim - 2) + (group.first, length - group.end))
+        for group, part in zip(groups, parts, strict=True)
+    ]
+    order = torch.tensor([window for group in groups for window in group.windows]).argsort()
+    return torch.cat(whole).index_select(0, order.to(whole[0].device))
+
+
+def without_padding(run: Callable) -> Callable:
+    """``run(model, tokens)``, which gives a tensor (B, T, ...), with a third argument ``attention_mask`` (B, T).
+
+    The mask is 1 for tokens and 0 for padding, before or after them. The result is 0 at padding.
+    """
+
+    @wraps(run)
+    def with_mask(model, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if attention_mask is None:
+            return run(model, tokens)
+        alike = groups(tokens, attention_mask)
+        return padded(alike, [run(model, group.of(tokens)) for group in alike], tokens.shape[1])
+
+    return with_mask

@@ -1,0 +1,35 @@
+"""What monitored passes over a batch of windows have measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from fragility_core.models.padding import Group, padded
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one monitored pass over a batch of windows has measured.
+
+    ``layers`` has one row per window and block, ``windows`` one row per window, both in order. ``hidden`` is the
+    final hidden state (B, T, d_model) after the final norm, on the device.
+    """
+
+    layers: pd.DataFrame
+    windows: pd.DataFrame
+    hidden: Tensor
+
+
+def joined(groups: Sequence[Group], seen: Sequence[Observation], length: int) -> Observation:
+    """One observation of padded windows (B, T), T = ``length``, from those of each group; ``hidden`` is 0 at padding."""
+    layers, windows = (in_order(groups, tables) for tables in zip(*((each.layers, each.windows) for each in seen)))
+    return Observation(layers, windows, padded(groups, [each.hidden for each in seen], length))
+
+
+def in_order(groups: Sequence[Group], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """One table by ``window`` of those of each group, which number the group's own windows from 0."""
+    own = [table.assign(window=np.take(group.windows, table.window)) for group, table in zip(groups, tables)]
+    return pd.concat(own).sort_values("window", kind="stable", ignore_index=True)
