@@ -74,7 +74,7 @@ def test_predictions(family, target):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_windows_of_one_length_share_a_pass_and_counted_positions_move_along(batch):
-    model, mask = random_model("gpt2"), MASK.clone()
+    model, mask = random_model("llama"), MASK.clone()
     mask[2] = mask[1]  # successive windows with the same padding
     counted = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(2)) < 0.8
     adjoint = Adjoint(lower(model, "bf16"), model, 2, target="logprob", gradients="both", batch=batch)

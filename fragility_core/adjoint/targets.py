@@ -53,7 +53,7 @@ def root_of_twice_the_count(output: Tensor, counted: Tensor) -> Tensor:
 
 @without_padding
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (B, T, vocabulary) in fp32, as the model scales or caps them; ``attention_mask`` as in ``final_hidden``."""
+    """Logits (B, T, vocabulary) in fp32, as the model scales or caps them, with the mask of ``final_hidden``."""
     return model(tokens, use_cache=False).logits.float()
 
 

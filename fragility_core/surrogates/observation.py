@@ -24,7 +24,7 @@ class Observation:
 
 
 def joined(groups: Sequence[Group], seen: Sequence[Observation], length: int) -> Observation:
-    """One observation of padded windows (B, T), T = ``length``, from those of each group; ``hidden`` is 0 at padding."""
+    """One observation of padded windows (B, T), T = ``length``, from those of groups; ``hidden`` is 0 at padding."""
     layers, windows = (in_order(groups, tables) for tables in zip(*((each.layers, each.windows) for each in seen)))
     return Observation(layers, windows, padded(groups, [each.hidden for each in seen], length))
 

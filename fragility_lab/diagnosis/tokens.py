@@ -14,17 +14,18 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fragility_core.adjoint.flips import Competition, competition
 from fragility_core.adjoint.realisations import Realisations, scales
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.models.tree import hidden_and_logits
+from fragility_lab.diagnosis.measure import by_token
 from fragility_lab.running.environment import progress
 
 COLUMNS = {"hidden": "error", "kl": "kl", "logprob": "logprob", "flips": "kl"}  # of ``squares``, by target
 LOGITS = 2**26  # of windows that share a draw: 256 MB a state
-CHUNK = 2**23  # logits that are compared at once: 64 MB in fp64
 TOLD = 6  # tokens of the tail that a page names
 TAIL = 10  # times the median of a window's tokens, from which on a token belongs to the tail
 FEW = 0.02  # of the tokens of a window, or the first two, that make half of the error where they decide it
@@ -41,20 +42,10 @@ def squares(moved: State, exact: State, tokens: Tensor) -> pd.DataFrame:
     """
     final, reference = moved[0][0].double(), exact[0][0].double()
     apart = (final - reference).square().sum(-1) / reference.square().sum(-1)
-    following = torch.cat([tokens[0, 1:], tokens[0, :1]])[:, None].to(exact[1].device)
-    rows = max(1, CHUNK // exact[1].shape[-1])
-    parts = [_of_logits(*each) for each in zip(moved[1][0].split(rows), exact[1][0].split(rows), following.split(rows))]
-    kl, logprob, changed = (torch.cat(values).cpu().numpy() for values in zip(*parts))
-    table = pd.DataFrame({"error": apart.cpu().numpy(), "kl": kl, "logprob": logprob, "changed": changed})
-    table.loc[len(table) - 1, "logprob"] = np.nan
-    return table
-
-
-def _of_logits(moved: Tensor, exact: Tensor, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL, squared change of the log probability of the token ``following`` (T, 1), and changed choices, each (T,)."""
-    p, q = (torch.log_softmax(z.double(), -1) for z in (exact, moved))
-    change = (q - p).gather(-1, following)[:, 0]
-    return (p.exp() * (p - q)).sum(-1), change.square(), (exact.argmax(-1) != moved.argmax(-1)).double()
+    at = by_token(moved[1], exact[1], tokens)
+    change = functional.pad((at.logprob - at.exact_logprob).square(), (0, 1), value=torch.nan)
+    columns = {"error": apart, "kl": at.kl[0], "logprob": change[0], "changed": at.changed[0].double()}
+    return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})
 
 
 @dataclass(frozen=True)
