@@ -4,9 +4,11 @@ import random
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from fragility_lab.inputs.checkpoints import load_tokenizer
-from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.inputs.text import PLAIN, load_rows, opening, select_windows, tokenize
 
 STREAM = torch.arange(1000)
 
@@ -125,3 +127,44 @@ def test_held_back_text_is_both_texts():
 def test_two_seeds_choose_different_windows():
     first, second = (select_windows(STREAM, 10, 20, seed)[0] for seed in (0, 1))
     assert first != second
+
+
+def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of words that puts special tokens around a text by ``template``."""
+    words = {"<s>": 0, "</s>": 1, "<u>": 2, "text": 3, "a": 4, "b": 5}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<u>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if template:
+        special = [("<s>", 0), ("</s>", 1)]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<u>")
+
+
+@pytest.mark.parametrize(
+    ("template", "ids"), [(None, ()), ("<s> $A", (0,)), ("<s> $A </s>", (0,)), ("$A </s>", ()), ("<s> <s> $A", (0, 0))]
+)
+def test_windows_begin_as_the_tokenizer_begins_a_text(template, ids):
+    found = opening(tokenizer_with(template))
+    assert found.ids == ids and found.spelled == ("<s>",) * len(ids)
+    stream = torch.arange(100, 130)
+    starts, windows = select_windows(stream, 5, 4, seed=0, opening=found)
+    assert windows.shape == (4, 5)
+    for start, window in zip(starts, windows):
+        text = stream[start : start + 5 - len(ids)]
+        assert window.tolist() == [*ids, *text.tolist()]
+    steps = 5 - len(ids)
+    assert all(start % steps == 0 for start in starts) and starts == sorted({*starts})
+    if not ids:
+        plain = select_windows(stream, 5, 4, seed=0)
+        assert plain[0] == starts and torch.equal(plain[1], windows)
+
+
+def test_a_window_holds_more_than_its_opening():
+    with pytest.raises(
+        ValueError, match=r"behind the 2 with which the tokenizer begins it \(<s> <s>\), got windows of 2"
+    ):
+        select_windows(torch.arange(9), 2, 1, seed=0, opening=opening(tokenizer_with("<s> <s> $A")))
+
+
+def test_the_embedded_tokenizer_puts_nothing_in_front():
+    assert opening(load_tokenizer("embedded")) == PLAIN

@@ -52,15 +52,16 @@ class Diagnosis:
     ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
     form ``by_token`` has the error by token, with the ``origins`` of the tail by the rows of its table, and ``flips``
     predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
-    ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``attention`` is the
-    implementation that ran, ``dtypes`` says how the weights of each model are stored, ``referenced`` says whether fp32
-    passes are measured, and ``seconds`` has the time of each step.
+    ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``opening`` is what
+    each window begins with. ``attention`` is the implementation that ran, ``referenced`` says whether fp32 passes are
+    measured, and ``seconds`` has the time of each step.
     """
 
     request: Request
     execution: str = ""
     attention: str = ""
     tokenizer: Tokenizer | None = None
+    opening: tuple[str, ...] = ()
     dtypes: dict[str, str] = field(default_factory=dict)
     referenced: bool = False
     seconds: dict[str, float] = field(default_factory=dict)

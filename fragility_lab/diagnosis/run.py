@@ -46,7 +46,7 @@ class Work:
         self.whole = not is_hollow(self.model)
         # of whole models no pass is shared, and outputs need memory
         self.measured_groups = tokens.split(1) if self.whole else self.groups
-        found.tokenizer = loaded.tokenizer
+        found.tokenizer, found.opening = loaded.tokenizer, loaded.opening.spelled
         found.attention = attention_of(self.model) or "its own"
         found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
 
