@@ -40,8 +40,8 @@ def choices(name, recipes=RECIPES, keep=()):
 
 def test_budgets_out_of_reach_are_refused():
     _, known = choices("gpt2")
-    with pytest.raises(ValueError, match="must be at least 5 bits, those of the smallest scheme, got 4.5"):
-        known.within_bits(4.5)
+    with pytest.raises(ValueError, match="must be at least 4.5 bits, those of the smallest scheme, got 4.4"):
+        known.within_bits(4.4)
     with pytest.raises(
         ValueError, match=r"must be at least 0.1\d* MB, which the model takes with .* in fp32, got 0.01 MB"
     ):
@@ -85,7 +85,7 @@ def test_all_budgets_from_one_set_of_predictions():
     known = Choices(model, predictions(model, RECIPES, TOKENS), fused_layers(model, TOKENS))
     curve = known.curve(12)
     assert curve.bits.is_monotonic_increasing and curve.predicted.is_monotonic_decreasing
-    assert curve.bits.iloc[0] == 5 and curve.bits.iloc[-1] == 32 and curve.predicted.iloc[-1] == 0
+    assert curve.bits.iloc[0] == 4.5 and curve.bits.iloc[-1] == 32 and curve.predicted.iloc[-1] == 0
     everything = known.plan(known.within_bits(32))
     assert everything.layers == () and everything.predicted == 0
     assert apply(model, everything).recipe == get_recipe("fp32")

@@ -397,7 +397,7 @@ def test_an_encoder_is_refused(tmp_path):
 def mixed():
     """A choice of schemes for a small GPT-2, with all weights in four bits without it."""
     tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
-    return diagnose(random_gpt2(TINY), tokens, format="w4a16-g32", budget="7 bits", target="kl", probes=4)
+    return diagnose(random_gpt2(TINY), tokens, format="w4a16-g32", budget="7 bits", target="kl", probes=16)
 
 
 def test_a_budget_of_bits_is_kept_and_helps(mixed):
@@ -557,7 +557,7 @@ def test_page_stands_alone(found):
     html = page.page(found)
     assert not re.search(r"(src|href)=\"(?!data:|#)", html)
     assert html.count('<img src="data:image/png;base64,') == 5
-    assert html.count("alt=") == 4 and 'name="viewport"' in html
+    assert html.count("alt=") == 5 and 'name="viewport"' in html
     assert f"keep <b>{found.plan.label}</b> in fp32" in html
     assert percent(found.measured.mismatch.mean()) in html
     assert "No output of any module and no parameter left the range of bf16" in html

@@ -88,9 +88,9 @@ def test_the_rule_mse_has_the_least_squared_error():
 
 
 def test_bits_count_the_scales():
-    assert {name: RECIPES[name].linear.weights.bits for name in ("w4a16-g128", "mxfp4", "nvfp4-w", "w8a8-int8")} == {
-        "w4a16-g128": 4.25, "mxfp4": 4.25, "nvfp4-w": 4.5, "w8a8-int8": 8,
-    }  # fmt: skip
+    bits = {"w4a16-g128": 4.125, "w4a16-g32": 4.5, "mxfp4": 4.25, "nvfp4-w": 4.5, "w8a8-int8": 8}
+    assert {name: RECIPES[name].linear.weights.bits for name in bits} == bits
+    assert RECIPES["fp8-block"].linear.weights.bits == 8 + 32 / 128**2
     assert RECIPES["w4a16-zero-g128"].linear.weights.bits == 4 + (16 + 4) / 128
 
 

@@ -98,11 +98,20 @@ class Scheme:
         return self.format.compute_dtype
 
     @property
+    def scale_bits(self) -> int:
+        """Bits of a scale as engines store it: those of groups in fp16 or bf16 where they are computed in fp32 here.
+
+        So do compressed-tensors, GPTQ and AWQ; scales of blocks stay in fp32, as in DeepSeek-V3's checkpoints. To store
+        a scale in fp16 changes it by 2^-11 at most, which no scheme here rounds.
+        """
+        return 16 if self.granularity == "group" and self.scale == "fp32" else SCALES[self.scale]
+
+    @property
     def bits(self) -> float:
-        """Bits of an entry with its share of the scale and, if asymmetric, of the zero; those of a tensor are 0."""
+        """Bits of an entry with its share of the stored scale and, if asymmetric, of the zero; those of a row are 0."""
         shared = {"group": self.size, "block": self.size**2}.get(self.granularity)
         zero = 0 if self.symmetric else self.format.bits
-        return self.format.bits + ((SCALES[self.scale] + zero) / shared if shared else 0)
+        return self.format.bits + ((self.scale_bits + zero) / shared if shared else 0)
 
     def exact_in(self, dtype: torch.dtype) -> bool:
         """Whether ``dtype`` holds every number that the scheme may give."""
