@@ -642,7 +642,7 @@ class HandWrittenNorm(nn.Module):
 def test_an_overflow_inside_a_module_is_named(format, overflows):
     torch.manual_seed(0)
     windows = Adjoint(lower(HandWrittenNorm(), format))(torch.tensor([[0, 0], [0, 1]])).windows
-    assert list(windows.overflow) == ["", "inner" if overflows else ""]
+    assert list(windows.overflow) == ["", "variance of the norm inner" if overflows else ""]
     assert np.isfinite(windows.predicted).tolist() == [True, not overflows]
 
 

@@ -1,9 +1,8 @@
 """The estimator: predicted forward error of low-precision passes, and what every rounding contributes to it."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.leaves import Leaves
-from fragility_core.adjoint.overflow import first_nonfinite
+from fragility_core.adjoint.overflow import with_overflows
 from fragility_core.adjoint.prediction import Prediction, predict
 from fragility_core.adjoint.probes import backward
 from fragility_core.adjoint.secant import SecantArithmetic
@@ -202,7 +201,9 @@ class Adjoint:
                 measured = (size / norms) ** (2 if self.target.squared else 1)
                 prediction.windows.insert(3, "measured", measured.numpy())
                 prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
-            return self._name_overflow(prediction, single, inside)
+            places = list(self.tape.places)
+            stored = {window: places[place] for window, place in inside.items()}
+            return with_overflows(prediction, self.low, [each.tokens for each in single], stored)
 
     def _together(self, windows: Windows) -> list[Size]:
         """As ``_passes`` of ``windows`` that share a pass, or else one by one."""
@@ -312,21 +313,6 @@ class Adjoint:
         windows = pd.DataFrame({"window": range(len(norms)), "norm": norms.numpy()})
         predicted = predict(rows, windows, self.target.squared)
         return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.tape.ran))
-
-    def _name_overflow(
-        self, prediction: Prediction, single: Sequence[Windows], inside: Mapping[int, int]
-    ) -> Prediction:  # fmt: skip
-        """Name the module where those of the ``single`` windows with a nonfinite prediction overflowed.
-
-        ``inside`` has, by window, the place of a kernel that stored +inf: the result of its module may be finite.
-        """
-        modules = [place.module for place in self.tape.places]
-        windows = prediction.windows.assign(overflow="")
-        for window in np.flatnonzero(~np.isfinite(windows.predicted)):
-            path = first_nonfinite(self.low, lambda model, x=single[window].tokens: self.target.output(model, x))
-            within = modules[inside[window]] or "the model" if window in inside else "the gradient"
-            windows.loc[window, "overflow"] = path or within
-        return replace(prediction, windows=windows)
 
 
 def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

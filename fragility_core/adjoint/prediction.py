@@ -22,7 +22,7 @@ class Prediction:
     - ``norm``, by whose square the sum of contributions is divided: ||X_L|| for the target "hidden";
     - only with secant slopes: ``measured``, the error of the same pass, in the same unit; and ``remainder``, by how
       much signed contributions miss the products of the probes with that error, root mean square, relative to it;
-    - ``overflow``, the module in which a value was first nonfinite ("" if none was). ``predicted`` is then NaN.
+    - ``overflow``, the kernel that first left the range, in words ("" if none did). ``predicted`` is then NaN.
 
     ``recipe`` and ``target`` say what was predicted. ``length`` is the number of tokens of a window. ``ran`` has the
     paths of the modules that ran. Changes in a mixture's choice of experts do not count.

@@ -1,0 +1,189 @@
+"""Overflow: the kernel that leaves the range first is named, and so is a division by zero; plans that bring it back."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from fragility_core.adjoint import Adjoint
+from fragility_core.adjoint.overflow import first_overflow
+from fragility_core.arithmetic.lowering import lower
+from fragility_core.models.tree import block_paths, final_hidden
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+TOKENS = torch.arange(3, 51).view(3, 16)
+TOKENS[1] = TOKENS[0].roll(1)
+TOKENS[2, 5] = 60  # the token that overflows in some cases
+
+
+def made(family, depth):
+    """A small model of ``depth`` blocks with eager attention."""
+    torch.manual_seed(0)
+    config, kind = {
+        "llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+    }[family]  # fmt: skip
+    grouped = {} if family == "neox" else {"num_key_value_heads": 2}
+    sizes = config(**SIZES, **grouped, num_hidden_layers=depth, tie_word_embeddings=False, attn_implementation="eager")
+    return kind(sizes).eval().requires_grad_(False)
+
+
+def with_query_and_key_bias(family):
+    def change(model, block):
+        if family == "neox":
+            block.attention.query_key_value.bias.view(2, 3, -1)[:, :2] = 300.0
+        else:
+            block.self_attn.q_proj.bias.fill_(300.0)
+            block.self_attn.k_proj.bias.fill_(300.0)
+
+    return change
+
+
+def with_large_down_projection(model, block):
+    """The first two channels are large, the one or the other, whatever the sign of the direction in the stream."""
+    direction = 2 * torch.arange(32.0).cos()
+    block.mlp.gate_proj.weight[:2] = block.mlp.up_proj.weight[:2] = torch.stack([direction, -direction])
+    block.mlp.down_proj.weight[:, :2] = 6e4
+
+
+def with_residuals_that_add_up(model, block):
+    """Token 60 alone has something in channel 0, to which attention in ``block`` adds what fits fp16, too."""
+    model.model.embed_tokens.weight[:, 0] = 0.0
+    model.model.embed_tokens.weight[60, 0] = 4e4
+    for each in model.model.layers:
+        each.self_attn.o_proj.weight[0] = each.mlp.down_proj.weight[0] = 0.0
+    block.self_attn.v_proj.weight.zero_()
+    block.self_attn.v_proj.weight[:, 0] = 1.0
+    block.self_attn.o_proj.weight[0] = 3.5e4 / 32 / (32**0.5 / 6)  # the sixth position sees as many
+
+
+class SquaredNorm(nn.Module):
+    """x / rms(x), computed in the dtype of x: its square may overflow where x does not."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.ones(width), requires_grad=False), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
+
+
+def with_squares(model, block):
+    model.model.embed_tokens.weight[60, 0] = 1e3
+    block.input_layernorm = SquaredNorm(32)
+
+
+def with_large_embedding(model, block):
+    model.model.embed_tokens.weight[60] = 1e5
+
+
+def with_zeros(model, block):
+    """The token 60 is zero, and epsilon rounds to zero."""
+    model.model.embed_tokens.weight[60] = 0.0
+    block.input_layernorm = SquaredNorm(32)
+    block.input_layernorm.epsilon = 1e-9
+
+
+CASES = {  # family, the change, the words of the place, the kind, whether only the window with token 60 overflows
+    "QK^T of Qwen2": ("qwen2", with_query_and_key_bias("qwen2"), "QK^T in {block}.self_attn", "overflow", False),
+    "QK^T of GPT-NeoX": ("neox", with_query_and_key_bias("neox"), "QK^T in {block}.attention", "overflow", False),
+    "a projection": ("llama", with_large_down_projection, "{block}.mlp.down_proj", "overflow", False),
+    "residual addition": ("llama", with_residuals_that_add_up, "residual addition in {block}", "overflow", True),
+    "variance": ("llama", with_squares, "variance of the norm {block}.input_layernorm", "overflow", True),
+    "embedding": ("llama", with_large_embedding, "the stored weights of model.embed_tokens", "stored", True),
+    "epsilon": (
+        "llama", with_zeros, "division by zero (1/0) in the norm {block}.input_layernorm", "infinite", True,
+    ),
+}  # fmt: skip
+
+
+def case(name, depth):
+    """The model of a case, the words that are right, the kind, and the windows that overflow."""
+    family, change, words, kind, some = CASES[name]
+    model = made(family, depth)
+    place = 0 if name == "epsilon" else depth // 2
+    path = block_paths(model)[place]
+    change(model, model.get_submodule(path))
+    model.eval()
+    return model, words.format(block=path), kind, [False, False, True] if some else [True, True, True]
+
+
+@pytest.mark.parametrize("depth", [2, 40])
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_kernel_that_leaves_the_range_is_named(name, depth):
+    model, words, kind, overflowing = case(name, depth)
+    low = lower(model, "fp16", "emulated")
+    places = [first_overflow(low, lambda m, x=x: final_hidden(m, x)) for x in TOKENS.split(1)]
+    assert [place is not None for place in places] == overflowing
+    assert {(place.words, place.kind) for place in places if place} == {(words, kind)}
+    if depth == 2:
+        named = Adjoint(low, model, batch=3)(TOKENS).windows
+        assert named.overflow.tolist() == [words if each else "" for each in overflowing]
+        assert named.predicted.notna().tolist() == [not each for each in overflowing]
+
+
+def test_what_stays_in_range_has_no_place():
+    for family in ("llama", "qwen2", "neox"):
+        low = lower(made(family, 2), "fp16", "emulated")
+        assert first_overflow(low, lambda m: final_hidden(m, TOKENS)) is None
+
+
+@torch.no_grad()
+def test_an_output_of_zeros_is_no_overflow():
+    model = made("llama", 2)
+    for parameter in model.parameters():
+        parameter.zero_()
+    named = Adjoint(lower(model, "fp16", "emulated"))(TOKENS).windows.overflow
+    assert set(named) == {"not a number (0/0) in the error relative to an output of zeros"}
+
+
+class Steps(nn.Module):
+    """Runs a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.scale, self.function = nn.Parameter(torch.ones(()), requires_grad=False), function
+        self.eval()
+
+    def forward(self, x):
+        return self.function(self.scale * x.to(self.scale.dtype))
+
+
+def hidden(x):
+    square = x * x
+    return square.masked_fill(torch.isinf(square), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: x * x, "mul in the model"),
+        (lambda x: -(x * x), "mul in the model"),
+        (lambda x: -x * x, "mul in the model"),
+        (lambda x: (x - x) / (x - x), "not a number (0/0) in div in the model"),
+        (lambda x: 1 / (x - x), "division by zero (1/0) in reciprocal in the model"),
+        (lambda x: x + torch.full_like(x, -65504.0), None),  # an additive mask
+        (lambda x: x + torch.full_like(x, -torch.inf), None),
+        (hidden, None),  # scores that are hidden
+        (lambda x: torch.softmax(x + torch.full_like(x, -torch.inf), -1), "not a number (0/0) in softmax in the model"),
+        (lambda x: x.float() * x.float(), None),
+        (lambda x: (x.float() * x.float()).to(x.dtype), "_to_copy in the model"),
+        (lambda x: x.clone().mul_(x), "mul_ in the model"),
+        (lambda x: torch.zeros_like(x).copy_(x.float() * 400), "copy_ in the model"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("execution", ["emulated", "native"])
+def test_what_counts_as_an_overflow(function, words, execution):
+    low = lower(Steps(function), "fp16", execution)
+    place = first_overflow(low, lambda model: model(torch.full((1, 4), -300.0)))
+    assert (place and place.words) == words
