@@ -651,7 +651,8 @@ def test_page_of_a_model_that_overflows(tiny_tokens):
     html = page.page(found)
     assert "3 of 3 windows overflow" in html and "transformer.h.1.mlp.c_proj" in html
     assert "Measured against fp32: no window gave finite values" in html and 'id="tokens"' not in html
-    assert "Choose a format of wider range, such as bf16" in html and 'id="plan"' not in html
+    assert "the stored weights of transformer.h.1.mlp.c_proj" in html and 'id="plan"' not in html
+    assert found.remedy.plan is not None and found.remedy.plan.label in html
 
 
 def test_page_of_a_plan_that_leaves_an_overflow(found):

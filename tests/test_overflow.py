@@ -1,5 +1,7 @@
 """Overflow: the kernel that leaves the range first is named, and so is a division by zero; plans that bring it back."""
 
+from html import escape
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,14 @@ from transformers import (
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.overflow import first_overflow
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.nested import tensors
 from fragility_core.models.tree import block_paths, final_hidden
+from fragility_core.protection import apply
+from fragility_lab import diagnosis
+from fragility_lab.diagnosis import page, plans, remedy
+from fragility_lab.diagnosis.needs import Forecast
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.inputs.loading import Inputs
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
@@ -54,6 +63,18 @@ def with_large_down_projection(model, block):
     direction = 2 * torch.arange(32.0).cos()
     block.mlp.gate_proj.weight[:2] = block.mlp.up_proj.weight[:2] = torch.stack([direction, -direction])
     block.mlp.down_proj.weight[:, :2] = 6e4
+
+
+def with_large_activations(model, block):
+    direction = 200 * torch.arange(32.0).cos()
+    block.mlp.gate_proj.weight[:2] = block.mlp.up_proj.weight[:2] = torch.stack([direction, -direction])
+    block.mlp.down_proj.weight[:, :2] = 1e-6
+
+
+def with_a_large_weight(model, block):
+    """The norm before makes the product small again."""
+    block.post_attention_layernorm.weight[0] = 1e-4
+    block.mlp.up_proj.weight[0, 0] = 1e5
 
 
 def with_residuals_that_add_up(model, block):
@@ -98,6 +119,10 @@ CASES = {  # family, the change, the words of the place, the kind, whether only 
     "QK^T of Qwen2": ("qwen2", with_query_and_key_bias("qwen2"), "QK^T in {block}.self_attn", "overflow", False),
     "QK^T of GPT-NeoX": ("neox", with_query_and_key_bias("neox"), "QK^T in {block}.attention", "overflow", False),
     "a projection": ("llama", with_large_down_projection, "{block}.mlp.down_proj", "overflow", False),
+    "an activation": ("llama", with_large_activations, "mul in {block}.mlp", "overflow", False),
+    "a stored weight of a block": (
+        "llama", with_a_large_weight, "the stored weights of {block}.mlp.up_proj", "stored", False,
+    ),
     "residual addition": ("llama", with_residuals_that_add_up, "residual addition in {block}", "overflow", True),
     "variance": ("llama", with_squares, "variance of the norm {block}.input_layernorm", "overflow", True),
     "embedding": ("llama", with_large_embedding, "the stored weights of model.embed_tokens", "stored", True),
@@ -187,3 +212,69 @@ def test_what_counts_as_an_overflow(function, words, execution):
     low = lower(Steps(function), "fp16", execution)
     place = first_overflow(low, lambda model: model(torch.full((1, 4), -300.0)))
     assert (place and place.words) == words
+
+
+# --- Remedies -----------------------------------------------------------------------------------------
+
+MENDED = {  # the cheapest plan that mends the case, and whether a larger epsilon does
+    "QK^T of Qwen2": ("attention scores", False),
+    "QK^T of GPT-NeoX": ("attention scores", False),
+    "a projection": ("residual stream, model.layers.1", False),
+    "an activation": ("model.layers.1.mlp", False),
+    "a stored weight of a block": ("model.layers.1.mlp.up_proj", False),
+    "residual addition": ("residual stream", False),
+    "variance": ("residual stream", False),
+    "embedding": ("residual stream, model.embed_tokens", False),
+    "epsilon": ("residual stream", True),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def finite_by_hand(low, tokens):
+    """Whether all outputs of all modules are finite, with no part of what named the overflow."""
+    seen = []
+    hooks = [
+        module.register_forward_hook(lambda m, args, output: seen.extend(tensors(output)))
+        for module in low.model.modules()
+    ]
+    with low.running():
+        low.model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return all(bool(x.isfinite().all()) for x in seen if x.is_floating_point())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cheapest_plan_that_mends_every_window_is_found(name):
+    model, words, _, overflowing = case(name, 2)
+    low = lower(model, "fp16", "emulated")
+    found = remedy.find(model, low, Adjoint(low, model, batch=3)(TOKENS), TOKENS, "auto")
+    assert [number in found.places for number in range(3)] == overflowing
+    assert {place.words for place in found.places.values()} == {words}
+    label, raised = MENDED[name]
+    assert found.plan.label == label and (found.epsilon is not None) == raised
+    assert [attempt.left is None for attempt in found.tried] == [False] * (len(found.tried) - 1) + [True]
+    for number in found.places:
+        assert finite_by_hand(apply(model, found.plan), TOKENS[number : number + 1])
+
+
+@pytest.mark.parametrize("name", ["QK^T of Qwen2", "variance", "embedding", "epsilon"])
+def test_the_page_says_what_mends_an_overflow(name):
+    model, words, _, overflowing = case(name, 2)
+    request = Request("embedded", "embedded", "fp16", "1 site", windows=3, length=16)
+    found = diagnosis.diagnose(request, Inputs(model, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None))
+    html = " ".join(page.page(found).split())
+    found.require_complete()
+    assert f"<b>{escape(words)}</b> ({sum(overflowing)} window" in html
+    assert (
+        f"<b>{found.remedy.plan.label}</b>" in html and " ".join(escape(plans.price(found.remedy.plan)).split()) in html
+    )
+    assert ("cannot help a variance that overflows" in html) == (name == "variance")
+    assert ("rounds to zero. With an epsilon of" in html) == (name == "epsilon")
+
+
+def test_no_remedy_is_looked_for_where_nothing_overflows():
+    model = made("llama", 2)
+    low = lower(model, "fp16", "emulated")
+    found = remedy.find(model, low, Adjoint(low, model)(TOKENS), TOKENS, "auto")
+    assert found.places == {} and found.tried == [] and found.plan is None

@@ -12,6 +12,7 @@ from fragility_core.protection import Contributions, Plan
 from fragility_core.protection.bits import Choice, Choices
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.growth import Growth
+from fragility_lab.diagnosis.remedy import Remedy
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.tokens import ErrorsByToken
 
@@ -52,6 +53,7 @@ class Diagnosis:
     ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
     form ``by_token`` has the error by token, with the ``origins`` of the tail by the rows of its table, and ``flips``
     predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
+    ``remedy`` is looked for where windows overflow.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``opening`` is what
     each window begins with. ``attention`` is the implementation that ran, ``referenced`` says whether fp32 passes are
     measured, and ``seconds`` has the time of each step.
@@ -84,6 +86,7 @@ class Diagnosis:
     flips: Flips | None = None
     coherence: Coherence | None = None
     growth: Growth | None = None
+    remedy: Remedy | None = None
 
     def text(self, token: int) -> str:
         """The text of a ``token``, in quotes; its number where the tokenizer is not known."""

@@ -1,6 +1,7 @@
 """What the parts of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
 
 import shlex
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,7 @@ from fragility_lab.diagnosis.means import (
     means,
     nats,
 )
+from fragility_lab.diagnosis.plans import price, snippet
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures_diagnosis
@@ -156,7 +158,29 @@ def of_signs(diagnosis: Diagnosis, known: dict) -> dict:
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:
     """What leaves the range of the format."""
     ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
-    return {"ranges": ranges.to_numpy().tolist(), "predicts": diagnosis.contributions is not None}
+    return {
+        "ranges": ranges.to_numpy().tolist(),
+        "predicts": diagnosis.contributions is not None,
+        **of_remedy(diagnosis),
+    }
+
+
+def of_remedy(diagnosis: Diagnosis) -> dict:
+    """Where windows overflow, what was tried, and what mends them."""
+    remedy = diagnosis.remedy
+    if remedy is None:
+        return {"places": []}
+    places = Counter(place.words for place in remedy.places.values())
+    tried = [[each.plan.label, price(each.plan), each.left.words if each.left else "nothing"] for each in remedy.tried]
+    return {
+        "places": list(places.items()),
+        "variance": any("variance of the norm" in words for words in places),
+        "tried": tried,
+        "remedy": remedy.plan,
+        "remedy_price": price(remedy.plan) if remedy.plan else "",
+        "remedy_snippet": snippet(diagnosis.request, remedy.plan, diagnosis.attention) if remedy.plan else "",
+        "epsilon": remedy.epsilon,
+    }
 
 
 def of_explorer(diagnosis: Diagnosis, known: dict) -> dict:

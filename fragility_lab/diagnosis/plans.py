@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 
+from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.recipes import GIVEN
 from fragility_core.models.tree import within
 from fragility_core.protection import Contributions, Plan
@@ -10,6 +11,7 @@ from fragility_core.protection.bits import Choices
 from fragility_lab import paths
 from fragility_lab.diagnosis.found import Diagnosis
 from fragility_lab.diagnosis.means import TARGETS, helps, in_unit, writer
+from fragility_lab.diagnosis.remedy import WHOLE, WIDE
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
@@ -22,6 +24,9 @@ def price(plan: Plan) -> str:
     """What ``plan`` costs, in words."""
     if plan.format == GIVEN:
         return "these modules take what they took before they were quantized"
+    if plan.label == WHOLE:
+        units = [get_format(name).unit_roundoff for name in (WIDE, "fp16")]
+        return "two bytes a number, with a unit roundoff of {:.2g} (fp16: {:.2g})".format(*units)
     parts = [
         (plan.parameter_bytes, "B", " more for parameters"),
         (plan.activation_bytes, "B", " more per token for the residual stream"),

@@ -20,7 +20,7 @@ from fragility_core.models.hollow import is_hollow
 from fragility_core.protection import Contributions, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers
 from fragility_core.protection.keep import protect
-from fragility_lab.diagnosis import flips
+from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.growth import growth
 from fragility_lab.diagnosis.measure import Ranges, compare, each, numbered, observe_each
@@ -95,6 +95,19 @@ def measure_windows(work: Work) -> None:
             for windows in progress(work.measured_groups, desc="low-precision passes"):
                 observe_each(low.model, windows, low)
     found.ranges = ranges.table(work.model)
+
+
+def mend_overflows(work: Work) -> None:
+    """Look for the cheapest plan that brings windows back that overflow."""
+    work.found.remedy = remedy.find(
+        work.model, work.low, work.found.prediction, work.tokens, work.request.execution
+    )  # fmt: skip
+
+
+def may_be_mended(work: Work) -> bool:
+    """Whether windows overflow in a model that is whole, in one format whose kernels round."""
+    plain = work.whole and work.loaded.rounded is None and not (work.low.weights_only or work.request.mixes)
+    return plain and len(work.finite_windows) < len(work.tokens)
 
 
 def choose_plan(work: Work) -> None:
@@ -185,6 +198,7 @@ class Step:
 STEPS = (
     Step("prediction", "predicting", predict_windows),
     Step("measurement", "measuring", measure_windows),
+    Step("remedy", "mending what overflows", mend_overflows, ("prediction",), may_be_mended),
     Step("plan", "choosing a plan", choose_plan, ("contributions",)),
     Step("plan measured", "measuring the plan", measure_plan, ("plan",), lambda work: work.found.referenced),
     Step(

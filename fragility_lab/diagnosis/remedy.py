@@ -1,0 +1,175 @@
+"""The remedy of an overflow: the cheapest of a ladder of plans that brings every window back, tried by running it."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from fragility_core import adjoint
+from fragility_core.adjoint.overflow import Overflow, first_overflow
+from fragility_core.arithmetic.calibration import needs_calibration
+from fragility_core.arithmetic.formats import get_format
+from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.nested import tensors
+from fragility_core.models.tree import block_of, hidden_and_logits, is_norm, within
+from fragility_core.protection import Contributions, Plan, apply
+
+MOST_MODULES = 8
+WIDE = "bf16"
+WHOLE = f"{WIDE} for everything"  # the last plan
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A ``plan`` that was run, and the place that still left the range, ``left``; None if every window came back."""
+
+    plan: Plan
+    left: Overflow | None
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What brings the windows that overflow back.
+
+    ``places`` says where each window overflows, by its number. ``tried`` has the plans in the order in which they were
+    run, from cheap to dear: the last one mends all windows, or none of them does. ``epsilon`` is the path of a norm
+    whose epsilon rounds to zero, where windows divide by it, with the smallest epsilon that was run and mends them;
+    None elsewhere.
+    """
+
+    places: dict[int, Overflow]
+    tried: list[Attempt]
+    epsilon: tuple[str, float] | None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The first plan that brings every window back; None if none does."""
+        return next((attempt.plan for attempt in self.tried if attempt.left is None), None)
+
+
+def find(
+    model: nn.Module, low: LowPrecision, prediction: adjoint.Prediction, tokens: Tensor, execution: str
+) -> Remedy:  # fmt: skip
+    """The remedy for those windows of ``tokens`` (B, T) that overflow in ``prediction``, for ``model`` as ``low``."""
+    numbers = prediction.windows.window[prediction.windows.overflow != ""]
+    found = {number: left_range(low, tokens[number : number + 1]) for number in numbers}
+    places = {number: place for number, place in found.items() if place is not None}
+    if not places:
+        return Remedy({}, [], None)
+    windows = tokens[list(places)].split(1)
+    contributions, tried = whatever_contributes(model, prediction), []
+    ladder = Ladder(contributions, windows, execution, tokens if needs_calibration(low.recipe) else None)
+    for attempt in ladder.attempts(next(iter(places.values()))):
+        tried.append(attempt)
+        if attempt.left is None:
+            break
+    return Remedy(places, tried, raised_epsilon(model, low, execution, places, windows))
+
+
+def whatever_contributes(model: nn.Module, prediction: adjoint.Prediction) -> Contributions:
+    """The units of ``model`` and the prices of plans, for which no window of ``prediction`` needs to be finite."""
+    windows = prediction.windows.assign(predicted=0.0, norm=1.0)
+    return Contributions(
+        model, replace(prediction, windows=windows, contributions=prediction.contributions.assign(c2=0.0))
+    )
+
+
+@torch.no_grad()
+def left_range(low: LowPrecision, tokens: Tensor) -> Overflow | None:
+    """Where the pass over one window of ``tokens`` (1, T) leaves the range, or what of its output is not finite."""
+    outputs: list[Tensor] = []
+    place = first_overflow(low, lambda model: outputs.extend(hidden_and_logits(model, tokens)))
+    if place is None and not all(x.isfinite().all() for x in tensors(outputs)):
+        return Overflow("", "nan", "the output")
+    return place
+
+
+class Ladder:
+    """Plans for the model of ``contributions`` from cheap to dear, each run over ``windows`` that overflow."""
+
+    def __init__(
+        self, contributions: Contributions, windows: Sequence[Tensor], execution: str, calibrating: Tensor | None
+    ):  # fmt: skip
+        self.contributions, self.model, self.windows = contributions, contributions.model, windows
+        self.execution, self.calibrating = execution, calibrating
+
+    def attempts(self, place: Overflow) -> Iterator[Attempt]:
+        """The attempts, one after the other; ``place`` is where the first window overflows without a plan."""
+        sites = [name for name in ("scores", "residual") if name in self.contributions.structure.sites]
+        begun: list[tuple[dict, Overflow]] = []
+
+        def with_sites(*names: str) -> Iterator[Attempt]:
+            kept = dict.fromkeys(names, True)
+            for attempt in self.run(kept):
+                yield attempt
+                if attempt.left is not None:
+                    begun.append((kept, attempt.left))
+
+        for name in sites:
+            yield from with_sites(name)
+        yield from self.modules({}, place)
+        if len(sites) == 2:
+            yield from with_sites(*sites)
+        for kept, left in begun:
+            yield from self.modules(kept, left)
+        yield from self.run({}, format=WIDE)
+
+    def modules(self, kept: dict, left: Overflow | None) -> Iterator[Attempt]:
+        """Beside what is ``kept`` the module in which the overflow begins, then the next one, up to eight."""
+        modules: tuple[str, ...] = ()
+        while left is not None and len(modules) < MOST_MODULES:
+            path = self.next_module(left.module, modules)
+            if path is None:
+                return
+            modules = (*(m for m in modules if not within(m, path)), path)
+            left = None
+            for attempt in self.run(kept, modules):
+                yield attempt
+                left = attempt.left
+
+    def next_module(self, path: str, kept: Iterable[str]) -> str | None:
+        """The module at ``path``; its block, if it is kept already or has no parameters; None if that is, too."""
+        block = block_of(path)
+        for candidate in (path, block[0] if block else ""):
+            inside = any(within(candidate, other) for other in kept)
+            if candidate and not inside and list(self.model.get_submodule(candidate).parameters()):
+                return candidate
+        return None
+
+    def run(self, kept: dict, modules: tuple[str, ...] = (), format: str = "") -> Iterator[Attempt]:
+        """A plan, tried on the windows until one of them leaves the range; nothing if the model cannot keep that."""
+        words = {"scores": "attention scores", "residual": "residual stream"}
+        label = ", ".join([*(words[name] for name in kept), *modules]) or WHOLE
+        plan = Plan(format or self.contributions.recipe.name, modules, label=label, **kept)
+        if not format:
+            plan = replace(self.contributions.priced(plan), predicted=None)
+        try:
+            low = apply(self.model, plan, "auto" if format else self.execution, self.calibrating)
+        except ValueError:  # the plan is not in force in this model
+            return
+        places = (left_range(low, window) for window in self.windows)
+        yield Attempt(plan, next((place for place in places if place is not None), None))
+
+
+def raised_epsilon(
+    model: nn.Module, low: LowPrecision, execution: str, places: dict[int, Overflow], windows: Sequence[Tensor]
+) -> tuple[str, float] | None:  # fmt: skip
+    """The norm that divides by an epsilon rounded to zero, and the least normal number as epsilon, if that mends it."""
+    divided = [place.module for place in places.values() if place.kind == "infinite"]
+    if not divided:
+        return None
+    path, least = divided[0], get_format(low.format.name).smallest_normal
+    norms = [p for p, module in model.named_modules() if is_norm(module)]
+    if path not in norms:
+        return None
+    raised = copy.deepcopy(model, {id(p): p for p in chain(model.parameters(), model.buffers())})
+    for name in EPSILONS:
+        for module in map(raised.get_submodule, norms):
+            if 0 < (getattr(module, name, None) or 0) < least:
+                setattr(module, name, least)
+    again = lower(raised, low.recipe, execution)
+    return (path, least) if all(left_range(again, window) is None for window in windows) else None
