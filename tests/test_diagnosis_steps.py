@@ -86,7 +86,7 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     pages = []
     with pytest.raises(KeyboardInterrupt):
         work(lambda found: pages.append(page.page(found)))
-    assert len(pages) == 3
+    assert len(pages) == 4
     last = parts(pages[-1])
     assert {"where", "plan", "tokens"} <= {*last} and "steps are still to come" in last["summary"]
     assert "measuring the plan: not computed yet" in last["plan"]
