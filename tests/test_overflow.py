@@ -163,13 +163,24 @@ def test_what_stays_in_range_has_no_place():
         assert first_overflow(low, lambda m: final_hidden(m, TOKENS)) is None
 
 
-@torch.no_grad()
-def test_an_output_of_zeros_is_no_overflow():
+def of_zeros():
+    """A diagnosis of a model of zeros."""
     model = made("llama", 2)
-    for parameter in model.parameters():
-        parameter.zero_()
-    named = Adjoint(lower(model, "fp16", "emulated"))(TOKENS).windows.overflow
-    assert set(named) == {"not a number (0/0) in the error relative to an output of zeros"}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    request = Request("embedded", "embedded", "fp16", "1 site", windows=3, length=16)
+    return diagnosis.diagnose(request, Inputs(model, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None))
+
+
+def test_an_output_of_zeros_is_no_overflow():
+    found = of_zeros()
+    words = "not a number (0/0) in the error relative to an output of zeros"
+    assert set(found.prediction.windows.overflow) == {words}
+    html = " ".join(page.page(found).split())
+    found.require_complete()
+    assert f"3 of 3 windows are not finite</b>, first in <code>{words}</code>" in html
+    assert "windows overflow" not in html and "brings" not in html
 
 
 class Steps(nn.Module):

@@ -30,6 +30,7 @@ from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import duration, number
 
+NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # how words of what is none begin
 MANY = 24  # bars and rows that a page shows
 # What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
 MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}
@@ -131,6 +132,7 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
     return {
         "verdict": verdict(measured) if measures else "",
         "overflowing": [] if windows is None else windows[windows.overflow != ""],
+        "leave_range": windows is not None and not windows.overflow.str.startswith(NO_OVERFLOW).all(),
         "still_overflowing": still,
         "effects": effects(measured, known["protected"]) if measures else [],
         "schemes": diagnosis.choices is not None,
