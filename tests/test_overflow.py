@@ -24,6 +24,7 @@ from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans, remedy
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.inputs.hollow import load_hollow
 from fragility_lab.inputs.loading import Inputs
 
 SIZES = {
@@ -155,6 +156,16 @@ def test_the_first_kernel_that_leaves_the_range_is_named(name, depth):
         named = Adjoint(low, model, batch=3)(TOKENS).windows
         assert named.overflow.tolist() == [words if each else "" for each in overflowing]
         assert named.predicted.notna().tolist() == [not each for each in overflowing]
+
+
+@pytest.mark.parametrize("name", ["QK^T of Qwen2", "a projection", "an activation", "residual addition", "embedding"])
+def test_a_streamed_model_has_the_same_place(name, tmp_path):
+    model, words, _, overflowing = case(name, 2)
+    model.save_pretrained(tmp_path)
+    streamed = load_hollow(str(tmp_path), "cpu")
+    streamed.set_attn_implementation("eager")
+    named = Adjoint(lower(streamed, "fp16", "emulated"), streamed)(TOKENS).windows
+    assert named.overflow.tolist() == [words if each else "" for each in overflowing]
 
 
 def test_what_stays_in_range_has_no_place():

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fragility_core.adjoint.prediction import Prediction
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Place
-from fragility_core.arithmetic.internals import TorchDispatchMode, is_composite, schema_of
-from fragility_core.arithmetic.kernels import EXACT, FACTORS, FILLING, SOFTMAXES
+from fragility_core.arithmetic.internals import TorchDispatchMode, is_composite, schema_of, source_of
+from fragility_core.arithmetic.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import map_tensors, tensors
@@ -136,7 +136,8 @@ class Watch(TorchDispatchMode):
         def found(kind: str) -> Found:
             return Found(call, len(call.kernels) - 1, kind, bool(parameters))
 
-        if not finite(parameters):
+        read = [p.shape for p in call.module.parameters(recurse=False) if source_of(p) is not None]
+        if not finite(parameters) or (call.kernels[-1] == CAST and results[0].shape in read):  # it is stored now
             self.first = found("stored")
             return
         bad = ~results[0].isfinite()
