@@ -444,7 +444,7 @@ def test_parts_in_fp32_share_the_budget_with_schemes(mixed):
     """The same bytes as without them: what is stored in fp32 is paid by smaller schemes, what is not stored is free."""
     tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
     size = mixed.choices.stored_bytes(mixed.choice)
-    asked = {"format": "w4a16-g32", "budget": f"{size / 1e6:.6f} MB", "target": "kl", "probes": 4}
+    asked = {"format": "w4a16-g32", "budget": f"{size / 1e6:.6f} MB", "target": "kl", "probes": 16}
     found = diagnose(random_gpt2(TINY), tokens, **asked, keep="residual scores norms head")
     assert found.request.mixes and found.choices.stored_bytes(found.choice) <= size and found.plan.residual
     assert found.plan.predicted < mixed.plan.predicted and means.helps(found)

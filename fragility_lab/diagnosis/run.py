@@ -27,6 +27,7 @@ from fragility_lab.diagnosis.measure import Ranges, compare, each, numbered, obs
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
+from fragility_lab.diagnosis.steady import steady
 from fragility_lab.diagnosis.tails import origins
 from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
@@ -272,14 +273,21 @@ def predict(
 ) -> adjoint.Prediction:  # fmt: skip
     """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
 
-    For a target other than the hidden state gradients are taken at both ends.
+    For a target other than the hidden state gradients are taken at both ends. There are more than ``probes`` where
+    windows scatter (``steady``), but in a streamed model.
     """
     gradients = "low" if target == "hidden" else "both"
     options = {"target": target, "gradients": gradients, "batch": len(groups[0])}
     estimator = adjoint.Adjoint(low, model, probes, **options)
-    found = [estimator(windows) for windows in progress(groups, desc="predicting")]
-    tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
-    return replace(found[0], **tables)
+
+    def estimate(seed: int) -> adjoint.Prediction:
+        """From other probes for each ``seed``."""
+        how = "predicting" if not seed else "predicting again, as windows scatter"
+        found = [estimator(windows, seeds=[seed] * len(windows)) for windows in progress(groups, desc=how)]
+        tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
+        return replace(found[0], **tables)
+
+    return estimate(0) if is_hollow(model) else steady(estimate)
 
 
 def measure(

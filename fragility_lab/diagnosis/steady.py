@@ -1,28 +1,28 @@
 """As many probes as a prediction needs: more of them where they scatter."""
 
-import numpy as np
-from torch import Tensor
+from collections.abc import Callable
 
-from fragility_core.adjoint import Adjoint, Prediction
+import numpy as np
+
+from fragility_core.adjoint import Prediction
 from fragility_core.adjoint.prediction import joined
 
 SCATTER = 0.2  # standard error over a window's prediction, above which the window gets more probes
 MOST = 16  # probes of a window
 
 
-def steady(estimator: Adjoint, tokens: Tensor, most: int = MOST) -> Prediction:
-    """The prediction of ``estimator`` for windows ``tokens`` (B, T), with twice the probes until no window scatters.
+def steady(estimate: Callable[[int], Prediction], most: int = MOST) -> Prediction:
+    """The prediction that ``estimate`` gives for seeds of probes, from 0 on, with twice as many until none scatters.
 
     A window scatters if the standard error of its prediction is more than SCATTER of it, as where a few tokens decide.
-    All windows have as many probes, ``most`` at most unless the estimator itself has more. Of one probe the scatter is
+    All windows have as many probes, ``most`` at most unless an estimate itself has more. Of one probe the scatter is
     not known, and there are no others.
     """
-    found, seed = estimator(tokens), estimator.seed
+    found = estimate(0)
+    probes = probes_of(found)
     while scatters(found) and 2 * probes_of(found) <= most:
-        for _ in range(probes_of(found) // estimator.probes):
-            seed += 1
-            again = estimator(tokens, seeds=[seed] * len(tokens))
-            found = joined(found, again)
+        for seed in range(probes_of(found) // probes, 2 * probes_of(found) // probes):
+            found = joined(found, estimate(seed))
     return found
 
 
