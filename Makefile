@@ -28,10 +28,9 @@ WITH =
 STALE =
 SCHEDULER =
 # A dollar sign in a value given on the command line is no variable or function of make.
-$(foreach name,PROFILE MODEL DATA FORMAT BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY RECIPE TARGET REFERENCE \
-    FORM PROBES SEED STEPS WITH RESULTS SCHEDULER,$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+$(foreach name,$(.VARIABLES),$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
 OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(FORM)$(PROBES)$(SEED)
-export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE FORM PROBES SEED STEPS WITH
+export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE FORM PROBES SEED STEPS WITH STALE SCHEDULER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 # SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
@@ -213,9 +212,9 @@ sbom: .audit/installed  ## outputs/sbom.json: every package of the environment, 
 audit: .audit/installed  ## known vulnerabilities of the environment's packages, where their database answers
 	@.audit/bin/python tools/audit.py $(PYTHON)
 
-.audit/installed: $(ENVIRONMENT)
+.audit/installed: tools/audit-requirements.txt $(ENVIRONMENT)
 	$(PYTHON) -m venv .audit
-	.audit/bin/python -m pip install -q cyclonedx-bom pip-audit
+	.audit/bin/python -m pip install -q -r tools/audit-requirements.txt
 	@touch $@
 
 .PHONY: picture

@@ -17,10 +17,10 @@ KNOWN = {"name": "c", "version": "2", "vulns": [{"id": "CVE-1", "fix_versions": 
 @pytest.mark.parametrize(
     ("report", "code", "said"),
     [
-        ([SKIPPED, SKIPPED], 0, "not audited: the vulnerability database knows none of the 2 packages"),
+        ([SKIPPED, SKIPPED], 2, "not audited: the vulnerability database knows none of the 2 packages"),
         ([SKIPPED, CLEAN], 0, "0 known vulnerabilities in 1 packages; 1 not audited"),
         ([CLEAN, KNOWN], 1, "1 known vulnerabilities in 2 packages; 0 not audited\nc 2: CVE-1, mended in 2.1"),
-        (None, 0, "not audited: pip-audit gave no report (no route)"),
+        (None, 2, "not audited: pip-audit gave no report (no route)"),
     ],
 )
 def test_audit(report, code, said, monkeypatch, capsys):

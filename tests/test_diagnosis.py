@@ -93,6 +93,11 @@ def test_budgets_as_people_write_them(text, parsed):
         ({"windows": 0}, "windows must be at least 1, got 0"),
         ({"length": 1}, "length must be at least 2, got 1"),
         ({"probes": 0}, "probes must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        (
+            {"format": "w4a16-g128", "budget": "KL 0.1", "target": "logprob"},
+            "got TARGET=logprob beside BUDGET='KL 0.1'",
+        ),
     ],
 )
 def test_wrong_requests_are_refused_before_anything_is_loaded(change, message):

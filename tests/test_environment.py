@@ -142,7 +142,7 @@ def test_values_come_from_the_command_line_only(name):
 @pytest.mark.parametrize(
     "value", ["a$b", "$(shell touch {made})", "$(x)", "a; touch {made}", "`touch {made}`", 'it\'s "q"']
 )
-@pytest.mark.parametrize("name", ["MODEL", "DATA", "RECIPE", "BUDGET", "RESULTS"])
+@pytest.mark.parametrize("name", ["MODEL", "DATA", "RECIPE", "BUDGET", "RESULTS", "STALE", "SCHEDULER", "WITH", "KEEP"])
 def test_a_given_value_is_neither_expanded_nor_run(name, value, tmp_path):
     value = value.format(made=tmp_path / "made")
     assert found_by_recipes(name, f"{name}={value}") == value

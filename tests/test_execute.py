@@ -189,3 +189,10 @@ def test_parameters_cell_holds_literals_only(name):
     known = execute.defaults(paths.NOTEBOOKS / f"{name}.ipynb")  # raises on anything but literals
     assert list(known) == list(papermill.inspect_notebook(paths.NOTEBOOKS / f"{name}.ipynb"))
     assert known["profile"] == "smoke"
+
+
+@pytest.mark.parametrize("text", ["0x10", "1_0", "1e3", "yes", "on", "0o7", "4.0", ""])
+def test_numbers_are_whole_and_decimal(project, text):
+    with pytest.raises(SystemExit, match="takes a value of type int"):
+        execute.parameters("tiny", "quick", [f"steps={text}"])
+    assert execute.parameters("tiny", "quick", ["steps=012"])["steps"] == 12

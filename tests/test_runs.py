@@ -1,6 +1,7 @@
 """Specifications of runs and the store that keeps their results."""
 
 import shutil
+import warnings
 from dataclasses import replace
 
 import pandas as pd
@@ -140,3 +141,21 @@ def test_window_rows_keep_one_row_per_window():
 def test_incomplete_specifications_cannot_be_made():
     with pytest.raises(TypeError, match="abstract methods '?label'?, '?size"):
         type("Incomplete", (Specification,), {})()
+
+
+def test_no_flipped_byte_changes_a_finished_run(tmp_path):
+    """Each byte in turn: the run is read as it was written, or computed again with a warning."""
+    store = RunStore(tmp_path)
+    rows = pd.DataFrame({"window": range(20), "risk": [1 / (n + 1) for n in range(20)]})
+    store.save(SPEC, rows, {"seconds": 1.0})
+    path = store.path(SPEC)
+    whole = path.read_bytes()
+    silent = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for place in range(0, len(whole), max(1, len(whole) // 1500)):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+            found = store.load(SPEC)
+            if found is not None and not found.equals(rows):
+                silent.append(place)
+    assert not silent

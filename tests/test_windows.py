@@ -168,3 +168,12 @@ def test_a_window_holds_more_than_its_opening():
 
 def test_the_embedded_tokenizer_puts_nothing_in_front():
     assert opening(load_tokenizer("embedded")) == PLAIN
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+@pytest.mark.parametrize(("encoding", "name"), [("utf-8-sig", "UTF-8 with a mark"), ("utf-16", "UTF-16")])
+def test_texts_that_begin_with_the_mark_of_an_encoding_are_refused(tmp_path, suffix, encoding, name):
+    file = tmp_path / f"text{suffix}"
+    file.write_text('{"text": "hello"}\n', encoding=encoding)
+    with pytest.raises(ValueError, match=f"in UTF-8 without a byte order mark, but .* is in {name}: convert it"):
+        load_rows(str(file))

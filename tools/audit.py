@@ -33,7 +33,7 @@ def main(python: str) -> int:
     for package, entry in known:
         mended = ", ".join(entry["fix_versions"]) or "no release"
         print(f"{package['name']} {package['version']}: {entry['id']}, mended in {mended}")
-    return 1 if known else 0
+    return 1 if known else 0 if audited else 2
 
 
 if __name__ == "__main__":

@@ -40,8 +40,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Check what ``make diagnose`` was asked for, ``-p name=value`` each, before a notebook starts."""
     parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis")
     parser.add_argument("-p", action="append", default=[], metavar="NAME=VALUE")
-    given = dict(text.split("=", 1) for text in parser.parse_args(arguments).p)
+    pairs = [tuple(text.split("=", 1)) for text in parser.parse_args(arguments).p]
+    given = dict(pairs)
     try:
+        for name, value in pairs:
+            if value != given[name]:
+                raise ValueError(
+                    f"{name} must be given once, got {shortened(value)} and {shortened(given[name])}: name one of "
+                    "FORMAT=, RECIPE= and REFERENCE_MODEL="
+                )
         given = {name: typed(name, text) for name, text in given.items()}
         defaults = {"model": EMBEDDED, "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2}
         request = defaults | given

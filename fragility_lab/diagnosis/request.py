@@ -61,9 +61,14 @@ class Request:
         for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES), ("target", TARGETS), ("form", FORMS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name, least in (("windows", 1), ("length", 2), ("probes", 1)):
+        for name, least in (("windows", 1), ("length", 2), ("probes", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.target not in ("hidden", self.measured_in):  # "hidden" is what is not asked for
+            raise ValueError(
+                f"a budget of KL is measured in KL, got TARGET={self.target} beside BUDGET={shortened(self.budget)}: "
+                "leave TARGET= away"
+            )
         if strange := [site for site in self.kept if site not in KEEPABLE_SITES]:
             raise ValueError(f"keep must name some of {', '.join(KEEPABLE_SITES)}, got {', '.join(strange)}")
         if self.mixes:

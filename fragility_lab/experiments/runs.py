@@ -68,6 +68,10 @@ class Specification(ABC):
         return record.get("code") == code_digest(type(self)) and all(then.get(name) == now[name] for name in NUMERICAL)
 
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)  # what damaged files raise
+ROWS = "rows"  # the digest of a run's rows, in its record
+
+
 class RunStore:
     """Finished runs in a folder."""
 
@@ -82,31 +86,34 @@ class RunStore:
     def load(self, spec: Specification) -> pd.DataFrame | None:
         """The rows of the finished run of ``spec``, or None where the run has to be computed.
 
-        That is so where there is no file, and, with a warning, where the file cannot be read or holds another
-        specification. A stale run (``is_stale``) also has to be computed again, unless stale runs are kept.
+        That is so where there is no file, and, with a warning, where the file cannot be read, where a checksum of it is
+        wrong, and where it holds another specification. A stale run (``is_stale``) also has to be computed again,
+        unless stale runs are kept.
         """
         path = self.path(spec)
         if not path.exists():
             return None
         try:
-            table = pq.read_table(path)
-        except (OSError, pa.ArrowInvalid) as cause:
+            table = pq.read_table(path, page_checksum_verification=True)
+            record, rows = _record(table.schema), table.to_pandas()
+            if record.get(ROWS, known := digest_of_rows(rows)) != known:
+                raise ValueError("its rows are not those that were written")
+        except UNREADABLE as cause:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
-        record = _record(table.schema)
         if record.get("specification") != json.loads(spec._json()):
             warnings.warn(
                 f"{path.name} must hold the run that its name says, but holds another one and is computed again",
                 stacklevel=2,
             )
             return None
-        return table.to_pandas() if spec.is_current(record) or keeps_stale() else None
+        return rows if spec.is_current(record) or keeps_stale() else None
 
     def is_stale(self, spec: Specification) -> bool:
         """Whether the run of ``spec`` is finished, but was computed by other code or other versions of packages."""
         try:
             record = self.metadata(spec)
-        except (OSError, pa.ArrowInvalid):
+        except UNREADABLE:
             return False
         return record.get("specification") == json.loads(spec._json()) and not spec.is_current(record)
 
@@ -126,7 +133,8 @@ class RunStore:
 
     def metadata(self, spec: Specification) -> dict:
         """What was recorded with the run: specification, versions, code, device, threads, seconds, attention."""
-        return _record(pq.read_schema(self.path(spec)))
+        record = _record(pq.read_schema(self.path(spec)))
+        return {name: value for name, value in record.items() if name != ROWS}
 
     def records(self, specs: Iterable[Specification]) -> pd.DataFrame:
         """One row per finished run: its label as ``run``, and every entry of its metadata under its innermost name."""
@@ -137,11 +145,20 @@ class RunStore:
     def save(self, spec: Specification, frame: pd.DataFrame, metadata: dict) -> None:
         """Write ``frame`` with its specification and provenance; the file appears complete or not at all."""
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        record = {"specification": asdict(spec)} | spec.provenance() | metadata
+        record = (
+            {"specification": asdict(spec)} | spec.provenance() | metadata | {ROWS: digest_of_rows(table.to_pandas())}
+        )
         table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: json.dumps(record).encode()})
         with pa.BufferOutputStream() as stream:
-            pq.write_table(table, stream, compression="zstd")
+            pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
             write_whole(self.path(spec), stream.getvalue())
+
+
+def digest_of_rows(rows: pd.DataFrame) -> str:
+    """Sixteen hexadecimal digits that identify names, types and entries of ``rows``."""
+    sha = hashlib.sha256(repr([*rows.dtypes.astype(str).items()]).encode())
+    sha.update(pd.util.hash_pandas_object(rows, index=False).to_numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def _record(schema: pa.Schema) -> dict:

@@ -1,5 +1,6 @@
 """Token windows of a text (protocol section 2)."""
 
+import codecs
 import glob
 import os
 import random
@@ -64,11 +65,24 @@ def _load_local(file: str):
     if os.path.getsize(file) == 0:
         raise ValueError(f"data must hold text, but {file} is empty: point DATA= at another file")
     suffix = Path(file).suffix
+    require_utf8(file, suffix)
     try:
         return load_dataset(LOADERS[suffix], data_files=glob.escape(file), split="train")
     except (DatasetGenerationError, ArrowInvalid, ValueError) as cause:
         reason = cause.__cause__ or cause
         raise ValueError(f"{file} must be readable as {suffix}, got {type(reason).__name__}: {reason}") from cause
+
+
+def require_utf8(file: str, suffix: str) -> None:
+    """Raises ValueError for a text ``file`` that begins with the mark of an encoding, which would be read as text."""
+    with open(file, "rb") as opened:
+        begins = opened.read(4)
+    marks = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+    if suffix != ".parquet" and (found := next((name for mark, name in marks.items() if begins.startswith(mark)), "")):
+        raise ValueError(
+            f"a text must be in UTF-8 without a byte order mark, but {file} is in {found}: convert it, with "
+            f"iconv -f {'UTF-16' if found == 'UTF-16' else 'UTF-8'} -t UTF-8, or sed '1s/^\\xEF\\xBB\\xBF//'"
+        )
 
 
 def _load_from_hub(name: str, config: str | None = None, split: str = "validation"):

@@ -12,6 +12,7 @@ import glob
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -129,7 +130,10 @@ def parsed(text: str, default: Any) -> Any:
     if isinstance(default, str):
         return text
     try:
-        return float(text) if type(default) is float else yaml.safe_load(text)  # to YAML, 1e-3 is no number
+        value = float(text) if type(default) is float else yaml.safe_load(text)  # to YAML, 1e-3 is no number
+        if type(default) is int and type(value) is int:  # to YAML, 012 is 10, and 0x10 and 1_0 are numbers
+            return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else text
+        return value
     except (ValueError, yaml.YAMLError):
         return text
 
