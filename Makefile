@@ -150,6 +150,10 @@ test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed d
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env --nbval-kernel-startup-timeout 300 $(NOTEBOOKS) $(PARALLEL) \
 	    --dist loadfile
 
+.PHONY: test-families
+test-families: $(ENVIRONMENT)  ## diagnose 19 families at 2 and 40 blocks in three formats each (15 core-minutes)
+	EVERY=yes $(PYTHON) -m pytest tests/test_diagnosis_families.py $(PARALLEL)
+
 .PHONY: test-faults
 test-faults: $(ENVIRONMENT)  ## kill E2, E3, E5 and X1 at 50 random moments each, and compare their tables (hours)
 	KILLS=50 $(PYTHON) -m pytest tests/test_faults.py -k killed
