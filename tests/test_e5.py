@@ -354,3 +354,17 @@ def test_impossible_settings_are_refused_before_any_work(change, message):
 def test_bad_settings_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} must be"):
         replace(SETTING, **{name: value})
+
+
+class Planted:
+    """What a file may hold that is to run code when it is read."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code of the file ran')",)
+
+
+def test_a_planted_checkpoint_runs_no_code(tmp_path):
+    path = tmp_path / "run.checkpoint"
+    torch.save({"provenance": {}, "rows": Planted()}, path)
+    with pytest.warns(UserWarning, match="run.checkpoint cannot be read .*, its run starts again"):
+        assert e5.restore(path, None, None) is None

@@ -4,6 +4,7 @@ A run trains one model under one policy. Its result has one row per step and blo
 force, and the action decided there. The tables of ``outcomes`` are views of these rows.
 """
 
+import json
 import random
 import warnings
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.bgss import Policy, State, advance, get_policy, policy_class, replay
 from fragility_core.bgss.released import Released
+from fragility_core.bgss.state import Action, Limits
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.realisations import moved
@@ -270,8 +272,10 @@ def nonfinite(seen: dict[str, float]) -> str:
 
 def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State, rows: list[pd.DataFrame]) -> None:
     """Write everything that the rest of the run depends on."""
+    plain = [(frame.dtypes.astype(str).to_dict(), frame.to_dict("list")) for frame in rows]
     record = {
-        "provenance": spec.provenance(), "training": training.state(), "controller": state, "rows": rows,
+        "provenance": json.loads(json.dumps(spec.provenance())), "training": training.state(), "controller": state,
+        "rows": plain,
         "random": torch.get_rng_state(), "random_on_gpus": torch.cuda.get_rng_state_all(),  # none without a GPU
     }  # fmt: skip
     content = BytesIO()
@@ -284,10 +288,13 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
     if not path.exists():
         return None
     try:
-        record = torch.load(path, weights_only=False)  # ``save`` wrote it: the file is as trustworthy as the code
+        with torch.serialization.safe_globals([State, Limits, Action]):  # a planted file runs no code
+            record = torch.load(path, weights_only=True)
         valid = spec.is_current(record.get("provenance", {})) or keeps_stale()
         problem = "" if valid else "was left by other code or other versions of packages"
-    except (OSError, RuntimeError, EOFError, UnpicklingError, ImportError, AttributeError) as cause:
+    except UnpicklingError:  # torch's words propose to run what the file holds
+        problem = "cannot be read (it holds what no checkpoint does)"
+    except (OSError, RuntimeError, EOFError, ImportError, AttributeError, KeyError, TypeError) as cause:
         problem = f"cannot be read ({cause})"
     if problem:
         warnings.warn(f"{path.name} {problem}, its run starts again", stacklevel=2)
@@ -295,4 +302,4 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
     training.load_state(record["training"])
     torch.set_rng_state(record["random"])
     torch.cuda.set_rng_state_all(record["random_on_gpus"])
-    return record["controller"], record["rows"]
+    return record["controller"], [pd.DataFrame(columns).astype(dtypes) for dtypes, columns in record["rows"]]

@@ -7,6 +7,8 @@ from matplotlib.ticker import MaxNLocator
 
 from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, plain_log_ticks, style
 
+MANY = 26  # bars that lie one below the other
+
 
 @style()
 def windows(windows: pd.DataFrame, name: str = "mismatch") -> Axes:
@@ -34,7 +36,16 @@ def budgets(curve: pd.DataFrame, bits: float, predicted: float, measured: float 
 
 @style()
 def shares(shares: pd.Series, name: str) -> Axes:
-    """Shares of the squared error, one bar each, in the order given; ``name`` says what the index counts."""
+    """Shares of the squared error, one bar each, in the order given; ``name`` says what the index counts.
+
+    More than MANY bars stand upright, and only some of them are labelled.
+    """
+    if len(shares) > MANY:
+        axes = canvas(4.6, 3.6)
+        axes.bar(range(len(shares)), 100 * shares.to_numpy(), color=COLOURS[0])
+        shown = [*range(0, len(shares) - 1, -(-len(shares) // 10)), len(shares) - 1]
+        axes.set_xticks(shown, shares.index.astype(str)[shown], rotation=60, ha="right")
+        return finished(axes, name, "share of the squared error (%)")
     axes = canvas(4.6, max(2.0, 0.28 * len(shares) + 0.9))
     sns.barplot(x=100 * shares.to_numpy(), y=shares.index.astype(str), color=COLOURS[0], ax=axes)
     return finished(axes, "share of the squared error (%)", name)
