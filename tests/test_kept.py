@@ -186,3 +186,93 @@ def test_layers_of_a_plan_are_pairs(layers):
 
 def test_no_operands_are_those_of_all_other_kernels():
     assert not Operands()
+
+
+# --- Tied heads beside 16-bit kernels, recipes that are lowered again, and nested paths -------------
+
+
+@pytest.mark.parametrize("execution", ["auto", "emulated"])
+@pytest.mark.parametrize("kernels", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("named", [["lm_head"], ["transformer.wte"], ["lm_head", "transformer.wte"]])
+def test_a_tied_head_is_quantized_beside_any_kernels(named, kernels, execution):
+    """The embedding gives numbers of the kernels' dtype, and inputs of the head are rounded only if it is named."""
+    if (kernels, execution) == ("fp16", "auto"):
+        execution = "emulated"  # native fp16 is slow on a CPU without it
+    model = random_gpt2(TINY)
+    low = lower(model, with_layers(dict.fromkeys(named, INT8), kernels), execution)
+    dtype, seen = low.format.compute_dtype, []
+    low.model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    low.model.transformer.wte.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    with torch.no_grad(), low.running():
+        logits = low.model(TOKENS).logits
+    embedded, final = seen
+    assert embedded.dtype == final.dtype == logits.dtype == dtype
+    table = INT8.weights.round(model.transformer.wte.weight).to(dtype)
+    assert torch.equal(low.model.transformer.wte.weight.to(dtype), table)
+    inputs = INT8.inputs.round(final.float()) if "lm_head" in named else final.float()
+    want = inputs.double() @ table.double().mT
+    assert torch.allclose(logits.double(), want, rtol=2 * low.format.unit_roundoff, atol=1e-3 * float(want.abs().max()))
+    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    operands = [place for place in found.index[found > 0] if place[:2] == ("lm_head", "operand")]
+    assert bool(operands) == ("lm_head" in named)
+    assert found[[place for place in found.index if place[0] == "transformer.wte" and place[3] == "weight"]].gt(0).any()
+
+
+@pytest.mark.parametrize("named", [["lm_head"], ["transformer.wte"], ["lm_head", "transformer.wte"]])
+def test_a_recipe_that_is_lowered_again_gives_the_same(named):
+    model = random_gpt2(TINY)
+    once = lower(model, with_layers(dict.fromkeys(named, INT8)))
+    plan = Plan("fp32", layers=tuple((path, "w8a8-int8") for path in named))
+    found = []
+    for low in (once, lower(model, once.recipe), apply(model, plan)):
+        with torch.no_grad(), low.running():
+            found.append(low.model(TOKENS).logits)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("kernels", ["bf16", "fp32"])
+def test_a_kept_embedding_leaves_the_tied_head_quantized(kernels):
+    model = random_gpt2(TINY)
+    low = apply(model, Plan(kernels, modules=("transformer.wte",), layers=(("lm_head", "w8a8-int8"),)))
+    exact = model.transformer.wte.weight
+    assert torch.equal(low.model.transformer.wte.weight, exact)
+    assert torch.equal(low.model.lm_head.weight.float(), INT8.weights.round(exact).to(low.format.compute_dtype).float())
+    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    assert found[("lm_head", "operand", 0, "kernel")] > 0 and not found.get(
+        ("transformer.wte", "weight", 0, "weight"), 0
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_module_inside_of_a_kept_one_is_kept_with_it(order):
+    model, paths = random_gpt2(TINY), ("transformer.h.1", "transformer.h.1.mlp", "transformer.h.1.mlp.c_fc")
+    found = []
+    for modules in (paths[:1], paths[::order]):
+        low = apply(model, Plan("bf16", modules=modules))
+        with torch.no_grad(), low.running():
+            found.append(low.model(TOKENS).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modules": 3}, "the modules of a plan must be a tuple of paths, got 3"),
+        ({"modules": None}, "the modules of a plan must be a tuple of paths, got None"),
+        ({"layers": 3}, "must be pairs of a path and a recipe's name, got 3"),
+        ({"layers": ((3, "w8a8-int8"),)}, "must be pairs of a path and a recipe's name"),
+        ({"layers": (("lm_head", INT8),)}, "must be pairs of a path and a recipe's name"),
+        ({"residual": "yes"}, "residual must be True or False, got 'yes'"),
+        ({"scores": 1}, "scores must be True or False, got 1"),
+        ({"format": 3}, "the format of a plan must be the name of a recipe, got 3"),
+    ],
+)
+def test_values_of_other_types_in_a_plan_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**({"format": "bf16"} | changes))
+
+
+@pytest.mark.parametrize("layers", [{"lm_head": "w8a8-int8"}, {"lm_head": None}, {3: INT8}])
+def test_layers_of_a_recipe_are_operands_by_path(layers):
+    with pytest.raises(ValueError, match="layers of a recipe must be Operands by path, got"):
+        lower(random_gpt2(TINY), with_layers(layers))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from fragility_core.adjoint.tape import Tape, expected_error, local_error
 from fragility_core.arithmetic.internals import mark_stored, refer, stored_as
 from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.operands import operands_by_storage, owner, stored_weights
+from fragility_core.arithmetic.operands import operands_by_storage, owner, stored_weights, weight_schemes
 from fragility_core.arithmetic.recipes import Operands
 from fragility_core.models.hollow import filled
 
@@ -56,7 +57,10 @@ class Leaves:
         self.parameters = {path: p for path, p in model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in self.parameters.values()):
             raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
-        self.linear = {} if self.recipe.plain or low.weights_only else stored_weights(model, low.recipe)
+        quantized = not (self.recipe.plain or low.weights_only)
+        self.linear = stored_weights(model, low.recipe) if quantized else {}
+        self._schemes = weight_schemes(model, low.recipe) if quantized else {}
+        self._names = {id(p): path for path, p in self.linear.items()}  # of tied modules, that of the head
         self.buffers = {} if low.weights_only else {path: x for path, x in model.named_buffers() if x.dtype == dtype}
         self.tensors = self.parameters | self.buffers
         self.exact = None if reference is None else exact_tensors(reference, self.tensors)
@@ -64,8 +68,10 @@ class Leaves:
             tape.weight(path)  # numbers the places in this order
 
     def operands(self, path: str) -> Operands:
-        """Those of the linear layer that has the weight at ``path``."""
-        return self.recipe.operands(owner(path)) if path in self.linear else Operands()
+        """Those of the linear layer that has the weight at ``path``, by any of its names."""
+        key = id(self.tensors[path])
+        found = self.recipe.operands(owner(self._names[key])) if key in self._names else Operands()
+        return replace(found, weights=self._schemes.get(key))
 
     def is_low(self, path: str) -> bool:
         """Whether the low-precision model stores the tensor at ``path`` in low precision."""
@@ -105,7 +111,8 @@ class Leaves:
                     if self.exact is not None and not at_reference:
                         refer(leaf, self.exact[path].detach())
                 made[path] = mark_stored(leaf, "weight") if self.is_low(path) and path in self.parameters else leaf
-        weights = {path: x for path, x in made.items() if path in self.linear}
+        by_parameter = {id(self.tensors[path]): x for path, x in made.items()}
+        weights = {path: by_parameter[id(p)] for path, p in self.linear.items() if id(p) in by_parameter}
         return Held(
             {id(self.tensors[path]): x for path, x in made.items() if path in self.parameters},
             {id(self.tensors[path]): x for path, x in made.items() if path in self.buffers},

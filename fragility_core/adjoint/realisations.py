@@ -222,5 +222,5 @@ class Realisations:
         for path in filter(leaves.watched, leaves.tensors):
             made, key = weights if path in leaves.parameters else buffers, id(leaves.tensors[path])
             made[key] = mark_stored(rounding.weight(made[key], leaves, path), stored_as(made[key]))
-        linear = {path: weights[id(leaves.tensors[path])] for path in leaves.linear}
+        linear = {path: weights[id(p)] for path, p in leaves.linear.items()}
         return Held(weights, buffers, operands_by_storage(linear, self.at.recipe))

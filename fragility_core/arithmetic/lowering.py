@@ -20,9 +20,17 @@ from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import has_native_kernels
 from fragility_core.arithmetic.internals import made_in, names_kept_in_fp32, replace_forward, source_of
 from fragility_core.arithmetic.lookup import LookUp, elementwise_modules
-from fragility_core.arithmetic.operands import RoundedOperands, owner, rounded_weight, stored_weights, with_known_layers
+from fragility_core.arithmetic.operands import (
+    RoundedOperands,
+    owner,
+    rounded_weight,
+    stored_weights,
+    weight_schemes,
+    with_known_layers,
+)
 from fragility_core.arithmetic.recipes import GIVEN, Operands, Recipe, Stored, get_recipe
 from fragility_core.models.hollow import filled, hollow_parameter, replaced, require_own_places
+from fragility_core.models.tree import embedding_paths
 
 TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU's fused attention takes 16 bits alone
 
@@ -51,14 +59,17 @@ def how_stored(model: nn.Module, recipe: Recipe, widened: bool = False) -> dict[
     """
     kernels = recipe.kernels
     dtype = kernels.compute_dtype
-    weights = {} if recipe.plain else stored_weights(model, recipe)
+    schemes = {} if recipe.plain else weight_schemes(model, recipe)
+    weights = {} if recipe.plain else {id(p): path for path, p in stored_weights(model, recipe).items()}
+    looked_up = {id(model.get_submodule(path).weight) for path in embedding_paths(model)}
     found = {}
     for path, x in model.named_parameters():
         found[path] = Storing(None, x.dtype, x.dtype)
         if not x.is_floating_point() or stays_fp32(model, path, dtype):
             continue
-        operands = recipe.operands(owner(path)) if path in weights else Operands()
-        wide = operands.wide(kernels)
+        operands = recipe.operands(owner(weights[id(x)])) if id(x) in weights else Operands()
+        operands = replace(operands, weights=schemes.get(id(x)))
+        wide = operands.wide(kernels) and id(x) not in looked_up  # an embedding gives rows in the kernels' dtype
         final = torch.float32 if wide or widened else dtype
         if operands.weights is not None:
             found[path] = Storing(operands.weights, torch.float32 if wide else dtype, final, linear=True)
@@ -203,7 +214,7 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
     own. Raises ValueError where accelerate moves weights, too, and for a streamed model that accelerate has spread; and
     the errors of ``operands.with_known_layers`` for layers of a recipe that the model does not have.
     """
-    chosen = get_recipe(recipe)
+    chosen = with_known_layers(model, get_recipe(recipe))
     kernels = chosen.kernels
     if needs_calibration(chosen):
         raise ValueError(
@@ -216,7 +227,6 @@ def lower(model: nn.Module, recipe: str | Recipe | Stored, execution: str = "aut
             "with from_pretrained(..., dtype=torch.float32), or call model.float()"
         )
     require_own_places(model)
-    chosen = with_known_layers(model, chosen)
     if execution not in ("auto", "native", "emulated", "weights"):
         raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
     if execution == "weights":

@@ -42,17 +42,28 @@ def stored_weights(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
     return linear_weights(model) | {name: model.get_submodule(path).weight for name, path in ends.items()}
 
 
+def weight_schemes(model: nn.Module, recipe: Recipe) -> dict[int, Stored]:
+    """How ``recipe`` stores matrices that have a scheme, by the ``id`` of the parameter, which tied modules share."""
+    operands = ((p, recipe.operands(owner(path))) for path, p in stored_weights(model, recipe).items())
+    return {id(p): each.weights for p, each in operands if each.weights is not None}
+
+
 def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     """``recipe`` with ``layers`` of ``model`` alone: linear layers of blocks, embeddings, and the head.
 
     An embedding reads no numbers, so that it has operands for its weights only. A head that is tied to an embedding
-    shares its matrix: it is stored as either is named, under the name of the embedding, and the head's inputs are read
-    as the head is named. Raises ValueError for other paths, naming the most similar ones, and for an embedding and a
-    tied head with different weights.
+    shares its matrix: it is stored once, as either is named, in the dtype of the kernels, in which the embedding gives
+    its rows. The head's inputs are rounded only if the head is named. Raises ValueError for other paths, naming the
+    most similar ones, for layers that are no ``Operands``, and for an embedding and a tied head with different weights.
     """
     embeddings, heads = embedding_paths(model), head_paths(model)
     known = [*dict.fromkeys(map(owner, linear_weights(model))), *embeddings, *heads]
-    for path in recipe.layers:
+    for path, operands in recipe.layers.items():
+        if not (isinstance(path, str) and isinstance(operands, Operands)):
+            raise ValueError(
+                f"layers of a recipe must be Operands by path, got {operands!r} for {path!r}: such as "
+                'get_recipe("w8a8-int8").linear'
+            )
         if path not in known:
             like = ", ".join(get_close_matches(path, known)) or ", ".join(known[:3])
             raise ValueError(
@@ -61,14 +72,13 @@ def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     layers = {p: Operands(x.weights) if p in embeddings else x for p, x in recipe.layers.items()}
     for head in layers.keys() & heads:
         weight = model.get_submodule(head).weight
-        for path in (path for path in embeddings if model.get_submodule(path).weight is weight):
-            named, found = layers.pop(head), layers.get(path)
-            if found is not None and found.weights != named.weights:
+        tied = [path for path in layers.keys() & embeddings if model.get_submodule(path).weight is weight]
+        for path in tied:
+            if len({layers[path].weights, layers[head].weights} - {None}) > 1:
                 raise ValueError(
                     f"{head!r} is tied to {path!r}, so both must store their one matrix alike, got different weights: "
                     "name one of them"
                 )
-            layers[path] = named
     return replace(recipe, layers=layers)
 
 

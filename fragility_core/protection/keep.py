@@ -22,7 +22,15 @@ from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.operands import owner, stored_weights, with_known_layers
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.models.hollow import parameter_copy, widen
-from fragility_core.models.tree import block_paths, branch_paths, embedding_paths, head_paths, norm_paths, within
+from fragility_core.models.tree import (
+    block_paths,
+    branch_paths,
+    embedding_paths,
+    head_paths,
+    norm_paths,
+    outermost,
+    within,
+)
 from fragility_core.protection.structure import scores_can_be_kept
 
 
@@ -40,7 +48,7 @@ class Plan:
     The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
     windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
     for the residual stream, and ``flops`` per token that move from the format to fp32 (``structure.flops``).
-    Raises ValueError for modules that are no paths, and layers that are no pairs.
+    Raises ValueError for values of other types. Modules inside of others are kept with them.
     """
 
     format: str
@@ -62,12 +70,18 @@ class Plan:
         return replace(recipe, layers=dict(recipe.layers) | {p: get_recipe(name).linear for p, name in self.layers})
 
     def __post_init__(self):
-        if isinstance(self.modules, str) or not all(isinstance(path, str) for path in self.modules):
+        if not isinstance(self.format, str):
+            raise ValueError(f"the format of a plan must be the name of a recipe, got {self.format!r}")
+        for name in ("residual", "scores", "weights_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not (isinstance(self.modules, tuple) and all(isinstance(path, str) for path in self.modules)):
             raise ValueError(
                 f"the modules of a plan must be a tuple of paths, got {self.modules!r}: such as "
                 '("model.layers.3",); Contributions.keep(blocks=[3]) takes numbers of blocks'
             )
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.layers):
+        pairs = self.layers if isinstance(self.layers, tuple) else (None,)
+        if not all(isinstance(pair, tuple) and [*map(type, pair)] == [str, str] for pair in pairs):
             raise ValueError(f"the layers of a plan must be pairs of a path and a recipe's name, got {self.layers!r}")
 
 
@@ -143,6 +157,7 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     that cannot be kept.
     """
     require_modules(model, plan.modules)
+    plan = replace(plan, modules=outermost(plan.modules))
     recipe = plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens)
     if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
@@ -166,6 +181,7 @@ def protect(low: LowPrecision, model: nn.Module, plan: Plan, tokens: Tensor | No
     ``apply`` does so with a model that it lowers itself. ``tokens`` and errors are those of ``apply``.
     """
     require_modules(model, plan.modules)
+    plan = replace(plan, modules=outermost(plan.modules))
     compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
     # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
     fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}

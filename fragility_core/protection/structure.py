@@ -15,7 +15,7 @@ from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
 from fragility_core.arithmetic.internals import can_set_attention
 from fragility_core.arithmetic.lowering import sharing_copy
 from fragility_core.arithmetic.nested import tensors
-from fragility_core.arithmetic.operands import linear_weights, owner, stored_weights
+from fragility_core.arithmetic.operands import linear_weights, weight_schemes
 from fragility_core.arithmetic.recipes import Recipe
 from fragility_core.models import tree
 from fragility_core.models.tree import block_of, embedding_paths, within
@@ -144,7 +144,7 @@ class Stored(NamedTuple):
 def stored_parameters(model: nn.Module, recipe: Recipe) -> list[Stored]:
     """All parameters of ``model`` as ``recipe`` stores them; several modules use those that are tied."""
     linear = {id(p) for p in linear_weights(model).values()}
-    schemes = {id(p): recipe.operands(owner(path)).weights for path, p in stored_weights(model, recipe).items()}
+    schemes = weight_schemes(model, recipe)
     users: dict[int, tuple[int, list[str]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from fragility_core.arithmetic.operands import owner, stored_weights
+from fragility_core.arithmetic.operands import weight_schemes
 from fragility_core.models.tree import block_of, within
 from fragility_core.protection import KEEPABLE_SITES, Contributions, Plan
 from fragility_core.protection.bits import Choice, Choices
@@ -75,7 +75,7 @@ class Parts:
         An owner is kept if one of its ``parts`` is, or, being a norm that reads the stream, beside an fp32 stream.
         """
         model, recipe = self.known.model, self.known.recipe
-        stored = {id(p): recipe.operands(owner(path)).weights for path, p in stored_weights(model, recipe).items()}
+        stored = weight_schemes(model, recipe)
         owners: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for path, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
