@@ -274,7 +274,7 @@ class LowArithmetic(TorchFunctionMode):
             return y
         place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(format):
-            self.tape.record_largest(place, rounded)
+            self.tape.record_extremes(place, rounded)
         if self.stochastic:
             error = stochastic_error(error, exact, format)
         if not self.exact:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fragility_core.adjoint import recomputed
 from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.leaves import Leaves
-from fragility_core.adjoint.overflow import with_overflows
+from fragility_core.adjoint.overflow import first_overflow, with_overflows
 from fragility_core.adjoint.prediction import Prediction, predict
 from fragility_core.adjoint.probes import backward
 from fragility_core.adjoint.secant import SecantArithmetic
@@ -189,7 +189,11 @@ class Adjoint:
                     found = self._passes(single)
             norms, errors = zip(*found)
             contributions = self.tape.contributions(len(tokens), self.probes)
-            inside = self.tape.overflows()
+            inside, below = self.tape.overflows()
+            for window in below.keys() - inside.keys():  # masks store -inf, too
+                tokens = single[window].tokens
+                if first_overflow(self.low, lambda model, x=tokens: self.target.output(model, x)) is not None:
+                    inside[window] = below[window]
             for window, place in inside.items():  # an infinity is no small error
                 contributions[:, window, :, place] = np.nan
             norms = torch.stack(norms).cpu().double()

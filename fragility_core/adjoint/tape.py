@@ -59,7 +59,7 @@ class Tape:
         self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
         # By windows, first probe and place: norms and sums (2, P, W) of P probes and W windows.
         self._records: list[tuple[range, int, int, Tensor]] = []
-        self._largest: list[tuple[range, int, Tensor]] = []  # by windows and place, (W,)
+        self._extremes: list[tuple[range, int, Tensor]] = []  # by windows and place, (2, W)
         # Leaves that are kept, with place and ``weighted``, by their ``id``: see ``watch_leaf``.
         self._kept: dict[int, tuple[Tensor, int, Callable]] = {}
         self.probe = 0  # the first one of the running backward pass
@@ -67,15 +67,15 @@ class Tape:
 
     def clear(self) -> None:
         """Drop the records of a prediction that was interrupted."""
-        self._records, self._largest = [], []
+        self._records, self._extremes = [], []
 
     def mark(self) -> tuple[int, int]:
         """Where the records of the next pass begin, for ``rewind``."""
-        return len(self._records), len(self._largest)
+        return len(self._records), len(self._extremes)
 
     def rewind(self, mark: tuple[int, int]) -> None:
         """Drop the records since ``mark``: their pass has failed."""
-        for records, first in zip((self._records, self._largest), mark):
+        for records, first in zip((self._records, self._extremes), mark):
             del records[first:]
 
     def begin(self, windows: range = range(1)) -> None:
@@ -115,13 +115,13 @@ class Tape:
     @contextmanager
     def replaying(self, bookmark: Pass) -> Iterator[list[Tensor]]:
         """A context in which a module runs again: kernels have the places that they had. Yields the new leaves."""
-        before, seen = self.now, len(self._largest)
+        before, seen = self.now, len(self._extremes)
         self.now = copy.deepcopy(bookmark)
         try:
             yield self.now.leaves
         finally:
             self.now = before
-            del self._largest[seen:]
+            del self._extremes[seen:]
 
     def mark_module(self, role: str) -> None:
         """The running module multiplies values by values ("attention") or chooses among experts ("router")."""
@@ -230,19 +230,25 @@ class Tape:
             own = own.unflatten(2, (-1, weighted_error.shape[-1])).sum(2)
         return torch.linalg.vector_norm(own, dim=2), own.sum(2)
 
-    def record_largest(self, place: int, stored: Tensor) -> None:
-        """Record the largest number ``stored`` at ``place`` in each window: infinity after an overflow."""
+    def record_extremes(self, place: int, stored: Tensor) -> None:
+        """Record the largest and the lowest number ``stored`` at ``place`` by window: infinite after an overflow."""
         if stored.numel():
-            self._largest.append((self.now.windows, place, stored.reshape(len(self.now.windows), -1).amax(1)))
+            lowest, largest = stored.reshape(len(self.now.windows), -1).aminmax(dim=1)
+            self._extremes.append((self.now.windows, place, torch.stack([largest, -lowest])))
 
-    def overflows(self) -> dict[int, int]:
-        """For every window that stored +inf since the last call, the first place that did."""
-        records, self._largest = self._largest, []
+    def overflows(self) -> tuple[dict[int, int], dict[int, int]]:
+        """For every window that stored +inf since the last call, the first place that did; and the same for -inf."""
+        records, self._extremes = self._extremes, []
         if not records:
-            return {}
-        infinite = torch.cat(together(x for *_, x in records)).isposinf().cpu().tolist()  # one transfer from the device
+            return {}, {}
+        infinite = (
+            torch.cat(together(x for *_, x in records), 1).isposinf().cpu().tolist()
+        )  # one transfer from the device
         where = [(window, place) for windows, place, _ in records for window in windows]
-        return dict(each for each, overflowed in reversed([*zip(where, infinite)]) if overflowed)
+        above, below = (
+            dict(each for each, overflowed in reversed([*zip(where, flags)]) if overflowed) for flags in infinite
+        )
+        return above, below
 
     def contributions(self, windows: int, probes: int) -> np.ndarray:
         """c^2, and then <gradient, error>, (2, windows, probes, places) from the records since the last call."""
