@@ -1,15 +1,24 @@
 """Overflow: the kernel that leaves the range first is named, and so is a division by zero; plans that bring it back."""
 
 from html import escape
+from itertools import combinations
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -19,7 +28,7 @@ from fragility_core.adjoint.overflow import first_overflow
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.nested import tensors
 from fragility_core.models.tree import block_paths, final_hidden
-from fragility_core.protection import apply
+from fragility_core.protection import Contributions, apply
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans, remedy
 from fragility_lab.diagnosis.needs import Forecast
@@ -31,6 +40,7 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
 TOKENS = torch.arange(3, 51).view(3, 16)
 TOKENS[1] = TOKENS[0].roll(1)
 TOKENS[2, 5] = 60  # the token that overflows in some cases
@@ -39,22 +49,27 @@ TOKENS[2, 5] = 60  # the token that overflows in some cases
 def made(family, depth):
     """A small model of ``depth`` blocks with eager attention."""
     torch.manual_seed(0)
-    config, kind = {
-        "llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
+    config, kind, own = {
+        "llama": (LlamaConfig, LlamaForCausalLM, GROUPED), "qwen2": (Qwen2Config, Qwen2ForCausalLM, GROUPED),
+        "neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {}),
+        "gpt2": (GPT2Config, GPT2LMHeadModel, {"bos_token_id": 0, "eos_token_id": 0}),
+        "gemma2": (Gemma2Config, Gemma2ForCausalLM, GROUPED | {"head_dim": 16, "attention_bias": True}),
+        "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GROUPED | {"head_dim": 16}),
+        "mixtral": (MixtralConfig, MixtralForCausalLM, GROUPED | {"num_local_experts": 4}),
     }[family]  # fmt: skip
-    grouped = {} if family == "neox" else {"num_key_value_heads": 2}
-    sizes = config(**SIZES, **grouped, num_hidden_layers=depth, tie_word_embeddings=False, attn_implementation="eager")
+    sizes = config(**SIZES, **own, num_hidden_layers=depth, tie_word_embeddings=False, attn_implementation="eager")
     return kind(sizes).eval().requires_grad_(False)
 
 
-def with_query_and_key_bias(family):
+def with_query_and_key_bias(family, sign=1.0):
     def change(model, block):
-        if family == "neox":
+        if family == "gpt2":
+            block.attn.c_attn.bias[:64] = 300.0
+        elif family == "neox":
             block.attention.query_key_value.bias.view(2, 3, -1)[:, :2] = 300.0
         else:
             block.self_attn.q_proj.bias.fill_(300.0)
-            block.self_attn.k_proj.bias.fill_(300.0)
+            block.self_attn.k_proj.bias.fill_(sign * 300.0)
 
     return change
 
@@ -116,9 +131,28 @@ def with_zeros(model, block):
     block.input_layernorm.epsilon = 1e-9
 
 
+def with_large_scaled_embedding(model, block):
+    """Gemma 3 multiplies what the table holds by the root of the width."""
+    model.model.embed_tokens.weight[60] = 2e4
+
+
+def with_large_experts(model, block):
+    for weight, size in zip(block.mlp.experts.parameters(), (300.0, 6e4), strict=True):
+        weight.mul_(size)
+    block.mlp.experts.down_proj.clamp_(-6e4, 6e4)
+
+
 CASES = {  # family, the change, the words of the place, the kind, whether only the window with token 60 overflows
     "QK^T of Qwen2": ("qwen2", with_query_and_key_bias("qwen2"), "QK^T in {block}.self_attn", "overflow", False),
     "QK^T of GPT-NeoX": ("neox", with_query_and_key_bias("neox"), "QK^T in {block}.attention", "overflow", False),
+    "QK^T of GPT-2": ("gpt2", with_query_and_key_bias("gpt2"), "QK^T in {block}.attn", "overflow", False),
+    "QK^T below a softcap": (  # tanh of -inf is -1: the output is finite
+        "gemma2", with_query_and_key_bias("gemma2", -1.0), "QK^T in {block}.self_attn", "overflow", False,
+    ),
+    "a scaled embedding": (
+        "gemma3", with_large_scaled_embedding, "mul in model.embed_tokens", "overflow", True,
+    ),
+    "experts": ("mixtral", with_large_experts, "{block}.mlp.experts", "overflow", False),
     "a projection": ("llama", with_large_down_projection, "{block}.mlp.down_proj", "overflow", False),
     "an activation": ("llama", with_large_activations, "mul in {block}.mlp", "overflow", False),
     "a stored weight of a block": (
@@ -241,6 +275,10 @@ def test_what_counts_as_an_overflow(function, words, execution):
 MENDED = {  # the cheapest plan that mends the case, and whether a larger epsilon does
     "QK^T of Qwen2": ("attention scores", False),
     "QK^T of GPT-NeoX": ("attention scores", False),
+    "QK^T of GPT-2": ("attention scores", False),
+    "QK^T below a softcap": ("model.layers.1.self_attn", False),  # its scores are not those of other models
+    "a scaled embedding": ("residual stream, model.embed_tokens", False),
+    "experts": ("residual stream, model.layers.1", False),
     "a projection": ("residual stream, model.layers.1", False),
     "an activation": ("model.layers.1.mlp", False),
     "a stored weight of a block": ("model.layers.1.mlp.up_proj", False),
@@ -300,3 +338,55 @@ def test_no_remedy_is_looked_for_where_nothing_overflows():
     low = lower(model, "fp16", "emulated")
     found = remedy.find(model, low, Adjoint(low, model)(TOKENS), TOKENS, "auto")
     assert found.places == {} and found.tried == [] and found.plan is None
+
+
+BUDGETS = {  # what is kept beside the remedy of "residual addition", an fp32 stream; whether the budget pays for that
+    "0 sites": (0, False), "2 sites": (1, True), "2 blocks": (1, True), "3 modules": (2, True),
+    "1 KB": (None, False), "40 KB": (None, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_plan_brings_windows_back_and_spends_the_rest(budget):
+    model, _, _, overflowing = case("residual addition", 2)
+    request = Request("embedded", "embedded", "fp16", budget, windows=3, length=16)
+    found = diagnosis.diagnose(request, Inputs(model, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None))
+    found.require_complete()
+    html, plan, known = " ".join(page.page(found).split()), found.plan, found.contributions
+    more, pays = BUDGETS[budget]
+    amount, unit = request.parsed_budget
+    assert plan.residual
+    if unit == "bytes":
+        assert (known.size(plan, unit) <= amount) == pays
+    assert [finite_by_hand(apply(model, plan), window) for window in TOKENS.split(1)] == [True] * 3
+    assert found.protected.mismatch.notna().all() and found.measured.mismatch.isna().tolist() == overflowing
+    assert (f"A budget of {budget} is too small" in html) != pays
+    assert "<b>residual stream</b>, which takes" in html and "still overflow" not in html
+    stream = known.keep(sites=["residual"])
+    if not pays:
+        assert known.vanishing(plan).tolist() == known.vanishing(stream).tolist()
+    elif more is not None:
+        units = [known.keep(**{unit: each}) for each in combinations(single_units(known, unit), more)]
+        best = min(known.remaining(known.together([stream, each])) for each in units)
+        assert known.remaining(plan) == pytest.approx(best, rel=1e-5)
+    else:
+        assert known.remaining(plan) < known.remaining(stream)
+
+
+def single_units(known, unit):
+    """What a budget of ``unit`` may keep."""
+    structure = known.structure
+    return {"sites": structure.sites, "blocks": range(len(structure.blocks)), "modules": structure.modules}[unit]
+
+
+def test_a_plan_beside_another_needs_a_budget_for_it():
+    model = made("llama", 2)
+    known = Contributions(model, Adjoint(lower(model, "fp16", "emulated"), model)(TOKENS))
+    stream = known.keep(sites=["residual"])
+    with pytest.raises(ValueError, match="the budget must pay for residual, 1 sites, got 0: raise it"):
+        known.plan(0, "sites", beside=stream)
+    assert known.plan(1, "sites", beside=stream).modules == stream.modules
+    size = known.size(stream, "bytes")
+    assert known.plan(size, "bytes", beside=stream).residual
+    with pytest.raises(ValueError, match="the budget must pay for residual"):
+        known.plan(size - 1, "bytes", beside=stream)

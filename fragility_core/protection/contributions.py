@@ -140,7 +140,7 @@ class Contributions:
         """
         return self.priced(self._plan(modules, blocks, sites, label))
 
-    def plan(self, budget: int, unit: str = "blocks") -> Plan:
+    def plan(self, budget: int, unit: str = "blocks", beside: Plan | None = None) -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
 
         ``unit`` is one of
@@ -149,8 +149,10 @@ class Contributions:
         - "bytes" of parameters and of the residual stream of one window: whatever of all modules, "residual" and
           "scores" fits. Scores take no bytes.
 
-        Raises ValueError for another unit, for a budget that is no whole number or negative, and for a budget that
-        exceeds the number of units.
+        It keeps what the plan ``beside`` keeps, too, and the budget pays for that first (``size``).
+
+        Raises ValueError for another unit, for a budget that is no whole number or negative, for one that exceeds the
+        number of units, and for one below the size of ``beside``.
         """
         if unit not in UNITS:
             raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
@@ -161,12 +163,32 @@ class Contributions:
         count = budget if unit == "bytes" else len(getattr(self.structure, unit))
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
+        if beside is not None:
+            return self._plan_beside(beside, budget, unit)
         units = self._single_units(unit)
         taken = self._knapsack(units, by_bytes=unit == "bytes").least_error(8 * budget if unit == "bytes" else budget)
         chosen = np.flatnonzero(taken[: len(units)])
         if unit in ("blocks", "sites"):
             return self.keep(**{unit: [self._names(unit)[i] for i in chosen]})
         return self.priced(self.together([units[i] for i in chosen]))
+
+    def _plan_beside(self, beside: Plan, budget: int, unit: str) -> Plan:
+        """The best plan for the ``budget`` among those that keep what ``beside`` keeps."""
+        if (needed := self.size(beside, unit)) > budget:
+            raise ValueError(f"the budget must pay for {beside.label}, {needed} {unit}, got {budget}: raise it")
+        units = [beside, *self._single_units(unit)]
+        knapsack, most = replace(self._knapsack(units, by_bytes=unit == "bytes"), alternatives=[[0]]), 8 * budget
+        if unit != "bytes":
+            knapsack, most = replace(knapsack, sizes=np.array([needed, *knapsack.sizes[1:]])), budget
+        taken = knapsack.least_error(most)
+        chosen = [units[i] for i in np.flatnonzero(taken[: len(units)])]
+        return self.priced(replace(self.together(chosen), label=", ".join(each.label for each in chosen)))
+
+    def size(self, plan: Plan, unit: str) -> int:
+        """How much of a budget of ``unit`` a ``plan`` takes that is no choice among such units: one for each part."""
+        if unit == "bytes":
+            return self.priced(plan).parameter_bytes + self.stream_bytes * self.length * plan.residual
+        return len(plan.modules) + plan.residual + plan.scores
 
     def _names(self, unit: str) -> list:
         """What ``keep`` calls the blocks or the sites."""

@@ -23,7 +23,7 @@ from fragility_lab.diagnosis.means import (
     means,
     nats,
 )
-from fragility_lab.diagnosis.plans import price, snippet
+from fragility_lab.diagnosis.plans import of_mending, price, snippet
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures_diagnosis
@@ -134,6 +134,7 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
         "overflowing": [] if windows is None else windows[windows.overflow != ""],
         "leave_range": windows is not None and not windows.overflow.str.startswith(NO_OVERFLOW).all(),
         "still_overflowing": still,
+        **of_mending(diagnosis),
         "effects": effects(measured, known["protected"]) if measures else [],
         "schemes": diagnosis.choices is not None,
         "helps": helps(diagnosis),

@@ -11,7 +11,7 @@ from fragility_core.protection.bits import Choices
 from fragility_lab import paths
 from fragility_lab.diagnosis.found import Diagnosis
 from fragility_lab.diagnosis.means import TARGETS, helps, in_unit, writer
-from fragility_lab.diagnosis.remedy import WHOLE, WIDE
+from fragility_lab.diagnosis.remedy import WHOLE, WIDE, mending
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
@@ -100,6 +100,16 @@ def budgets_figure(diagnosis: Diagnosis) -> str:
     return uri(figures_diagnosis.budgets(bits, label, predicted, measured, target))
 
 
+def of_mending(diagnosis: Diagnosis) -> dict:
+    """What the plan keeps to bring windows back that overflow, and how much of the budget that takes."""
+    known, (budget, unit) = diagnosis.contributions, diagnosis.request.parsed_budget
+    if known is None or diagnosis.request.mixes or (plan := mending(diagnosis.remedy, known)) is None:
+        return {"mending": None}
+    size = known.size(plan, unit)
+    needed = quantity(size) if unit == "bytes" else f"{size} {unit if size != 1 else unit[:-1]}"
+    return {"mending": plan, "needed": needed, "too_small": size > budget}
+
+
 def of_plan(diagnosis: Diagnosis, known: dict) -> dict:
     """The plan, its price, and what other budgets give."""
     request, plan, choices = diagnosis.request, diagnosis.plan, diagnosis.choices
@@ -112,6 +122,7 @@ def of_plan(diagnosis: Diagnosis, known: dict) -> dict:
         "price": price(plan),
         "snippet": snippet(request, plan, diagnosis.attention),
         "alternatives": alternatives(diagnosis.contributions, write),
+        **of_mending(diagnosis),
         "absent": [site for site in request.kept if site not in diagnosis.contributions.structure.sites],
         "schemes": [] if choices is None else schemes_of(plan, choices),
         "kept_parts": [] if choices is None else kept_parts(plan, choices),

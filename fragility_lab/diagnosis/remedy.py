@@ -88,6 +88,30 @@ def left_range(low: LowPrecision, tokens: Tensor) -> Overflow | None:
     return place
 
 
+def mending(remedy: Remedy | None, contributions: Contributions) -> Plan | None:
+    """The plan of the ``remedy`` with its prediction, if it keeps parts in fp32; else None."""
+    plan = None if remedy is None else remedy.plan
+    return contributions.priced(plan) if plan is not None and plan.format == contributions.recipe.name else None
+
+
+def with_remedy(
+    contributions: Contributions, remedy: Remedy | None, budget: tuple[int, str], tokens: Tensor, execution: str
+) -> Plan:  # fmt: skip
+    """The plan for the ``budget``, an amount and a unit, that brings back the windows of ``tokens`` that overflow.
+
+    It is the remedy alone if the budget does not pay for more, or if more makes one of these windows overflow.
+    """
+    alone = mending(remedy, contributions)
+    if alone is None:
+        return contributions.plan(*budget)
+    if contributions.size(alone, budget[1]) > budget[0]:
+        return alone
+    plan = contributions.plan(*budget, beside=alone)
+    calibrating = tokens if needs_calibration(contributions.recipe) else None
+    ladder = Ladder(contributions, tokens[list(remedy.places)].split(1), execution, calibrating)
+    return alone if ladder.left(ladder.applied(plan)) else plan
+
+
 class Ladder:
     """Plans for the model of ``contributions`` from cheap to dear, each run over ``windows`` that overflow."""
 
@@ -148,11 +172,19 @@ class Ladder:
         if not format:
             plan = replace(self.contributions.priced(plan), predicted=None)
         try:
-            low = apply(self.model, plan, "auto" if format else self.execution, self.calibrating)
+            low = self.applied(plan, "auto" if format else self.execution)
         except ValueError:  # the plan is not in force in this model
             return
+        yield Attempt(plan, self.left(low))
+
+    def applied(self, plan: Plan, execution: str = "") -> LowPrecision:
+        """The model with ``plan``. Raises ValueError for a plan that is not in force."""
+        return apply(self.model, plan, execution or self.execution, self.calibrating)
+
+    def left(self, low: LowPrecision) -> Overflow | None:
+        """Where the first window that leaves the range does so; None if none does."""
         places = (left_range(low, window) for window in self.windows)
-        yield Attempt(plan, next((place for place in places if place is not None), None))
+        return next((place for place in places if place is not None), None)
 
 
 def raised_epsilon(

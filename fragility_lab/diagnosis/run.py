@@ -121,7 +121,8 @@ def choose_plan(work: Work) -> None:
         found.planned = pd.Series(choices.predict(found.choice), index=choices.windows)
         found.plan = choices.plan(found.choice)
     else:
-        plan = found.contributions.plan(*request.parsed_budget)
+        budget = request.parsed_budget
+        plan = remedy.with_remedy(found.contributions, found.remedy, budget, work.tokens, request.execution)
         found.planned = found.contributions.predict(plan).set_index("window").predicted
         found.plan = plan
 
