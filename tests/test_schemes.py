@@ -1,6 +1,7 @@
 """Schemes against numbers in exact arithmetic, and recipes by name; tests/peers has the comparison with libraries."""
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 import hypothesis.strategies as st
@@ -92,6 +93,15 @@ def test_bits_count_the_scales():
     assert {name: RECIPES[name].linear.weights.bits for name in bits} == bits
     assert RECIPES["fp8-block"].linear.weights.bits == 8 + 32 / 128**2
     assert RECIPES["w4a16-zero-g128"].linear.weights.bits == 4 + (16 + 4) / 128
+
+
+@pytest.mark.parametrize("name", ["w3a16-g64", "w4a16-g32", "w4a16-g128", "w8a16-g128"])
+def test_a_scale_in_16_bits_hardly_changes_the_error(name):
+    """Numbers are rounded under the stored scale, so that its own rounding only moves the steps."""
+    scheme = RECIPES[name].linear.weights
+    x = torch.randn(500, 512, generator=torch.Generator().manual_seed(0))
+    exact, stored = ((s.round(x) - x).square().sum().item() for s in (scheme, replace(scheme, scale="bf16")))
+    assert exact != stored and abs(stored / exact - 1) < 0.03
 
 
 @pytest.mark.parametrize(

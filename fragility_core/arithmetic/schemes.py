@@ -101,8 +101,9 @@ class Scheme:
     def scale_bits(self) -> int:
         """Bits of a scale as engines store it: those of groups in fp16 or bf16 where they are computed in fp32 here.
 
-        So do compressed-tensors, GPTQ and AWQ; scales of blocks stay in fp32, as in DeepSeek-V3's checkpoints. To store
-        a scale in fp16 changes it by 2^-11 at most, which no scheme here rounds.
+        compressed-tensors stores them in the dtype of the weights, GPTQ and AWQ in fp16; scales of blocks stay in fp32,
+        as in DeepSeek-V3's checkpoints. ``round`` leaves the scale "fp32" as it is. Engines round it first, by 2^-9 of
+        itself at most in bf16, and then the numbers under it, which moves the steps but hardly the error.
         """
         return 16 if self.granularity == "group" and self.scale == "fp32" else SCALES[self.scale]
 

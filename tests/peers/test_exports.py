@@ -6,7 +6,13 @@ import json
 import modelopt.torch.quantization as mtq
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+    initialize_module_for_quantization,
+)
 from torchao.core.config import config_from_dict
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
@@ -15,7 +21,14 @@ from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import RECIPES
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
-from fragility_core.protection.export import compressed_tensors, layers_of, modelopt, modules_to_not_convert, torchao
+from fragility_core.protection.export import (
+    arguments,
+    compressed_tensors,
+    layers_of,
+    modelopt,
+    modules_to_not_convert,
+    torchao,
+)
 
 CONFIG = LlamaConfig(
     hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -98,6 +111,17 @@ def test_torchao_quantizes_the_layers_of_the_plan(plan, model):
     weights = {path: module.weight for path, module in model.named_modules() if path in before}
     changed = {path for path, weight in weights.items() if type(weight.data) is not before[path]}
     assert changed == quantized(plan, model)
+
+
+@pytest.mark.parametrize("name", ["w3a16-g64", "w4a16-g32", "w8a16-g128", "w4a16-zero-g128", "mxfp4-w", "nvfp4-w"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_groups_are_stored_in_as_many_bits_as_are_counted(name, dtype):
+    scheme, layer = RECIPES[name].linear.weights, torch.nn.Linear(256, 64, bias=False).to(dtype)
+    given = QuantizationArgs(**arguments(scheme, dynamic=False))
+    initialize_module_for_quantization(layer, QuantizationScheme(targets=["Linear"], weights=given))
+    stored = given.scale_dtype or layer.weight_scale.dtype
+    assert 8 * stored.itemsize == scheme.scale_bits
+    assert layer.weight_scale.shape == (64, 256 // scheme.size)
 
 
 def test_transformers_leaves_the_named_modules_alone(model):
