@@ -98,6 +98,35 @@ def test_local_terms_by_definition():
         np.testing.assert_allclose(terms[name], values, rtol=1e-13, err_msg=name)
 
 
+@pytest.mark.parametrize("reading", LAYERNORM_TERMS)
+def test_local_terms_with_norms_behind_the_branches(reading):
+    """Everything before such a norm goes through it; the norm itself is one more kernel of the remainder."""
+    plain, windows = statistics(1, 2, 3)
+    kinds = ("variance", ""), ("gamma", "_max"), ("input", "_norm"), ("path", "_norm")
+    renamed = {f"{name}_{n}{end}": f"{name}_{n}_out{end}" for n in (1, 2) for name, end in kinds}
+    behind = statistics(2, 2, 3)[0][[*renamed]].rename(columns=renamed).assign(epsilon_1_out=1e-6, epsilon_2_out=1e-6)
+    layers = plain.join(behind)
+    before, after = (local_terms(rows, 2.0**-8, Estimator(reading)) for rows in (plain, layers))
+    first, second = (
+        layers[f"gamma_{n}_out_max"] * (1e-6 + 2 * layers[f"variance_{n}_out"])
+        / (layers[f"variance_{n}_out"] + 1e-6) ** 1.5
+        for n in (1, 2)
+    )  # fmt: skip
+    attention_out = plain.attention_out_weight_norm * plain.context_norm
+    kernels = layernorm_term(layers, "1_out", reading) + layernorm_term(layers, "2_out", reading)
+    want = {
+        "attention_term": first * before.attention_term,
+        "layernorm_term": first * before.layernorm_1_term + second * before.layernorm_2_term,
+        "remainder_term": first * attention_out + second * (before.remainder_term - attention_out) + kernels,
+        "transport": before.transport,  # of norms of what the branches add
+    }
+    for name, values in want.items():
+        np.testing.assert_allclose(after[name], values, rtol=1e-10, err_msg=name)
+    without = layers.drop(columns=["variance_1", "variance_2"])
+    assert (local_terms(without, 2.0**-8, Estimator(reading)).layernorm_term == 0).all()
+    assert score(without, windows, 2.0**-8, Estimator(reading))[1].combined.notna().all()
+
+
 def test_readings_of_the_layernorm_term():
     layers, _ = statistics(0, 1, 2)
     factor = theory.layernorm_factor(layers.variance_1, 1e-5)

@@ -48,15 +48,17 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """One pre-norm residual block, its sublayers in sequence or in parallel.
+    """One residual block with norms inside its branches, its sublayers in sequence or in parallel.
 
     In sequence: h -> r = h + attention(norm_1(h)) -> r + mlp(norm_2(r)). In parallel: h -> h + attention(norm_1(h)) +
     mlp(norm_2(h)), where ``norm_2`` may be ``norm_1`` itself. ``mlp_in`` holds all linear layers that read the output
-    of norm_2: in a gated MLP, activation(gate) * up, those of gate and up.
+    of norm_2: in a gated MLP, activation(gate) * up, those of gate and up. Where there is an ``out_norm_1`` or
+    ``out_norm_2``, a branch adds that norm of its result (Gemma 2 and 3). Such a block in sequence may lack norm_1 and
+    norm_2, which are None then (OLMo 2).
     """
 
     module: nn.Module
-    norm_1: Norm
+    norm_1: Norm | None
     attention: nn.Module
     query: Projection
     key: Projection
@@ -65,22 +67,36 @@ class Block:
     score_scaling: float  # scores are Q K^T times this
     head_norms: dict[str, Norm]  # norms of "query" and "key" heads; empty where there are none
     attention_out: nn.Module
-    norm_2: Norm
+    norm_2: Norm | None
     mlp_in: Projection
     activation: nn.Module
     up: Projection | None  # what the activation is multiplied by in a gated MLP
     mlp_out: nn.Module
     parallel: bool
+    out_norm_1: Norm | None = None
+    out_norm_2: Norm | None = None
+
+    @property
+    def norms(self) -> dict[str, Norm]:
+        """The norms that the block has, by site: "1" and "2" before attention and MLP, "1_out" and "2_out" behind."""
+        sites = {"1": self.norm_1, "2": self.norm_2, "1_out": self.out_norm_1, "2_out": self.out_norm_2}
+        return {site: norm for site, norm in sites.items() if norm is not None}
+
+    @property
+    def width(self) -> int:
+        """d_model."""
+        return next(iter(self.norms.values())).gamma.numel()
 
 
 def blocks(model: PreTrainedModel) -> list[Block]:
     """The residual blocks of a decoder, with or without a head, found by one pass over one token.
 
-    A block has a LayerNorm or RMSNorm before each sublayer. Its attention goes through transformers' attention
-    interface and has one output projection; queries may be grouped, position embeddings are of any kind. Its MLP is of
-    linear layers, gated or not. GPT-2, OPT, GPT-NeoX, Phi, Llama, Mistral, Qwen and Gemma have such blocks. Raises
-    TypeError for another architecture, naming what it lacks (post-norm and sandwich-norm blocks, mixtures of experts,
-    cross-attention), and for a model of which parts are kept in fp32.
+    A block has a LayerNorm or RMSNorm before each sublayer, behind it, or both. Its attention goes through
+    transformers' attention interface and has one output projection; queries may be grouped, position embeddings are of
+    any kind. Its MLP is of linear layers, gated or not. GPT-2, OPT, GPT-NeoX, Phi, Llama, Mistral, Qwen, Gemma and
+    OLMo 2 have such blocks.
+    Raises TypeError for another architecture, naming what it lacks (norms of the residual stream itself, mixtures of
+    experts, cross-attention), for blocks of which some have other norms, and for a model of which parts are in fp32.
     """
     base = model.base_model
     dtypes = sorted({str(p.dtype) for p in base.parameters() if p.is_floating_point()})
@@ -103,7 +119,10 @@ def blocks(model: PreTrainedModel) -> list[Block]:
     calls = one_token_pass(base, found)
     ran = [module for module in found if module in calls[module]]  # not the blocks of a vision tower
     _require_attention(base, ran)
-    return [_Reading(module, calls[module], config.num_attention_heads).block() for module in ran]
+    read = [_Reading(module, calls[module], config.num_attention_heads).block() for module in ran]
+    if len(kinds := {tuple(block.norms) for block in read}) > 1:
+        raise TypeError(f"the score needs the same norms in all blocks of {type(base).__name__}, got {sorted(kinds)}")
+    return read
 
 
 def _require_attention(base: nn.Module, found: list[nn.Module]) -> None:
@@ -138,8 +157,9 @@ class _Reading:
             )
 
     def block(self) -> Block:
-        norm_1, norm_2 = self.norm_before_attention(), self.norm_before_mlp()
-        parallel = self.is_parallel(norm_2)
+        outs = [self.norm_behind(linears[-1:]) for linears in (self.projections, self.mlp)]
+        norm_1, norm_2 = self.norm_before_attention(outs[0]), self.norm_before_mlp(outs[1])
+        parallel = self.is_parallel(norm_2, *outs)
         heads = self.heads_projections()
         *mlp_in, mlp_out = self.mlp
         activation, up = self.activation_and_up()
@@ -157,16 +177,26 @@ class _Reading:
             up=up,
             mlp_out=mlp_out,
             parallel=parallel,
+            out_norm_1=outs[0],
+            out_norm_2=outs[1],
         )
 
-    def norm_before_attention(self) -> Norm:
+    def norm_behind(self, outs: list[nn.Module]) -> Norm | None:
+        """The norm of what the projection in ``outs`` returns, if there is one."""
+        return next((n for m, n in self.norms.items() for out in outs if self.feeds(out, [m])), None)
+
+    def norm_before_attention(self, out_norm: Norm | None) -> Norm | None:
         h, *linears = self.calls[self.module].input, *self.projections[:-1]
         found = [n for m, n in self.norms.items() if reads(self.calls[m], h) and self.feeds(m, linears)]
+        if not found and out_norm and all(reads(self.calls[m], h) for m in linears):
+            return None
         self.require(found, "a LayerNorm or RMSNorm between the block's input and the attention's projections")
         return found[0]
 
-    def norm_before_mlp(self) -> Norm:
+    def norm_before_mlp(self, out_norm: Norm | None) -> Norm | None:
         found = [n for m, n in self.norms.items() if self.feeds(m, self.mlp[:-1])]
+        if not found and out_norm:
+            return None
         self.require(found, "a LayerNorm or RMSNorm before the linear layers of an MLP")
         return found[0]
 
@@ -174,13 +204,15 @@ class _Reading:
         """Whether there are ``readers``, and all of them read what ``module`` returned."""
         return bool(readers) and all(reads(self.calls[m], self.calls[module].output) for m in readers)
 
-    def is_parallel(self, norm_2: Norm) -> bool:
+    def is_parallel(self, norm_2: Norm | None, *out_norms: Norm | None) -> bool:
         """Whether the MLP reads the block's input. Raises TypeError unless the residual sums are those of a block."""
         h, output = self.calls[self.module].input, self.calls[self.module].output
-        a, m = self.calls[self.projections[-1]].output, self.calls[self.mlp[-1]].output
-        parallel = reads(self.calls[norm_2.module], h)
+        ends = [norm.module if norm else out for norm, out in zip(out_norms, (self.projections[-1], self.mlp[-1]))]
+        a, m = (self.calls[end].output for end in ends)
+        second = self.calls[norm_2.module if norm_2 else self.mlp[0]]
+        parallel = norm_2 is not None and reads(second, h)
         self.require(
-            parallel or agree(self.calls[norm_2.module].input, h, a),
+            parallel or agree(second.input, h, a),
             "a second norm that reads h + attention(norm(h)) or, in a parallel block, h",
         )
         self.require(agree(output, h, a, m), "an output h + attention(norm(h)) + mlp(norm(...)), h the input")

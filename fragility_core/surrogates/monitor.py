@@ -5,7 +5,7 @@ and probabilities. Statistics accumulate on the device in fp32 (``reductions`` n
 per batch, one value per window and block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache, partial
 
@@ -34,6 +34,9 @@ from fragility_core.theory import mismatch
 
 # Values for blocks without norms of queries and keys, or without a gated MLP: they leave the transport unchanged.
 NEUTRAL = {"query_gain": 1.0, "key_gain": 1.0, "up_max": 1.0, "activated_max": 0.0}
+
+# Norms whose output's norm the score reads, by site; that of norm_1 it does not need.
+READ = {"2": "norm_2_norm", "1_out": "attention_norm", "2_out": "mlp_norm"}
 
 
 @lru_cache(maxsize=1024)
@@ -93,8 +96,8 @@ class PassRecord:
             norms[name] = whole_norm(torch.stack(each))
         return values | norms | {name: value.to(device) for name, value in self.large.items()}
 
-    def statistics(self, epsilons: Tensor, width: int) -> dict[str, Tensor]:
-        """All statistics, (L, B) each, from the ``epsilons`` (L, 2) of the two norms and ``width`` = d_model.
+    def statistics(self, epsilons: Tensor, sites: Sequence[str], width: int) -> dict[str, Tensor]:
+        """All statistics, (L, B) each, from the ``epsilons`` (L, N) of the norms at ``sites`` and ``width`` = d_model.
 
         Kernels over small tensors run once for all blocks.
         """
@@ -106,10 +109,10 @@ class PassRecord:
         parts = samples.split(max(1, 2**19 // samples[0].numel()))  # several blocks, as many as fit a CPU's cache
         sensitivities = [reductions.softmax_sensitivity_estimate(part).amax((-2, -1)) for part in parts]
         stacked["softmax_sensitivity"] = torch.cat(sensitivities)
-        for site in ("1", "2"):
+        for number, site in enumerate(sites):
             mean, scale = stacked.pop(f"mean_{site}"), stacked.pop(f"scale_{site}")  # (L, B, T)
             # The kernel's scale is 1 / sqrt(sigma^2 + epsilon).
-            variance = (scale**-2 - epsilons[:, int(site) - 1, None, None]).clamp_min(0)
+            variance = (scale**-2 - epsilons[:, number, None, None]).clamp_min(0)
             stacked[f"input_{site}_norm"] = (width * (variance + mean**2)).sum(-1).sqrt()
             stacked[f"variance_{site}"] = variance.mean(-1)
             stacked[f"variance_{site}_min"] = variance.amin(-1)
@@ -246,9 +249,9 @@ class Monitor:
                 stack.callback(observers.pop, block.attention, None)
             stack.enter_context(self.running())
             hidden, logits = hidden_and_logits(self.model, tokens) if loss else (final_hidden(self.model, tokens), None)
-        epsilons = torch.tensor([[b.norm_1.eps, b.norm_2.eps] for b in self.blocks], pin_memory=hidden.is_cuda)
+        epsilons = torch.tensor([[n.eps for n in b.norms.values()] for b in self.blocks], pin_memory=hidden.is_cuda)
         epsilons = epsilons.to(hidden.device, non_blocking=True)
-        statistics = record.statistics(epsilons, self.blocks[0].norm_1.gamma.numel())
+        statistics = record.statistics(epsilons, [*self.blocks[0].norms], self.blocks[0].width)
         if self.power_iteration:
             with observing_attention(self.model):
                 norms = [jacobian_norm(block, call) for block, call in zip(self.blocks, record.calls)]
@@ -266,7 +269,7 @@ class Monitor:
         per_block = torch.stack(list(statistics.values())).flatten()
         values = torch.cat(together([per_block, *window.values()])).cpu().double().numpy()
         columns = values[: per_block.numel()].reshape(-1, depth, batch).transpose(0, 2, 1).reshape(-1, batch * depth)
-        epsilons = {f"epsilon_{site}": [getattr(b, f"norm_{site}").eps for b in self.blocks] for site in (1, 2)}
+        epsilons = {f"epsilon_{site}": [b.norms[site].eps for b in self.blocks] for site in self.blocks[0].norms}
         layers = pd.DataFrame(
             {"window": np.repeat(np.arange(batch), depth), "layer": np.tile(np.arange(depth), batch)}
             | dict(zip(statistics, columns))
@@ -302,10 +305,15 @@ class Monitor:
 
         if self.power_iteration:
             yield block.module.register_forward_pre_hook(record.call, with_kwargs=True)
-        yield observe(block.norm_1.module, partial(norm_site, block.norm_1, "1"))
         yield observe(block.attention_out, attention_site)
-        yield observe(block.norm_2.module, partial(norm_site, block.norm_2, "2"))
         yield observe(block.mlp_out, partial(linear_site, "activation_norm", "mlp_norm"))
+        for site, norm in block.norms.items():  # a norm behind a sublayer writes what the branch adds after it
+            yield observe(norm.module, partial(norm_site, norm, site))
+        if block.norm_1 is None:
+            yield observe(block.query.modules[0], lambda x, _: {"input_1_norm": segment_norms(x)})
+        if block.norm_2 is None:
+            names = "input_2_norm", "norm_2_norm"
+            yield observe(block.mlp_in.modules[0], lambda x, _: dict.fromkeys(names, segment_norms(x)))
         for heads, norm in block.head_norms.items():
             yield observe(norm.module, partial(head_norm_site, heads, norm))
         if block.up is not None:
@@ -320,11 +328,11 @@ def jacobian_norm(block: Block, call: tuple) -> Tensor:
 
 
 def norm_site(norm: Norm, site: str, x: Tensor, output: Tensor) -> dict[str, Tensor]:
-    """Mean and scale of ``x`` (B, T, d_model) in the ``norm`` before sublayer ``site``, and norms of its results."""
+    """Mean and scale of ``x`` (B, T, d_model) in the ``norm`` at ``site`` of ``Block.norms``, and norms of results."""
     path, mean, scale = normalization_path(norm, x)
     measured = {f"mean_{site}": mean, f"scale_{site}": scale, f"path_{site}_norm": segment_norms(path)}
-    if site == "2":  # the score does not need the norm of norm_1's output
-        measured["norm_2_norm"] = segment_norms(output)
+    if site in READ:
+        measured[READ[site]] = segment_norms(output)
     return measured
 
 

@@ -34,8 +34,8 @@ class Estimator(NamedTuple):
     transport: str = "release"
 
 
-def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
-    """M_LN of norm ``site`` (1 or 2) of every row (Section 5.1 (`subsec:bgss_estimation`)).
+def layernorm_term(layers: pd.DataFrame, site: int | str, reading: str) -> pd.Series:
+    """M_LN of the norm at ``site`` (``Block.norms``) of every row (Section 5.1 (`subsec:bgss_estimation`)).
 
     Where the norm is an RMSNorm, the column of the variance holds the mean square (see ``theory.layernorm``).
     Raises ValueError for an unknown ``reading``.
@@ -48,43 +48,63 @@ def layernorm_term(layers: pd.DataFrame, site: int, reading: str) -> pd.Series:
     raise ValueError(f"the LayerNorm term must be one of {', '.join(LAYERNORM_TERMS)}, got {reading!r}")
 
 
-def remainder_term(layers: pd.DataFrame) -> pd.Series:
+def out_gain(layers: pd.DataFrame, branch: int) -> pd.Series | float:
+    """By what the norm behind sublayer ``branch`` (1 or 2) multiplies errors of its input at most; 1 without one.
+
+    This is the bound max|gamma| f(epsilon) of its Jacobian from which M_LN is made (Appendix A.4 (`app:ln-proof`)).
+    """
+    if f"variance_{branch}_out" not in layers:
+        return 1.0
+    factor = theory.layernorm_factor(layers[f"variance_{branch}_out"], layers[f"epsilon_{branch}_out"])
+    return layers[f"gamma_{branch}_out_max"] * factor
+
+
+def remainder_term(layers: pd.DataFrame, reading: str = "release") -> pd.Series:
     """M_eff of every row: ||W|| ||input|| of W_O, W_in and W_out, summed (Appendix A.7 (`app:estimation`)).
 
-    The paper also counts "the epsilon-independent LayerNorm tail" (the addition of beta). The release leaves the
-    tail out, and so does this function.
+    A norm behind a sublayer is one more kernel, with its M_LN in the given ``reading``, and multiplies the others of
+    its branch by its gain. The paper also counts "the epsilon-independent LayerNorm tail" (the addition of beta). The
+    release leaves the tail out, and so does this function.
     """
     return theory.remainder_magnitude(
-        layers.attention_out_weight_norm * layers.context_norm,
-        layers.mlp_in_weight_norm * layers.norm_2_norm,
-        layers.mlp_out_weight_norm * layers.activation_norm,
+        layers.attention_out_weight_norm * layers.context_norm * out_gain(layers, 1),
+        layers.mlp_in_weight_norm * layers.norm_2_norm * out_gain(layers, 2),
+        layers.mlp_out_weight_norm * layers.activation_norm * out_gain(layers, 2),
+        *(layernorm_term(layers, f"{n}_out", reading) for n in (1, 2) if f"variance_{n}_out" in layers),
     )
 
 
 def local_terms(layers: pd.DataFrame, unit_roundoff: float, estimator: Estimator) -> pd.DataFrame:
     """kappa_softmax, chi_score, A, M_LN, M_eff, rho_LN and rho of every row (Section 5.1 (`subsec:bgss_estimation`)).
 
-    They depend on the block's own statistics alone. rho_LN is the larger one of the block's two norms.
+    They depend on the block's own statistics alone. rho_LN is the largest one of the block's norms. Terms of a branch
+    with a norm behind it are multiplied by that norm's gain (protocol section 3).
     """
     s = layers
     kappa = theory.kappa_softmax(s.score_norm, s.probability_norm, s.softmax_sensitivity)
     chi = theory.chi_score(s.query_norm, s.key_norm, s.probability_norm, s.head_width, s.softmax_sensitivity)
-    layernorm = [layernorm_term(s, site, estimator.layernorm) for site in (1, 2)]
+    layernorm = [
+        layernorm_term(s, n, estimator.layernorm) * out_gain(s, n) if f"variance_{n}" in s else 0.0 * s.d_model
+        for n in (1, 2)
+    ]
     if "shared_norm" in s:  # one norm before both sublayers errs once
         layernorm[1] = layernorm[1].mask(s.shared_norm, 0.0)
     ratios = [
-        theory.layernorm_ratio(s[f"variance_{site}"], s[f"epsilon_{site}"], s.d_model, unit_roundoff) for site in (1, 2)
+        theory.layernorm_ratio(s[f"variance_{site}"], s[f"epsilon_{site}"], s.d_model, unit_roundoff)
+        for site in ("1", "2", "1_out", "2_out")
+        if f"variance_{site}" in s
     ]
     return pd.DataFrame(
         {
             "kappa_softmax": kappa,
             "chi_score": chi,
             "kappa_value": theory.kappa_value(s.probability_norm, s.value_spectral_norm, s.context_norm),
-            "attention_term": theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm),
+            "attention_term": theory.attention_magnitude(kappa, chi, s.probability_norm, s.value_spectral_norm)
+            * out_gain(s, 1),
             "layernorm_1_term": layernorm[0],
             "layernorm_2_term": layernorm[1],
             "layernorm_term": layernorm[0] + layernorm[1],
-            "remainder_term": remainder_term(s),
+            "remainder_term": remainder_term(s, estimator.layernorm),
             # pandas' max would skip a NaN, and an overflow must stay visible.
             "layernorm_ratio": pd.concat(ratios, axis=1).max(axis=1, skipna=False),
             "transport": residual_transport(s, estimator.transport),

@@ -38,16 +38,15 @@ def release_transport(layers: pd.DataFrame) -> pd.Series:
 def operator_norm_transport(layers: pd.DataFrame) -> pd.Series:
     """Upper bound of ||J_f||_2 from the norms of a block's parts (Appendix A.7 (`app:estimation`), option ii).
 
-    LayerNorm: max|gamma| / sqrt(min sigma^2 + epsilon). Attention: the sum of the bounds for the differentials of P
-    and of V. It uses ||J(p)|| <= 1/2, and the Frobenius norm over all heads in place of each head's spectral norm.
-    Rotations of queries and keys change no norm; norms of queries and keys multiply by their gain. Gated MLP: the
-    product act(gate) up changes by at most sqrt(L^2 max|up|^2 + max|act(gate)|^2) times the change of (gate, up).
+    Norms before and behind a sublayer: max|gamma| / sqrt(min sigma^2 + epsilon). Attention: the sum of the bounds for
+    the differentials of P and of V. It uses ||J(p)|| <= 1/2, and the Frobenius norm over all heads in place of each
+    head's spectral norm. Rotations of queries and keys change no norm; norms of queries and keys multiply by their
+    gain. Gated MLP: the product act(gate) up changes by at most sqrt(L^2 max|up|^2 + max|act(gate)|^2) times the change
+    of (gate, up).
 
     Two inputs may lie below the exact norms: ||V||_2, an estimate (by at most 0.4 %), and the weight norms after
     ``Monitor.follow``, which are Ritz values. With the latter this is an estimate and no upper bound.
     """
-    norm_1 = layers.gamma_1_max / (layers.variance_1_min + layers.epsilon_1) ** 0.5
-    norm_2 = layers.gamma_2_max / (layers.variance_2_min + layers.epsilon_2) ** 0.5
     query, key = (layers[f"{heads}_weight_norm"] * layers.get(f"{heads}_gain", 1.0) for heads in ("query", "key"))
     change_of_scores = layers.key_norm * query + layers.query_norm * key
     through_scores = 0.5 * layers.score_scaling * layers.value_spectral_norm * change_of_scores
@@ -57,7 +56,15 @@ def operator_norm_transport(layers: pd.DataFrame) -> pd.Series:
     if "up_max" in layers:
         slope = np.hypot(slope * layers.up_max, layers.activated_max)
     mlp = layers.mlp_out_weight_norm * slope * layers.mlp_in_weight_norm
-    return block_gain(layers, norm_1 * attention, norm_2 * mlp)
+    norms = {site: norm_gain(layers, site) for site in ("1", "2", "1_out", "2_out")}
+    return block_gain(layers, norms["1"] * attention * norms["1_out"], norms["2"] * mlp * norms["2_out"])
+
+
+def norm_gain(layers: pd.DataFrame, site: str) -> pd.Series | float:
+    """Bound max|gamma| / sqrt(min sigma^2 + epsilon) of the norm at ``site`` (``Block.norms``); 1 for none."""
+    if f"variance_{site}" not in layers:
+        return 1.0
+    return layers[f"gamma_{site}_max"] / (layers[f"variance_{site}_min"] + layers[f"epsilon_{site}"]) ** 0.5
 
 
 def residual_transport(layers: pd.DataFrame, estimator: str) -> pd.Series:

@@ -35,8 +35,8 @@ def matrices(block: Block) -> dict[str, Tensor]:
 
 
 def largest_gammas(block: Block) -> dict[str, Tensor]:
-    """The largest |gamma| of the two norms of a block."""
-    return {f"gamma_{site}_max": getattr(block, f"norm_{site}").gamma.abs().amax() for site in (1, 2)}
+    """The largest |gamma| of each norm of a block."""
+    return {f"gamma_{site}_max": norm.gamma.abs().amax() for site, norm in block.norms.items()}
 
 
 class WeightStatistics:
@@ -56,7 +56,7 @@ class WeightStatistics:
                 b.head_width if math.isclose(b.score_scaling, b.head_width**-0.5) else b.score_scaling**-2
                 for b in blocks
             ],
-            "d_model": [block.norm_1.gamma.numel() for block in blocks],
+            "d_model": [block.width for block in blocks],
         }
         if any(block.parallel for block in blocks):
             self._constants |= {
@@ -93,8 +93,8 @@ class WeightStatistics:
             values, self.subspaces[shape] = followed_norms(stacked, self.subspaces.get(shape))
             for key, value in zip(weights, values.unbind()):
                 norms.setdefault(key.split()[0], []).append(value)
-        for site in (1, 2):
-            gammas = torch.stack(together(getattr(block, f"norm_{site}").gamma for block in self.blocks))
+        for site in self.blocks[0].norms:
+            gammas = torch.stack(together(block.norms[site].gamma for block in self.blocks))
             norms[f"gamma_{site}_max"] = list(gammas.abs().amax(-1))
         return self._collected({name: torch.stack(together(values)) for name, values in norms.items()})
 

@@ -117,7 +117,7 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
     """The policies ``names`` with the epsilon of the model's own norms and the unit roundoff of the shadow.
 
     Each policy gets those of ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that no
-    policy has, and for a missing parameter that a policy needs.
+    policy has, and for a missing parameter that a policy needs, TypeError for a model without norms before sublayers.
     """
     known = [fields(policy_class(name)) for name in names]
     taken = {f.name for its in known for f in its}
@@ -127,7 +127,13 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
             f"got {', '.join(unknown)}"
         )
     unit_roundoff = get_recipe(setting.precision).kernels.unit_roundoff
-    given = {"base_epsilon": blocks(inputs.model)[0].norm_1.eps, "unit_roundoff": unit_roundoff} | parameters
+    block = blocks(inputs.model)[0]
+    if block.norm_1 is None or block.norm_2 is None:
+        raise TypeError(
+            "E5 raises the epsilon of the norms before attention and MLP, got a model with norms behind them alone: "
+            "take one with norms before them"
+        )
+    given = {"base_epsilon": block.norm_1.eps, "unit_roundoff": unit_roundoff} | parameters
     chosen = []
     for name, its in zip(names, known):
         if missing := [f.name for f in its if f.default is MISSING and f.name not in given]:

@@ -41,7 +41,7 @@ class Patching:
             )
         self.model, self.low = model, low
         self.pairs = [(b.module, fp32.module) for b, fp32 in zip(blocks(low.model), blocks(model), strict=True)]
-        self.positions: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary embeddings in fp32
+        self.positions: dict[int, tuple] = {}  # rotary embeddings, and the same in fp32, by the id of the former
 
     def stochastic(self, seed: int) -> "Patching":
         """The same models, the low-precision one with stochastic rounding (``LowPrecision.stochastic``)."""
@@ -67,6 +67,7 @@ class Patching:
         """Hooks, for one pass, that add the patched variant of every block after the variants before it."""
         with ExitStack() as stack:
             stack.callback(self._share_bits, 1)
+            stack.callback(self.positions.clear)
             if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
                 stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
             for block, reference in self.pairs:
@@ -75,14 +76,15 @@ class Patching:
             yield
 
     def _keep_positions(self, rotary, args, kwargs, output) -> None:
-        """Compute rotary embeddings in fp32 for the fp32 blocks; all blocks of a model share theirs."""
+        """Compute rotary embeddings in fp32 for the fp32 blocks; each kind of layer has its own in Gemma 3."""
         with self.low.paused():
-            self.positions = self.model.base_model.rotary_emb(args[0].float(), *args[1:], **kwargs)
+            exact = self.model.base_model.rotary_emb(args[0].float(), *args[1:], **kwargs)
+        self.positions[id(output)] = output, exact  # what is kept has an id of its own
 
     def _entry(self, reference: nn.Module, windows: int):
         def hook(block, args, kwargs, output):
             if "position_embeddings" in kwargs:
-                kwargs = kwargs | {"position_embeddings": self.positions}
+                kwargs = kwargs | {"position_embeddings": self.positions[id(kwargs["position_embeddings"])][1]}
             with self.low.paused():
                 patched = reference(args[0][:windows].float(), *args[1:], **kwargs)
             self._share_bits(1)
