@@ -99,6 +99,15 @@ recipes: $(ENVIRONMENT)  ## X2: quantization recipes and mixed plans, predicted 
 rivals: $(ENVIRONMENT) .peers/installed  ## X2: other libraries' mixed plans beside ours, under their own quantizers
 	@$(EXECUTE) x2_rivals $(GIVEN)
 
+# What was asked for on the command line alone: two models have a folder of results each.
+GIVEN_PROFILE := $(if $(filter command%,$(origin PROFILE)),yes)
+GIVEN_RESULTS := $(if $(filter command%,$(origin RESULTS)),yes)
+
+.PHONY: real
+real: $(ENVIRONMENT)  ## two real, trained models (or MODEL=), fetched by pip, through E2, E3, X1, X2 and the diagnosis
+	@$(PYTHON) -m fragility_lab.running.real $(if $(GIVEN_PROFILE),--profile "$$PROFILE") \
+	    $${MODEL:+--model "$$MODEL"} $${DATA:+--data "$$DATA"} $(if $(GIVEN_RESULTS),--results "$$RESULTS")
+
 INDEPENDENT = -p "profile=independent$${MODEL:+-$$MODEL}" $${MODEL:+--if-present "model=$$MODEL"} --profile independent
 
 .PHONY: windows
@@ -256,5 +265,5 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
-	rm -rf .venv .peers .site .audit .home .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .peers .real .site .audit .home .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find fragility_core fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

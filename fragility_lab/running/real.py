@@ -1,0 +1,83 @@
+"""``make real``: real, trained models through E2, E3, X1, X2, the diagnosis and the report, one after another.
+
+Each model's results are in a folder of its own. A notebook that stops leaves the others to go on; the command then
+exits non-zero at the end. The same command goes on from the last finished run.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fragility_lab.inputs.fetched import MODELS, fetched
+from fragility_lab.running import execute
+
+PROFILE = "real"
+STEPS = (
+    "e2_predictor", "e3_patching", "x1_calibrated_predictor", "x2_recipes", "diagnose_my_model", "report",
+)  # fmt: skip
+
+
+def results_folder(model: str, profile: str, given: str = "") -> str:
+    """The name of the folder for results of ``model``: as ``given``, or the model's, and the profile's if another."""
+    path = Path(model)
+    name = path.stem if path.suffix == ".gguf" else path.name
+    return given or name + (f"-{profile}" if profile != PROFILE else "")
+
+
+def located(model: str) -> str:
+    """``model`` as notebooks take it: the file of one of MODELS, as seen from here, or what was given."""
+    return os.path.relpath(fetched(model)) if model in MODELS else model
+
+
+def run(models: list[str], profile: str, data: str = "", results: str = "", main: Callable = execute.main) -> list[str]:
+    """Take ``models`` through all STEPS; returns what stopped, in words, none of it if all went well.
+
+    Raises SystemExit where somebody interrupts it.
+    """
+    stopped = []
+    for model in models:
+        given = ["--if-present", f"model={located(model)}"] + (["--if-present", f"data={data}"] if data else [])
+        for step in STEPS:
+            folder = results_folder(model, profile, results)
+            try:
+                main([step, "--profile", profile, "-p", f"profile={folder}", *given])
+            except SystemExit as end:
+                if isinstance(end.code, int):  # interrupted or terminated
+                    raise
+                print(f"{end.code}", file=sys.stderr, flush=True)
+                stopped.append(f"{step} of {model}")
+    return stopped
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fragility_lab.running.real", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--profile", default=PROFILE)
+    parser.add_argument("--model", default="", help=f"a hub name or a path in place of {' and '.join(MODELS)}")
+    parser.add_argument("--data", default="", help="the text in place of the profile's")
+    parser.add_argument("--results", default="", help="the folder of results, for one model")
+    given = parser.parse_args(arguments)
+    models = [given.model] if given.model else [*MODELS]
+    if given.results and len(models) > 1:
+        sys.exit(f"RESULTS= names the folder of one model, got {' and '.join(models)}: give MODEL=, too")
+    try:
+        require_text(given.data or execute.profile_values(given.profile, STEPS[0]).get("data", "embedded"))
+        stopped = run(models, given.profile, given.data, given.results)
+    except (ValueError, OSError) as refused:
+        sys.exit(f"make real: {refused}")
+    if stopped:
+        sys.exit(f"make real: stopped in {', '.join(stopped)}; mend that, and the same command goes on")
+
+
+def require_text(data: str) -> None:
+    """Raises OSError or ValueError where there is no such text, before models are fetched."""
+    from fragility_lab.inputs.text import load_rows  # takes seconds
+
+    load_rows(data)
+
+
+if __name__ == "__main__":
+    main()
