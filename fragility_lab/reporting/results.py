@@ -2,8 +2,8 @@
 
 ``python -m fragility_lab.reporting.results`` (``make docs``) does both. The prose is in two templates in
 ``fragility_lab/assets/results``; every number comes from ``outputs/embedded/tables``, those of another CPU from
-``outputs/embedded-amx/tables``, those of a second trained family from ``outputs/embedded-llama/tables``. No number is
-typed.
+``outputs/embedded-amx/tables``, those of a second trained family from ``outputs/embedded-llama/tables``, those of real
+models, where ``make real`` has left any, from folders with their names. No number is typed.
 """
 
 import re
@@ -14,7 +14,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fragility_lab.paths import ASSETS, PROJECT
-from fragility_lab.reporting import reruns, results_rivals
+from fragility_lab.reporting import reruns, results_real, results_rivals
 from fragility_lab.reporting.claims import E2, E3, E5, E5_SCARCE
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.tables import cells, number, shown
@@ -37,6 +37,11 @@ def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
     texts = cells(rows[[*columns]], [(name, *shape) for name, shape in columns.items()])
     lines = [[heading for heading, _ in columns.values()], ["---"] * len(columns), *texts]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table(rows: pd.DataFrame) -> str:
+    """``rows`` of texts as a Markdown table, all columns under their names."""
+    return markdown(rows, **{name: (name, "") for name in rows})
 
 
 def claims(comparison: pd.DataFrame, seeds: bool = False) -> str:
@@ -199,7 +204,7 @@ def quantization(tables: Tables, second: Tables) -> dict[str, object]:
     }
 
 
-def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
+def values(tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[str, object]:
     """What the templates may use beside ``tables``: tables as Markdown, and numbers computed from several columns."""
     runs, signal = tables["x1_runs"], tables["e2_signals"].set_index("signal")
     windows = tables["x1_windows"].query("not overflow")
@@ -235,18 +240,23 @@ def values(tables: Tables, other: Tables, second: Tables) -> dict[str, object]:
         }
         | quantization(tables, second)
         | results_rivals.values(tables, second)
+        | results_real.values(tables, second, real)
     )
 
 
-def rendered(name: str, tables: Tables, other: Tables, second: Tables) -> str:
-    """The template ``name`` with the numbers of ``tables``, of the ``other`` CPU's and of the ``second`` family's."""
+def rendered(name: str, tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tables] | None = None) -> str:
+    """The template ``name`` with the numbers of ``tables``, of the ``other`` CPU's and of the ``second`` family's.
+
+    ``real`` are the tables of real models by name, those in ``outputs`` unless given.
+    """
+    real = results_real.present() if real is None else real
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
     environment.globals |= {"claims": claims, "signals": signals, "policies": policies}
-    environment.globals |= {"markdown": markdown, "by_length": by_length}
+    environment.globals |= {"markdown": markdown, "by_length": by_length, "table": table}
     environment.filters["number"] = number
-    return environment.get_template(name).render(tables=tables, **values(tables, other, second))
+    return environment.get_template(name).render(tables=tables, **values(tables, other, second, real))
 
 
 def main() -> None:

@@ -52,9 +52,7 @@ def run(models: list[str], profile: str, data: str = "", results: str = "", main
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m fragility_lab.running.real", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m fragility_lab.running.real", description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default=PROFILE)
     parser.add_argument("--model", default="", help=f"a hub name or a path in place of {' and '.join(MODELS)}")
     parser.add_argument("--data", default="", help="the text in place of the profile's")

@@ -1,0 +1,88 @@
+"""What README and docs/results.md say of real models, from the tables that ``make real`` leaves, where there are any."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from fragility_lab.inputs.fetched import MODELS
+from fragility_lab.paths import OUTPUTS
+from fragility_lab.reporting.claims import E2, E3
+from fragility_lab.reporting.report import read_tables
+from fragility_lab.reporting.tables import number, shown
+from fragility_lab.reporting.verdicts import compare
+
+Tables = Mapping[str, pd.DataFrame]
+LABELS = {"smollm2-135m": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
+CLOSE = (0.9, 1.1)  # predicted over measured KL
+
+
+def present() -> dict[str, Tables]:
+    """The tables of each real model with results of E2 in ``outputs``, by the model's name."""
+    found = {name: read_tables(name) for name in MODELS if (OUTPUTS / name / "tables" / "e2_runs.csv").is_file()}
+    return {name: tables for name, tables in found.items() if "e2_signals" in tables}
+
+
+def measured(label: str, tables: Tables) -> dict[str, object]:
+    """What came out on one model, as text; "–" where an experiment's table is missing."""
+    runs, pearson = (
+        tables["e2_runs"].dropna(subset="combined_pearson"),
+        tables["e2_signals"].set_index("signal").pearson,
+    )
+    x1, e3, x2 = (tables.get(name) for name in ("x1_runs", "e3_runs", "x2_recipes"))
+    row = {name: number(pearson[name], ".2f") for name in ("combined", "no_transport", "transport_only", "norm_only")}
+    row |= {"model": label, "helps": f"{(runs.delta_pearson > 0).sum()} of {len(runs)}"}
+    row |= dict.fromkeys(("blocks", "adjoint", "ratio", "kl", "logprob"), "–")
+    if e3 is not None:
+        row["blocks"] = number(e3.spearman.mean(), ".2f")
+    if x1 is not None:
+        ratios = x1.mean_ratio.dropna()
+        row["adjoint"] = number(x1.adjoint_pearson.mean(), ".2f")
+        row["ratio"] = f"{number(ratios.min(), '.2f')} to {number(ratios.max(), '.2f')}"
+    if x2 is not None:
+        for quantity, rows in x2.groupby("quantity"):
+            row[quantity] = f"{rows.ratio.between(*CLOSE).sum()} of {len(rows)}"
+    return row | left_out(tables)
+
+
+def left_out(tables: Tables) -> dict[str, object]:
+    """How many windows of E2's runs overflowed, by format, in words."""
+    counts = tables["e2_runs"].groupby("precision")[["windows", "overflowed"]].sum()
+    over = [f"{row.overflowed} of {row.windows + row.overflowed} in {name}" for name, row in counts.iterrows()
+            if row.overflowed]  # fmt: skip
+    return {"overflow": ", ".join(over) or "none"}
+
+
+def verdicts(tables: Tables) -> pd.DataFrame:
+    """E2's and E3's claims on one model, as readers see them, by experiment and quantity."""
+    rows = shown(compare(tables, (*E2, *E3)))
+    return rows.assign(verdict=rows.verdict.where(rows.claim != "", "–")).set_index(["experiment", "quantity"])
+
+
+def claims(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """E2's and E3's claims on each of ``models``, named by label: two columns a model."""
+    sides = {label: verdicts(tables)[["here", "verdict"]] for label, tables in models.items()}
+    both = pd.concat(sides, axis=1)
+    both.columns = [label if kind == "here" else f"verdict on {label}" for label, kind in both.columns]
+    return both.reset_index()
+
+
+def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[str, object]:
+    """The numbers of the real models beside those of the two small ones; ``real`` is empty where none was run."""
+    named = {LABELS[name]: found for name, found in real.items()}
+    everyone = {"GPT-2, 3 M": tables, "Llama, 3 M": second} | named
+    rows = pd.DataFrame([measured(label, found) for label, found in everyone.items()])
+    by_label = {label: verdicts(found) for label, found in named.items()}
+    first, blocks = ("E2", E2[0].name), ("E3", E3[0].name)
+    return {
+        "real": [
+            measured(label, found) | {
+                "positive": by_label[label].verdict[first], "interval": by_label[label].interval[first],
+                "orders": by_label[label].verdict[blocks],
+            }
+            for label, found in named.items()
+        ],
+        "real_rows": rows,
+        "real_claims": claims(named) if named else pd.DataFrame(),
+        "real_runs": int(np.max([len(found["e2_runs"]) for found in named.values()], initial=0)),
+    }  # fmt: skip
