@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from fragility_lab.experiments import e5, evidence, outcomes, runs
 from fragility_lab.experiments.outcomes import SpikeRule
 from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running.engine import complete
+from fragility_lab.running.files import write_sealed
 
 RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
 SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
@@ -166,6 +168,20 @@ def test_a_truncated_checkpoint_is_started_over(inputs, tmp_path, monkeypatch, s
     with pytest.warns(UserWarning, match=r"cannot be read .*, its run starts again"):
         again = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken")
     pd.testing.assert_frame_equal(whole, again, check_exact=True)
+
+
+def test_a_flipped_byte_of_a_checkpoint_is_noticed(inputs, tmp_path, monkeypatch):
+    """Anywhere in the file, also in the weights, which torch reads without a check."""
+    with monkeypatch.context() as patch:
+        interrupted_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            run_policies(SETTING, [get_policy("none")], (0,), inputs, tmp_path, checkpoint_interval=2)
+    (path,) = tmp_path.glob("*.checkpoint")
+    whole = path.read_bytes()
+    for place in range(0, len(whole), len(whole) // 60):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        with pytest.warns(UserWarning, match=r"cannot be read \(its bytes are not those .*, its run starts again"):
+            assert e5.restore(path, None, None) is None
 
 
 def test_a_checkpoint_of_other_code_is_started_over(inputs, tmp_path, monkeypatch):
@@ -365,6 +381,8 @@ class Planted:
 
 def test_a_planted_checkpoint_runs_no_code(tmp_path):
     path = tmp_path / "run.checkpoint"
-    torch.save({"provenance": {}, "rows": Planted()}, path)
+    content = BytesIO()
+    torch.save({"provenance": {}, "rows": Planted()}, content)
+    write_sealed(path, content.getvalue())
     with pytest.warns(UserWarning, match="run.checkpoint cannot be read .*, its run starts again"):
         assert e5.restore(path, None, None) is None

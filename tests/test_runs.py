@@ -1,10 +1,12 @@
 """Specifications of runs and the store that keeps their results."""
 
+import json
 import shutil
 import warnings
 from dataclasses import replace
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from fragility_lab.experiments import runs
@@ -144,10 +146,11 @@ def test_incomplete_specifications_cannot_be_made():
 
 
 def test_no_flipped_byte_changes_a_finished_run(tmp_path):
-    """Each byte in turn: the run is read as it was written, or computed again with a warning."""
+    """Each byte in turn: rows and record are read as they were written, or computed again with a warning."""
     store = RunStore(tmp_path)
     rows = pd.DataFrame({"window": range(20), "risk": [1 / (n + 1) for n in range(20)]})
-    store.save(SPEC, rows, {"seconds": 1.0})
+    store.save(SPEC, rows, {"seconds": 1.0, "threads": 2})
+    record = store.metadata(SPEC)
     path = store.path(SPEC)
     whole = path.read_bytes()
     silent = []
@@ -156,6 +159,21 @@ def test_no_flipped_byte_changes_a_finished_run(tmp_path):
         for place in range(0, len(whole), max(1, len(whole) // 1500)):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
             found = store.load(SPEC)
-            if found is not None and not found.equals(rows):
+            if found is not None and not (found.equals(rows) and store.metadata(SPEC) == record):
                 silent.append(place)
     assert not silent
+
+
+def test_a_run_of_older_code_without_a_checksum_is_still_read(tmp_path, monkeypatch):
+    """Only where stale runs are kept; a run of this code always has one."""
+    store = RunStore(tmp_path)
+    store.save(SPEC, FRAME, {})
+    table = pq.read_table(store.path(SPEC))
+    record = json.loads(table.schema.metadata[runs.METADATA_KEY])
+    del record[runs.CHECKSUM]
+    pq.write_table(table.replace_schema_metadata({runs.METADATA_KEY: json.dumps(record)}), store.path(SPEC))
+    with pytest.warns(UserWarning, match="its rows and its record are not those that were written"):
+        assert store.load(SPEC) is None
+    monkeypatch.setattr(runs, "code_digest", lambda kind: "other")
+    monkeypatch.setenv(STALE, "keep")
+    pd.testing.assert_frame_equal(store.load(SPEC), FRAME)

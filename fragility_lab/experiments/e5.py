@@ -31,7 +31,7 @@ from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.running.environment import keeps_stale
-from fragility_lab.running.files import write_whole
+from fragility_lab.running.files import read_sealed, write_sealed
 from fragility_lab.running.task import Advance, Worker
 
 
@@ -286,7 +286,7 @@ def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State,
     }  # fmt: skip
     content = BytesIO()
     torch.save(record, content)
-    write_whole(path, content.getbuffer())
+    write_sealed(path, content.getvalue())
 
 
 def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:
@@ -295,12 +295,12 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
         return None
     try:
         with torch.serialization.safe_globals([State, Limits, Action]):  # a planted file runs no code
-            record = torch.load(path, weights_only=True)
+            record = torch.load(BytesIO(read_sealed(path)), weights_only=True)
         valid = spec.is_current(record.get("provenance", {})) or keeps_stale()
         problem = "" if valid else "was left by other code or other versions of packages"
     except UnpicklingError:  # torch's words propose to run what the file holds
         problem = "cannot be read (it holds what no checkpoint does)"
-    except (OSError, RuntimeError, EOFError, ImportError, AttributeError, KeyError, TypeError) as cause:
+    except (OSError, RuntimeError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError) as cause:
         problem = f"cannot be read ({cause})"
     if problem:
         warnings.warn(f"{path.name} {problem}, its run starts again", stacklevel=2)

@@ -69,7 +69,7 @@ class Specification(ABC):
 
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, pa.ArrowException)  # what damaged files raise
-ROWS = "rows"  # the digest of a run's rows, in its record
+CHECKSUM = "checksum"  # the digest of a run's rows and of its record, in the record
 
 
 class RunStore:
@@ -96,8 +96,9 @@ class RunStore:
         try:
             table = pq.read_table(path, page_checksum_verification=True)
             record, rows = _record(table.schema), table.to_pandas()
-            if record.get(ROWS, known := digest_of_rows(rows)) != known:
-                raise ValueError("its rows are not those that were written")
+            older = CHECKSUM not in record and record.get("code") != code_digest(type(spec))  # code without checksums
+            if not older and record.get(CHECKSUM) != checksum(rows, record):
+                raise ValueError("its rows and its record are not those that were written")
         except UNREADABLE as cause:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
@@ -134,7 +135,7 @@ class RunStore:
     def metadata(self, spec: Specification) -> dict:
         """What was recorded with the run: specification, versions, code, device, threads, seconds, attention."""
         record = _record(pq.read_schema(self.path(spec)))
-        return {name: value for name, value in record.items() if name != ROWS}
+        return {name: value for name, value in record.items() if name != CHECKSUM}
 
     def records(self, specs: Iterable[Specification]) -> pd.DataFrame:
         """One row per finished run: its label as ``run``, and every entry of its metadata under its innermost name."""
@@ -145,18 +146,18 @@ class RunStore:
     def save(self, spec: Specification, frame: pd.DataFrame, metadata: dict) -> None:
         """Write ``frame`` with its specification and provenance; the file appears complete or not at all."""
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        record = (
-            {"specification": asdict(spec)} | spec.provenance() | metadata | {ROWS: digest_of_rows(table.to_pandas())}
-        )
+        record = json.loads(json.dumps({"specification": asdict(spec)} | spec.provenance() | metadata))
+        record[CHECKSUM] = checksum(table.to_pandas(), record)
         table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: json.dumps(record).encode()})
         with pa.BufferOutputStream() as stream:
             pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
             write_whole(self.path(spec), stream.getvalue())
 
 
-def digest_of_rows(rows: pd.DataFrame) -> str:
-    """Sixteen hexadecimal digits that identify names, types and entries of ``rows``."""
-    sha = hashlib.sha256(repr([*rows.dtypes.astype(str).items()]).encode())
+def checksum(rows: pd.DataFrame, record: dict) -> str:
+    """Sixteen hexadecimal digits that identify names, types and entries of ``rows``, and all else in ``record``."""
+    said = {name: value for name, value in record.items() if name != CHECKSUM}
+    sha = hashlib.sha256(json.dumps([said, [*rows.dtypes.astype(str).items()]], sort_keys=True).encode())
     sha.update(pd.util.hash_pandas_object(rows, index=False).to_numpy().tobytes())
     return sha.hexdigest()[:16]
 

@@ -1,6 +1,7 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and whose damage is noticed."""
 
 import errno
+import hashlib
 import os
 import shutil
 import socket
@@ -27,6 +28,20 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(_explained(error, path, len(data))) from error
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` behind its checksum, whole as ``write_whole`` does."""
+    write_whole(path, hashlib.sha256(content).digest() + content)
+
+
+def read_sealed(path: Path) -> bytes:
+    """Return what ``write_sealed`` wrote to ``path``; raises ValueError where a byte of the file has changed."""
+    written = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(written[size:]).digest() != written[:size]:
+        raise ValueError("its bytes are not those that were written")
+    return written[size:]
 
 
 def _explained(error: OSError, path: Path, size: int) -> str:
