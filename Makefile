@@ -27,8 +27,11 @@ STEPS =
 WITH =
 STALE =
 SCHEDULER =
-# A dollar sign in a value given on the command line is no variable or function of make.
-$(foreach name,$(.VARIABLES),$(if $(filter command%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+# A dollar sign in a value of the command line or the environment is no variable or function of make.
+$(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIABLES)),\
+    $(if $(filter command% environment%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+# $(call quoted,text) is one word of the shell, whatever the text holds.
+quoted = '$(subst ','\'',$(1))'
 OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(FORM)$(PROBES)$(SEED)
 export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE FORM PROBES SEED STEPS WITH STALE SCHEDULER
 # STALE=keep takes finished runs of other code or other versions as they are.
@@ -37,7 +40,7 @@ export FRAGILITY_STALE := $(STALE)
 export FRAGILITY_SCHEDULER := $(SCHEDULER)
 
 # An activated environment that has the packages works even without the package installed into it.
-export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export override PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # glibc hands the memory of every large tensor back to the system and takes it anew, page by page: a fifth of a pass.
 export MALLOC_MMAP_THRESHOLD_ ?= 33554432
@@ -45,14 +48,14 @@ export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 
 # Packages keep caches and settings at home. Where that cannot be written (some containers), home is here.
 ifneq ($(shell test -d "$$HOME" && test -w "$$HOME" && echo yes),yes)
-export HOME := $(CURDIR)/.home
+export override HOME := $(CURDIR)/.home
 endif
 
 # The activated environment where it satisfies pyproject.toml, otherwise .venv.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
-LACKS := $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" -m fragility_lab.running.environment 2>&1 || echo "(unmet)"))
+LACKS := $(if $(ACTIVE),$(shell $(call quoted,$(ACTIVE)/bin/python) -m fragility_lab.running.environment 2>&1 || echo "(unmet)"))
 USABLE := $(if $(ACTIVE),$(if $(LACKS),,yes))
-PYTHON := $(if $(USABLE),"$(ACTIVE)/bin/python",.venv/bin/python)
+PYTHON := $(if $(USABLE),$(call quoted,$(ACTIVE)/bin/python),.venv/bin/python)
 ENVIRONMENT := $(if $(USABLE),,.venv/installed)
 export LACKS
 
@@ -233,7 +236,7 @@ audit: .audit/installed  ## known vulnerabilities of the environment's packages,
 .PHONY: picture
 picture:  ## docs/diagnosis.png from outputs/embedded/diagnosis.html (needs Chromium)
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=900,1080 --screenshot=docs/diagnosis.png \
-	    "file://$(CURDIR)/outputs/embedded/diagnosis.html"
+	    $(call quoted,file://$(CURDIR)/outputs/embedded/diagnosis.html)
 
 .PHONY: lint
 lint: $(ENVIRONMENT)  ## check the code's style
@@ -246,7 +249,7 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 
 # The stamp comes last, so an interrupted installation is taken up again.
 .venv/installed: pyproject.toml constraints.txt
-	@$(if $(ACTIVE),printf '%s\n' "not using the active environment $(ACTIVE):" "$$LACKS" "using .venv instead")
+	@$(if $(ACTIVE),printf '%s\n' $(call quoted,not using the active environment $(ACTIVE):) "$$LACKS" "using .venv instead")
 	@for python in python3.12 python3.11 python3; do \
 	    if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	        echo "installing into .venv with $$python"; exec $$python -m venv .venv; \

@@ -12,17 +12,19 @@ from fragility_core import bgss, protection
 from fragility_core.arithmetic import formats, recipes, schemes
 from fragility_lab import paths
 from fragility_lab.diagnosis import __main__ as make_diagnose
-from fragility_lab.experiments import e1, e2, e3, e5, outcomes, x1, x1_plans
+from fragility_lab.experiments import baselines, e1, e2, e3, e5, outcomes, rivals, x1, x1_plans
 from fragility_lab.inputs import loading, text
 from fragility_lab.paths import CHECKPOINTS
-from fragility_lab.reporting import reruns
+from fragility_lab.pretraining import train
+from fragility_lab.reporting import reruns, verify
 from fragility_lab.running import execute
 
 GRID = {"model": "embedded", "data": "embedded", "precisions": ("bf16",), "lengths": (64,), "seeds": (0,), "windows": 4}
 NAMES = {
     "bgss": bgss, "protection": protection, "formats": formats, "recipes": recipes, "schemes": schemes, "e1": e1,
     "e2": e2, "e3": e3, "e5": e5, "outcomes": outcomes, "x1": x1, "x1_plans": x1_plans, "reruns": reruns,
-    "execute": execute, "run": e2.RunSpec("m", "d", "bf16", 64, 0, 4, 1, "cpu", "native"),
+    "execute": execute, "baselines": baselines, "rivals": rivals, "train": train, "verify": verify,
+    "run": e2.RunSpec("m", "d", "bf16", 64, 0, 4, 1, "cpu", "native"),
 }  # fmt: skip
 
 
@@ -53,9 +55,10 @@ def grid(folder: Path, **changed) -> None:
     e2.specifications(chosen, e2.load_inputs(chosen))
 
 
-def file(folder: Path, name: str, content: str = "", latin: str = "") -> None:
-    """A text file of one's own as DATA=."""
-    (folder / name).write_bytes(latin.encode("latin-1") if latin else content.encode())
+def file(folder: Path, name: str, content: str = "", encoding: str = "utf-8", nested: int = 0) -> None:
+    """A text file of one's own as DATA=; "…" in ``content`` stands for ``nested`` lists, one in the other."""
+    content = content.replace("…", "[" * nested + "]" * nested)
+    (folder / name).write_bytes(content.encode(encoding))
     text.load_rows(str(folder / name))
 
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -149,6 +150,41 @@ def test_a_given_value_is_neither_expanded_nor_run(name, value, tmp_path):
     assert not (tmp_path / "made").exists()
     if name == "MODEL":  # results of another model do not take the place of the profile's
         assert found_by_recipes("RESULTS", f"{name}={value}") == "embedded-custom"
+
+
+MAKEFILE = (PROJECT / "Makefile").read_text()
+MAKES_OWN = {"SHELL", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEFILES", "GNUMAKEFLAGS"}  # they say how make itself runs
+READ = {
+    *re.findall(r"^(?:export +|override +)*([A-Z_]+) *[:?]?=", MAKEFILE, re.M),  # what it sets
+    *re.findall(r"\$\$?[({]?([A-Z][A-Z_]*)", MAKEFILE),  # what it or its commands use
+    *["PATH", "HOME", "TMPDIR", "LANG", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "HF_HOME", "XDG_CACHE_HOME", "SOMETHING_NEW"],
+} - MAKES_OWN  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["$(shell touch {made})", "$(eval $(shell touch {made}))", "${{shell touch {made}}}"])
+@pytest.mark.parametrize("given", ["on the command line", "in the environment"])
+def test_no_variable_of_the_makefile_runs_what_a_user_gives(given, value, tmp_path):
+    """Every variable that the Makefile sets or uses, and others that it hands on, all at once."""
+    assert len(READ) > 40
+    values = {name: value.format(made=tmp_path / name) for name in sorted(READ)}
+    if given == "in the environment":
+        found_by_recipes("MODEL", **{name: text for name, text in values.items() if name != "PATH"})
+    else:
+        found_by_recipes("MODEL", *(f"{name}={text}" for name, text in values.items() if name != "PATH"))
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "HOME"])
+@pytest.mark.parametrize("value", ["$(touch {made})", "`touch {made}`", '"; touch {made}; "', "'; touch {made}; '"])
+def test_no_folder_in_the_environment_is_run(name, value, tmp_path):
+    given = f"/nowhere/{value.format(made=tmp_path / 'made')}"
+    plain = {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
+    for shown in (name, "RESULTS"):
+        found_by_recipes(shown, **plain | {name: given})
+        found_by_recipes(shown, f"{name}={given}", **plain)
+    recipe = ["make", "--dry-run", "env", f"{name}={given}"]
+    subprocess.run(recipe, cwd=PROJECT, env=os.environ | plain, capture_output=True, check=False)
+    assert not (tmp_path / "made").exists()
 
 
 def test_stale_runs_are_kept_on_demand_only():

@@ -191,8 +191,53 @@ def test_parameters_cell_holds_literals_only(name):
     assert known["profile"] == "smoke"
 
 
-@pytest.mark.parametrize("text", ["0x10", "1_0", "1e3", "yes", "on", "0o7", "4.0", ""])
-def test_numbers_are_whole_and_decimal(project, text):
-    with pytest.raises(SystemExit, match="takes a value of type int"):
-        execute.parameters("tiny", "quick", [f"steps={text}"])
-    assert execute.parameters("tiny", "quick", ["steps=012"])["steps"] == 12
+STRANGE = ["0x10", "1_0", "1e3", "yes", "on", "0o7", "0b1", "1:30", "4.0", "", "~", "1_0.0", ".inf", "nan"]
+
+
+def by_profile(name: str, text: str) -> dict:
+    (paths.PROFILES / "quick" / "tiny.yaml").write_text(f"{name}: {text}")
+    return execute.parameters("tiny", "quick", [])
+
+
+def on_command_line(name: str, text: str) -> dict:
+    return execute.parameters("tiny", "smoke", [f"{name}={text}"])
+
+
+@pytest.mark.parametrize("given", [by_profile, on_command_line])
+class TestNumbers:
+    """Numbers are decimal wherever they enter: what YAML takes for another number is refused, or read as written."""
+
+    @pytest.mark.parametrize("text", STRANGE)
+    def test_strange_whole_numbers_are_refused(self, project, given, text):
+        with pytest.raises(SystemExit, match="'steps' .* takes a value of type int"):
+            given("steps", text)
+        with pytest.raises(SystemExit, match="'lengths' .* takes a value of type list"):
+            given("lengths", f"[64, {text or '~'}]")
+
+    @pytest.mark.parametrize("text", ["0x10", "1_0", "yes", "on", "1:30.5", "", "1_0.0", ".inf", "nan"])
+    def test_strange_fractions_are_refused(self, project, given, text):
+        with pytest.raises(SystemExit, match="'rate' .* takes a value of type float"):
+            given("rate", text)
+
+    @pytest.mark.parametrize("text", ["on", "off", "y", "1", "'yes'"])
+    def test_strange_switches_are_refused(self, project, given, text):
+        with pytest.raises(SystemExit, match="'verbose' .* takes a value of type bool"):
+            given("verbose", text)
+
+    def test_others_are_read_as_people_write_them(self, project, given):
+        assert given("steps", "012") == {"steps": 12}
+        assert given("lengths", "[012, +7, -08]") == {"lengths": [12, 7, -8]}
+        assert [given("rate", text)["rate"] for text in ("1e3", "1.5E-3", ".5", "010", "2.")] == [
+            1e3,
+            1.5e-3,
+            0.5,
+            10,
+            2,
+        ]
+        assert [given("verbose", text)["verbose"] for text in ("yes", "No", "TRUE", "false")] == [1, 0, 1, 0]
+
+
+def test_a_parameter_is_given_once(project):
+    with pytest.raises(SystemExit, match="a parameter is given once, got steps=3 and steps=4: leave one out"):
+        execute.parameters("tiny", "smoke", ["steps=3", "rate=1", "steps=4"])
+    assert execute.parameters("tiny", "smoke", ["steps=3", "steps=3"]) == {"steps": 3}

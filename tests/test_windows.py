@@ -72,7 +72,7 @@ def test_cells_without_text_are_dropped(tmp_path):
         ("text.md", "words", r"must end in one of \.txt, \.jsonl, \.json, \.csv, \.parquet, got .*text\.md"),
         ("bad.jsonl", "{broken", r"bad\.jsonl must be readable as \.jsonl, got"),
         ("bad.parquet", "no", r"bad\.parquet must be readable as \.parquet, got"),
-        ("numbers.csv", "text\n1\n2\n", 'column "text" .* must hold strings, got int64'),
+        ("numbers.csv", "text\n1\n2\n", 'column "text" .* must hold strings, got int'),
     ],
 )
 def test_files_that_hold_no_text(tmp_path, name, content, message):
@@ -164,6 +164,30 @@ def test_a_window_holds_more_than_its_opening():
         ValueError, match=r"behind the 2 with which the tokenizer begins it \(<s> <s>\), got windows of 2"
     ):
         select_windows(torch.arange(9), 2, 1, seed=0, opening=opening(tokenizer_with("<s> <s> $A")))
+
+
+@pytest.mark.parametrize("name", ["a::b", "simplecache::c", "q*[1]?", "~", "%41", "file:", "-p x=1", "ü"])
+def test_a_files_name_is_its_name(tmp_path, name):
+    """No part of it is an address, a chain of file systems or a pattern."""
+    for suffix, content in ((".txt", "words"), (".jsonl", '{"text": "words"}'), (".csv", "text\nwords")):
+        (tmp_path / f"{name}{suffix}").write_text(content)
+        assert load_rows(str(tmp_path / f"{name}{suffix}")) == ["words"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '[{"text": "a"}, {"n": 1}, {"text": "b"}]'),
+        ("a.json", '{"text": ["a", null, "b"]}'),
+        ("a.json", '{"text": "a"}\n{"text": "b", "n": [1]}\n'),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": null}\n{"text": "b"}'),
+        ("a.csv", 'n,text\n1,a\n2,\n3,"b"\n'),
+        ("a.txt", "a\r\nb\r\n"),
+    ],
+)
+def test_rows_of_local_files(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content.encode())
+    assert load_rows(str(tmp_path / name)) == ["a", "b"]
 
 
 def test_the_embedded_tokenizer_puts_nothing_in_front():

@@ -29,7 +29,12 @@ def require_request(request: dict, names: list[str]) -> None:
     from fragility_lab.diagnosis.request import Request
     from fragility_lab.inputs.hollow import require_fitting
 
-    Request(**request)
+    target = Request(**request).measured_in
+    if request.get("target", target) != target:  # "hidden" is what the request itself takes for not asked
+        raise ValueError(
+            f"a budget of KL is measured in KL, got TARGET={request['target']} beside "
+            f"BUDGET={shortened(request['budget'])}: leave TARGET= away"
+        )
     if len(names) > 1:
         require_same_architecture(*names)
     for name in names:

@@ -1,5 +1,6 @@
 """What is asked for, checked before any work."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -139,17 +140,18 @@ class Request:
     @property
     def parsed_budget(self) -> tuple[float, str]:
         """Number and unit: the arguments of ``Contributions.plan``, or a number of "bits" or of nats of "kl"."""
-        if divergence := DIVERGENCE.fullmatch(self.budget.strip()):
-            return float(divergence[1]), "kl"
-        found = BUDGET.fullmatch(self.budget.strip())
-        unit = found[2].lower() if found else "?"
-        if unit.removesuffix("s") == "bit":
-            return float(found[1]), "bits"
-        if unit in BYTES:
-            return int(float(found[1]) * BYTES[unit]), "bytes"
-        if unit.removesuffix("s") not in UNITS or not float(found[1]).is_integer():
+        divergence = DIVERGENCE.fullmatch(self.budget.strip())
+        found = divergence or BUDGET.fullmatch(self.budget.strip())
+        unit = "?" if not found else "kl" if divergence else found[2].lower()
+        amount = float(found[1]) * BYTES.get(unit, 1) if found else math.inf
+        if math.isfinite(amount):
+            if unit == "kl" or unit.removesuffix("s") == "bit":
+                return amount, "kl" if unit == "kl" else "bits"
+            if unit in BYTES:
+                return int(amount), "bytes"
+        if unit.removesuffix("s") not in UNITS or not amount.is_integer():
             raise ValueError(
                 'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), to keep in fp32, '
                 f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {shortened(self.budget)}'
             )
-        return int(float(found[1])), UNITS[unit.removesuffix("s")]
+        return int(amount), UNITS[unit.removesuffix("s")]

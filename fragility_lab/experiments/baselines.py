@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fragility_lab.inputs.loading import require_at_least
+
 Blocks = tuple[int, ...]
 
 
@@ -21,6 +23,7 @@ def last(depth: int, count: int) -> Blocks:
 
 def drawn(depth: int, count: int, draws: int = 20, seed: int = 0) -> list[Blocks]:
     """``draws`` random choices of ``count`` of ``depth`` blocks."""
+    require_at_least(0, seed=seed)
     generator = random.Random(seed)
     return [tuple(sorted(generator.sample(range(depth), count))) for _ in range(draws)]
 

@@ -66,6 +66,7 @@ class RunSpec(Specification):
     def __post_init__(self):
         get_recipe(self.precision)
         require_at_least(1, length=self.length, windows=self.windows, batch=self.batch)
+        require_at_least(0, seed=self.seed)
         choices = {"layernorm": LAYERNORM_TERMS, "transport": TRANSPORTS, "execution": ("native", "emulated")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

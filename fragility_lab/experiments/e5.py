@@ -77,6 +77,9 @@ class TrainingSpec(Specification):
     execution: str  # of the shadow: "native" or "emulated"
     inputs: str = ""  # digest of the weights, the token stream and what begins a window
 
+    def __post_init__(self):
+        require_at_least(0, seed=self.seed)
+
     @property
     def label(self) -> str:
         return f"{self.policy}-seed{self.seed}"

@@ -57,6 +57,9 @@ class Setting:
     probes: int = 2
     seed: int = 0
 
+    def __post_init__(self):
+        require_at_least(0, seed=self.seed)
+
     @cached_property
     def loaded(self):
         """The model with all linear layers as ``nn.Linear``."""

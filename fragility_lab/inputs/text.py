@@ -1,7 +1,5 @@
 """Token windows of a text (protocol section 2)."""
 
-import codecs
-import glob
 import os
 import random
 import sys
@@ -12,16 +10,14 @@ from unittest.mock import patch
 import datasets
 import torch
 from datasets import DatasetDict, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from pyarrow import ArrowInvalid
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fragility_lab.inputs import hub
 from fragility_lab.inputs.checkpoints import EMBEDDED, named_as_path, not_found, quiet_loading, shortened
+from fragility_lab.inputs.local import READERS, local_rows, paragraphs
 from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
 
-LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 EMBEDDED_TEXTS = {
     EMBEDDED: [EVALUATION_TEXT],
     "embedded:training": [TRAINING_TEXT],
@@ -37,52 +33,25 @@ def load_rows(data: str) -> list[str]:
     """
     if data.startswith(EMBEDDED) and data not in EMBEDDED_TEXTS:
         raise ValueError(f"the embedded texts are {', '.join(EMBEDDED_TEXTS)}, got {shortened(data)}")
-    with quiet_loading():
-        if data in EMBEDDED_TEXTS:
-            files = [str(path) for path in EMBEDDED_TEXTS[data]]
-            rows = load_dataset("text", data_files=files, split="train", sample_by="paragraph")
-        elif Path(data).suffix in LOADERS:
-            rows = _load_local(data)
-        elif os.path.isfile(data):
-            raise ValueError(f"a text file must end in one of {', '.join(LOADERS)}, got {data!r}: rename or convert it")
-        elif data.count(":") > 2:
+    if data in EMBEDDED_TEXTS:
+        return [row for path in EMBEDDED_TEXTS[data] for row in paragraphs(path)]
+    if Path(data).suffix in READERS:
+        return local_rows(data)
+    if os.path.isfile(data):
+        raise ValueError(f"a text file must end in one of {', '.join(READERS)}, got {data!r}: rename or convert it")
+    if not os.path.isdir(data):
+        if data.count(":") > 2 or "::" in data:
             raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
-        elif not os.path.isdir(data) and named_as_path(data.partition(":")[0]):
+        if named_as_path(data.partition(":")[0]):
             raise not_found("text", data, "DATA", FileNotFoundError("there is no such file"))
-        else:
-            rows = _load_from_hub(*data.split(":"))
+    with quiet_loading():
+        rows = _load_from_hub(*([data] if os.path.isdir(data) else data.split(":")))
     if "text" not in rows.column_names:
         raise ValueError(f'data must have a column "text", {data!r} has {", ".join(rows.column_names)}')
     kind = getattr(rows.features["text"], "dtype", "lists")
     if kind not in ("string", "large_string"):
         raise ValueError(f'the column "text" of {data!r} must hold strings, got {kind}')
     return [row for row in rows["text"] if row is not None]
-
-
-def _load_local(file: str):
-    if not os.path.isfile(file):
-        raise not_found("text", file, "DATA", FileNotFoundError("there is no such file"))
-    if os.path.getsize(file) == 0:
-        raise ValueError(f"data must hold text, but {file} is empty: point DATA= at another file")
-    suffix = Path(file).suffix
-    require_utf8(file, suffix)
-    try:
-        return load_dataset(LOADERS[suffix], data_files=glob.escape(file), split="train")
-    except (DatasetGenerationError, ArrowInvalid, ValueError) as cause:
-        reason = cause.__cause__ or cause
-        raise ValueError(f"{file} must be readable as {suffix}, got {type(reason).__name__}: {reason}") from cause
-
-
-def require_utf8(file: str, suffix: str) -> None:
-    """Raises ValueError for a text ``file`` that begins with the mark of an encoding, which would be read as text."""
-    with open(file, "rb") as opened:
-        begins = opened.read(4)
-    marks = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
-    if suffix != ".parquet" and (found := next((name for mark, name in marks.items() if begins.startswith(mark)), "")):
-        raise ValueError(
-            f"a text must be in UTF-8 without a byte order mark, but {file} is in {found}: convert it, with "
-            f"iconv -f {'UTF-16' if found == 'UTF-16' else 'UTF-8'} -t UTF-8, or sed '1s/^\\xEF\\xBB\\xBF//'"
-        )
 
 
 def _load_from_hub(name: str, config: str | None = None, split: str = "validation"):
@@ -151,6 +120,8 @@ def select_windows(
             f"a window must hold a token of the text behind the {len(opening.ids)} with which the tokenizer begins it "
             f"({' '.join(opening.spelled)}), got windows of {length} tokens: ask for longer ones"
         )
+    if seed < 0:  # Python's generator takes -1 as 1
+        raise ValueError(f"seed must be at least 0, got {seed}")
     available, needed = len(stream) // step, count * (seed + 1 if disjoint else 1)
     if available < needed:
         all_seeds = f" for seeds 0 to {seed}, which share none" * disjoint

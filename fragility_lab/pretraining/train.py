@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from fragility_lab.inputs.checkpoints import quiet_loading
+from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.running.environment import progress
 from fragility_lab.running.files import write_whole
 
@@ -49,6 +50,9 @@ class TrainingConfig:
     evaluation_interval: int = 100
     evaluation_windows: int = 32
     seed: int = 0
+
+    def __post_init__(self):
+        require_at_least(0, seed=self.seed)
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:

@@ -111,6 +111,8 @@ def judged(name: str, pairs: pd.DataFrame) -> tuple[str, bool]:
 
 def main(seed: int) -> int:
     """Print a line per table; the status is 1 where a number is not the committed one, up to another CPU's noise."""
+    if seed < 0:  # Python's generator takes -1 as 1
+        raise SystemExit(f"SEED must be at least 0, got {seed}")
     torch.set_num_threads(1)  # as many as the committed runs had: other threads add up in another order
     chosen, alike = random.Random(seed), []
     committed = read_tables(PROFILE)

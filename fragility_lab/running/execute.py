@@ -36,6 +36,23 @@ SMOKE = "smoke"
 REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWorkersError", "IncompleteError")
 
 
+class Values(yaml.SafeLoader):
+    """Reads numbers as people write them: to YAML, 012 is 10, 0x10, 1_0 and 1:30 are numbers, and 1e-3 is none."""
+
+    yaml_implicit_resolvers = {}
+
+
+for _tag, _pattern in (
+    ("null", r"~|null|"),
+    ("bool", r"(?i:true|false|yes|no)"),
+    ("int", r"[-+]?[0-9]+"),
+    ("float", r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"),
+):
+    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), None)
+Values.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+Values.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(loader.construct_scalar(node)))
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM came: everything ends as after an interrupt."""
 
@@ -88,9 +105,9 @@ def profile_values(profile: str, name: str) -> dict[str, Any]:
             f"choose one of {', '.join(having)}"
         )
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        values = yaml.load(file.read_text(encoding="utf-8"), Values) or {}
         problem = "" if isinstance(values, dict) else f"a {type(values).__name__}"
-    except (yaml.YAMLError, UnicodeDecodeError) as cause:
+    except (yaml.YAMLError, ValueError, RecursionError) as cause:
         problem = " ".join(str(cause).split())
     if problem:
         raise SystemExit(f"a profile's file must hold lines such as `windows: 24`, but {file} is none: got {problem}")
@@ -130,11 +147,8 @@ def parsed(text: str, default: Any) -> Any:
     if isinstance(default, str):
         return text
     try:
-        value = float(text) if type(default) is float else yaml.safe_load(text)  # to YAML, 1e-3 is no number
-        if type(default) is int and type(value) is int:  # to YAML, 012 is 10, and 0x10 and 1_0 are numbers
-            return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else text
-        return value
-    except (ValueError, yaml.YAMLError):
+        return yaml.load(text, Values)
+    except (ValueError, RecursionError, yaml.YAMLError):
         return text
 
 
@@ -144,11 +158,13 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
     Those of ``if_present`` are dropped where the notebook has no such parameter.
     """
     known = defaults(notebook_path(name))
-    values = dict(profile_values(profile, name))
+    values, given = dict(profile_values(profile, name)), {}
     for override in [*if_present, *overrides]:
         key, equals, text = override.partition("=")
         if not equals:
             raise SystemExit(f"a parameter is given as name=value, got {override!r}")
+        if given.setdefault(key, text) != text:
+            raise SystemExit(f"a parameter is given once, got {key}={given[key]} and {override}: leave one out")
         if key in known or override in overrides:
             values[key] = parsed(text, known.get(key))
     return {key: checked(name, known, key, value) for key, value in values.items()}

@@ -1,0 +1,115 @@
+"""The text rows of a local file, read by this machine alone: no cache, no address and no pattern has a part in it."""
+
+import codecs
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fragility_lab.inputs.checkpoints import not_found
+
+MARKS = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+
+
+def local_rows(file: str) -> list[str]:
+    """The rows of ``file``, one of READERS by its suffix. Raises OSError where there is none, and ValueError where it
+    is empty, in another encoding than UTF-8, or without a column ``text`` of strings.
+    """
+    if not os.path.isfile(file):
+        raise not_found("text", file, "DATA", FileNotFoundError("there is no such file"))
+    if os.path.getsize(file) == 0:
+        raise ValueError(f"data must hold text, but {file} is empty: point DATA= at another file")
+    suffix = Path(file).suffix
+    if suffix != ".parquet":
+        require_utf8(file)
+    try:
+        columns = READERS[suffix](Path(file))
+    except (ValueError, pa.ArrowException, RecursionError, OverflowError) as cause:
+        said = " ".join(str(cause).split())
+        raise ValueError(f"{file} must be readable as {suffix}, got {type(cause).__name__}: {said}") from cause
+    if "text" not in columns:
+        raise ValueError(f'data must have a column "text", {file!r} has {", ".join(map(str, columns))}')
+    rows = [row for row in columns["text"] if row is not None]
+    if strange := next((row for row in rows if not isinstance(row, str)), None):
+        raise ValueError(f'the column "text" of {file!r} must hold strings, got {type(strange).__name__}')
+    return rows
+
+
+def paragraphs(file: Path) -> list[str]:
+    """The paragraphs of a text in UTF-8, which blank lines divide."""
+    return [row for row in file.read_text(encoding="utf-8").split("\n\n") if row.strip("\n")]
+
+
+def require_utf8(file: str) -> None:
+    """Raises ValueError for a text ``file`` that begins with the mark of an encoding, which would be read as text."""
+    with open(file, "rb") as opened:
+        begins = opened.read(4)
+    if found := next((name for mark, name in MARKS.items() if begins.startswith(mark)), ""):
+        raise ValueError(
+            f"a text must be in UTF-8 without a byte order mark, but {file} is in {found}: convert it, with "
+            f"iconv -f {'UTF-16' if found == 'UTF-16' else 'UTF-8'} -t UTF-8, or sed '1s/^\\xEF\\xBB\\xBF//'"
+        )
+
+
+Columns = dict[str, list]
+
+
+def _lines(file: Path) -> Columns:
+    return {"text": file.read_text(encoding="utf-8").removesuffix("\n").split("\n")}
+
+
+def _json_lines(file: Path) -> Columns:
+    return _columns([_parsed(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()])
+
+
+def _json(file: Path) -> Columns:
+    """A list of objects, an object of lists, or lines of objects."""
+    content = file.read_text(encoding="utf-8")
+    try:
+        found = _parsed(content)
+    except json.JSONDecodeError:
+        if content.lstrip().startswith("{"):
+            return _json_lines(file)
+        raise
+    return (
+        found if isinstance(found, dict) and _lists(found) else _columns([found] if isinstance(found, dict) else found)
+    )
+
+
+def _parsed(content: str):
+    found = json.loads(content)
+    json.dumps(found, ensure_ascii=False).encode()  # half a pair of surrogates is no text
+    return found
+
+
+def _lists(found: dict) -> bool:
+    return bool(found) and all(isinstance(values, list) for values in found.values())
+
+
+def _columns(rows: list) -> Columns:
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and row for row in rows)):
+        raise ValueError('rows must be objects such as {"text": "words"}')
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _csv(file: Path) -> Columns:
+    frame = pd.read_csv(file, encoding="utf-8")
+    return {name: frame[name].astype(object).where(frame[name].notna(), None).tolist() for name in frame}
+
+
+def _parquet(file: Path) -> Columns:
+    with file.open("rb") as opened:
+        names = pq.ParquetFile(opened).schema_arrow.names
+        opened.seek(0)
+        text = pq.read_table(opened, columns=["text"]) if "text" in names else None
+    return {name: text["text"].to_pylist() if name == "text" else [] for name in names}
+
+
+READERS: dict[str, Callable[[Path], Columns]] = {
+    ".txt": _lines, ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet,
+}  # fmt: skip
