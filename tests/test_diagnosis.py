@@ -698,7 +698,9 @@ def test_a_window_that_overflows_without_the_plan_only(tiny_tokens):
     tokens = torch.cat([tiny_tokens, tiny_tokens])[:3].clone()
     tokens[:, 0] = torch.tensor([3, 4, 5])
     found = diagnose(model, tokens, format="fp16", budget="2 sites")
-    assert found.plan.residual and found.prediction.windows.overflow.ne("").tolist() == [True, False, False]
+    # fp32 additions and an fp32 head, whose logits leave the range as well; not the whole model, where the sum is.
+    assert found.plan.residual and found.plan.modules == ("lm_head",)
+    assert found.prediction.windows.overflow.ne("").tolist() == [True, False, False]
     table = means.by_window(found)
     assert table.notna().all().to_dict() == {
         "predicted": False, "predicted with plan": False, "measured": False, "measured with plan": True,

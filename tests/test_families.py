@@ -547,7 +547,7 @@ def test_e2_of_a_llama(tmp_path):
 def test_e5_wants_norms_before_the_sublayers():
     inputs = Inputs(random_model(Olmo2Config(**GROUPED)), torch.zeros(1), "")
     with pytest.raises(
-        TypeError, match="E5 raises the epsilon of the norms before attention and MLP, got a model that"
+        TypeError, match="E5 raises the epsilon of the norms before attention and MLP, got a model with norms behind"
     ):
         e5.policies(["bgss"], e5.Setting("olmo2", "embedded"), inputs)
 

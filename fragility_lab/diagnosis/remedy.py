@@ -156,11 +156,15 @@ class Ladder:
                 left = attempt.left
 
     def next_module(self, path: str, kept: Iterable[str]) -> str | None:
-        """The module at ``path``; its block, if it is kept already or has no parameters; None if that is, too."""
+        """The module at ``path``; its block, if it is kept already or has no parameters; None if that is, too.
+
+        None as well for a module that holds blocks: that is the model, and no cheap plan.
+        """
         block = block_of(path)
         for candidate in (path, block[0] if block else ""):
             inside = any(within(candidate, other) for other in kept)
-            if candidate and not inside and list(self.model.get_submodule(candidate).parameters()):
+            holds = any(within(other, candidate) and other != candidate for other in self.contributions.structure.blocks)
+            if candidate and not inside and not holds and list(self.model.get_submodule(candidate).parameters()):
                 return candidate
         return None
 

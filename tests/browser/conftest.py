@@ -87,7 +87,8 @@ def lab(tmp_path_factory) -> Iterator[Lab]:
     home = tmp_path_factory.mktemp("lab")
     root = home / "project"
     shutil.copytree(paths.NOTEBOOKS, root / "notebooks", ignore=shutil.ignore_patterns(".*"))
-    shutil.copy(paths.PROJECT / "jupyter_server_config.py", root)
+    for name in ("jupyter_server_config.py", ".gitignore"):
+        shutil.copy(paths.PROJECT / name, root)
     shutil.copytree(paths.OUTPUTS / "embedded" / "tables", root / "outputs" / "embedded" / "tables")
     environment, log = private_environment(home), home / "lab.log"
     command = [
