@@ -45,6 +45,10 @@ export override PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # glibc hands the memory of every large tensor back to the system and takes it anew, page by page: a fifth of a pass.
 export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
+# A thread that waits for others looks so often before it sleeps: enough for most waits, little where cores are shared.
+ifndef OMP_WAIT_POLICY
+export GOMP_SPINCOUNT ?= 10000
+endif
 
 # Packages keep caches and settings at home. Where that cannot be written (some containers), home is here.
 ifneq ($(shell test -d "$$HOME" && test -w "$$HOME" && echo yes),yes)

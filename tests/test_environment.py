@@ -157,7 +157,7 @@ MAKES_OWN = {"SHELL", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEFILES", "GNUMAKEF
 READ = {
     *re.findall(r"^(?:export +|override +)*([A-Z_]+) *[:?]?=", MAKEFILE, re.M),  # what it sets
     *re.findall(r"\$\$?[({]?([A-Z][A-Z_]*)", MAKEFILE),  # what it or its commands use
-    *["PATH", "HOME", "TMPDIR", "LANG", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "HF_HOME", "XDG_CACHE_HOME", "SOMETHING_NEW"],
+    *["PATH", "HOME", "TMPDIR", "LANG", "OMP_NUM_THREADS", "HF_HOME", "XDG_CACHE_HOME", "SOMETHING_NEW"],
 } - MAKES_OWN  # fmt: skip
 
 

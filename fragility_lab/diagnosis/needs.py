@@ -22,6 +22,7 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import default_device
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
+from fragility_lab.running.threads import on_free_cores
 
 ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
 BOTH_WAYS = 2  # readings of a pass forward and back
@@ -64,6 +65,7 @@ class Forecast:
         return f"about {duration(self.seconds)} and {quantity(self.memory)} of additional memory{free}{self.form}"
 
 
+@on_free_cores()
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     """An estimate from timed fp32 passes of one window and from the model's size, good to a factor of two."""
     model, count = loaded.model, len(tokens)

@@ -163,7 +163,7 @@ class Ladder:
         block = block_of(path)
         for candidate in (path, block[0] if block else ""):
             inside = any(within(candidate, other) for other in kept)
-            holds = any(within(other, candidate) and other != candidate for other in self.contributions.structure.blocks)
+            holds = any(within(b, candidate) and b != candidate for b in self.contributions.structure.blocks)
             if candidate and not inside and not holds and list(self.model.get_submodule(candidate).parameters()):
                 return candidate
         return None

@@ -32,6 +32,7 @@ from fragility_lab.diagnosis.tails import origins
 from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import progress
+from fragility_lab.running.threads import on_free_cores
 
 SELDOM = 5  # steps take so many times as long as the reports of them, but for the last one
 PASSES = 2  # realisations of rounding that are measured by token, the pass that runs among them
@@ -217,6 +218,7 @@ STEPS = (
 )  # fmt: skip
 
 
+@on_free_cores()
 def diagnose(
     request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast,
     report: Callable[[Diagnosis], object] | None = None,
@@ -225,7 +227,7 @@ def diagnose(
 
     ``report`` is called with the diagnosis so far after a step, unless steps are so short that reports would take long,
     and after the last. A step that fails is in ``Diagnosis.failed``; steps
-    that need what it gives are left out, and all others run.
+    that need what it gives are left out, and all others run. Threads are as many as cores are free at the start.
     """
     found = Diagnosis(request, dtypes=loaded.dtypes, pending=[step.name for step in STEPS])
     reported, reporting = 0.0, 0.0

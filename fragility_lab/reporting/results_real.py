@@ -1,4 +1,4 @@
-"""What README and docs/results.md say of real models, from the tables that ``make real`` leaves, where there are any."""
+"""What README and docs/results.md say of real models, from the tables that ``make real`` has left."""
 
 from collections.abc import Mapping
 
