@@ -1,7 +1,9 @@
 """The runner on a three-cell notebook: what it passes on, and every message that its user can meet."""
 
+import errno
 import re
 import sys
+from pathlib import Path
 
 import nbformat
 import papermill
@@ -9,7 +11,7 @@ import pytest
 import yaml
 
 from fragility_lab import paths
-from fragility_lab.running import execute
+from fragility_lab.running import execute, files
 
 PARAMETERS = """\
 steps = 3
@@ -118,8 +120,36 @@ def test_results_stay_in_outputs(project, folder):
 
 def test_outputs_that_cannot_be_written_to_are_named(project):
     (project / "outputs").write_text("a file")
-    with pytest.raises(SystemExit, match="results must be written to .*outputs.* a folder that can be written to"):
+    with pytest.raises(
+        SystemExit, match="results must take files of 1,048,576 bytes, but .*outputs.* cannot be written to"
+    ):
         execute.main(["tiny"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "line"),
+    [("", "results must take files .*outputs.* is full .*free some, or mend the folder's rights"),
+     ("IPYTHONDIR", "files of the notebook's kernel must take files .* is full .*set HOME= to another folder"),
+     ("JUPYTER_RUNTIME_DIR", "files of the notebook's kernel must take files .* is full .*set HOME= to another folder"),
+     ("TMPDIR", "temporary files must take files .* is full .*set TMPDIR to another folder")],
+)  # fmt: skip
+def test_a_full_disk_is_named_before_a_kernel_starts(variable, line, project, tmp_path, monkeypatch):
+    full = project / "outputs" if not variable else tmp_path / variable
+    if variable:
+        full.mkdir()
+        monkeypatch.setenv(variable, str(full))
+    whole = files.tempfile.NamedTemporaryFile
+
+    def of_a_full_disk(dir, **options):
+        if Path(dir).is_relative_to(full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(dir=dir, **options)
+
+    monkeypatch.setattr(files.tempfile, "NamedTemporaryFile", of_a_full_disk)
+    monkeypatch.setattr(execute.papermill, "execute_notebook", lambda *a, **k: pytest.fail("a kernel starts"))
+    with pytest.raises(SystemExit, match=line) as error:
+        execute.main(["tiny"])
+    assert "\n" not in str(error.value)
 
 
 def test_profile_without_a_file_for_the_notebook(project):

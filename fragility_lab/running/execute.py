@@ -15,20 +15,23 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import papermill
 import yaml
+from IPython.paths import get_ipython_dir
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.paths import jupyter_runtime_dir
 from nbclient.exceptions import DeadKernelError
 from papermill.iorw import LocalHandler, papermill_io
 
 from fragility_lab import paths
 from fragility_lab.running.environment import TERMINAL
-from fragility_lab.running.files import write_whole
+from fragility_lab.running.files import require_room, write_whole
 from fragility_lab.running.provenance import ASKED
 
 SMOKE = "smoke"
@@ -170,6 +173,19 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
     return {key: checked(name, known, key, value) for key, value in values.items()}
 
 
+def require_places(profile: str) -> None:
+    """Exits with one line where results, settings or temporary files could not be written."""
+    try:
+        require_room(paths.OUTPUTS / profile, "results", "free some, or mend the folder's rights")
+        for folder in {Path(jupyter_runtime_dir()), Path(get_ipython_dir())}:
+            require_room(folder, "files of the notebook's kernel", "free some, or set HOME= to another folder")
+        # Not tempfile's own choice, which is the working directory where no other can be written to.
+        folder = Path(os.environ.get("TMPDIR") or "/tmp" if os.name == "posix" else tempfile.gettempdir())
+        require_room(folder, "temporary files", "free some, or set TMPDIR to another folder")
+    except OSError as error:
+        raise SystemExit(str(error)) from error
+
+
 def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
     """Run the notebook ``name`` with ``values``; returns the path of the executed copy.
 
@@ -177,14 +193,9 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
     """
     if profile in ("", ".", "..") or Path(profile).name != profile:
         raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {profile!r}")
-    try:
-        executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
-        executed.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(
-            f"results must be written to {paths.OUTPUTS / profile}, but that is not possible ({error}): "
-            "let it be a folder that can be written to"
-        ) from error
+    require_places(profile)
+    executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
+    executed.parent.mkdir(parents=True, exist_ok=True)
     os.environ[TERMINAL] = "1"  # the kernel inherits it, and its progress bars come to our stderr
     papermill_io.register(str(executed), WholeFiles())
     print(f"{name}, profile {profile}", flush=True)
@@ -210,6 +221,10 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
     except DeadKernelError as error:
         print(f"{name} stopped; executed so far: {executed}", file=sys.stderr)
         raise SystemExit(f"{type(error).__name__}: {error} (out of memory?)") from error
+    except RuntimeError as error:  # a kernel that did not start
+        raise SystemExit(
+            f"the notebook's kernel must start, but did not ({error}): {sys.executable} -m ipykernel_launcher says why"
+        ) from error
     return executed
 
 

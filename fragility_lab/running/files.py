@@ -5,9 +5,11 @@ import hashlib
 import os
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ROOM = 2**20  # bytes that a folder must take before work starts
 
 
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
@@ -28,6 +30,24 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(_explained(error, path, len(data))) from error
+
+
+def require_room(folder: Path, what: str, mend: str) -> None:
+    """Raises OSError unless a file of ROOM bytes can be written to ``folder``, which is made where there is none.
+
+    The message names the folder by ``what`` it is for, and ends in what ``mend`` helps.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".room-", buffering=0) as file:
+            left = memoryview(bytes(ROOM))
+            while left:
+                left = left[file.write(left) :]
+    except OSError as error:
+        full = f"is full ({shutil.disk_usage(there).free:,} bytes are free)"
+        reason = full if error.errno in FULL else f"cannot be written to ({error})"
+        raise OSError(f"{what} must take files of {ROOM:,} bytes, but {folder} {reason}: {mend}") from error
 
 
 def write_sealed(path: Path, content: bytes) -> None:
