@@ -47,11 +47,13 @@ from transformers.masking_utils import sdpa_mask
 from fragility_core.arithmetic import attention
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.models.architectures import blocks
+from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.reductions import sampled_rows, softmax_sensitivity_estimate
 from fragility_core.surrogates.scoring import out_gain
 from fragility_core.surrogates.transport import residual_transport
+from fragility_core.surrogates.travel import stream_norms
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e5
@@ -379,6 +381,24 @@ def test_gain_of_a_norm_behind_a_branch_bounds_its_jacobian(name, tokens):
             jacobian = torch.autograd.functional.jacobian(norm, calls[norm][0][0])
         exact = torch.linalg.matrix_norm(jacobian, 2).item()
         assert exact <= out_gain(layers, branch)[1] <= 4 * exact  # f is at most twice 1 / r, and gamma is uneven
+
+
+@each_family
+def test_norms_by_token_are_those_of_what_is_added(name, tokens):
+    """The stream before a block and what its sublayers add make the stream behind it, in every family."""
+    family = FAMILIES[name]
+    model, window = random_model(family.config), tokens[:1]
+    found = stream_norms(lower(model, "fp32"), window)
+    calls = captured(model, window[0], model.get_submodule(family.layers))
+    for number, block in enumerate(model.get_submodule(family.layers)):
+        ends = family.out_norms or (f"{family.attention}.{family.out}", family.mlp_out)
+        a, m = (calls[block.get_submodule(end)][1] for end in ends)
+        before, after = calls[block]
+        torch.testing.assert_close(before + a + m, after, rtol=1e-4, atol=1e-4)
+        for norms, value in ((found.attention, a), (found.mlp, m), (found.entering, before)):
+            torch.testing.assert_close(norms[number, 0], value.norm(dim=-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.last[0], after.norm(dim=-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.hidden[0], final_hidden(model, window)[0].norm(dim=-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "gemma3", "olmo2"])

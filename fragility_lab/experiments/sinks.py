@@ -1,7 +1,7 @@
 """Which signals rank the windows of models with attention sinks, on windows that none of them was chosen on.
 
 ``python -m fragility_lab.experiments.sinks --model MODEL --data TEXT --results FOLDER`` leaves the tables
-``sinks_windows``, ``sinks_signals`` and ``sinks_layers`` in ``outputs/FOLDER/tables``. What the signal ``travel`` is was
+``sinks_windows``, ``sinks_signals`` and ``sinks_layers`` in ``outputs/FOLDER/tables``. What ``travel`` is was
 decided on windows of the first half of each text, in bf16, of 128 tokens. The second half, fp16 and longer windows
 judge it.
 """

@@ -1,0 +1,110 @@
+"""The signal by token: its definition, and the experiment that judges it."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fragility_core.arithmetic.lowering import lower
+from fragility_core.surrogates.travel import StreamNorms, travel
+from fragility_lab.experiments import sinks
+from fragility_lab.inputs.loading import load
+
+SHAPE = (3, 2, 5)  # blocks, windows, tokens
+
+
+def drawn_norms(seed: int) -> StreamNorms:
+    generator = torch.Generator().manual_seed(seed)
+    size = [SHAPE, SHAPE, SHAPE, SHAPE[1:], SHAPE[1:]]
+    return StreamNorms(*(torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1 for shape in size))
+
+
+def test_travel_by_definition():
+    norms = drawn_norms(0)
+    want = []
+    for window in range(2):
+        of_tokens = [
+            sum(float(norms.attention[b, window, t] ** 2 + norms.mlp[b, window, t] ** 2) ** 0.5 for b in range(3))
+            / float(norms.last[window, t])
+            for t in range(5)
+        ]
+        final = norms.hidden[window].tolist()
+        errors = sum((s * x) ** 2 for s, x in zip(of_tokens, final)) ** 0.5
+        want.append(2.0**-8 * errors / sum(x**2 for x in final) ** 0.5)
+    assert norms.travel(2.0**-8).tolist() == pytest.approx(want, rel=1e-12)
+
+
+@given(st.integers(0, 99), st.floats(0.01, 100))
+def test_travel_lies_between_those_of_its_tokens_and_has_no_scale(seed, scale):
+    norms = drawn_norms(seed)
+    tokens, windows = norms.relative_travel(), norms.travel(1.0)
+    assert (tokens.amin(1) <= windows * (1 + 1e-12)).all() and (windows <= tokens.amax(1) * (1 + 1e-12)).all()
+    scaled = StreamNorms(*(x * scale for x in norms))
+    assert torch.allclose(scaled.travel(1.0), windows, rtol=1e-12)
+
+
+def test_a_sink_leaves_the_signal_of_other_tokens_as_it_is():
+    """A token whose stream and additions are 1000 times as large hides all others in a Frobenius norm, not here."""
+    norms = drawn_norms(1)
+    factor = torch.ones(5, dtype=torch.float64)
+    factor[0] = 1e3
+    sunk = norms._replace(**{name: getattr(norms, name) * factor for name in ("attention", "mlp", "entering", "last")})
+    assert torch.allclose(sunk.travel(1.0), norms.travel(1.0), rtol=1e-12)
+    found, plain = (sinks.variants(each, 1.0) for each in (sunk, norms))
+    assert not torch.allclose(found["travel_frobenius"], plain["travel_frobenius"], rtol=1e-2)
+    assert torch.allclose(found["travel_frobenius_rest"], plain["travel_frobenius_rest"], rtol=1e-12)
+
+
+def test_travel_needs_a_lowered_model(tiny_gpt2, tiny_tokens):
+    with pytest.raises(TypeError, match="lower"):
+        travel(tiny_gpt2, tiny_tokens)
+    low = lower(tiny_gpt2, "bf16")
+    together, one = travel(low, tiny_tokens), torch.cat([travel(low, window[None]) for window in tiny_tokens])
+    assert together.shape == (len(tiny_tokens),) and torch.allclose(together, one, rtol=2e-2)
+
+
+def test_halves_of_a_text_share_no_token():
+    inputs = load("embedded", "embedded", ["bf16"], [64], 3)
+    first, second = (sinks.starts(inputs, 64, half, 10**6) for half in sinks.HALVES)
+    assert max(first) + 64 <= min(second) and len(first) > 100 and len(second) > 100
+    assert sinks.starts(inputs, 64, "first", 5) == sorted({*sinks.starts(inputs, 64, "first", 5)} & {*first})
+
+
+def test_agreement_of_signals():
+    generator = np.random.default_rng(0)
+    truth = generator.normal(size=60)
+    columns = {name: generator.normal(size=60) for name in (*sinks.SIGNALS, *sinks.VARIANTS)}
+    windows = pd.DataFrame(columns | {"travel": 2 * truth + 1, "combined": -truth, "mismatch_mean": truth}).assign(
+        mismatch=truth + generator.normal(size=60), precision="bf16", length=128, half="second"
+    )
+    windows.loc[59, "mismatch"] = np.inf  # it overflowed
+    found = sinks.agreement(windows).set_index("signal")
+    assert (found.windows == 59).all()
+    assert found.pearson[["travel", "combined"]].tolist() == pytest.approx([1, -1])
+    assert (
+        found.one_pass["travel"] == pytest.approx(found.passes_agree["travel"]) and 0.4 < found.one_pass["travel"] < 0.9
+    )
+    noise = found.loc["norm_only"]
+    assert noise.low < noise.pearson < noise.high and 0.3 < noise.high - noise.low < 0.7
+
+
+def test_the_experiment_from_the_command_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sinks, "output_folder", lambda *parts: tmp_path)
+    monkeypatch.setattr(sinks, "RESAMPLES", 20)
+    sinks.main(["--windows", "4", "--lengths", "16", "--passes", "1"])
+    windows, signals, layers = (
+        pd.read_csv(tmp_path / f"sinks_{name}.csv") for name in ("windows", "signals", "layers")
+    )
+    assert windows.groupby(["precision", "half"]).size().to_dict() == {
+        ("bf16", "first"): 4, ("bf16", "second"): 4, ("fp16", "second"): 4,
+    }  # fmt: skip
+    assert (windows.mismatch == windows.mismatch_mean).all()  # one realisation
+    assert len(signals) == 3 * (len(sinks.SIGNALS) + len(sinks.VARIANTS))
+    assert len(layers) == 12 and layers[["stream", "attention"]].to_numpy().max() < 1
+    inputs = load("embedded", "embedded", ["bf16"], [16], 3)
+    row = windows.query("precision == 'bf16'").iloc[0]
+    tokens, low = inputs.window(row.start, 16)[None], lower(inputs.model, "bf16")
+    assert travel(low, tokens).item() == pytest.approx(row.travel, rel=1e-4)
+    assert row.mismatch < 0.1 and "travel" in capsys.readouterr().out
