@@ -203,8 +203,9 @@ lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
 	$(PYTHON) -m jupyterlab --config=jupyter_server_config.py $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: docs
-docs: $(ENVIRONMENT)  ## write docs/results.md and README's findings from the tables of outputs/embedded
+docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md and README's findings from the tables in outputs
 	$(PYTHON) -m fragility_lab.reporting.results
+	$(PYTHON) -m fragility_lab.reporting.sinks
 
 .PHONY: site
 site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API as one static website

@@ -1,0 +1,155 @@
+"""Write docs/sinks.md and its figures from the tables ``sinks_*`` (``fragility_lab.experiments.sinks``): ``make docs``.
+
+Every number of the page is of these tables, in ``outputs/embedded``, ``outputs/embedded-llama`` and the real models'.
+"""
+
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.axes import Axes
+
+from fragility_lab.experiments.sinks import FIRST, VARIANTS
+from fragility_lab.paths import PROJECT
+from fragility_lab.reporting.figures import save_figure, style
+from fragility_lab.reporting.report import read_tables
+from fragility_lab.reporting.results import TEMPLATES, table
+from fragility_lab.reporting.results_real import LABELS
+
+PAGE = PROJECT / "docs" / "sinks.md"
+MODELS = {"embedded": "GPT-2, 3 M", "embedded-llama": "Llama, 3 M"} | LABELS
+SIGNALS = {
+    "combined": "the paper's score", "no_transport": "without transport", "transport_only": "transport alone",
+    "norm_only": "final norm alone",
+} | VARIANTS  # fmt: skip
+SETTING = ["precision", "length", "half"]
+FOUND, JUDGED = ("bf16", 128, "first"), ("bf16", 128, "second")
+
+Tables = Mapping[str, pd.DataFrame]
+
+
+def present() -> dict[str, Tables]:
+    """The tables of each model that has been run, by its label."""
+    found = {label: read_tables(name) for name, label in MODELS.items()}
+    return {label: tables for label, tables in found.items() if "sinks_signals" in tables}
+
+
+def of_setting(tables: Tables, setting: tuple) -> pd.DataFrame:
+    """The rows of ``setting`` in ``sinks_signals``, by signal; none where it was not run or overflowed."""
+    rows = tables["sinks_signals"]
+    return rows[(rows[SETTING] == list(setting)).all(axis=1)].set_index("signal")
+
+
+def pearson(row: pd.Series) -> str:
+    """A correlation with its interval."""
+    return f"{row.pearson:.2f} ({row.low:.2f} to {row.high:.2f})".replace("-", "−")
+
+
+def by_signal(models: Mapping[str, Tables], setting: tuple) -> pd.DataFrame:
+    """One row per signal, one column per model, as text."""
+    cells = {label: of_setting(tables, setting) for label, tables in models.items()}
+    return pd.DataFrame(
+        [
+            {"signal": name} | {m: pearson(rows.loc[key]) if key in rows.index else "–" for m, rows in cells.items()}
+            for key, name in SIGNALS.items()
+        ]
+    )
+
+
+def by_setting(models: Mapping[str, Tables], signals: tuple[str, ...]) -> pd.DataFrame:
+    """One row per setting of the second half and signal, one column per model, as text."""
+    settings = sorted({tuple(row) for t in models.values() for row in t["sinks_signals"][SETTING].to_numpy()})
+    rows = []
+    for precision, length, half in settings:
+        if half == "second":
+            for signal in signals:
+                found = {m: of_setting(t, (precision, length, half)) for m, t in models.items()}
+                cells = {m: pearson(own.loc[signal]) if signal in own.index else "–" for m, own in found.items()}
+                rows.append({"windows": f"{precision}, {length} tokens", "signal": SIGNALS[signal]} | cells)
+    return pd.DataFrame(rows)
+
+
+def facts(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """What the first token takes, and how far one pass agrees with the mean over realisations, as text."""
+    rows = []
+    for label, tables in models.items():
+        layers, windows = tables["sinks_layers"], tables["sinks_windows"]
+        own = windows[(windows[SETTING] == list(JUDGED)).all(axis=1)]
+        agree = of_setting(tables, JUDGED).passes_agree.iloc[0]
+        rows.append(
+            {
+                "model": label,
+                "of ‖h‖², median and largest block": f"{layers.stream.median():.0%}, {layers.stream.max():.0%}",
+                "of attention, mean and largest block": f"{layers.attention.mean():.0%}, {layers.attention.max():.0%}",
+                "worst token's share of the squared error": f"{own.worst_token.mean():.0%}",
+                "one pass with the mean": f"{agree:.2f}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+@style()
+def layers_figure(models: Mapping[str, Tables]) -> Axes:
+    """The first token's share of the stream's squared norm, and of attention, by block."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True, layout="constrained")
+    for label, tables in models.items():
+        rows = tables["sinks_layers"]
+        depth = (rows.layer + 0.5) / len(rows)
+        for ax, column in zip(axes, ("stream", "attention")):
+            ax.plot(depth, rows[column], marker="o", markersize=4, label=label)
+    for ax, title in zip(axes, ("Share of ‖h‖² in the first token", "Share of attention that it draws")):
+        ax.set(title=title, xlabel="depth, 0 the first block, 1 the last", ylim=(-0.03, 1.03))
+    axes[0].set_ylabel("share")
+    axes[1].legend()
+    return axes[0]
+
+
+@style()
+def signals_figure(models: Mapping[str, Tables]) -> Axes:
+    """Pearson with the mismatch on the windows that judge, by signal and model, with 95 % intervals."""
+    _, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    shown = [name for name in ("combined", "no_transport", "transport_only", "norm_only", "travel")]
+    for i, (label, tables) in enumerate(models.items()):
+        rows = of_setting(tables, JUDGED).loc[shown]
+        at = [k + 0.15 * (i - (len(models) - 1) / 2) for k in range(len(shown))]
+        error = [rows.pearson - rows.low, rows.high - rows.pearson]
+        axes.errorbar(rows.pearson, at, xerr=error, fmt="o", capsize=2, label=label)
+    axes.set_yticks(range(len(shown)), [SIGNALS[name] for name in shown])
+    axes.invert_yaxis()
+    axes.axvline(0, color="0.4", linewidth=1)
+    axes.set(xlabel="Pearson with the mismatch of windows")
+    axes.legend()
+    return axes
+
+
+def rendered(models: Mapping[str, Tables]) -> str:
+    """The page."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    lowest = {name: min(of_setting(t, JUDGED).pearson[name] for t in models.values()) for name in SIGNALS}
+    above = {
+        name: sum(of_setting(t, JUDGED).low[name] > 0 for t in models.values()) for name in SIGNALS
+    }  # whose interval lies above 0
+    counts = {label: int(of_setting(t, JUDGED).windows.iloc[0]) for label, t in models.items()}
+    return environment.get_template("sinks.md.jinja").render(
+        facts=table(facts(models)), found=table(by_signal(models, FOUND)), judged=table(by_signal(models, JUDGED)),
+        others=table(by_setting(models, ("combined", "norm_only", "travel"))), first=FIRST,
+        lowest={name: f"{value:.2f}".replace("-", "−") for name, value in lowest.items()}, above=above,
+        models=len(models), labels=[*models], windows=min(counts.values()),
+    )  # fmt: skip
+
+
+def main() -> None:
+    models = present()
+    PAGE.write_text(rendered(models), encoding="utf-8")
+    for name, axes in (("sinks_layers", layers_figure(models)), ("sinks_signals", signals_figure(models))):
+        save_figure(axes, PAGE.parent, name)
+        (PAGE.parent / f"{name}.pdf").unlink()
+        plt.close(axes.get_figure())
+    print(f"written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
