@@ -92,7 +92,7 @@ def facts(models: Mapping[str, Tables]) -> pd.DataFrame:
 @style()
 def layers_figure(models: Mapping[str, Tables]) -> Axes:
     """The first token's share of the stream's squared norm, and of attention, by block."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True, layout="constrained")
+    _, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True, layout="constrained")
     for label, tables in models.items():
         rows = tables["sinks_layers"]
         depth = (rows.layer + 0.5) / len(rows)
@@ -109,7 +109,7 @@ def layers_figure(models: Mapping[str, Tables]) -> Axes:
 def signals_figure(models: Mapping[str, Tables]) -> Axes:
     """Pearson with the mismatch on the windows that judge, by signal and model, with 95 % intervals."""
     _, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    shown = [name for name in ("combined", "no_transport", "transport_only", "norm_only", "travel")]
+    shown = ["combined", "no_transport", "transport_only", "norm_only", "travel"]
     for i, (label, tables) in enumerate(models.items()):
         rows = of_setting(tables, JUDGED).loc[shown]
         at = [k + 0.15 * (i - (len(models) - 1) / 2) for k in range(len(shown))]
