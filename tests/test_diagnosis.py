@@ -195,6 +195,8 @@ def test_a_pass_compared_with_itself_and_by_hand():
     row = windows.loc[0]
     assert row.kl == pytest.approx(kl.mean().item(), rel=1e-5)
     assert row.largest_kl == pytest.approx(kl.max().item(), rel=1e-5)
+    assert row.median_kl == pytest.approx(kl.mean().item(), rel=1e-5)  # of two tokens
+    assert row.ninetieth_kl == pytest.approx((0.1 * kl.min() + 0.9 * kl.max()).item(), rel=1e-5)
     assert row.changed == 0.5  # the first token's tie goes to the first word on both sides
     assert row.loss == pytest.approx(row.reference_loss) == pytest.approx(-torch.tensor(0.2).log().item())
     assert row.mismatch == pytest.approx(0.1, rel=1e-5)

@@ -89,8 +89,9 @@ def compare(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Two tables: one row per window of ``tokens`` (B, T), and one row per window and block.
 
-    The columns of a window are ``mismatch``, that of the final state; ``kl`` and ``largest_kl``, mean and largest
-    Kullback-Leibler divergence of the low-precision next-token distribution from the reference's, in nats;
+    The columns of a window are ``mismatch``, that of the final state; ``kl``, ``median_kl``, ``ninetieth_kl`` and
+    ``largest_kl``, mean, median, 90 % quantile and largest of the tokens' Kullback-Leibler divergences of the
+    low-precision next-token distribution from the reference's, in nats;
     ``logprob``, the root mean square change of the log probability of the text's next token, in nats;
     ``changed``, the share of tokens whose most probable next token differs; ``loss`` and ``reference_loss``, the mean
     next-token cross entropy in nats. The column of a block is ``error``, the relative error of its output. All that
@@ -106,6 +107,8 @@ def compare(
     columns = {
         "mismatch": mismatch(low.final, reference.final).double(),
         "kl": at.kl.mean(-1),
+        "median_kl": at.kl.quantile(0.5, dim=-1),
+        "ninetieth_kl": at.kl.quantile(0.9, dim=-1),
         "largest_kl": at.kl.amax(-1),
         "logprob": (at.logprob - at.exact_logprob).square().mean(-1).sqrt(),
         "changed": at.changed.double().mean(-1),

@@ -73,10 +73,10 @@ def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list
             means = [
                 estimate(mean_of(table.mismatch)),
                 estimate(mean_of(table.changed)),
-                number(table.kl.mean(), ".2e"),
+                *(number(table[column].mean(), ".2e") for column in ("kl", "median_kl", "ninetieth_kl")),
             ]
             rows.append([name, *means, number(table.largest_kl.max(), ".2e"), number(table.loss.mean(), ".4f")])
-    return [*rows, ["fp32", "0", "0", "0", "0", number(measured.reference_loss.mean(), ".4f")]]
+    return [*rows, ["fp32", *["0"] * 6, number(measured.reference_loss.mean(), ".4f")]]
 
 
 def pictures(diagnosis: Diagnosis) -> dict[str, str]:
