@@ -29,7 +29,8 @@ STALE =
 SCHEDULER =
 # A dollar sign in a value of the command line or the environment is no variable or function of make.
 $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIABLES)),\
-    $(if $(filter command% environment%,$(origin $(name))),$(eval override $(name) := $$(value $(name)))))
+    $(if $(filter command% environment%,$(origin $(name))),\
+        $(eval $(if $(filter command%,$(origin $(name))),override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
 OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(FORM)$(PROBES)$(SEED)
