@@ -137,7 +137,8 @@ def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
 )
 def test_values_come_from_the_command_line_only(name):
     assert found_by_recipes(name, **{name: "7"}) == ""
-    assert found_by_recipes("RESULTS", "MODEL=a/b", RESULTS="embedded") == "embedded-custom"  # as a make in a make has it
+    # A make inside of another has RESULTS in its environment.
+    assert found_by_recipes("RESULTS", "MODEL=a/b", RESULTS="embedded") == "embedded-custom"
     assert found_by_recipes(name, f"{name}=7") == "7"
 
 
