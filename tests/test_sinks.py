@@ -11,6 +11,7 @@ from fragility_core.arithmetic.lowering import lower
 from fragility_core.surrogates.travel import StreamNorms, travel
 from fragility_lab.experiments import sinks
 from fragility_lab.inputs.loading import load
+from fragility_lab.reporting import sinks as page
 
 SHAPE = (3, 2, 5)  # blocks, windows, tokens
 
@@ -108,3 +109,23 @@ def test_the_experiment_from_the_command_on(tmp_path, monkeypatch, capsys):
     tokens, low = inputs.window(row.start, 16)[None], lower(inputs.model, "bf16")
     assert travel(low, tokens).item() == pytest.approx(row.travel, rel=1e-4)
     assert row.mismatch < 0.1 and "travel" in capsys.readouterr().out
+
+
+def test_the_page_is_made_of_the_committed_tables():
+    models = page.present()
+    assert {"GPT-2, 3 M", "Llama, 3 M"} < {*models}
+    assert page.PAGE.read_text(encoding="utf-8") == page.rendered(models), "run `make docs` and commit"
+    one = next(iter(models.values()))
+    moved = {**one, "sinks_signals": one["sinks_signals"].assign(pearson=0.123)}
+    assert "0.12 (" in page.rendered({"another": moved}) and "another" in page.rendered({"another": moved})
+
+
+def test_figures_of_the_page():
+    models = page.present()
+    layers, signals = page.layers_figure(models), page.signals_figure(models)
+    assert (
+        [line.get_label() for line in layers.lines]
+        == [*models]
+        == [text.get_text() for text in signals.get_legend().get_texts()]
+    )
+    assert all(np.nanmax(line.get_ydata()) <= 1 for line in layers.lines)
