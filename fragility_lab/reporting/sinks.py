@@ -132,12 +132,17 @@ def rendered(models: Mapping[str, Tables]) -> str:
     above = {
         name: sum(of_setting(t, JUDGED).low[name] > 0 for t in models.values()) for name in SIGNALS
     }  # whose interval lies above 0
+    path = ("combined", "travel_frobenius", "travel")
+    steps = [
+        f"{label}: " + ", ".join(f"{of_setting(t, JUDGED).pearson[name]:.2f}".replace("-", "−") for name in path)
+        for label, t in models.items()
+    ]
     counts = {label: int(of_setting(t, JUDGED).windows.iloc[0]) for label, t in models.items()}
     return environment.get_template("sinks.md.jinja").render(
         facts=table(facts(models)), found=table(by_signal(models, FOUND)), judged=table(by_signal(models, JUDGED)),
         others=table(by_setting(models, ("combined", "norm_only", "travel"))), first=FIRST,
         lowest={name: f"{value:.2f}".replace("-", "−") for name, value in lowest.items()}, above=above,
-        models=len(models), labels=[*models], windows=min(counts.values()),
+        models=len(models), steps=steps, windows=min(counts.values()),
     )  # fmt: skip
 
 
