@@ -660,6 +660,10 @@ def test_page_of_a_model_that_overflows(tiny_tokens):
     assert "Measured against fp32: no window gave finite values" in html and 'id="tokens"' not in html
     assert "the stored weights of transformer.h.1.mlp.c_proj" in html and 'id="plan"' not in html
     assert found.remedy.plan is not None and found.remedy.plan.label in html
+    assert found.mended.window.tolist() == [0, 1, 2] and not found.failed
+    told = " ".join(html.split())
+    for words, known in (("their mismatch is predicted", "predicted"), ("and measured", "mismatch")):
+        assert f"{words} as <b>{' '.join(percent(found.mended[known].mean()).split())}" in told
 
 
 def test_page_of_a_plan_that_leaves_an_overflow(found):
@@ -710,6 +714,8 @@ def test_a_window_that_overflows_without_the_plan_only(tiny_tokens):
     html = page.page(found)
     assert "1 of 3 windows overflow" in html and "still overflow" not in html
     assert percent(table["measured with plan"][1:].mean()) in html
+    assert found.mended.window.tolist() == [0]
+    assert found.mended.predicted[0] == pytest.approx(found.mended.mismatch[0], rel=0.3)
 
 
 def test_page_without_a_reference(tiny_gpt2, tiny_tokens):

@@ -45,7 +45,7 @@ def breaking(monkeypatch, step: str, error: BaseException) -> None:
     monkeypatch.setattr(run, "STEPS", steps)
 
 
-@pytest.mark.parametrize("step", [step.name for step in run.STEPS if step.name not in ("experts", "remedy")])
+@pytest.mark.parametrize("step", [step.name for step in run.STEPS if step.name not in ("experts", "remedy", "mended")])
 def test_a_step_that_fails_leaves_the_page_with_all_other_parts(monkeypatch, step):
     breaking(monkeypatch, step, KeyError("['layer'] not in index"))
     found = work()
@@ -86,7 +86,7 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     pages = []
     with pytest.raises(KeyboardInterrupt):
         work(lambda found: pages.append(page.page(found)))
-    assert len(pages) == 4
+    assert len(pages) == 5
     last = parts(pages[-1])
     assert {"where", "plan", "tokens"} <= {*last} and "steps are still to come" in last["summary"]
     assert "measuring the plan: not computed yet" in last["plan"]
@@ -115,5 +115,5 @@ def test_each_step_says_what_is_next_and_how_long_it_takes(capsys):
     expected = diagnosis.forecast(REQUEST, inputs, TOKENS)
     diagnosis.diagnose(REQUEST, inputs, TOKENS, expected)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert len(lines) == len(run.STEPS) - 2  # no experts, no overflow
+    assert len(lines) == len(run.STEPS) - 3  # no experts, no overflow, nothing to mend
     assert all(re.fullmatch(r"step \d+ of \d+: [\w ]+, about [\d.]+ ?\w+", line) for line in lines)

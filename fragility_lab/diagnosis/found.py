@@ -53,7 +53,8 @@ class Diagnosis:
     ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
     form ``by_token`` has the error by token, with the ``origins`` of the tail by the rows of its table, and ``flips``
     predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
-    ``remedy`` is looked for where windows overflow.
+    ``remedy`` is looked for where windows overflow. With its plan, ``mended`` has their prediction, of KL if that is
+    what errors are measured in or near it, else of the mismatch, and the columns of ``measure.compare``.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``opening`` is what
     each window begins with. ``attention`` is the implementation that ran, ``referenced`` says whether fp32 passes are
     measured, and ``seconds`` has the time of each step.
@@ -87,6 +88,7 @@ class Diagnosis:
     coherence: Coherence | None = None
     growth: Growth | None = None
     remedy: Remedy | None = None
+    mended: pd.DataFrame | None = None
 
     def text(self, token: int) -> str:
         """The text of a ``token``, in quotes; its number where the tokenizer is not known."""

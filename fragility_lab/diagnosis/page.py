@@ -52,7 +52,7 @@ PARTS = (
     Part("by_token", "Which tokens", of_bulk, lambda d: d.by_token is not None, ("tokens",)),
     Part("where", "Where it comes from", of_causes, lambda d: d.contributions is not None, ("prediction",)),
     Part("together", "Errors that act together", of_signs, lambda d: d.coherence is not None, ("together",)),
-    Part("range", "Range", of_range, lambda d: d.ranges is not None, ("remedy",)),
+    Part("range", "Range", of_range, lambda d: d.ranges is not None, ("remedy", "mended")),
     Part("plan", title_of_plan, of_plan, lambda d: d.plan is not None, ("plan", "plan measured")),
     Part("explore", "Other plans", of_explorer, lambda d: d.contributions is not None),
     Part("words", "Words"),

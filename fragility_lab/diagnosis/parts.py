@@ -28,7 +28,7 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
-from fragility_lab.reporting.tables import duration, number
+from fragility_lab.reporting.tables import duration, number, percent
 
 NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # how words of what is none begin
 MANY = 24  # bars and rows that a page shows
@@ -168,6 +168,16 @@ def of_range(diagnosis: Diagnosis, known: dict) -> dict:
     }
 
 
+def of_mended(diagnosis: Diagnosis) -> dict[str, str]:
+    """Predicted and measured error of the windows that the remedy brings back, as far as known."""
+    table = diagnosis.mended
+    if table is None:
+        return {}
+    column, write = ("mismatch", percent) if diagnosis.request.measured_in == "hidden" else ("kl", nats)
+    known = {"predicted": "predicted", "measured": column}
+    return {name: estimate(mean_of(table[key]), write) for name, key in known.items() if key in table}
+
+
 def of_remedy(diagnosis: Diagnosis) -> dict:
     """Where windows overflow, what was tried, and what mends them."""
     remedy = diagnosis.remedy
@@ -180,6 +190,7 @@ def of_remedy(diagnosis: Diagnosis) -> dict:
         "variance": any("variance of the norm" in words for words in places),
         "tried": tried,
         "remedy": remedy.plan,
+        "mended": of_mended(diagnosis),
         "remedy_price": price(remedy.plan) if remedy.plan else "",
         "remedy_snippet": snippet(diagnosis.request, remedy.plan, diagnosis.attention) if remedy.plan else "",
         "epsilon": remedy.epsilon,

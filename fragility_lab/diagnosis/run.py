@@ -106,6 +106,22 @@ def mend_overflows(work: Work) -> None:
     )  # fmt: skip
 
 
+def predict_mended(work: Work) -> None:
+    """Predict and measure the windows that overflow with the plan that brings them back."""
+    found, request, plan = work.found, work.request, work.found.remedy.plan
+    numbers = [*found.remedy.places]
+    tokens = work.tokens[numbers]
+    same = plan.format == found.prediction.recipe.name
+    calibrating = work.tokens if needs_calibration(plan.recipe) else None
+    mended = apply(work.model, plan, request.execution if same else "auto", calibrating)
+    target = "hidden" if request.measured_in == "hidden" else "kl"
+    prediction = predict(mended, work.model, tokens.split(len(work.groups[0])), request.probes, target)
+    found.mended = pd.DataFrame({"window": numbers, "predicted": prediction.windows.predicted.to_numpy()})
+    if found.referenced:
+        measured, _ = measure(mended, work.model, tokens.split(1), "with what brings windows back")
+        found.mended = found.mended.join(measured.drop(columns="window"))
+
+
 def may_be_mended(work: Work) -> bool:
     """Whether windows overflow in a model that is whole, in one format whose kernels round."""
     plain = work.whole and work.loaded.rounded is None and not (work.low.weights_only or work.request.mixes)
@@ -202,6 +218,10 @@ STEPS = (
     Step("prediction", "predicting", predict_windows),
     Step("measurement", "measuring", measure_windows),
     Step("remedy", "mending what overflows", mend_overflows, ("prediction",), may_be_mended),
+    Step(
+        "mended", "predicting what is mended", predict_mended, ("remedy",),
+        lambda work: work.found.remedy.plan is not None,
+    ),
     Step("plan", "choosing a plan", choose_plan, ("contributions",)),
     Step("plan measured", "measuring the plan", measure_plan, ("plan",), lambda work: work.found.referenced),
     Step(
