@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 
 from fragility_lab.experiments.sinks import FIRST, VARIANTS
-from fragility_lab.paths import PROJECT
+from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.reporting.figures import save_figure, style
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.results import TEMPLATES, table
@@ -31,8 +31,8 @@ Tables = Mapping[str, pd.DataFrame]
 
 def present() -> dict[str, Tables]:
     """The tables of each model that has been run, by its label."""
-    found = {label: read_tables(name) for name, label in MODELS.items()}
-    return {label: tables for label, tables in found.items() if "sinks_signals" in tables}
+    ran = {n: label for n, label in MODELS.items() if (OUTPUTS / n / "tables" / "sinks_signals.csv").is_file()}
+    return {label: read_tables(name) for name, label in ran.items()}
 
 
 def of_setting(tables: Tables, setting: tuple) -> pd.DataFrame:
@@ -123,6 +123,25 @@ def signals_figure(models: Mapping[str, Tables]) -> Axes:
     return axes
 
 
+def wins(ours: list[pd.DataFrame], scores: list[pd.DataFrame]) -> dict[str, object]:
+    """In how many settings ``travel`` is above the score, and either interval above 0, from their rows by model."""
+    travel, score = pd.concat(ours), pd.concat(scores)
+    positive = {"travel": int((travel.low > 0).sum()), "combined": int((score.low > 0).sum())}
+    above = int((travel.pearson.to_numpy() > score.pearson.to_numpy()).sum())
+    return {"pairs": len(travel), "above_score": above, "positive": positive}
+
+
+def losses(models: Mapping[str, Tables]) -> list[dict[str, str]]:
+    """The models on whose judging windows the score does better than ``travel``, with both on either half."""
+    found = []
+    for label, tables in models.items():
+        judged, first = (of_setting(tables, setting).pearson for setting in (JUDGED, FOUND))
+        if judged.combined > judged.travel:
+            words = (f"{own.combined:.2f} against {own.travel:.2f}".replace("-", "−") for own in (judged, first))
+            found.append(dict(zip(("label", "judged", "found"), (label, *words))))
+    return found
+
+
 def rendered(models: Mapping[str, Tables]) -> str:
     """The page."""
     environment = Environment(
@@ -137,12 +156,16 @@ def rendered(models: Mapping[str, Tables]) -> str:
         f"{label}: " + ", ".join(f"{of_setting(t, JUDGED).pearson[name]:.2f}".replace("-", "−") for name in path)
         for label, t in models.items()
     ]
+    second = [
+        t[t.half == "second"].set_index([*SETTING, "signal"]) for t in (m["sinks_signals"] for m in models.values())
+    ]
+    sides = [[t.xs(name, level="signal") for t in second] for name in ("travel", "combined")]
     counts = {label: int(of_setting(t, JUDGED).windows.iloc[0]) for label, t in models.items()}
     return environment.get_template("sinks.md.jinja").render(
         facts=table(facts(models)), found=table(by_signal(models, FOUND)), judged=table(by_signal(models, JUDGED)),
         others=table(by_setting(models, ("combined", "norm_only", "travel"))), first=FIRST,
         lowest={name: f"{value:.2f}".replace("-", "−") for name, value in lowest.items()}, above=above,
-        models=len(models), steps=steps, windows=min(counts.values()),
+        models=len(models), steps=steps, **wins(*sides), losses=losses(models), windows=min(counts.values()),
     )  # fmt: skip
 
 
