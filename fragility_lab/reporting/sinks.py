@@ -119,7 +119,7 @@ def signals_figure(models: Mapping[str, Tables]) -> Axes:
     axes.invert_yaxis()
     axes.axvline(0, color="0.4", linewidth=1)
     axes.set(xlabel="Pearson with the mismatch of windows")
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(models), frameon=False)
     return axes
 
 
