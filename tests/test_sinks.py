@@ -111,6 +111,14 @@ def test_the_experiment_from_the_command_on(tmp_path, monkeypatch, capsys):
     assert row.mismatch < 0.1 and "travel" in capsys.readouterr().out
 
 
+def test_windows_that_overflow_leave_the_shares_of_others_as_they_are():
+    rows = [
+        {"first_share": np.array(share), "first_attention": np.array([0.1, 0.2])} for share in ([0.5, 0.7], [0.3, 0.5])
+    ]
+    found = sinks.layers_of([*rows, {"first_share": np.array([0.9, np.nan])}])
+    assert found.stream.tolist() == pytest.approx([0.4, 0.6]) and found.attention.tolist() == pytest.approx([0.1, 0.2])
+
+
 def test_the_page_is_made_of_the_committed_tables():
     models = page.present()
     assert {"GPT-2, 3 M", "Llama, 3 M"} < {*models}

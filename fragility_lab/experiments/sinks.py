@@ -130,8 +130,11 @@ def agreement(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def layers_of(rows: list[dict]) -> pd.DataFrame:
-    """By block: the share of the first token in the squared norm of the stream, and in the attention of later ones."""
-    share = np.mean([row["first_share"] for row in rows], axis=0)
+    """By block: the share of the first token in the squared norm of the stream, and in the attention of later ones.
+
+    Of the stream only windows count that do not overflow.
+    """
+    share = np.mean([row["first_share"] for row in rows if np.isfinite(row["first_share"]).all()], axis=0)
     drawn = np.mean([row["first_attention"] for row in rows if "first_attention" in row], axis=0)
     return pd.DataFrame({"layer": range(len(share)), "stream": share, "attention": drawn})
 
