@@ -401,6 +401,18 @@ def test_norms_by_token_are_those_of_what_is_added(name, tokens):
     torch.testing.assert_close(found.hidden[0], final_hidden(model, window)[0].norm(dim=-1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_score_and_travel_of_forty_blocks(name, tokens):
+    family = FAMILIES[name]
+    config = type(family.config)(**family.config.to_dict() | {"num_hidden_layers": 40, "layer_types": None})
+    low = lower(random_model(config), "bf16")
+    seen = Monitor(low)(tokens[:2])
+    layers, windows = score(seen.layers, seen.windows, low.format.unit_roundoff)
+    assert len(layers) == 80 and np.isfinite(windows[[*SIGNALS]].to_numpy()).all() and (windows.combined > 0).all()
+    norms = stream_norms(low, tokens[:2])
+    assert len(norms.mlp) == 40 and (norms.travel(low.format.unit_roundoff) > 0).all()
+
+
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "gemma3", "olmo2"])
 def test_weight_norms_are_followed(name):
     model = random_model(FAMILIES[name].config)
