@@ -13,7 +13,9 @@ from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import RECIPES, Operands, get_recipe
+from fragility_core.models.tree import block_paths, branch_paths
 from fragility_core.protection import Contributions, Plan, apply
+from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis.run import measure, predict
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
@@ -71,6 +73,23 @@ def test_kept_blocks_of_other_families_round_nothing(model, name):
     cached = [place for place in before.index if place[1] in ("key cache", "value cache")]
     assert len(cached) == 4 * ("kv" in name)  # two of each block
     assert {place[0] for place in cached if left.get(place, 0.0)} <= {"model.layers.1.self_attn"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("kv-int8", "blocks"), ("kv-fp8", "attention"), ("w8a8-int8", "mlp")],
+)
+def test_roundings_without_a_dtype_of_their_own_are_not_in_force(model, name, path):
+    """A plan is refused where a cache or inputs of products are rounded inside of what it keeps."""
+    model = MODELS[model]()
+    blocks = block_paths(model)
+    attention, mlp = (path for path in branch_paths(model) if path.startswith(blocks[1]))
+    kept = {"blocks": blocks[1], "attention": attention, "mlp": mlp}[path]
+    plan = Plan(name, modules=(kept,))
+    with pytest.raises(ValueError, match=rf"not in force: {kept} must round nothing inside, got a relative error of"):
+        protect(lower(model, get_recipe(name)), model, plan, TOKENS)
+    apply(model, plan, tokens=TOKENS)
 
 
 def test_all_blocks_kept_under_a_rounded_cache_is_bf16_without_blocks():

@@ -31,7 +31,6 @@ from transformers import (
 )
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.leaves import LARGE, at_once, in_pieces
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.internals import source_of
 from fragility_core.arithmetic.lowering import lower
@@ -321,14 +320,6 @@ def test_entries_are_there_when_asked_for(both):
         assert torch.equal(entries(parameter), exact) and parameter.isnan().all(), path
     with loaded(hollow), loaded(hollow):
         assert not any(p.isnan().any() for p in hollow.parameters())
-
-
-def test_large_weights_are_recorded_in_pieces():
-    exact = torch.randn(700, LARGE // 512, generator=torch.Generator().manual_seed(0))
-    rounded, gradient = exact.bfloat16().float(), exact.flip(0).expand(2, *exact.shape)
-    (whole,) = at_once(exact, rounded, gradient)
-    pieces = [piece.clone() for piece in in_pieces(exact, rounded, gradient)]
-    assert len(pieces) > 10 and torch.equal(torch.cat(pieces, 1), whole)
 
 
 # --- Files ----------------------------------------------------------------------------------------

@@ -16,7 +16,10 @@ from fragility_core.arithmetic.schemes import Scheme
 from fragility_lab.diagnosis.decoding import greedy
 from fragility_lab.diagnosis.growth import growth
 from fragility_lab.experiments import x2, x2_flips, x2_plans
+from fragility_lab.experiments.x2_runs import PARTS, Parts, Recipes
+from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting import figures_x2
+from fragility_lab.running.engine import complete
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def test_the_interval_of_a_ratio_covers_it():
 
 
 def test_one_layer_alone_is_quantized(setting):
-    rows = x2.layer_table(setting, ["w4a16-g32"])
+    rows = x2.layer_rows(setting, "w4a16-g32")
     by_hand = random_gpt2(TINY)
     path = "transformer.h.1.mlp.c_fc.weight"
     weight = linear_weights(by_hand)[path]
@@ -56,12 +59,12 @@ def test_one_layer_alone_is_quantized(setting):
 
 
 def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
-    table = x2.recipe_table(setting, ["bf16", "w8a16-g32"])
+    table = pd.concat([x2.recipe_rows(setting, name) for name in ("bf16", "w8a16-g32")])
     assert set(table.quantity) == set(x2.QUANTITIES) and len(table) == 4
     divergences = table[table.quantity == "kl"]
     assert divergences.ratio.between(0.6, 1.8).all()  # one draw of a small model
     assert len(figures_x2.x2_recipes(table).get_yticks()) == 2
-    plans = x2_plans.plan_table(setting, [["w4a16-g32", "w8a16-g32", "bf16"]], 3)
+    plans = x2_plans.plan_rows(setting, ["w4a16-g32", "w8a16-g32", "bf16"], 3)
     best, chance = (plans[plans.chosen_by == name] for name in ("prediction", "chance"))
     assert (best.measured.to_numpy() <= 1.1 * chance.measured.to_numpy()).all() and best.ratio.between(0.5, 2).all()
     assert (chance.bits.to_numpy() <= best.bits.to_numpy() + 1).all()
@@ -70,9 +73,47 @@ def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
     assert plans.changed_ratio.between(0.3, 3).all() and best.changed_predicted.is_monotonic_decreasing
 
 
+@pytest.fixture
+def parts(setting):
+    inputs = Inputs(setting.model, setting.windows.flatten(), "digest")
+    return Parts("tiny", "given", inputs, probes=1)
+
+
+def test_parts_are_runs_that_go_on_where_they_stopped(parts, tmp_path, monkeypatch):
+    """Every part gives the rows of its function, once for each recipe or ladder, and is not computed again."""
+    model, windows = parts.inputs.model, parts.inputs.windows(40, 3, 0)[1]
+    setting = x2.Setting(model, windows, probes=1)
+    prompts = parts.inputs.windows(5, 2, 0)[1]
+    ladder = ["w4a16-g32", "bf16"]
+    want = {
+        ("recipes", "bf16", 3, 40, 1): x2.recipe_rows(setting, "bf16"),
+        ("growth", "fp16", 3, 40, 1): x2.growth_rows(setting, "fp16"),
+        ("coherence", "bf16", 3, 40, 2): x2.coherence_rows(setting, "bf16", 2),
+        ("changed", "w4a16-g32", 3, 40, 1): x2_flips.changed_rows(model, windows, "w4a16-g32"),
+        ("lengths", "w4a16-g32", 2, 5, 6): x2_flips.length_rows(
+            model, prompts, x2_flips.greedy_texts(model, prompts, 6), "w4a16-g32"
+        ),
+        ("layers", "w4a16-g32", 3, 40, 1): x2.layer_rows(setting, "w4a16-g32"),
+        ("plans", (*ladder,), 3, 40, 2): x2_plans.plan_rows(setting, ladder, 2),
+    }  # fmt: skip
+    assert {part for part, *_ in want} == {*PARTS}
+    for _ in range(2):
+        for (part, recipes, *size), rows in want.items():
+            found = complete(Recipes, parts.of(part, [recipes], *size), parts.inputs, tmp_path)
+            pd.testing.assert_frame_equal(found, rows.reset_index(drop=True), rtol=1e-4)
+        monkeypatch.setattr(Recipes, "run", None)
+
+
+def test_a_part_that_there_is_not_is_refused(parts):
+    with pytest.raises(ValueError, match="part must be one of recipes, growth"):
+        parts.of("recipe", ["bf16"], 3, 40)
+    with pytest.raises(ValueError, match="windows must be at least 1, got 0"):
+        parts.of("recipes", ["bf16"], 0, 40)
+
+
 def test_errors_that_act_together_add_up_to_what_is_measured(setting):
     """In fp32 but for the weights, so that passes of their own have the same errors on every CPU."""
-    table = x2.coherence_table(setting, ["w4a16-g32@fp32"], probes=8).squeeze().to_dict()
+    table = x2.coherence_rows(setting, "w4a16-g32@fp32", probes=8).squeeze().to_dict()
     measured = setting.measure(lower(setting.model, get_recipe("w4a16-g32@fp32"))).kl.mean()
     assert table["measured"] == pytest.approx(measured, rel=0.02) and table["remainder"] < 1e-3
     assert table["overall"] == pytest.approx(table["inside"] * table["between"])
@@ -96,8 +137,10 @@ def test_greedy_decoding_reads_the_cache_and_gives_the_text_of_whole_passes():
 def test_changed_tokens_and_lengths_are_those_that_were_predicted():
     model = random_gpt2(TINY)
     tokens = torch.randint(TINY.vocab_size, (16, 40), generator=torch.Generator().manual_seed(1))
-    changed = x2_flips.changed_table(model, tokens, ["bf16", "fp8_e4m3"], draws=2)
-    lengths = x2_flips.length_table(model, tokens[:, :8], 24, ["bf16", "fp8_e4m3"], draws=2)
+    texts, names = x2_flips.greedy_texts(model, tokens[:, :8], 24), ("bf16", "fp8_e4m3")
+    changed = pd.concat([x2_flips.changed_rows(model, tokens, name, draws=2) for name in names], ignore_index=True)
+    rows = [x2_flips.length_rows(model, tokens[:, :8], texts, name, draws=2) for name in names]
+    lengths = pd.concat(rows, ignore_index=True)
     assert changed.measured.is_monotonic_increasing and lengths.measured.is_monotonic_decreasing
     assert changed.ratio[1] == pytest.approx(1, abs=0.5) and lengths.ratio[1] == pytest.approx(1, abs=0.5)
     assert len(figures_x2.x2_recipes(pd.concat([changed, lengths])).get_yticks()) == 2
@@ -110,7 +153,7 @@ def test_changed_experts_are_those_that_were_predicted():
 
 def test_the_ratio_of_a_recipe_is_that_of_the_diagnosis(setting):
     """Four times the squared error with half of every rounding error, over the whole."""
-    table = x2.growth_table(setting, ["fp8_e4m3"]).set_index("quantity")
+    table = x2.growth_rows(setting, "fp8_e4m3").set_index("quantity")
     low = lower(setting.model, "fp8_e4m3")
     whole = setting.measure(low)
     for quantity in x2.QUANTITIES:

@@ -7,7 +7,7 @@ They pass through a rounding as through the identity.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fragility_core.adjoint.calls import FunctionCall
 from fragility_core.adjoint.leaves import Held
-from fragility_core.adjoint.recomputed import fast_products
+from fragility_core.adjoint.recomputed import fast_products, look_up_rows
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.windows import over_windows
@@ -143,9 +143,12 @@ class LowArithmetic(TorchFunctionMode):
         """The result of ``func`` before it is rounded."""
         return func(*args, **kwargs)
 
-    def product(self, call: FunctionCall) -> Callable:
-        """What computes the matrix product ``call``."""
-        return fast_products(call.floating[0].device).get((call.name, call.product), call.func)
+    def function(self, call: FunctionCall) -> Callable:
+        """What computes ``call``: a product, or a lookup in a table, may have gradients that take less time."""
+        if call.name == "embedding" and self.tape.takes_rows(call.args[0]):
+            return partial(look_up_rows, self.tape)
+        fast = fast_products(call.floating[0].device) if call.product else {}
+        return fast.get((call.name, call.product), call.func)
 
     def _same_weight(self, y: Tensor, call: FunctionCall) -> Tensor:
         """``y``, known as a weight if it is one whose entries were only moved, such as its transpose."""
@@ -188,8 +191,7 @@ class LowArithmetic(TorchFunctionMode):
         elif requested is None:  # type promotion decides
             operands = [call.args[0]] if call.in_place else deciding(call.floating)
             low = bool(operands) and all(map(stored_as, operands))
-        function = self.product(call) if call.product else call.func
-        result = self.call(function, *call.args, **call.kwargs)
+        result = self.call(self.function(call), *call.args, **call.kwargs)
         if not low:
             return result
         if call.in_place:

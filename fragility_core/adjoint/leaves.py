@@ -3,23 +3,20 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fragility_core.adjoint.tape import Tape, expected_error, local_error
+from fragility_core.adjoint.tape import LARGE, LookedUp, Tape, expected_error, local_error
 from fragility_core.arithmetic.internals import mark_stored, refer, stored_as
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.operands import operands_by_storage, owner, stored_weights, weight_schemes
-from fragility_core.arithmetic.recipes import Operands
+from fragility_core.arithmetic.recipes import Operands, Stored
 from fragility_core.models.hollow import filled
 
-LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
 PIECE = 2**16  # entries of a piece, which stays in a CPU's cache
-Weighted = Callable[[Tensor], Iterable[Tensor]]  # error times gradient (P, ...), in pieces
-Watch = Callable[[str, int, Tensor, Weighted], None]  # path, place, leaf
+Watch = Callable[[str, int, Tensor, "Weighted"], None]  # path, place, leaf
 
 
 class Held(NamedTuple):
@@ -82,13 +79,11 @@ class Leaves:
         stays_fp32 = not (self.operands(path) or self.weights_only or self.recipe.kernels.name != "fp32")
         return (self.is_low(path) or self.exact is not None) and not stays_fp32
 
-    def weighted(self, path: str, rounded: Tensor) -> Weighted:
-        """The local error of the tensor at ``path`` times its gradient; its low-precision entries are ``rounded``."""
+    def weighted(self, path: str, rounded: Tensor) -> "Weighted":
+        """What weighs the local error of the tensor at ``path``; its low-precision entries are ``rounded``."""
         if self.exact is None:
-            format = self.operands(path).weights or self.recipe.kernels
-            return lambda gradient: [expected_error(rounded, format) * gradient]
-        exact = self.exact[path].data  # fp32 parameters may hold rounded values: norms beside an fp32 stream do
-        return partial(in_pieces if exact.numel() > LARGE else at_once, exact, rounded)
+            return Weighted(rounded, self.operands(path).weights or self.recipe.kernels)
+        return Weighted(rounded, self.exact[path].data)  # fp32 parameters may hold rounded values: norms do
 
     @contextmanager
     def read(self, paths: Iterable[str]) -> Iterator[None]:
@@ -120,19 +115,40 @@ class Leaves:
         )
 
 
-def at_once(exact: Tensor, rounded: Tensor, gradient: Tensor) -> Iterator[Tensor]:
-    """The local error times the ``gradient`` (P, ...) of a weight."""
-    yield local_error(exact, rounded) * gradient
+class Weighted:
+    """The local error of a weight times its gradient."""
 
+    def __init__(self, rounded: Tensor, origin: Tensor | Stored):
+        """``rounded`` has its entries, ``origin`` those before they were rounded, or else the format they have."""
+        self.rounded, self.origin = rounded, origin
 
-def in_pieces(exact: Tensor, rounded: Tensor, gradient: Tensor) -> Iterator[Tensor]:
-    """As ``at_once``, some rows after the other; all pieces share their memory."""
-    rows = max(1, PIECE * exact.shape[0] // exact.numel())
-    error, weighted = torch.empty_like(exact[:rows]), torch.empty_like(gradient[:, :rows])
-    for parts in zip(exact.split(rows), rounded.split(rows), gradient.split(rows, 1)):
-        count = len(parts[0])
-        torch.sub(*parts[:2], out=error[:count]).nan_to_num_(0.0, 0.0, 0.0)
-        yield torch.mul(error[:count], parts[2], out=weighted[:, :count])
+    def error(self, rows: slice | Tensor) -> Tensor:
+        """The local error of ``rows``, in memory of its own."""
+        rounded = self.rounded[rows]
+        known = isinstance(self.origin, Tensor)
+        return local_error(self.origin[rows], rounded) if known else expected_error(rounded, self.origin)
+
+    def __call__(self, gradient: Tensor | None, looked_up: LookedUp | None = None) -> Iterator[Tensor]:
+        """Error times ``gradient`` (P, ...) in pieces. The gradient of rows ``looked_up`` comes beside it, or alone."""
+        if gradient is None:
+            yield self.error(looked_up.rows) * looked_up.gradient
+        elif self.rounded.numel() <= LARGE:
+            yield self.error(...) * gradient
+        else:
+            yield from self._in_pieces(gradient, looked_up)
+
+    def _in_pieces(self, gradient: Tensor, looked_up: LookedUp | None) -> Iterator[Tensor]:
+        """Some rows after the other; all pieces share their memory."""
+        height = max(1, PIECE * len(self.rounded) // self.rounded.numel())
+        memory = torch.empty_like(gradient[:, :height])
+        for first in range(0, len(self.rounded), height):
+            some = slice(first, first + height)
+            error = self.error(some)
+            weighted = torch.mul(error, gradient[:, some], out=memory[:, : len(error)])
+            if looked_up is not None and len(within := looked_up.between(first, first + height)):
+                rows = looked_up.rows[within] - first
+                weighted.index_add_(1, rows, error[rows] * looked_up.gradient[:, within])
+            yield weighted
 
 
 def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -41,13 +41,13 @@ def backward(
         return list(torch.func.vmap(run)(*gradients))
 
 
-def of_probes(function: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
-    """A hook that gives ``function`` the gradient of all probes, (P, ...)."""
+def of_probes(function: Callable[[Tensor | None], object]) -> Callable[[Tensor | None], None]:
+    """A hook that gives ``function`` the gradient of all probes, (P, ...), if there is one."""
 
     @wraps(function)
-    def hook(gradient: Tensor) -> None:
+    def hook(gradient: Tensor | None) -> None:
         with outside_of_vmap():
-            function(unbatched(gradient))
+            function(None if gradient is None else unbatched(gradient))
 
     return hook
 

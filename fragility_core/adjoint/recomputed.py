@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fragility_core.adjoint.blockwise import BlockwiseAttention
 from fragility_core.adjoint.probes import over_probes
-from fragility_core.adjoint.tape import Tape, local_error
+from fragility_core.adjoint.tape import LARGE, Tape, local_error
 from fragility_core.adjoint.windows import in_common, over_windows
 from fragility_core.arithmetic.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.arithmetic.formats import chunks, get_format, has_native_kernels
@@ -181,9 +181,16 @@ class WeightProduct(torch.autograd.Function):
         to_x, to_weight, to_bias = ctx.needs_input_grad
         return (
             (low @ weight.bfloat16().mT).float() if to_x else None,
-            (x.mT @ low).float() if to_weight else None,
+            of_weight(x, low, weight) if to_weight else None,
             gradient.sum(-2) if to_bias else None,
         )
+
+
+def of_weight(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of ``weight``; that of a large one lies in memory as the weight does, and is read in that order."""
+    if weight.numel() > LARGE and weight.mT.is_contiguous():
+        return (gradient.mT @ x).float().mT
+    return (x.mT @ gradient).float()
 
 
 weight_product = over_windows(WeightProduct.apply)
@@ -201,6 +208,30 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.ndim < 2 or not in_common(weight, bias):
         return functional.linear(input, weight, bias)
     return weight_product(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
+
+
+class Lookup(torch.autograd.Function):
+    """Rows (..., d) of a ``table`` (V, d). The tape gets their gradient in place of the table's, which is mostly 0."""
+
+    @staticmethod
+    def forward(ctx, tape: Tape, table: Tensor, indices: Tensor, padding: int) -> Tensor:
+        ctx.tape, ctx.table, ctx.indices, ctx.padding = tape, table, indices, padding
+        return functional.embedding(indices, table)
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, gradient: Tensor):
+        seen = ctx.indices != ctx.padding
+        ctx.tape.look_up(ctx.table, ctx.indices[seen], gradient[:, seen])
+        return None, None, None, None
+
+
+def look_up_rows(
+    tape: Tape, table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """As ``torch.embedding``, of a leaf whose rows the ``tape`` takes."""
+    return Lookup.apply(tape, table, indices, padding_idx)
 
 
 class FusedAttention(torch.autograd.Function):

@@ -274,7 +274,7 @@ class SecantArithmetic(LowArithmetic):
             return torch.lerp(reference_of(args[0]), args[0].detach(), self.between)
         return self.slopes.call(func, args, kwargs)
 
-    def product(self, call: FunctionCall) -> Callable:
+    def function(self, call: FunctionCall) -> Callable:
         """The function of ``call`` itself: the fast ones have slopes of their own."""
         return call.func
 

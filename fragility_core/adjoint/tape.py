@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from fragility_core.adjoint.probes import of_probes
-from fragility_core.arithmetic.internals import base_of
+from fragility_core.arithmetic.internals import base_of, vmap_level
 from fragility_core.arithmetic.nested import together
 from fragility_core.arithmetic.recipes import Stored
 from fragility_core.models.tree import within
+
+LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
+Weighing = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces
 
 
 class Place(NamedTuple):
@@ -28,6 +31,24 @@ class Place(NamedTuple):
     kind: str  # "kernel" or "weight"
     product: str = ""  # what a matrix product multiplies values by: "weights" or "values"
     stream: bool = False  # whether the kernel is a sum with the residual stream, in the forward of a block itself
+
+
+class LookedUp(NamedTuple):
+    """The gradient (P, U, d) of those ``rows`` (U,) of a table, in rising order, that a pass has looked up."""
+
+    rows: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, indices: Tensor, gradient: Tensor) -> "LookedUp":
+        """From a ``gradient`` (P, N, d) for every lookup, by ``indices`` (N,)."""
+        rows, number = indices.unique(return_inverse=True)
+        total = gradient.new_zeros(len(gradient), len(rows), gradient.shape[-1])
+        return cls(rows, total.index_add_(1, number, gradient))
+
+    def between(self, first: int, end: int) -> range:
+        """The places here of the rows from ``first`` up to ``end``."""
+        return range(*torch.searchsorted(self.rows, self.rows.new_tensor([first, end])).tolist())
 
 
 @dataclass
@@ -61,13 +82,15 @@ class Tape:
         self._records: list[tuple[range, int, int, Tensor]] = []
         self._extremes: list[tuple[range, int, Tensor]] = []  # by windows and place, (2, W)
         # Leaves that are kept, with place and ``weighted``, by their ``id``: see ``watch_leaf``.
-        self._kept: dict[int, tuple[Tensor, int, Callable]] = {}
+        self._kept: dict[int, tuple[Tensor, int, Weighing]] = {}
+        self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of the leaf, see ``look_up``
         self.probe = 0  # the first one of the running backward pass
         self.now = Pass(range(1))
 
     def clear(self) -> None:
         """Drop the records of a prediction that was interrupted."""
         self._records, self._extremes = [], []
+        self._looked_up.clear()
 
     def mark(self) -> tuple[int, int]:
         """Where the records of the next pass begin, for ``rewind``."""
@@ -77,6 +100,7 @@ class Tape:
         """Drop the records since ``mark``: their pass has failed."""
         for records, first in zip((self._records, self._extremes), mark):
             del records[first:]
+        self._looked_up.clear()
 
     def begin(self, windows: range = range(1)) -> None:
         """Start a pass of ``windows``."""
@@ -161,17 +185,39 @@ class Tape:
         self.watch(place, whole, errors)
 
     def watch_leaf(
-        self, place: int, leaf: Tensor, weighted: Callable[[Tensor], Iterable[Tensor]], kept: bool = False
+        self, place: int, leaf: Tensor, weighted: Weighing, kept: bool = False
     ) -> None:  # fmt: skip
         """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
 
         ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
-        that is ``kept`` is used by the passes of all windows, one after the other.
+        that is ``kept`` is used by the passes of all windows, one after the other; its ``weighted`` also takes the
+        gradient of rows that were looked up.
         """
-        windows = None if kept else self.now.windows
-        self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), windows))
         if kept:
             self._kept[id(leaf)] = leaf, place, weighted
+            self.hook_leaf(leaf, lambda gradient: self.record_kept(id(leaf), gradient))
+        else:
+            windows = self.now.windows
+            self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), windows))
+
+    def takes_rows(self, table: Tensor) -> bool:
+        """Whether ``look_up`` takes the gradient of rows of the large ``table`` in place of that of the whole."""
+        large = table.numel() > LARGE and table.ndim == 2
+        return large and id(table) in self._kept and vmap_level() is None
+
+    def look_up(self, leaf: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        """Take the ``gradient`` (P, N, d) of the rows ``indices`` (N,) of a ``leaf`` that is kept."""
+        self._looked_up.setdefault(id(leaf), []).append((indices, gradient))
+
+    def record_kept(self, key: int, gradient: Tensor | None) -> None:
+        """Record the error of a kept leaf times its ``gradient``, if it has one beside that of rows looked up."""
+        _, place, weighted = self._kept[key]
+        if found := self._looked_up.pop(key, []):
+            indices, gradients = zip(*found)
+            looked_up = LookedUp.of(torch.cat(indices), torch.cat(gradients, 1))
+            self.record_pieces(place, weighted(gradient, looked_up))
+        elif gradient is not None:
+            self.record_pieces(place, weighted(gradient))
 
     def own_leaf(self, leaf: Tensor) -> Tensor:
         """A leaf (W, ...) for a pass of several windows, in the memory of a ``kept`` one, and watched as that is."""
@@ -186,12 +232,15 @@ class Tape:
         return own
 
     def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
-        """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead."""
+        """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead.
+
+        It is None where only rows of the leaf were looked up.
+        """
         seen = of_probes(function)
 
-        def hook(gradient: Tensor) -> Tensor:
+        def hook(gradient: Tensor | None) -> Tensor | None:
             seen(gradient)
-            return gradient.new_zeros(()).expand(gradient.shape)
+            return None if gradient is None else gradient.new_zeros(()).expand(gradient.shape)
 
         leaf.register_hook(hook)
 

@@ -1,12 +1,13 @@
 """A KV cache that stores keys and values as a recipe says."""
 
+import copy
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fragility_core.arithmetic.internals import current_dispatch_mode, current_function_mode
 from fragility_core.arithmetic.recipes import Stored
@@ -16,19 +17,27 @@ from fragility_core.models.tree import attention_modules, within
 class RoundedCache(DynamicCache):
     """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in.
 
-    Those of the layers with a number in ``kept`` stay as they are.
+    Those of the layers with a number in ``kept`` stay as they are, and all of them where ``stored`` is None.
     """
 
-    def __init__(self, stored: Stored, config, kept: Collection[int] = ()):
+    def __init__(self, stored: Stored | None, config, kept: Collection[int] = ()):
         super().__init__(config=config)
         self.stored, self.kept = stored, kept
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """As ``DynamicCache.update``: all keys and values that are stored now."""
-        if layer_idx not in self.kept:
+        if self.stored is not None and layer_idx not in self.kept:
             key_states = round_stored(key_states, "key cache", self.stored)
             value_states = round_stored(value_states, "value cache", self.stored)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def unrounded(cache: Cache) -> Cache:
+    """A copy of ``cache`` that stores what comes in as it is."""
+    copied = copy.deepcopy(cache)
+    if isinstance(copied, RoundedCache):
+        copied.stored = None
+    return copied
 
 
 def round_stored(x: Tensor, name: str, stored: Stored) -> Tensor:

@@ -4,18 +4,20 @@ Hooks cast tensors where a kept part begins and ends. Type promotion does the re
 an fp32 operand gives fp32. Hooks are partial functions of a module, so that a protected model can be pickled.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
+from fragility_core.arithmetic.cache import unrounded
 from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.lowering import LowPrecision, lower
 from fragility_core.arithmetic.nested import map_tensors, tensors
@@ -32,6 +34,8 @@ from fragility_core.models.tree import (
     within,
 )
 from fragility_core.protection.structure import scores_can_be_kept
+
+NOISE = 1e-6  # relative error of a kept module that is none of rounding, at most
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,9 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     """A copy of the fp32 ``model`` in the plan's format, except for the parts that the plan keeps.
 
     ``execution`` is that of ``lowering.lower``. By default it is "weights" for a plan that was made for weights alone.
-    A pass over ``tokens`` (B, T), two zeros unless given, checks that the kept parts compute in fp32. Static scales are
-    measured over the tokens, which then must be given. Raises ValueError
-    for an unknown module, for one that does not run or whose dtype did not change, and for a residual stream or scores
-    that cannot be kept.
+    A pass over ``tokens`` (B, T), two zeros unless given, checks that the kept parts compute in fp32 and round nothing.
+    Static scales are measured over the tokens, which then must be given. Raises ValueError for an unknown module, for
+    one that does not run or is not in force, and for a residual stream or scores that cannot be kept.
     """
     require_modules(model, plan.modules)
     plan = replace(plan, modules=outermost(plan.modules))
@@ -222,8 +225,9 @@ def check(
 ) -> None:
     """Raises ValueError unless exactly the parts that ``plan`` names are in fp32 in a pass over ``tokens``.
 
-    Kept modules receive fp32. They return ``compute_dtype``, or fp32 if they are among ``fp32_outputs``. If the
-    residual stream is kept, every block returns fp32.
+    Kept modules receive fp32 and round nothing: inputs of products and a cache have no dtype of their own. They return
+    ``compute_dtype``, or fp32 if they are among ``fp32_outputs``. If the residual stream is kept, every block returns
+    fp32.
     """
 
     def require(path: str, invariant: str, holds: bool, found: object) -> None:
@@ -231,7 +235,8 @@ def check(
             raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
 
     blocks = block_paths(low.model) if plan.residual else []  # blocks of a vision tower do not run
-    received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens)
+    calls: dict[str, list[Call]] = {path: [] for path in plan.modules}
+    received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens, calls)
     for path in plan.modules:
         parameters = {p.dtype for p in low.model.get_submodule(path).parameters()}
         require(path, "run in the checking pass", path in returned, "no call of it: give tokens that reach it")
@@ -239,13 +244,37 @@ def check(
         require(path, "receive fp32", {*received[path]} <= {torch.float32}, {*received[path]})
         expected = torch.float32 if path in fp32_outputs else compute_dtype
         require(path, f"return {expected}", {*returned[path]} == {expected}, {*returned[path]})
+        rounded = max(call.distance(low.model.get_submodule(path)) for call in calls[path])
+        require(path, "round nothing inside", rounded <= NOISE, f"a relative error of {rounded:.2g}")
     for path in (path for path in blocks if path in returned):
         stream = returned[path][0] if returned[path] else None  # attention weights may follow it
         require(path, "keep the residual stream in fp32", stream == torch.float32, stream)
 
 
-def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tuple[dict[str, list], dict[str, list]]:
-    """The dtypes of floating tensors that the modules at ``paths`` receive and return if they run, by path."""
+class Call(NamedTuple):
+    """A call of a module that computes in fp32: what it got, caches as they were, and what its forward returned."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+
+    def distance(self, module: nn.Module) -> float:
+        """The relative error of the call against ``module`` by itself, where nothing rounds inputs, caches or results.
+
+        It is 0 where the same kernels run, and at least 1e-4 where fp16 has rounded a part of the values.
+        """
+        pairs = zip(tensors(self.output), tensors(module.forward(*self.args, **self.kwargs)), strict=True)
+        known = [(x.double(), y.double()) for x, y in pairs if x.is_floating_point() and y.isfinite().all()]
+        return max((float((x - y).norm() / y.norm().clamp_min(1e-300)) for x, y in known), default=0.0)
+
+
+def dtypes_of(
+    paths: Collection[str], low: LowPrecision, tokens: Tensor, calls: Mapping[str, list[Call]] = MappingProxyType({})
+) -> tuple[dict[str, list], dict[str, list]]:
+    """The dtypes of floating tensors that the modules at ``paths`` receive and return if they run, by path.
+
+    ``calls`` gets every call of the modules that it names, before other hooks change what is returned.
+    """
     received, returned = {}, {}
 
     def floating(values: Any) -> list[torch.dtype]:
@@ -254,7 +283,22 @@ def dtypes_of(paths: Collection[str], low: LowPrecision, tokens: Tensor) -> tupl
     def record(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         received[path], returned[path] = floating((args, kwargs)), floating(output)
 
+    def begin(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        args = tuple(unrounded(x) if isinstance(x, Cache) else x for x in args)
+        kwargs = {key: unrounded(x) if isinstance(x, Cache) else x for key, x in kwargs.items()}
+        calls[path].append(Call(args, kwargs, None))
+
+    def end(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        calls[path][-1] = calls[path][-1]._replace(output=output)
+
     with ExitStack() as stack:
+        for path in calls:
+            module = low.model.get_submodule(path)
+            for hook in (
+                module.register_forward_pre_hook(partial(begin, path), with_kwargs=True),
+                module.register_forward_hook(partial(end, path), with_kwargs=True, prepend=True),
+            ):
+                stack.callback(hook.remove)
         for path in paths:
             hook = low.model.get_submodule(path).register_forward_hook(partial(record, path), with_kwargs=True)
             stack.callback(hook.remove)

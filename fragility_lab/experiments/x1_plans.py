@@ -73,10 +73,14 @@ class Plans(DerivedWorker):
         """Tidy rows, one per plan: who chose it, for which budget, its mismatch and its price.
 
         ``predicted`` and ``measured`` are means over windows. ``budget`` counts blocks or kinds of site, as ``unit``
-        says. Raises FileNotFoundError where E2's run is missing.
+        says. Windows that overflow count for no plan; where all do, there are no rows. Raises FileNotFoundError where
+        E2's run is missing.
         """
         rows = self.source.require(spec.source)
-        trial = Trial(self, spec, rows[rows.window < spec.windows])
+        finite = rows[~rows.overflow & rows.window.isin(rows.window[~rows.overflow].unique()[: spec.windows])]
+        if finite.empty:
+            return pd.DataFrame()
+        trial = Trial(self, spec, finite)
         table = []
         for unit, budget, chosen_by, plan in trial.plans():
             table.append(
@@ -172,8 +176,11 @@ def kept_by(plan: Plan) -> tuple:
 def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Mean mismatch by who chose the plan, relative to no protection, and the largest error of a prediction.
 
-    One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws.
+    One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws. Raises ValueError where
+    there are no rows because every window overflowed.
     """
+    if rows.empty:
+        raise ValueError("plans need windows with a finite mismatch, got none: every window of E2's runs overflowed")
     by_run = rows.measured.where(rows.chosen_by == "none").groupby([rows[name] for name in IDENTITY])
     none = by_run.transform("max")  # of the one value that there is
     rows = rows.assign(of_none=rows.measured / none, error=(rows.predicted / rows.measured - 1).abs())

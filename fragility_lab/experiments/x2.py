@@ -4,7 +4,6 @@ Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. `
 ``x2_plans`` plans that mix schemes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +20,6 @@ from fragility_core.protection.bits import Choices, fused_layers
 from fragility_lab.diagnosis.growth import half_errors, squared
 from fragility_lab.diagnosis.measure import ObservedPass, compare, observe, ratio
 from fragility_lab.inputs.loading import require_at_least
-from fragility_lab.running.environment import progress
 
 QUANTITIES = ("kl", "logprob")  # targets, and columns of ``measure.compare``
 
@@ -53,74 +51,63 @@ class Setting:
         return Adjoint(low, self.model, self.probes, target=target, gradients="both")(self.windows)
 
 
-def recipe_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
-    """One row per recipe and quantity: means over windows, predicted and measured, and their ratio."""
-    rows = []
-    for name in progress(recipes, desc="recipes"):
-        recipe = get_recipe(name)
-        found = setting.measure(lower(setting.model, recipe))
-        for quantity in QUANTITIES:
-            predicted = setting.predict(recipe, quantity).windows.predicted.to_numpy()
-            rows.append(row(name, quantity, predicted, found[quantity].to_numpy()))
-    return pd.DataFrame(rows)
+def recipe_rows(setting: Setting, name: str) -> pd.DataFrame:
+    """One row per quantity of the recipe ``name``: means over windows, predicted and measured, and their ratio."""
+    recipe = get_recipe(name)
+    found = setting.measure(lower(setting.model, recipe))
+    predicted = {quantity: setting.predict(recipe, quantity).windows.predicted.to_numpy() for quantity in QUANTITIES}
+    return pd.DataFrame([row(name, quantity, predicted[quantity], found[quantity]) for quantity in QUANTITIES])
 
 
-def growth_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
-    """One row per recipe and quantity: four times the squared error with half of every rounding error, over the whole.
+def growth_rows(setting: Setting, name: str) -> pd.DataFrame:
+    """One row per quantity of the recipe ``name``: how its error grows with the errors inside.
 
-    ``ratio`` is 1 where the error of the output grows in proportion to the errors inside, as predictions assume.
+    ``ratio`` is four times the squared error with half of every rounding error, over the whole. It is 1 where the error
+    of the output grows in proportion to the errors inside, as predictions assume.
     """
-    rows = []
-    for name in progress(recipes, desc="half of every error"):
-        low = lower(setting.model, get_recipe(name))
-        whole, half = setting.measure(low), half_errors(low, setting.model, setting.windows)
-        for quantity in QUANTITIES:
-            rows.append(
-                {"recipe": name, "quantity": quantity} | ratio(4 * squared(half, quantity), squared(whole, quantity))
-            )
-    return pd.DataFrame(rows)
+    low = lower(setting.model, get_recipe(name))
+    whole, half = setting.measure(low), half_errors(low, setting.model, setting.windows)
+    ratios = {quantity: ratio(4 * squared(half, quantity), squared(whole, quantity)) for quantity in QUANTITIES}
+    return pd.DataFrame([{"recipe": name, "quantity": quantity} | found for quantity, found in ratios.items()])
 
 
-def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray) -> dict[str, object]:
+def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray | pd.Series) -> dict[str, object]:
     """Means over windows, and their ratio with its interval."""
+    found = np.asarray(found)
     means = {"recipe": recipe, "quantity": quantity, "predicted": predicted.mean(), "measured": found.mean()}
     return means | ratio(predicted, found)
 
 
-def coherence_table(setting: Setting, recipes: Sequence[str], probes: int) -> pd.DataFrame:
-    """One row per recipe: the measured KL over the sum of squares, and what explains it.
+def coherence_rows(setting: Setting, name: str, probes: int) -> pd.DataFrame:
+    """One row for the recipe ``name``: the measured KL over the sum of squares, and what explains it.
 
     The slopes are secants, so that signed contributions add up to the error of the passes, apart from ``remainder``.
     ``overall`` is the measured KL over the sum of squares: ``inside`` of groups of sites times ``between`` them. Each
     has its standard error over windows. ``pairs`` matter.
     """
-    rows = []
-    for name in progress(recipes, desc="errors that act together"):
-        low = lower(setting.model, get_recipe(name))
-        found = coherence(Adjoint(low, setting.model, probes, target="kl", gradients="secant"), setting.windows)
-        parts = {"inside": found.inside(), "between": found.between(), "overall": found.overall()}
-        columns = {"recipe": name, "measured": found.totals.mean(), "remainder": found.remainder}
-        columns |= {key: ratio for key, (ratio, _) in parts.items()}
-        columns |= {f"{key}_error": error for key, (_, error) in parts.items()}
-        rows.append(columns | {"pairs": int(found.pairs().matters.sum())})
-    return pd.DataFrame(rows)
+    low = lower(setting.model, get_recipe(name))
+    found = coherence(Adjoint(low, setting.model, probes, target="kl", gradients="secant"), setting.windows)
+    parts = {"inside": found.inside(), "between": found.between(), "overall": found.overall()}
+    columns = {"recipe": name, "measured": found.totals.mean(), "remainder": found.remainder}
+    columns |= {key: ratio for key, (ratio, _) in parts.items()}
+    columns |= {f"{key}_error": error for key, (_, error) in parts.items()}
+    return pd.DataFrame([columns | {"pairs": int(found.pairs().matters.sum())}])
 
 
-def layer_table(setting: Setting, recipes: Sequence[str]) -> pd.DataFrame:
-    """One row per recipe and group of fused layers: the KL if that group alone is quantized, predicted and measured.
+def layer_rows(setting: Setting, name: str) -> pd.DataFrame:
+    """One row per group of fused layers: its KL, predicted and measured, if it alone is quantized by a recipe.
 
     All other kernels compute in fp32: beside bf16 the error of most layers alone could not be seen.
     """
     groups, rows = fused_layers(setting.model, setting.windows[:1]), []
-    for name in recipes:
-        recipe = get_recipe(name).beside("fp32")
-        choices = Choices(setting.model, {name: setting.predict(recipe, "kl")}, groups)
-        for number, group in enumerate(progress(groups, desc=f"single layers in {name}")):
-            alone = replace(recipe, name="alone", linear=Operands(), layers=dict.fromkeys(group, recipe.linear))
-            found = setting.measure(lower(setting.model, alone))
-            rows.append(
-                {"recipe": name, "layer": group[0], "predicted": choices.mean[number, 0], "measured": found.kl.mean()}
-            )
+    recipe = get_recipe(name).beside("fp32")
+    choices = Choices(setting.model, {name: setting.predict(recipe, "kl")}, groups)
+    for number, group in enumerate(groups):
+        alone = replace(recipe, name="alone", linear=Operands(), layers=dict.fromkeys(group, recipe.linear))
+        found = setting.measure(lower(setting.model, alone))
+        rows.append(
+            {"recipe": name, "layer": group[0], "predicted": choices.mean[number, 0], "measured": found.kl.mean()}
+        )
     return pd.DataFrame(rows)
 
 

@@ -37,37 +37,34 @@ def realised(model: PreTrainedModel, recipe: str) -> tuple[LowPrecision, Realisa
 
 
 @torch.no_grad()
-def changed_table(model: PreTrainedModel, windows: Tensor, recipes: Sequence[str], draws: int = 1) -> pd.DataFrame:
-    """One row per recipe: the share of next tokens that changes, mean over ``windows`` (B, T), and its ratio."""
-    rows = []
-    for name in progress(recipes, desc="changed tokens"):
-        (low, realisations), shares = realised(model, name), []
-        for window in windows.split(1):
-            exact = logits(model, window)
-            with low.running():
-                changed = low.model(window, use_cache=False).logits.argmax(-1) != exact.argmax(-1)
-            known = next_tokens(realisations, window, draws, exact)
-            shares.append([known.share(), float(changed.double().mean())])
-        rows.append(row(name, "changed", *np.transpose(shares)))
-    return pd.DataFrame(rows)
+def changed_rows(model: PreTrainedModel, windows: Tensor, name: str, draws: int = 1) -> pd.DataFrame:
+    """One row for the recipe ``name``: the share of next tokens that changes, mean over ``windows`` (B, T)."""
+    (low, realisations), shares = realised(model, name), []
+    for window in windows.split(1):
+        exact = logits(model, window)
+        with low.running():
+            changed = low.model(window, use_cache=False).logits.argmax(-1) != exact.argmax(-1)
+        known = next_tokens(realisations, window, draws, exact)
+        shares.append([known.share(), float(changed.double().mean())])
+    return pd.DataFrame([row(name, "changed", *np.transpose(shares))])
 
 
-def length_table(
-    model: PreTrainedModel, prompts: Tensor, count: int, recipes: Sequence[str], draws: int = 1
-) -> pd.DataFrame:
-    """One row per recipe: for how many of ``count`` tokens greedy decoding keeps to fp32's, mean over ``prompts``.
+def length_rows(model: PreTrainedModel, prompts: Tensor, texts: Tensor, name: str, draws: int = 1) -> pd.DataFrame:
+    """One row for the recipe ``name``: for how many tokens greedy decoding keeps to fp32's, mean over ``prompts``.
 
-    Measured is decoding token by token, with a cache of keys and values as the recipe stores them.
+    ``texts`` (B, n) are fp32's. Measured is decoding token by token, with a cache of keys and values as the recipe
+    stores them.
     """
-    parts, rows = prompts.split(TOGETHER), []
-    references = [greedy(model, part, count) for part in parts]
-    for name in progress(recipes, desc="greedy decoding"):
-        low, realisations = realised(model, name)
-        pairs = [*zip(parts, references)]
-        measured = torch.cat([agreed(greedy(low.model, part, count, low), text) for part, text in pairs])
-        predicted = torch.cat([predicted_length(realisations, *pair, draws) for pair in pairs])
-        rows.append(row(name, "length", predicted.double().cpu().numpy(), measured.double().cpu().numpy()))
-    return pd.DataFrame(rows)
+    low, realisations = realised(model, name)
+    pairs = [*zip(prompts.split(TOGETHER), texts.split(TOGETHER))]
+    measured = torch.cat([agreed(greedy(low.model, part, texts.shape[1], low), text) for part, text in pairs])
+    predicted = torch.cat([predicted_length(realisations, *pair, draws) for pair in pairs])
+    return pd.DataFrame([row(name, "length", predicted.double().cpu().numpy(), measured.double().cpu().numpy())])
+
+
+def greedy_texts(model: PreTrainedModel, prompts: Tensor, count: int) -> Tensor:
+    """The ``count`` tokens (B, count) that greedy decoding in fp32 gives after ``prompts`` (B, T)."""
+    return torch.cat([greedy(model, part, count) for part in prompts.split(TOGETHER)])
 
 
 @torch.no_grad()

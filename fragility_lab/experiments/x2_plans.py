@@ -11,41 +11,36 @@ from fragility_core.protection.bits import Choice, Choices, fused_layers, predic
 from fragility_lab.diagnosis.measure import ratio
 from fragility_lab.experiments.x2 import Setting
 from fragility_lab.experiments.x2_flips import realised
-from fragility_lab.running.environment import progress
 
 DRAWS = 4  # of the errors of a ladder's first recipe
 
 
-def plan_table(setting: Setting, ladders: Sequence[Sequence[str]], budgets: int) -> pd.DataFrame:
-    """One row per plan: for each ladder of recipes the best choices under ``budgets`` numbers of bits, measured.
+def plan_rows(setting: Setting, ladder: Sequence[str], budgets: int) -> pd.DataFrame:
+    """One row per plan: the best choices among a ``ladder`` of recipes under ``budgets`` numbers of bits, measured.
 
     Beside each plan is a random choice with about as many bits (``chosen_by``). ``predicted`` and ``measured`` are KL.
     The columns that begin with "changed" are the share of changed next tokens. It is predicted from errors of the
     ladder's first recipe, times the root of the share of its predicted KL that the plan leaves.
     """
     groups, rows = fused_layers(setting.model, setting.windows[:1]), []
-    for ladder in ladders:
-        known = Choices(
-            setting.model, predictions(setting.model, ladder, setting.windows, probes=setting.probes), groups
-        )
-        first, competitions = known.predict(Choice((0,) * len(groups))), next_token_competitions(setting, ladder[0])
-        most = known.bits.max(1).sum() / known.weights
-        grid = np.linspace(known.least_bits, most, budgets + 1)[:-1]
-        for number, budget in enumerate(progress(grid, desc="plans")):
-            best = known.within_bits(float(budget) * (1 + 1e-9))
-            for chosen_by, choice in (("prediction", best), ("chance", at_random(known, float(budget), number))):
-                found = setting.measure(apply(setting.model, known.plan(choice)))
-                predicted = known.predict(choice)
-                scales = (predicted / first) ** 0.5
-                changed = np.array([window.share(scale) for window, scale in zip(competitions, scales, strict=True)])
-                changes = {"predicted": changed.mean(), "measured": found.changed.mean()}
-                changes |= ratio(changed, found.changed.to_numpy())
-                rows.append(
-                    {"schemes": " ".join(ladder), "bits": known.mean_bits(choice), "chosen_by": chosen_by}
-                    | {"predicted": predicted.mean(), "measured": found.kl.mean()}
-                    | ratio(predicted, found.kl.to_numpy())
-                    | {f"changed_{key}": value for key, value in changes.items()}
-                )
+    known = Choices(setting.model, predictions(setting.model, ladder, setting.windows, probes=setting.probes), groups)
+    first, competitions = known.predict(Choice((0,) * len(groups))), next_token_competitions(setting, ladder[0])
+    most = known.bits.max(1).sum() / known.weights
+    for number, budget in enumerate(np.linspace(known.least_bits, most, budgets + 1)[:-1]):
+        best = known.within_bits(float(budget) * (1 + 1e-9))
+        for chosen_by, choice in (("prediction", best), ("chance", at_random(known, float(budget), number))):
+            found = setting.measure(apply(setting.model, known.plan(choice)))
+            predicted = known.predict(choice)
+            scales = (predicted / first) ** 0.5
+            changed = np.array([window.share(scale) for window, scale in zip(competitions, scales, strict=True)])
+            changes = {"predicted": changed.mean(), "measured": found.changed.mean()}
+            changes |= ratio(changed, found.changed.to_numpy())
+            rows.append(
+                {"schemes": " ".join(ladder), "bits": known.mean_bits(choice), "chosen_by": chosen_by}
+                | {"predicted": predicted.mean(), "measured": found.kl.mean()}
+                | ratio(predicted, found.kl.to_numpy())
+                | {f"changed_{key}": value for key, value in changes.items()}
+            )
     return pd.DataFrame(rows)
 
 

@@ -20,7 +20,8 @@ from fragility_lab.paths import PROJECT
 
 RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
-FOLLOWED = ("fragility_lab.experiments.", "fragility_lab.inputs.")  # imports that the numbers of a run depend on
+# Imports that the numbers of a run depend on.
+FOLLOWED = ("fragility_lab.diagnosis.", "fragility_lab.experiments.", "fragility_lab.inputs.")
 TERMINAL = "FRAGILITY_TERMINAL"  # in the environment of kernels whose stderr is a terminal's
 SCHEDULER = "FRAGILITY_SCHEDULER"  # in the environment: tcp://... or file.json; `make` sets it from SCHEDULER=
 STALE = "FRAGILITY_STALE"  # in the environment: "keep" takes stale runs as they are; `make` sets it from STALE=

@@ -1,0 +1,109 @@
+"""X2 in runs: one part of it for one recipe, or for one ladder of recipes, so that it goes on where it stopped."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import pandas as pd
+from torch import Tensor
+
+from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.experiments.x2 import Setting, coherence_rows, growth_rows, layer_rows, recipe_rows
+from fragility_lab.experiments.x2_flips import changed_rows, greedy_texts, length_rows
+from fragility_lab.experiments.x2_plans import plan_rows
+from fragility_lab.inputs.loading import Inputs, require_at_least
+from fragility_lab.running.task import Advance, Worker
+
+
+@dataclass(frozen=True)
+class PartSpec(Specification):
+    """One part of X2 for ``recipes``; raises ValueError for an unknown part and counts out of range."""
+
+    experiment, unit = "X2", "window"
+
+    part: str  # one of PARTS
+    recipes: tuple[str, ...]  # one, or a ladder
+    model: str
+    data: str
+    inputs: str  # digest of the weights, the token stream and what begins a window
+    device: str
+    windows: int
+    length: int  # tokens per window
+    seed: int = 0
+    probes: int = 2
+    count: int = 1  # budgets of plans, probes of coherence, or tokens that are decoded
+
+    def __post_init__(self):
+        if self.part not in PARTS:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {self.part!r}")
+        require_at_least(1, windows=self.windows, length=self.length, probes=self.probes, count=self.count)
+        require_at_least(0, seed=self.seed)
+
+    @property
+    def label(self) -> str:
+        return "-".join([self.part, *self.recipes])
+
+    @property
+    def size(self) -> int:
+        return self.windows
+
+
+class Recipes(Worker):
+    """Computes parts of X2; those on equal windows share the fp32 passes."""
+
+    def __init__(self, inputs: Inputs, store: RunStore):
+        super().__init__(inputs, store)
+        self.setting = cache(lambda *chosen, probes: Setting(inputs.model, self.tokens(*chosen), probes))
+        self.texts = cache(lambda *chosen, count: greedy_texts(inputs.model, self.tokens(*chosen), count))
+
+    def tokens(self, length: int, windows: int, seed: int) -> Tensor:
+        """Windows (B, T), on the device of the model."""
+        return self.inputs.windows(length, windows, seed)[1].to(self.inputs.device)
+
+    def run(self, spec: PartSpec, advance: Advance) -> pd.DataFrame:
+        """The rows of the part, as its function in PARTS gives them."""
+        return PARTS[spec.part](self, spec)
+
+    def setting_of(self, spec: PartSpec) -> Setting:
+        """The model and the windows of ``spec``."""
+        return self.setting(spec.length, spec.windows, spec.seed, probes=spec.probes)
+
+    def changed(self, spec: PartSpec) -> pd.DataFrame:
+        """Rows of ``x2_flips.changed_rows``."""
+        return changed_rows(self.inputs.model, self.tokens(spec.length, spec.windows, spec.seed), *spec.recipes)
+
+    def lengths(self, spec: PartSpec) -> pd.DataFrame:
+        """Rows of ``x2_flips.length_rows``."""
+        chosen = spec.length, spec.windows, spec.seed
+        texts = self.texts(*chosen, count=spec.count)
+        return length_rows(self.inputs.model, self.tokens(*chosen), texts, *spec.recipes)
+
+
+PARTS: dict[str, Callable[[Recipes, PartSpec], pd.DataFrame]] = {
+    "recipes": lambda worker, spec: recipe_rows(worker.setting_of(spec), *spec.recipes),
+    "growth": lambda worker, spec: growth_rows(worker.setting_of(spec), *spec.recipes),
+    "coherence": lambda worker, spec: coherence_rows(worker.setting_of(spec), *spec.recipes, spec.count),
+    "changed": Recipes.changed,
+    "lengths": Recipes.lengths,
+    "layers": lambda worker, spec: layer_rows(worker.setting_of(spec), *spec.recipes),
+    "plans": lambda worker, spec: plan_rows(worker.setting_of(spec), spec.recipes, spec.count),
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all runs of X2 have in common, as in ``PartSpec``."""
+
+    model: str
+    data: str
+    inputs: Inputs
+    seed: int = 0
+    probes: int = 2
+
+    def of(
+        self, part: str, recipes: Iterable[str | Iterable[str]], windows: int, length: int, count: int = 1
+    ) -> list[PartSpec]:  # fmt: skip
+        """One run of ``part`` for each of ``recipes``, or of ladders of them."""
+        names = ((each,) if isinstance(each, str) else tuple(each) for each in recipes)
+        given = self.model, self.data, self.inputs.digest, self.inputs.device.type
+        return [PartSpec(part, each, *given, windows, length, self.seed, self.probes, count) for each in names]
