@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -390,3 +391,27 @@ def test_a_plan_beside_another_needs_a_budget_for_it():
     assert known.plan(size, "bytes", beside=stream).residual
     with pytest.raises(ValueError, match="the budget must pay for residual"):
         known.plan(size - 1, "bytes", beside=stream)
+
+
+@pytest.mark.parametrize("name", ["QK^T of Qwen2", "residual addition", "embedding"])
+def test_a_streamed_model_has_the_same_remedy(name, tmp_path):
+    model, words, *_ = case(name, 2)
+    model.save_pretrained(tmp_path)
+    streamed = load_hollow(str(tmp_path), None, AutoModelForCausalLM)
+    streamed.set_attn_implementation("eager")
+    request = Request("embedded", "embedded", "fp16", "1 site", windows=3, length=16)
+    found = diagnosis.diagnose(request, Inputs(streamed, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None))
+    found.require_complete()
+    assert {place.words for place in found.remedy.places.values()} == {words}
+    assert found.remedy.plan.label == MENDED[name][0] and [*found.mended.window] == [*found.remedy.places]
+    assert found.mended.predicted.gt(0).all() and found.mended.mismatch.gt(0).all()
+
+
+def test_a_mix_of_schemes_says_what_mends_its_kernels():
+    """The schemes are of weights; the windows overflow in the kernels beside them."""
+    model, *_, overflowing = case("residual addition", 2)
+    request = Request("embedded", "embedded", "w4a16-g32@fp16", "6 bits", windows=3, length=16)
+    found = diagnosis.diagnose(request, Inputs(model, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None))
+    found.require_complete()
+    assert {*found.remedy.places} == {number for number, out in enumerate(overflowing) if out}
+    assert found.remedy.plan.residual and "<b>residual stream</b>" in " ".join(page.page(found).split())

@@ -1,5 +1,6 @@
 """What an estimate says: tables of contributions and of windows, and the prediction that any of their rows give."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +35,16 @@ class Prediction:
     target: Target
     length: int
     ran: frozenset[str]
+
+    @property
+    def finite(self) -> set[int]:
+        """The numbers of the windows that do not overflow."""
+        return {*self.windows.window[np.isfinite(self.windows.predicted)]}
+
+    def of(self, numbers: Collection[int]) -> "Prediction":
+        """The prediction for the windows with these ``numbers`` alone."""
+        rows, windows = (table[table.window.isin(numbers)] for table in (self.contributions, self.windows))
+        return replace(self, contributions=rows, windows=windows)
 
 
 def joined(first: Prediction, second: Prediction) -> Prediction:

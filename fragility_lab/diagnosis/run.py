@@ -123,9 +123,8 @@ def predict_mended(work: Work) -> None:
 
 
 def may_be_mended(work: Work) -> bool:
-    """Whether windows overflow in a model that is whole, in one format whose kernels round."""
-    plain = work.whole and work.loaded.rounded is None and not (work.low.weights_only or work.request.mixes)
-    return plain and len(work.finite_windows) < len(work.tokens)
+    """Whether windows overflow in a model whose kernels round, where another plan of kernels may mend that."""
+    return len(work.finite_windows) < len(work.tokens) and not work.low.weights_only
 
 
 def choose_plan(work: Work) -> None:
@@ -275,13 +274,15 @@ def chosen_from(
 ) -> Choices:  # fmt: skip
     """What the schemes of ``request`` cost and do over the windows of ``groups``, and what keeping sites in fp32 does.
 
-    ``first`` is known, the prediction for the first scheme.
+    ``first`` is known, the prediction for the first scheme. Windows that overflow with some scheme do not count.
     """
     how, found = (groups, request.probes, request.measured_in), {first.recipe.name: first}
     tokens = torch.cat([*groups])
     for recipe in request.schemes[1:]:
         if recipe.rounds:
             found[recipe.name] = predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
+    finite = set.intersection(*(prediction.finite for prediction in found.values()))
+    found = {name: prediction.of(finite) for name, prediction in found.items()}
     return Choices(model, found, fused_layers(model, tokens[:1]), keep)
 
 
