@@ -111,6 +111,27 @@ def test_a_part_that_there_is_not_is_refused(parts):
         parts.of("recipes", ["bf16"], 0, 40)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_recipe_whose_windows_overflow_has_no_numbers(parts, tmp_path):
+    """Some windows: the others count. All of them: every part has a row without numbers, and figures are drawn."""
+    predicted, found = np.array([1.0, np.nan, 3.0]), np.array([1.0, 1.0, 3.0])
+    assert x2.row("fp16", "kl", predicted, found)["windows"] == 2
+    assert x2.row("fp16", "kl", predicted, found)["measured"] == 2
+    model = random_gpt2(TINY)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight.mul_(1e6)
+    parts = replace(parts, inputs=replace(parts.inputs, model=model))
+    sizes = {"recipes": (3, 40), "growth": (3, 40), "coherence": (3, 40, 2), "changed": (3, 40), "lengths": (2, 5, 6)}
+    tables = {}
+    for part, size in sizes.items():
+        runs = parts.of(part, ["fp16", "bf16"], *size)
+        tables[part] = complete(Recipes, runs, parts.inputs, tmp_path).set_index("recipe")
+        numbers = tables[part].drop(columns=["quantity", "windows"], errors="ignore")
+        assert numbers.loc["fp16"].isna().all(axis=None) and numbers.loc["bf16"].notna().any(axis=None), part
+    for part in ("recipes", "changed"):
+        assert len(figures_x2.x2_recipes(tables[part].reset_index()).get_yticks()) == 2
+
+
 def test_errors_that_act_together_add_up_to_what_is_measured(setting):
     """In fp32 but for the weights, so that passes of their own have the same errors on every CPU."""
     table = x2.coherence_rows(setting, "w4a16-g32@fp32", probes=8).squeeze().to_dict()

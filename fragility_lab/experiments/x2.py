@@ -72,10 +72,14 @@ def growth_rows(setting: Setting, name: str) -> pd.DataFrame:
 
 
 def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray | pd.Series) -> dict[str, object]:
-    """Means over windows, and their ratio with its interval."""
+    """Means over windows, and their ratio with its interval; windows that overflow have no number and do not count."""
     found = np.asarray(found)
-    means = {"recipe": recipe, "quantity": quantity, "predicted": predicted.mean(), "measured": found.mean()}
-    return means | ratio(predicted, found)
+    known = np.isfinite(predicted) & np.isfinite(found)
+    columns = {"recipe": recipe, "quantity": quantity, "windows": int(known.sum())}
+    if not known.any():
+        return columns | dict.fromkeys(("predicted", "measured", "ratio", "low", "high"), np.nan)
+    predicted, found = predicted[known], found[known]
+    return columns | {"predicted": predicted.mean(), "measured": found.mean()} | ratio(predicted, found)
 
 
 def coherence_rows(setting: Setting, name: str, probes: int) -> pd.DataFrame:
@@ -86,6 +90,8 @@ def coherence_rows(setting: Setting, name: str, probes: int) -> pd.DataFrame:
     has its standard error over windows. ``pairs`` matter.
     """
     low = lower(setting.model, get_recipe(name))
+    if setting.measure(low).kl.isna().all():  # every window overflows
+        return pd.DataFrame([{"recipe": name}])
     found = coherence(Adjoint(low, setting.model, probes, target="kl", gradients="secant"), setting.windows)
     parts = {"inside": found.inside(), "between": found.between(), "overall": found.overall()}
     columns = {"recipe": name, "measured": found.totals.mean(), "remainder": found.remainder}

@@ -43,7 +43,11 @@ def changed_rows(model: PreTrainedModel, windows: Tensor, name: str, draws: int 
     for window in windows.split(1):
         exact = logits(model, window)
         with low.running():
-            changed = low.model(window, use_cache=False).logits.argmax(-1) != exact.argmax(-1)
+            found = low.model(window, use_cache=False).logits
+        if not found.isfinite().all():  # what overflows chooses nothing
+            shares.append([np.nan, np.nan])
+            continue
+        changed = found.argmax(-1) != exact.argmax(-1)
         known = next_tokens(realisations, window, draws, exact)
         shares.append([known.share(), float(changed.double().mean())])
     return pd.DataFrame([row(name, "changed", *np.transpose(shares))])
@@ -59,7 +63,15 @@ def length_rows(model: PreTrainedModel, prompts: Tensor, texts: Tensor, name: st
     pairs = [*zip(prompts.split(TOGETHER), texts.split(TOGETHER))]
     measured = torch.cat([agreed(greedy(low.model, part, texts.shape[1], low), text) for part, text in pairs])
     predicted = torch.cat([predicted_length(realisations, *pair, draws) for pair in pairs])
-    return pd.DataFrame([row(name, "length", predicted.double().cpu().numpy(), measured.double().cpu().numpy())])
+    measured = measured.double().where(torch.cat([stays_finite(low, torch.cat(pair, 1)) for pair in pairs]), np.nan)
+    return pd.DataFrame([row(name, "length", predicted.double().cpu().numpy(), measured.cpu().numpy())])
+
+
+@torch.no_grad()
+def stays_finite(low: LowPrecision, texts: Tensor) -> Tensor:
+    """For each of ``texts`` (B, T) whether its logits in low precision are finite, (B,)."""
+    with low.running():
+        return low.model(texts, use_cache=False).logits.isfinite().flatten(1).all(1)
 
 
 def greedy_texts(model: PreTrainedModel, prompts: Tensor, count: int) -> Tensor:
