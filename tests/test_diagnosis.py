@@ -123,6 +123,24 @@ def test_forecast_of_the_embedded_checkpoint():
     assert re.fullmatch(r"about .* and [\d.]+\s[MG]B of additional memory( \([\d.]+\s[GM]B free\))?", str(expected))
 
 
+def test_a_forecast_is_made_of_trials(monkeypatch):
+    """Of an estimate and a measurement of one window; of fp32 passes where that does not fit or is refused."""
+    loaded, tokens = diagnosis.load(replace(ASKED, windows=2))
+    made = needs.Trial(making=1.0, estimate=2.0, measurement=3.0)
+    steps = made.by_step(ASKED, count=4)
+    assert (steps["prediction"], steps["measurement"], steps["plan"]) == (9.0, 12.0, 0.0)
+    assert made.by_step(replace(ASKED, probes=4), 4)["tokens"] > steps["tokens"]
+    monkeypatch.setattr(needs.Trial, "run", lambda *asked: made)
+    known = diagnosis.forecast(ASKED, loaded, tokens)
+    assert known.steps["prediction"] == 5.0 and "experts" not in known.steps
+    assert known.seconds == sum(known.steps.values())
+    for change in (("free_memory", lambda device: 1), ("estimator", None)):
+        monkeypatch.undo()
+        monkeypatch.setattr(needs, *change)
+        guess = diagnosis.forecast(ASKED, loaded, tokens).steps
+        assert guess["measurement"] == pytest.approx(guess["prediction"] * 3 / (1 + 4 * ASKED.probes))
+
+
 def live_peak(work):
     """The largest number of bytes in use at once during ``work``, beyond those in use before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:

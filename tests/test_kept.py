@@ -16,7 +16,7 @@ from fragility_core.arithmetic.recipes import RECIPES, Operands, get_recipe
 from fragility_core.models.tree import block_paths, branch_paths
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.keep import protect
-from fragility_lab.diagnosis.run import measure, predict
+from fragility_lab.diagnosis.passes import measure, predict
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
 

@@ -15,7 +15,7 @@ from fragility_core.adjoint.targets import logits
 from fragility_core.arithmetic.formats import FORMATS
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import get_recipe
-from fragility_lab.diagnosis.run import predict
+from fragility_lab.diagnosis.passes import predict
 from fragility_lab.diagnosis.steady import MOST, probes_of, scatters, steady
 from fragility_lab.diagnosis.tails import SINK, origins
 from fragility_lab.diagnosis.tokens import TAIL, ErrorsByToken, errors_by_token, squares

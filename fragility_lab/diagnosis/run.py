@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import pandas as pd
@@ -15,7 +15,6 @@ from fragility_core.adjoint.realisations import Realisations
 from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
-from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.models.hollow import is_hollow
 from fragility_core.protection import Contributions, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers
@@ -23,11 +22,11 @@ from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.growth import growth
-from fragility_lab.diagnosis.measure import Ranges, compare, each, numbered, observe_each
+from fragility_lab.diagnosis.measure import Ranges, each, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
+from fragility_lab.diagnosis.passes import low_model, measure, predict
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
-from fragility_lab.diagnosis.steady import steady
 from fragility_lab.diagnosis.tails import origins
 from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
@@ -55,12 +54,7 @@ class Work:
     @cached_property
     def low(self) -> LowPrecision:
         """The model in low precision without a plan. For a mix of schemes all layers have the smallest one."""
-        if self.loaded.rounded is not None:
-            return as_given(self.loaded.rounded)
-        request = self.request
-        recipe = request.schemes[0] if request.mixes else get_recipe(request.format)
-        execution = "auto" if request.mixes else request.execution
-        return lower(self.model, calibrated(self.model, recipe, self.tokens), execution)
+        return low_model(self.request, self.loaded, self.tokens)
 
     @cached_property
     def realisations(self) -> Realisations:
@@ -290,38 +284,3 @@ def mixed_choice(request: Request, choices: Choices) -> Choice:
     """The choice of schemes, and of parts to keep, for the budget of ``request``."""
     amount, unit = request.parsed_budget
     return {"bits": choices.within_bits, "bytes": choices.within_bytes, "kl": choices.within_error}[unit](amount)
-
-
-def predict(
-    low: LowPrecision, model, groups: Sequence[Tensor], probes: int, target: str = "hidden"
-) -> adjoint.Prediction:  # fmt: skip
-    """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
-
-    For a target other than the hidden state gradients are taken at both ends. There are more than ``probes`` where
-    windows scatter (``steady``), but in a streamed model.
-    """
-    gradients = "low" if target == "hidden" else "both"
-    options = {"target": target, "gradients": gradients, "batch": len(groups[0])}
-    estimator = adjoint.Adjoint(low, model, probes, **options)
-
-    def estimate(seed: int) -> adjoint.Prediction:
-        """From other probes for each ``seed``."""
-        how = "predicting" if not seed else "predicting again, as windows scatter"
-        found = [estimator(windows, seeds=[seed] * len(windows)) for windows in progress(groups, desc=how)]
-        tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
-        return replace(found[0], **tables)
-
-    return estimate(0) if is_hollow(model) else steady(estimate)
-
-
-def measure(
-    low: LowPrecision, model, groups: Sequence[Tensor], name: str
-) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
-    """``measure.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
-    tables = [
-        compare(*window)
-        for windows in progress(groups, desc=f"measuring {name}")
-        for window in zip(observe_each(low.model, windows, low), observe_each(model, windows), windows.split(1))
-    ]
-    windows, drift = map(numbered, zip(*tables))
-    return windows, drift

@@ -1,0 +1,68 @@
+"""The passes of a diagnosis: the model in low precision, predictions for windows, and their measurement."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pandas as pd
+from torch import Tensor
+
+from fragility_core import adjoint
+from fragility_core.arithmetic.calibration import calibrated
+from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower
+from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.models.hollow import is_hollow
+from fragility_lab.diagnosis.measure import compare, numbered, observe_each
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.diagnosis.steady import steady
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.running.environment import progress
+
+
+def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> LowPrecision:
+    """The model in low precision without a plan. For a mix of schemes all layers have the smallest one.
+
+    Static scales are measured over ``tokens`` (B, T).
+    """
+    if loaded.rounded is not None:
+        return as_given(loaded.rounded)
+    recipe = request.schemes[0] if request.mixes else get_recipe(request.format)
+    execution = "auto" if request.mixes else request.execution
+    return lower(loaded.model, calibrated(loaded.model, recipe, tokens), execution)
+
+
+def estimator(low: LowPrecision, model, probes: int, target: str, batch: int = 1) -> adjoint.Adjoint:
+    """What predicts the error of ``low`` in ``target``: for one other than the hidden state, from both ends."""
+    gradients = "low" if target == "hidden" else "both"
+    return adjoint.Adjoint(low, model, probes, target=target, gradients=gradients, batch=batch)
+
+
+def predict(
+    low: LowPrecision, model, groups: Sequence[Tensor], probes: int, target: str = "hidden"
+) -> adjoint.Prediction:  # fmt: skip
+    """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
+
+    There are more than ``probes`` where windows scatter (``steady``), but in a streamed model.
+    """
+    known = estimator(low, model, probes, target, len(groups[0]))
+
+    def estimate(seed: int) -> adjoint.Prediction:
+        """From other probes for each ``seed``."""
+        how = "predicting" if not seed else "predicting again, as windows scatter"
+        found = [known(windows, seeds=[seed] * len(windows)) for windows in progress(groups, desc=how)]
+        tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
+        return replace(found[0], **tables)
+
+    return estimate(0) if is_hollow(model) else steady(estimate)
+
+
+def measure(
+    low: LowPrecision, model, groups: Sequence[Tensor], name: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
+    """``measure.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
+    tables = [
+        compare(*window)
+        for windows in progress(groups, desc=f"measuring {name}")
+        for window in zip(observe_each(low.model, windows, low), observe_each(model, windows), windows.split(1))
+    ]
+    windows, drift = map(numbered, zip(*tables))
+    return windows, drift
