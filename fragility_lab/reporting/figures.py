@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -92,9 +93,11 @@ def finished(
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten, written out; beyond two decades at powers of ten."""
+    """Ticks at 1, 2 and 5 times powers of ten, written out; at powers of ten alone if there are many or long ones."""
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    powers = np.floor(np.log10(high)) - np.ceil(np.log10(low)) + 1
+    wide = high >= 100 * low or (powers >= 2 and high >= 1e6)  # such numbers are long: 1e+07
+    axis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -105,8 +108,8 @@ def with_length(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def scatter_of_runs(runs: pd.DataFrame, x: str, y: str) -> Axes:
-    """One point a run; colour is the format, shape the window length."""
-    shown = with_length(runs)
+    """One point a run; colour is the format, shape the window length. Runs whose windows overflow have none."""
+    shown = with_length(runs.dropna(subset=[x, y]))
     return sns.scatterplot(shown, x=x, y=y, hue="precision", style="window length", s=80, ax=canvas())
 
 
@@ -183,8 +186,9 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
     together = bins.precision == "all"
     pooled = bins[together]
     sns.lineplot(bins[~together], x="combined", y="mismatch", hue="precision", style="precision", markers=True, ax=axes)
-    hollow = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
-    axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **hollow)
+    if bins[~together].precision.nunique() > 1:
+        hollow = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
+        axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **hollow)
     labels = ("predicted risk (mean of bin)", "mismatch (mean of bin)", "E2: mismatch over predicted risk")
     return finished(axes, *labels, log=True, inside=True)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 
 from fragility_lab.inputs.fetched import MODELS
@@ -84,5 +83,4 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
         ],
         "real_rows": rows,
         "real_claims": claims(named) if named else pd.DataFrame(),
-        "real_runs": int(np.max([len(found["e2_runs"]) for found in named.values()], initial=0)),
     }  # fmt: skip
