@@ -114,6 +114,7 @@ def test_each_step_says_what_is_next_and_how_long_it_takes(capsys):
     inputs = Inputs(model, TOKENS.flatten(), "")
     expected = diagnosis.forecast(REQUEST, inputs, TOKENS)
     diagnosis.diagnose(REQUEST, inputs, TOKENS, expected)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    *lines, last = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step ", "all "))]
+    assert re.fullmatch(r"all steps took [\d.]+ ?\w+; the forecast was [\d.]+ ?\w+", last)
     assert len(lines) == len(run.STEPS) - 3  # no experts, no overflow, nothing to mend
     assert all(re.fullmatch(r"step \d+ of \d+: [\w ]+, about [\d.]+ ?\w+", line) for line in lines)

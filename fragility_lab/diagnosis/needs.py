@@ -168,8 +168,8 @@ class Trial(NamedTuple):
     def by_step(self, request: Request, count: int) -> dict[str, float]:
         """The seconds of the steps of a diagnosis of ``count`` windows, by name.
 
-        What steps take beside an estimate and a measurement was found on models of 3 M, 135 M and 270 M parameters in
-        bf16, with windows of 256 tokens and two probes. Each had the sum within 20 %.
+        How many measurements and estimates each step takes was found on models of 3 M, 135 M and 270 M parameters in
+        bf16, with windows of 256 tokens and two probes; a diagnosis prints what its steps took beside the forecast.
         """
         prediction, measured, probes = self.making + count * self.estimate, count * self.measurement, request.probes
         schemes = len(request.schemes) - 1 if request.mixes else 0

@@ -30,6 +30,7 @@ from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.diagnosis.tails import origins
 from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.reporting.tables import duration
 from fragility_lab.running.environment import progress
 from fragility_lab.running.threads import on_free_cores
 
@@ -260,6 +261,8 @@ def diagnose(
             report(found)
             reported = time.perf_counter()
             reporting = reported - start
+    taken = sum(found.seconds.values())
+    print(f"all steps took {duration(taken)}; the forecast was {duration(expected.seconds)}", flush=True)
     return found
 
 
