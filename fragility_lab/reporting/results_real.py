@@ -58,6 +58,13 @@ def verdicts(tables: Tables) -> pd.DataFrame:
     return rows.assign(verdict=rows.verdict.where(rows.claim != "", "–")).set_index(["experiment", "quantity"])
 
 
+def windows_of(table: str, models: Mapping[str, Tables]) -> str:
+    """How many windows the runs of a ``table`` have, in words; those of all ``models`` that have it."""
+    known = [tables[table] for tables in models.values() if table in tables]
+    counts = sorted({count for runs in known for count in runs.windows + runs.overflowed})
+    return " or ".join(map(str, counts)) or "no"
+
+
 def claims(models: Mapping[str, Tables]) -> pd.DataFrame:
     """E2's and E3's claims on each of ``models``, named by label: two columns a model."""
     sides = {label: verdicts(tables)[["here", "verdict"]] for label, tables in models.items()}
@@ -82,5 +89,6 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
             for label, found in named.items()
         ],
         "real_rows": rows,
+        "real_windows": {name: windows_of(f"{name}_runs", named) for name in ("e2", "x1")},
         "real_claims": claims(named) if named else pd.DataFrame(),
     }  # fmt: skip
