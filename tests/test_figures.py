@@ -168,3 +168,19 @@ def test_e5_course_has_a_panel_a_policy_relative_to_none():
     assert "over that of none" in axes.figure.get_supylabel()
     alone = figures_e5.e5_course(steps[steps.policy == "none"])
     np.testing.assert_allclose(alone.get_lines()[0].get_ydata(), [2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        (0.004, 0.04, [0.005, 0.01, 0.02]),
+        (0.007, 0.016, [0.007, 0.008, 0.009, 0.01]),  # 0.01 alone would not say how long a decade is
+        (0.001, 0.2, [0.001, 0.01, 0.1]),
+        (6e6, 2.4e8, [1e7, 1e8]),  # long numbers would overlap
+    ],
+)
+def test_ticks_of_logarithms_are_few_but_two(low, high, shown):
+    axes = figures.canvas()
+    axes.set(xscale="log", xlim=(low, high))
+    figures.plain_log_ticks(axes.xaxis)
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(shown)

@@ -93,11 +93,19 @@ def finished(
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten, written out; at powers of ten alone if there are many or long ones."""
+    """Ticks at 1, 2 and 5 times powers of ten, written out; fewer if many or long, more if one alone would be left."""
     low, high = axis.get_view_interval()
-    powers = np.floor(np.log10(high)) - np.ceil(np.log10(low)) + 1
-    wide = high >= 100 * low or (powers >= 2 and high >= 1e6)  # such numbers are long: 1e+07
-    axis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
+    powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
+
+    def inside(subs: tuple[int, ...]) -> int:
+        return sum(low <= sub * power <= high for sub in subs for power in powers)
+
+    long = high >= 1e6  # 1e+07
+    if high >= 100 * low or (long and inside((1,)) >= 2):
+        subs = (1,)
+    else:
+        subs = (1, 2, 5) if inside((1, 2, 5)) >= 2 else tuple(range(1, 10))
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 
