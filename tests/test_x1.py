@@ -267,3 +267,12 @@ def test_contributions_of_a_plan_are_those_of_its_label(inputs):
     windows = inputs.stream[None, :16]
     contributions = Contributions(inputs.model, estimator(inputs, "bf16", 1)(windows))
     assert contributions.keep(blocks=(0, 1)).predicted < contributions.keep().predicted
+
+
+def test_a_summary_counts_runs_with_numbers():
+    agreement = {"adjoint": [0.5, 0.2, np.nan], "combined": [0.1, 0.3, np.nan]}
+    measures = ("pearson", "spearman", "retrieval")
+    runs = pd.DataFrame({f"{by}_{measure}": values for measure in measures for by, values in agreement.items()})
+    ranked = pd.DataFrame({f"{by}_{how}": [0.5] for by in ("adjoint", "score") for how in ("single", "average")})
+    table = x1.summary(runs, ranked).set_index("quantity")
+    assert table.runs.tolist() == [2, 2, 2, 1, 1] and table.above.tolist() == [1, 1, 1, 0, 0]

@@ -242,7 +242,7 @@ def summary(runs: pd.DataFrame, rankings: pd.DataFrame) -> pd.DataFrame:
     """The tables of E2 and E3 with the prediction beside the score: means over runs.
 
     ``runs`` is ``run_table``, ``rankings`` holds the means of ``ranking_table`` over the windows of each run. ``above``
-    counts the runs in which the prediction agrees better than the score.
+    counts the runs in which the prediction agrees better than the score, of those whose windows do not all overflow.
     """
     pairs = [
         *((f"E2: {measure.capitalize()} with the mismatch", runs[f"adjoint_{measure}"], runs[f"combined_{measure}"])
@@ -253,7 +253,7 @@ def summary(runs: pd.DataFrame, rankings: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {"quantity": name, "adjoint": adjoint.mean(), "adjoint_sd": adjoint.std(), "score": score.mean(),
-             "score_sd": score.std(), "above": int((adjoint > score).sum()), "runs": len(adjoint)}
+             "score_sd": score.std(), "above": int((adjoint > score).sum()), "runs": int(adjoint.notna().sum())}
             for name, adjoint, score in pairs
         ]
     )  # fmt: skip
