@@ -128,7 +128,7 @@ def test_a_forecast_is_made_of_trials(monkeypatch):
     loaded, tokens = diagnosis.load(replace(ASKED, windows=2))
     made = needs.Trial(making=1.0, estimate=2.0, measurement=3.0)
     steps = made.by_step(ASKED, count=4)
-    assert (steps["prediction"], steps["measurement"], steps["plan"]) == (9.0, 12.0, 0.0)
+    assert (steps["prediction"], steps["measurement"], steps["plan"]) == (9.0, 18.0, 0.0)
     assert made.by_step(replace(ASKED, probes=4), 4)["tokens"] > steps["tokens"]
     monkeypatch.setattr(needs.Trial, "run", lambda *asked: made)
     known = diagnosis.forecast(ASKED, loaded, tokens)
@@ -138,7 +138,7 @@ def test_a_forecast_is_made_of_trials(monkeypatch):
         monkeypatch.undo()
         monkeypatch.setattr(needs, *change)
         guess = diagnosis.forecast(ASKED, loaded, tokens).steps
-        assert guess["measurement"] == pytest.approx(guess["prediction"] * 3 / (1 + 4 * ASKED.probes))
+        assert guess["measurement"] == pytest.approx(guess["prediction"] * 1.5 * 2 / (1 + 4 * ASKED.probes))
 
 
 def live_peak(work):
