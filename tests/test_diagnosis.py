@@ -40,7 +40,7 @@ from fragility_core.protection import Plan
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
-from fragility_lab.diagnosis import causes, means, needs, page, parts, plans
+from fragility_lab.diagnosis import causes, means, needs, page, parts, plans, trial
 from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
@@ -134,9 +134,9 @@ def test_a_forecast_is_made_of_trials(monkeypatch):
     known = diagnosis.forecast(ASKED, loaded, tokens)
     assert known.steps["prediction"] == 5.0 and "experts" not in known.steps
     assert known.seconds == sum(known.steps.values())
-    for change in (("free_memory", lambda device: 1), ("estimator", None)):
+    for module, *change in ((needs, "free_memory", lambda device: 1), (trial, "estimator", None)):
         monkeypatch.undo()
-        monkeypatch.setattr(needs, *change)
+        monkeypatch.setattr(module, *change)
         guess = diagnosis.forecast(ASKED, loaded, tokens).steps
         assert guess["measurement"] == pytest.approx(guess["prediction"] * 1.5 * 2 / (1 + 4 * ASKED.probes))
 

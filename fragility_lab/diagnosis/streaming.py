@@ -5,8 +5,9 @@ import sys
 
 import torch
 
-from fragility_lab.diagnosis.needs import BOTH_WAYS, LARGEST, ONCE, ends, readings_a_group, streamed_memory, whole
+from fragility_lab.diagnosis.needs import BOTH_WAYS, LARGEST, ONCE, readings_a_group, streamed_memory, whole
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.diagnosis.trial import ends
 from fragility_lab.inputs.checkpoints import load_config
 from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.reporting.tables import duration, quantity
