@@ -13,7 +13,7 @@ from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.recipes import RECIPES, Operands, get_recipe
-from fragility_core.models.tree import block_paths, branch_paths
+from fragility_core.models.tree import block_paths, branch_paths, within
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.keep import protect
 from fragility_lab.diagnosis.passes import measure, predict
@@ -27,6 +27,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, 
 MODELS = {
     "gpt2": lambda: random_gpt2(TINY),
     "llama": lambda: random_model(LlamaConfig(**SIZES, **HEADS)),
+    "llama of 40 blocks": lambda: random_model(LlamaConfig(**SIZES | {"num_hidden_layers": 40}, **HEADS)),
     "mixtral": lambda: random_model(MixtralConfig(num_local_experts=4, **SIZES, **HEADS)),
 }
 
@@ -84,7 +85,7 @@ def test_roundings_without_a_dtype_of_their_own_are_not_in_force(model, name, pa
     """A plan is refused where a cache or inputs of products are rounded inside of what it keeps."""
     model = MODELS[model]()
     blocks = block_paths(model)
-    attention, mlp = (path for path in branch_paths(model) if path.startswith(blocks[1]))
+    attention, mlp = (path for path in branch_paths(model) if within(path, blocks[1]))
     kept = {"blocks": blocks[1], "attention": attention, "mlp": mlp}[path]
     plan = Plan(name, modules=(kept,))
     with pytest.raises(ValueError, match=rf"not in force: {kept} must round nothing inside, got a relative error of"):

@@ -9,7 +9,7 @@ from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lowering import lower
 
 SIZES = {
-    "vocab_size": 50_000, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 50_000, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 7, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 TOKENS = torch.tensor([[1, 5, 5, 7, 49_999, 5, 12, 0]])  # repeated ones, padding, the first and the last row
@@ -30,7 +30,7 @@ def predicted(model, recipe: str, **options):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", [LlamaConfig, Gemma3TextConfig], ids=["llama", "gemma3"])
+@pytest.mark.parametrize(("kind", "depth"), [(LlamaConfig, 2), (Gemma3TextConfig, 2), (LlamaConfig, 40)])
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -40,14 +40,18 @@ def predicted(model, recipe: str, **options):
         ("bf16", {"gradients": "secant", "probes": 2}),
     ],
 )
-def test_as_the_whole_gradient_gives_them(tied, kind, recipe, options, monkeypatch):
+def test_as_the_whole_gradient_gives_them(tied, kind, depth, recipe, options, monkeypatch):
     """Embedding and head are large; every contribution is that of weights that are formed as a whole."""
-    model = random_model(kind(tie_word_embeddings=tied, **SIZES))
+    model, taken = random_model(kind(tie_word_embeddings=tied, num_hidden_layers=depth, **SIZES)), []
+    look_up = tape.Tape.look_up
+    monkeypatch.setattr(tape.Tape, "look_up", lambda *row: taken.append(look_up(*row)))
     found = predicted(model, recipe, **options)
+    assert bool(taken) == (options["gradients"] != "secant")  # those slopes take whole gradients
+    taken.clear()
     for module in (leaves, recomputed, tape):
         monkeypatch.setattr(module, "LARGE", 2**30)
     want = predicted(model, recipe, **options)
-    assert (want[want["name"] == "weight"].c2 > 0).any()
+    assert not taken and (want[want["name"] == "weight"].c2 > 0).any()
     torch.testing.assert_close(
         torch.tensor(found[["c2", "signed"]].to_numpy()), torch.tensor(want[["c2", "signed"]].to_numpy()),
         rtol=2e-3, atol=2e-6 * want.c2.max(), equal_nan=True,
@@ -76,9 +80,9 @@ def test_pieces_are_parts_of_the_whole(known):
     torch.testing.assert_close(alone, (error * (whole - gradient))[:, [3, 31, 32, 699]])
 
 
-def test_each_probe_alone(monkeypatch):
+def test_each_probe_alone():
     """Where probes cannot share a backward pass, rows of each are recorded with it."""
-    model = random_model(LlamaConfig(tie_word_embeddings=False, **SIZES))
+    model = random_model(LlamaConfig(tie_word_embeddings=False, num_hidden_layers=2, **SIZES))
     adjoint = Adjoint(lower(model, "bf16"), model, 2, target="kl", gradients="fp32")
     together = adjoint(TOKENS).contributions
     adjoint.at_once = False
@@ -88,8 +92,8 @@ def test_each_probe_alone(monkeypatch):
     )
 
 
-def test_a_failed_pass_leaves_no_rows(monkeypatch):
-    model = random_model(LlamaConfig(tie_word_embeddings=False, **SIZES))
+def test_a_failed_pass_leaves_no_rows():
+    model = random_model(LlamaConfig(tie_word_embeddings=False, num_hidden_layers=2, **SIZES))
     adjoint = Adjoint(lower(model, "bf16"), model, target="kl", gradients="fp32")
     want = adjoint(TOKENS).contributions
     look_up = adjoint.tape.look_up

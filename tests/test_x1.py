@@ -222,6 +222,25 @@ def plans(inputs, source, tmp_path_factory):
     return complete(x1_plans.Plans, specs, inputs, tmp_path_factory.mktemp("plans"), source=source[0])
 
 
+def test_windows_that_overflow_count_for_no_plan(inputs, source, plans, tmp_path):
+    """The first of four windows overflows: plans run on the next three; all overflow: there are no plans."""
+    spec = x1_plans.PlanSpec(e2.specifications(GRID, inputs)[0], 48, 2, 3, (1,), (1,))
+    worker, seen = x1_plans.Plans(inputs, RunStore(tmp_path), source[0]), []
+    rows = worker.source.require(spec.source)
+    for overflowing in ({0}, {*rows.window}):
+        changed = rows.assign(overflow=rows.window.isin(overflowing))
+        worker.source.require = lambda asked, changed=changed: changed
+        found = worker.run(spec, seen.append)
+        assert found.empty == (overflowing != {0})
+    nothing = rows[rows.window.isin([1, 2, 3])]
+    worker.source.require = lambda asked: nothing.assign(window=nothing.window - 1)
+    again = worker.run(spec, seen.append)
+    worker.source.require = lambda asked: rows.assign(overflow=rows.window == 0)
+    pd.testing.assert_frame_equal(worker.run(spec, seen.append), again)
+    with pytest.raises(ValueError, match="plans need windows with a finite mismatch, got none"):
+        x1_plans.plan_table(pd.DataFrame())
+
+
 def test_every_choice_has_a_prediction_and_a_measurement(plans):
     chosen = plans.groupby(["unit", "budget"]).chosen_by.unique()
     assert {"adjoint", "first", "last", "score", "patching", "greedy", "random"} == set(chosen["blocks", 1])

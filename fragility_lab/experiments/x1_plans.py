@@ -77,10 +77,10 @@ class Plans(DerivedWorker):
         E2's run is missing.
         """
         rows = self.source.require(spec.source)
-        finite = rows[~rows.overflow & rows.window.isin(rows.window[~rows.overflow].unique()[: spec.windows])]
+        finite = rows[~rows.overflow]
         if finite.empty:
             return pd.DataFrame()
-        trial = Trial(self, spec, finite)
+        trial = Trial(self, spec, finite[finite.window.isin(finite.window.unique()[: spec.windows])])
         table = []
         for unit, budget, chosen_by, plan in trial.plans():
             table.append(

@@ -31,9 +31,11 @@ def measured(label: str, tables: Tables) -> dict[str, object]:
     x1, e3, x2 = (tables.get(name) for name in ("x1_runs", "e3_runs", "x2_recipes"))
     row = {name: number(pearson[name], ".2f") for name in ("combined", "no_transport", "transport_only", "norm_only")}
     row |= {"model": label, "helps": f"{(runs.delta_pearson > 0).sum()} of {len(runs)}"}
-    row |= dict.fromkeys(("blocks", "adjoint", "ratio", "kl", "logprob"), "–")
+    row |= dict.fromkeys(("blocks", "averaged", "adjoint", "ratio", "kl", "logprob"), "–")
     if e3 is not None:
         row["blocks"] = number(e3.spearman.mean(), ".2f")
+    if "x1_ranking" in tables:
+        row["averaged"] = number(tables["x1_ranking"].score_average.mean(), ".2f")
     if x1 is not None:
         ratios = x1.mean_ratio.dropna()
         row["adjoint"] = number(x1.adjoint_pearson.mean(), ".2f")
