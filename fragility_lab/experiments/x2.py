@@ -4,6 +4,7 @@ Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. `
 ``x2_plans`` plans that mix schemes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -51,12 +52,12 @@ class Setting:
         return Adjoint(low, self.model, self.probes, target=target, gradients="both")(self.windows)
 
 
-def recipe_rows(setting: Setting, name: str) -> pd.DataFrame:
+def recipe_rows(setting: Setting, name: str, quantities: Sequence[str] = QUANTITIES) -> pd.DataFrame:
     """One row per quantity of the recipe ``name``: means over windows, predicted and measured, and their ratio."""
     recipe = get_recipe(name)
     found = setting.measure(lower(setting.model, recipe))
-    predicted = {quantity: setting.predict(recipe, quantity).windows.predicted.to_numpy() for quantity in QUANTITIES}
-    return pd.DataFrame([row(name, quantity, predicted[quantity], found[quantity]) for quantity in QUANTITIES])
+    predicted = {quantity: setting.predict(recipe, quantity).windows.predicted.to_numpy() for quantity in quantities}
+    return pd.DataFrame([row(name, quantity, predicted[quantity], found[quantity]) for quantity in quantities])
 
 
 def growth_rows(setting: Setting, name: str) -> pd.DataFrame:

@@ -8,7 +8,7 @@ import pandas as pd
 from torch import Tensor
 
 from fragility_lab.experiments.runs import RunStore, Specification
-from fragility_lab.experiments.x2 import Setting, coherence_rows, growth_rows, layer_rows, recipe_rows
+from fragility_lab.experiments.x2 import QUANTITIES, Setting, coherence_rows, growth_rows, layer_rows, recipe_rows
 from fragility_lab.experiments.x2_flips import changed_rows, greedy_texts, length_rows
 from fragility_lab.experiments.x2_plans import plan_rows
 from fragility_lab.inputs.loading import Inputs, require_at_least
@@ -32,10 +32,13 @@ class PartSpec(Specification):
     seed: int = 0
     probes: int = 2
     count: int = 1  # budgets of plans, probes of coherence, or tokens that are decoded
+    quantities: tuple[str, ...] = QUANTITIES  # those that recipes are predicted in, each at the price of its own
 
     def __post_init__(self):
         if self.part not in PARTS:
             raise ValueError(f"part must be one of {', '.join(PARTS)}, got {self.part!r}")
+        if not self.quantities or not set(self.quantities) <= set(QUANTITIES):
+            raise ValueError(f"quantities must be some of {', '.join(QUANTITIES)}, got {', '.join(self.quantities)!r}")
         require_at_least(1, windows=self.windows, length=self.length, probes=self.probes, count=self.count)
         require_at_least(0, seed=self.seed)
 
@@ -80,7 +83,7 @@ class Recipes(Worker):
 
 
 PARTS: dict[str, Callable[[Recipes, PartSpec], pd.DataFrame]] = {
-    "recipes": lambda worker, spec: recipe_rows(worker.setting_of(spec), *spec.recipes),
+    "recipes": lambda worker, spec: recipe_rows(worker.setting_of(spec), *spec.recipes, spec.quantities),
     "growth": lambda worker, spec: growth_rows(worker.setting_of(spec), *spec.recipes),
     "coherence": lambda worker, spec: coherence_rows(worker.setting_of(spec), *spec.recipes, spec.count),
     "changed": Recipes.changed,
@@ -99,6 +102,7 @@ class Parts:
     inputs: Inputs
     seed: int = 0
     probes: int = 2
+    quantities: tuple[str, ...] = QUANTITIES
 
     def of(
         self, part: str, recipes: Iterable[str | Iterable[str]], windows: int, length: int, count: int = 1
@@ -106,4 +110,5 @@ class Parts:
         """One run of ``part`` for each of ``recipes``, or of ladders of them."""
         names = ((each,) if isinstance(each, str) else tuple(each) for each in recipes)
         given = self.model, self.data, self.inputs.digest, self.inputs.device.type
-        return [PartSpec(part, each, *given, windows, length, self.seed, self.probes, count) for each in names]
+        chosen = tuple(self.quantities) if part == "recipes" else QUANTITIES
+        return [PartSpec(part, each, *given, windows, length, self.seed, self.probes, count, chosen) for each in names]
