@@ -7,9 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fragility_core.adjoint import Adjoint
+from fragility_core.arithmetic.attention import observing_attention
 from fragility_core.arithmetic.lowering import lower
+from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates.travel import StreamNorms, travel
-from fragility_lab.experiments import sinks
+from fragility_lab.experiments import positions, sinks
 from fragility_lab.inputs.loading import load
 from fragility_lab.reporting import sinks as page
 
@@ -137,3 +140,47 @@ def test_figures_of_the_page():
         == [text.get_text() for text in signals.get_legend().get_texts()]
     )
     assert all(np.nanmax(line.get_ydata()) <= 1 for line in layers.lines)
+
+
+def test_squares_by_position_add_up_to_contributions():
+    """Every kernel that has positions is seen, each window and probe once, and the first position is the first."""
+    inputs = load("embedded", "embedded", ["bf16"], [24], 3)
+    windows = torch.stack([inputs.window(start, 24) for start in (0, 240)])
+    estimate = Adjoint(lower(inputs.model, "bf16"), inputs.model, probes=2)
+    squares = positions.PositionSquares(estimate, 24)
+    rows = estimate(windows).contributions
+    want = rows[rows.kind == "kernel"].groupby("place").c2.sum()
+    assert {*squares.found} == {*want.index}
+    for place, found in squares.found.items():
+        assert found.shape == (24,) and float(found.sum()) == pytest.approx(want[place], rel=1e-4)
+    last = rows[rows.kind == "kernel"].place.max()
+    counted = torch.zeros(2, 24, dtype=torch.bool)
+    counted[:, 0] = True
+    estimate(windows, counted)  # an error of the last kernel at other positions reaches no first final state
+    again = positions.PositionSquares(estimate, 24)
+    estimate(windows, counted)
+    assert float(again.found[last][1:].sum()) == 0 < float(again.found[last][0])
+
+
+def test_shares_of_positions():
+    found = positions.grouped(np.arange(1.0, 41.0))
+    assert found == pytest.approx([1 / 820, 9 / 820, sum(range(5, 17)) / 820, sum(range(17, 41)) / 820])
+
+
+def test_positions_and_middles_of_windows():
+    """Shares of kernels add up to 1; a measured second half and its norm are those of the states by hand."""
+    inputs = load("embedded", "embedded", ["bf16"], [64], 3)
+    low = lower(inputs.model, "bf16")
+    windows = torch.stack([inputs.window(start, 64) for start in (0, 640, 1280)])
+    rows = positions.position_rows(inputs, low, windows)
+    assert list(rows.positions) == list(positions.GROUPS) and rows.tokens.sum() == pytest.approx(1)
+    assert (rows.attention + rows.other).sum() == pytest.approx(1) and rows.measured.sum() == pytest.approx(1)
+    middle = pd.DataFrame(positions.middle_rows(inputs, low, windows))
+    with torch.no_grad(), observing_attention(low.model):  # as a monitored pass
+        exact, rounded = (final_hidden(model, windows)[:, 32:].double() for model in (inputs.model, low.model))
+    apart = [float((a - b).norm() / a.norm()) for a, b in zip(exact, rounded)]
+    assert middle.mismatch.tolist() == pytest.approx(apart, rel=0.05)
+    assert (1 / middle.norm_only_counted).tolist() == pytest.approx([float(x.norm()) for x in exact], rel=0.02)
+    table = positions.correlations(middle.assign(travel=middle.mismatch, combined=-middle.mismatch)).set_index("signal")
+    assert table.pearson.travel == pytest.approx(1) and table.pearson.combined == pytest.approx(-1)
+    assert (table.low <= table.pearson + 1e-9).all() and (table.windows == 3).all()

@@ -85,6 +85,7 @@ class Tape:
         self._kept: dict[int, tuple[Tensor, int, Weighing]] = {}
         self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of the leaf, see ``look_up``
         self.probe = 0  # the first one of the running backward pass
+        self.observer: Callable[[int, Tensor], object] | None = None  # is shown each place's errors times gradients
         self.now = Pass(range(1))
 
     def clear(self) -> None:
@@ -274,6 +275,8 @@ class Tape:
 
     def _norms_and_sums(self, place: int, weighted_error: Tensor, windows: int) -> tuple[Tensor, Tensor]:
         """Norms and sums (P, W) of an error times gradient (P, ...) of so many windows."""
+        if self.observer is not None:
+            self.observer(place, weighted_error)
         own = weighted_error.reshape(len(weighted_error), windows, -1)
         if self.alike[place]:
             own = own.unflatten(2, (-1, weighted_error.shape[-1])).sum(2)
