@@ -1,6 +1,7 @@
-"""Write docs/sinks.md and its figures from the tables ``sinks_*`` (``fragility_lab.experiments.sinks``): ``make docs``.
+"""Write docs/sinks.md and its figures from the tables ``sinks_*``: ``make docs``.
 
-Every number of the page is of these tables, in ``outputs/embedded``, ``outputs/embedded-llama`` and the real models'.
+``experiments.sinks`` and ``experiments.positions`` leave them. Every number of the page is of these tables, in
+``outputs/embedded``, ``outputs/embedded-llama`` and the real models'.
 """
 
 from collections.abc import Mapping
@@ -23,6 +24,11 @@ SIGNALS = {
     "combined": "the paper's score", "no_transport": "without transport", "transport_only": "transport alone",
     "norm_only": "final norm alone",
 } | VARIANTS  # fmt: skip
+MIDDLE = {
+    "combined": "the paper's score, whole window", "norm_only": "final norm alone, whole window",
+    "norm_only_counted": "final norm alone, tokens that count", "travel": "travel, whole window",
+    "travel_counted": "travel, tokens that count",
+}  # fmt: skip
 SETTING = ["precision", "length", "half"]
 FOUND, JUDGED = ("bf16", 128, "first"), ("bf16", 128, "second")
 
@@ -87,6 +93,33 @@ def facts(models: Mapping[str, Tables]) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def arising(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """One row per group of positions: where errors arise, in attention and elsewhere, and where they end, as text."""
+    first = next(iter(models.values()))["sinks_positions"]
+    cells = {
+        label: [
+            f"{row.attention:.0%} + {row.other:.0%}, {row.measured:.0%}" for row in t["sinks_positions"].itertuples()
+        ]
+        for label, t in models.items()
+    }
+    tokens = [f"{share:.1%}" for share in first.tokens]
+    return pd.DataFrame({"positions": first.positions, "of all tokens": tokens, **cells})
+
+
+def of_middles(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """One row per signal, one column per model: the correlation with the mismatch of second halves, as text."""
+    found = {label: t["sinks_middle"].set_index("signal") for label, t in models.items()}
+    return pd.DataFrame(
+        [{"signal": name} | {m: pearson(rows.loc[key]) for m, rows in found.items()} for key, name in MIDDLE.items()]
+    )
+
+
+def first_shares(models: Mapping[str, Tables]) -> str:
+    """What kernels at the first position add to the predicted squared error, by model, in words."""
+    first = {label: t["sinks_positions"].iloc[0] for label, t in models.items()}
+    return ", ".join(f"{row.attention + row.other:.0%} ({label})" for label, row in first.items())
 
 
 @style()
@@ -165,7 +198,12 @@ def rendered(models: Mapping[str, Tables]) -> str:
         facts=table(facts(models)), found=table(by_signal(models, FOUND)), judged=table(by_signal(models, JUDGED)),
         others=table(by_setting(models, ("combined", "norm_only", "travel"))), first=FIRST,
         lowest={name: f"{value:.2f}".replace("-", "−") for name, value in lowest.items()}, above=above,
-        models=len(models), steps=steps, **wins(*sides), losses=losses(models), windows=min(counts.values()),
+        arise=table(arising(models)), middle=table(of_middles(models)), models=len(models),
+        equal_share=f"{next(iter(models.values()))['sinks_positions'].tokens[0]:.1%}", first_shares=first_shares(models),
+        middle_above={
+            name: sum(t["sinks_middle"].set_index("signal").low[name] > 0 for t in models.values()) for name in MIDDLE
+        }, steps=steps,
+        **wins(*sides), losses=losses(models), windows=min(counts.values()),
     )  # fmt: skip
 
 
