@@ -199,7 +199,8 @@ def rendered(models: Mapping[str, Tables]) -> str:
         others=table(by_setting(models, ("combined", "norm_only", "travel"))), first=FIRST,
         lowest={name: f"{value:.2f}".replace("-", "−") for name, value in lowest.items()}, above=above,
         arise=table(arising(models)), middle=table(of_middles(models)), models=len(models),
-        equal_share=f"{next(iter(models.values()))['sinks_positions'].tokens[0]:.1%}", first_shares=first_shares(models),
+        first_shares=first_shares(models),
+        equal_share=f"{next(iter(models.values()))['sinks_positions'].tokens[0]:.1%}",
         middle_above={
             name: sum(t["sinks_middle"].set_index("signal").low[name] > 0 for t in models.values()) for name in MIDDLE
         }, steps=steps,
