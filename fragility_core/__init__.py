@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "arithmetic.formats": ("FORMATS", "get_format"),
-    "arithmetic.lowering": ("lower",),
+    "arithmetic.quantized": ("lower",),
     "arithmetic.recipes": ("RECIPES",),
     "surrogates": ("Estimator", "score"),
     "surrogates.monitor": ("Monitor",),

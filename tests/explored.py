@@ -6,7 +6,7 @@ import torch
 from tiny import TINY, random_gpt2
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.protection import Contributions
 from fragility_core.protection.bits import Choices, fused_layers, predictions
 from fragility_lab.explorer import terms

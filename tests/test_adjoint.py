@@ -24,7 +24,7 @@ from fragility_core.adjoint.recomputed import scaled_dot_product_attention, tabu
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.formats import get_format
 from fragility_core.arithmetic.lookup import row_of
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer

@@ -32,7 +32,7 @@ from transformers import (
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.theory import mismatch
 from fragility_lab.diagnosis.routing import ExpertChoices, changed_choices

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from release import policy_from_config, recorded_rows
 
 from fragility_core import theory
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.bgss import (
     POLICIES,
     Action,

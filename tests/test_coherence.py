@@ -15,7 +15,7 @@ from fragility_core.adjoint.coherence import GROUPS, MOST, Coherence, coherence,
 from fragility_core.adjoint.targets import Target, root_of_count
 from fragility_core.adjoint.windows import random_signs
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 
 

@@ -33,8 +33,8 @@ from transformers import (
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import linear_weights
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
 from fragility_core.theory import mismatch

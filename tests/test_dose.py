@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.adjoint.targets import logits
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.diagnosis.growth import Growth, growth
 from fragility_lab.diagnosis.measure import compare, numbered, observe

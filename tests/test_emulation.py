@@ -19,7 +19,8 @@ from fragility_core.adjoint.tape import Tape
 from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import FORMATS
 from fragility_core.arithmetic.lookup import every_number, look_up
-from fragility_core.arithmetic.lowering import LowPrecision, fp32_sums, lower, rounded_copy
+from fragility_core.arithmetic.lowering import LowPrecision, fp32_sums
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.theory import mismatch
 
@@ -669,7 +670,7 @@ def test_realisations_share_the_model_and_follow_the_seed(execution, tiny_gpt2, 
 @pytest.mark.parametrize("format", FORMATS)
 def test_parameters_of_a_rounded_copy_lie_on_the_grid_and_stay_tied(format, tiny_gpt2):
     before = {name: parameter.clone() for name, parameter in tiny_gpt2.named_parameters()}
-    copy = rounded_copy(tiny_gpt2, get_recipe(format))
+    copy = lower(tiny_gpt2, format).model
     assert copy.lm_head.weight is copy.transformer.wte.weight
     assert copy.lm_head.weight is not tiny_gpt2.lm_head.weight
     for name, parameter in copy.named_parameters():
@@ -707,7 +708,7 @@ def test_what_transformers_keeps_in_fp32_stays_so(family, format, tmp_path):
 def test_buffers_are_stored_as_in_a_model_of_the_dtype():
     norm = nn.BatchNorm1d(4)
     norm.running_mean.fill_(0.1)
-    assert rounded_copy(norm, get_recipe("fp16")).running_mean.equal(norm.running_mean.half())
+    assert lower(norm, "fp16").model.running_mean.equal(norm.running_mean.half())
     assert lower(norm, "fp16", "weights").model.running_mean.equal(norm.running_mean)
     sizes = {"num_layers": 1, "d_model": 16, "ffn_dim": 32, "attention_heads": 2, "max_position_embeddings": 16}
     xglm = XGLMModel(XGLMConfig(vocab_size=11, pad_token_id=0, bos_token_id=0, eos_token_id=0, **sizes)).eval()

@@ -12,7 +12,7 @@ from tiny import TINY, random_gpt2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.protection import Contributions
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component

@@ -45,7 +45,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import SIGNALS, score

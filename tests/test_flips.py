@@ -14,7 +14,7 @@ from fragility_core.adjoint import Adjoint, predict
 from fragility_core.adjoint.flips import Competition, expected_length, next_tokens
 from fragility_core.adjoint.realisations import Realisations, with_random_signs
 from fragility_core.adjoint.targets import Target, logits, root_of_count
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import get_recipe
 
 TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.calibration import calibrated
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import RECIPES, Operands, get_recipe
 from fragility_core.models.tree import block_paths, branch_paths, within
 from fragility_core.protection import Contributions, Plan, apply

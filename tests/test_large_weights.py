@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from fragility_core.adjoint import Adjoint, leaves, recomputed, tape
 from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 
 SIZES = {
     "vocab_size": 50_000, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,

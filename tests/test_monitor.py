@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, Qwen3Confi
 from fragility_core import theory
 from fragility_core.arithmetic.attention import FP32_SCORES, OBSERVED_EAGER, observers, set_attention
 from fragility_core.arithmetic.formats import FORMATS
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.monitor import NEUTRAL, Monitor, Observation

@@ -9,8 +9,8 @@ from transformers import GPT2LMHeadModel
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import RoundedOperands, linear_weights
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import POWERS, Recipe, both, get_recipe
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan, apply

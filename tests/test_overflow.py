@@ -26,8 +26,8 @@ from transformers import (
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.overflow import first_overflow
-from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.nested import tensors
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import block_paths, final_hidden
 from fragility_core.protection import Contributions, apply
 from fragility_lab import diagnosis

@@ -17,7 +17,7 @@ from transformers import (
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.targets import TARGETS, Target, logits
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection.bits import predictions
 from fragility_core.surrogates import score

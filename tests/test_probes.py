@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_core.adjoint import Adjoint, arithmetic, recomputed
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from transformers import (
 from fragility_core import adjoint
 from fragility_core.arithmetic import attention
 from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, Plan, apply

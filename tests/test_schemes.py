@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.formats import FORMATS, NARROW
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import LINEAR, RECIPES, Operands, get_recipe
 from fragility_core.arithmetic.schemes import Scheme
 from fragility_core.protection import Plan, apply

@@ -16,7 +16,7 @@ from fragility_core.adjoint.secant import SecantSlopes, logarithmic_mean
 from fragility_core.adjoint.windows import random_signs
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
 from fragility_core.arithmetic.internals import has_reference, refer, reference_of
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.inputs.hollow import load_hollow

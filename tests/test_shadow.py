@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.architectures import blocks
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.attention import observing_attention
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates.travel import StreamNorms, travel
 from fragility_lab.experiments import positions, sinks

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.flips import next_tokens
 from fragility_core.adjoint.realisations import Realisations
-from fragility_core.arithmetic.internals import source_of
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.files import device_of
 from fragility_core.models.hollow import hollow_parameter
+from fragility_core.models.presence import source_of
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, apply
 from fragility_core.surrogates.monitor import Monitor

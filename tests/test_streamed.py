@@ -32,11 +32,11 @@ from transformers import (
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.internals import source_of
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.beside import meet, side_by_side
 from fragility_core.models.files import Checkpoint, open_hollow
-from fragility_core.models.hollow import entries, hollow_parameter, is_hollow, load_when_running, loaded, parts
+from fragility_core.models.hollow import hollow_parameter, is_hollow, load_when_running, parts
+from fragility_core.models.presence import entries, loaded, source_of
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaCo
 from fragility_core.adjoint import Adjoint, windows
 from fragility_core.adjoint.targets import TARGETS, get_target, logits
 from fragility_core.arithmetic.cache import RoundedCache
-from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import linear_weights
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import LINEAR, get_recipe
 from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.experiments.realisations import moved

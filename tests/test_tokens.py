@@ -13,7 +13,7 @@ from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.realisations import Realisations, Rescaled, scales
 from fragility_core.adjoint.targets import logits
 from fragility_core.arithmetic.formats import FORMATS
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.diagnosis.passes import predict
 from fragility_lab.diagnosis.steady import MOST, probes_of, scatters, steady

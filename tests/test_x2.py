@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny import TINY, random_gpt2
 
-from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import linear_weights, owner, rounded_weight
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import LINEAR, NARROW, get_recipe
 from fragility_core.arithmetic.schemes import Scheme
 from fragility_lab.diagnosis.decoding import greedy

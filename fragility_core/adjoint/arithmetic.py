@@ -23,11 +23,12 @@ from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Tape, has_short_range, local_error, stochastic_error
 from fragility_core.adjoint.windows import over_windows
 from fragility_core.arithmetic import internals
+from fragility_core.arithmetic.formats import NumberFormat
 from fragility_core.arithmetic.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_core.arithmetic.kernels import CASTS, FILLING, deciding
 from fragility_core.arithmetic.nested import map_tensors
 from fragility_core.arithmetic.operands import storages
-from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
+from fragility_core.arithmetic.recipes import Operands, Recipe
 from fragility_core.models.tree import is_block
 
 GET_DTYPE = Tensor.dtype.__get__
@@ -74,7 +75,7 @@ class Through:
     A scale of int8 in fp32 gives numbers that bf16 does not hold.
     """
 
-    def __init__(self, stored: Stored, dtype: torch.dtype):
+    def __init__(self, stored: NumberFormat, dtype: torch.dtype):
         self.stored, self.read = stored, dtype
 
     def __getattr__(self, name: str) -> Any:
@@ -155,7 +156,7 @@ class LowArithmetic(TorchFunctionMode):
         weights = {*map(stored_as, call.floating)} == {"weight"} and call.name != "embedding"  # rows of it are values
         return mark_stored(y, "weight") if weights and call.only_moves(y) else y
 
-    def round_stored(self, x: Tensor, name: str, stored: Stored) -> Tensor:
+    def round_stored(self, x: Tensor, name: str, stored: NumberFormat) -> Tensor:
         """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""
         if not x.is_floating_point():
             return x
@@ -252,7 +253,7 @@ class LowArithmetic(TorchFunctionMode):
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
-        in_place: bool = False, format: Stored | None = None,
+        in_place: bool = False, format: NumberFormat | None = None,
     ) -> Tensor:  # fmt: skip
         """The result ``y`` of the kernel ``name``, rounded in its own memory; its error is recorded on the tape.
 
@@ -263,7 +264,7 @@ class LowArithmetic(TorchFunctionMode):
 
     @over_windows
     def _rounded(
-        self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: Stored
+        self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: NumberFormat
     ) -> Tensor:  # fmt: skip
         windows = len(self.tape.now.windows)
         if windows > 1 and len(y) == 1 and not constant:  # what windows have in common has a gradient in each of them
@@ -294,7 +295,7 @@ class LowArithmetic(TorchFunctionMode):
                 y = leaf.clone()
         return y
 
-    def _stored(self, exact: Tensor, format: Stored) -> Tensor:
+    def _stored(self, exact: Tensor, format: NumberFormat) -> Tensor:
         """The numbers ``exact`` of all windows of the pass as ``format`` stores them, in fp32."""
         if len(self.tape.now.windows) > 1 and not format.elementwise:  # a scale is that of one window
             return torch.stack([format.round(own) for own in exact]).float()

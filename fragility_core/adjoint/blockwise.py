@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fragility_core.adjoint.tape import has_short_range, local_error
 from fragility_core.arithmetic.attention import future, row_blocks
+from fragility_core.arithmetic.formats import NumberFormat
 from fragility_core.arithmetic.internals import softmax_backward
-from fragility_core.arithmetic.recipes import Stored
 
 WORKING_SET = 4  # fp32 buffers that a block fills; observed attention fills one of 16 bits
 
@@ -31,7 +31,7 @@ class BlockwiseAttention:
     """
 
     def __init__(
-        self, scaling: float, mask: Tensor | None, causal: bool, format: Stored | None = None, exact: bool = False
+        self, scaling: float, mask: Tensor | None, causal: bool, format: NumberFormat | None = None, exact: bool = False
     ):
         self.scaling, self.mask, self.causal, self.format, self.exact = scaling, mask, causal, format, exact
         self.rounds = format is not None and not exact

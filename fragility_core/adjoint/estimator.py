@@ -38,6 +38,7 @@ from fragility_core.arithmetic.internals import (
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision, require_low, sharing_copy
 from fragility_core.arithmetic.nested import entering, map_tensors
+from fragility_core.arithmetic.quantized import recipe_of
 from fragility_core.models.beside import side_by_side
 from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import is_block
@@ -92,8 +93,9 @@ class Adjoint:
         secants of a streamed model.
         """
         require_low(low)
-        if not (low.recipe.rounds or low.weights_only):
-            raise ValueError(f"the recipe must round the results of kernels, as bf16 does, got {low.recipe.name}")
+        recipe = recipe_of(low)
+        if not (recipe.rounds or low.weights_only):
+            raise ValueError(f"the recipe must round the results of kernels, as bf16 does, got {recipe.name}")
         if gradients not in GRADIENTS:
             raise ValueError(f"gradients must be taken at one of {', '.join(GRADIENTS)}, got {gradients!r}")
         if gradients != "low" and (reference is None or low.execution == "stochastic"):
@@ -106,7 +108,7 @@ class Adjoint:
             )
         if min(probes, batch) < 1:
             raise ValueError(f"probes and batch must be at least 1, got {probes} and {batch}")
-        self.low, self.recipe, self.target = low, low.recipe, get_target(target)
+        self.low, self.recipe, self.target = low, recipe, get_target(target)
         self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails
         self.batch = 1 if is_hollow(low.model) or gradients == "secant" else batch

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.adjoint.targets import logits
-from fragility_core.arithmetic.recipes import Stored
+from fragility_core.arithmetic.formats import NumberFormat
 
 RIVALS = 32  # tokens that may take the first place
 
@@ -23,7 +23,7 @@ class Competition:
 
     exact: Tensor
     changes: Tensor
-    stored: Stored | None = None
+    stored: NumberFormat | None = None
 
     def probabilities(self, scale: float = 1.0) -> Tensor:
         """The share of draws (...) in which another value is the largest.
@@ -58,7 +58,7 @@ def next_tokens(
     return competition(exact, (realisations.draw(run) for _ in range(draws)), realisations.stored)
 
 
-def competition(exact: Tensor, drawn: Iterable[Tensor], stored: Stored | None) -> Competition:
+def competition(exact: Tensor, drawn: Iterable[Tensor], stored: NumberFormat | None) -> Competition:
     """The competition among the RIVALS largest of the ``exact`` logits (..., vocabulary), from ``drawn`` logits."""
     order = exact.topk(min(RIVALS, exact.shape[-1]), -1).indices.sort(-1).values
     exact = exact.gather(-1, order)  # (..., k)

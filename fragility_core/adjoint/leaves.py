@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.adjoint.tape import LARGE, LookedUp, Tape, expected_error, local_error
+from fragility_core.arithmetic.formats import NumberFormat
 from fragility_core.arithmetic.internals import mark_stored, refer, stored_as
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.operands import operands_by_storage, owner, stored_weights, weight_schemes
-from fragility_core.arithmetic.recipes import Operands, Stored
-from fragility_core.models.hollow import filled
+from fragility_core.arithmetic.quantized import recipe_of
+from fragility_core.arithmetic.recipes import Operands
+from fragility_core.models.presence import filled
 
 PIECE = 2**16  # entries of a piece, which stays in a CPU's cache
 Watch = Callable[[str, int, Tensor, "Weighted"], None]  # path, place, leaf
@@ -50,13 +52,13 @@ class Leaves:
     def __init__(
         self, low: LowPrecision, model: nn.Module, reference: nn.Module | None, tape: Tape, dtype: torch.dtype
     ):
-        self.recipe, self.weights_only, self.tape, self.dtype = low.recipe, low.weights_only, tape, dtype
+        self.recipe, self.weights_only, self.tape, self.dtype = recipe_of(low), low.weights_only, tape, dtype
         self.parameters = {path: p for path, p in model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in self.parameters.values()):
             raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
         quantized = not (self.recipe.plain or low.weights_only)
-        self.linear = stored_weights(model, low.recipe) if quantized else {}
-        self._schemes = weight_schemes(model, low.recipe) if quantized else {}
+        self.linear = stored_weights(model, self.recipe) if quantized else {}
+        self._schemes = weight_schemes(model, self.recipe) if quantized else {}
         self._names = {id(p): path for path, p in self.linear.items()}  # of tied modules, that of the head
         self.buffers = {} if low.weights_only else {path: x for path, x in model.named_buffers() if x.dtype == dtype}
         self.tensors = self.parameters | self.buffers
@@ -118,7 +120,7 @@ class Leaves:
 class Weighted:
     """The local error of a weight times its gradient."""
 
-    def __init__(self, rounded: Tensor, origin: Tensor | Stored):
+    def __init__(self, rounded: Tensor, origin: Tensor | NumberFormat):
         """``rounded`` has its entries, ``origin`` those before they were rounded, or else the format they have."""
         self.rounded, self.origin = rounded, origin
 

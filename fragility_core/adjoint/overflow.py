@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from fragility_core.adjoint.prediction import Prediction
 from fragility_core.adjoint.sites import SUMS
 from fragility_core.adjoint.tape import Place
-from fragility_core.arithmetic.internals import TorchDispatchMode, is_composite, schema_of, source_of
+from fragility_core.arithmetic.internals import TorchDispatchMode, is_composite, schema_of
 from fragility_core.arithmetic.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES
 from fragility_core.arithmetic.lookup import elementwise_modules
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_core.models.presence import source_of
 from fragility_core.models.tree import is_block, is_norm
 
 HIDING = FILLING | {"bitwise_and_", "bitwise_or_"}  # these write over scores that do not count

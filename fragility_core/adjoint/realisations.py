@@ -16,10 +16,9 @@ from fragility_core.adjoint.arithmetic import LowArithmetic
 from fragility_core.adjoint.estimator import Adjoint
 from fragility_core.adjoint.leaves import Held, Leaves
 from fragility_core.adjoint.tape import local_error, stochastic_error
-from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.formats import Format, NumberFormat
 from fragility_core.arithmetic.internals import mark_stored, stored_as
 from fragility_core.arithmetic.operands import operands_by_storage
-from fragility_core.arithmetic.recipes import Stored
 from fragility_core.models.hollow import is_hollow
 from fragility_core.models.tree import within
 
@@ -46,7 +45,7 @@ class RandomSigns:
     def __init__(self, generator: torch.Generator, stochastic: bool = False):
         self.generator, self.stochastic = generator, stochastic
 
-    def __call__(self, x: Tensor, stored: Stored, alike: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
         """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
         error = local_error(x, stored.round(x).float())
         if self.stochastic:
@@ -66,7 +65,7 @@ class Dose:
     def __init__(self, share: float):
         self.share = share
 
-    def __call__(self, x: Tensor, stored: Stored, alike: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
         """``x`` with its share of the error."""
         return self._between(x, stored.round(x).float())
 
@@ -93,7 +92,7 @@ class Rescaled(Dose):
         super().__init__(1.0)
         self.scale = scale
 
-    def __call__(self, x: Tensor, stored: Stored, alike: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
         """``x`` as it is rounded."""
         rounded = stored.round(x).float()
         if self.scale == 1 or not stored.elementwise:
@@ -119,7 +118,7 @@ def scales(format: Format, count: int) -> list[float]:
 class Realised:
     """Numbers as ``stored`` rounds them, but with errors by ``rounding``; a stand-in for a format."""
 
-    def __init__(self, stored: Stored, rounding: Rounding | None):
+    def __init__(self, stored: NumberFormat, rounding: Rounding | None):
         self.stored, self.rounding = stored, rounding
 
     def __getattr__(self, name: str):
@@ -143,7 +142,7 @@ class RealisedArithmetic(LowArithmetic):
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
-        in_place: bool = False, format: Stored | None = None,
+        in_place: bool = False, format: NumberFormat | None = None,
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
         if not constant and (not self.base or within(self.tape.path[-1], self.base)):
@@ -169,7 +168,7 @@ class Realisations:
             self.base = ""
 
     @property
-    def stored(self) -> Stored | None:
+    def stored(self) -> NumberFormat | None:
         """The format that the head rounds logits to; None if it does not."""
         return self.at.recipe.kernels if self.at.rounding else None
 

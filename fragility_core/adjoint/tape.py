@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fragility_core.adjoint.probes import of_probes
+from fragility_core.arithmetic.formats import NumberFormat
 from fragility_core.arithmetic.internals import base_of, vmap_level
 from fragility_core.arithmetic.nested import together
-from fragility_core.arithmetic.recipes import Stored
 from fragility_core.models.tree import within
 
 LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
@@ -324,17 +324,17 @@ def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
     return (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def has_short_range(format: Stored) -> bool:
+def has_short_range(format: NumberFormat) -> bool:
     """Whether a result in fp32 may lie outside of the range of ``format``; bf16 has the range of fp32."""
     return format.largest < 1e38
 
 
-def expected_error(x: Tensor, format: Stored) -> Tensor:
+def expected_error(x: Tensor, format: NumberFormat) -> Tensor:
     """ulp / sqrt(12), the standard deviation of the error of an unknown number that was rounded to nearest to ``x``."""
     return format.ulp(x) / 12**0.5
 
 
-def stochastic_error(error: Tensor, exact: Tensor, format: Stored) -> Tensor:
+def stochastic_error(error: Tensor, exact: Tensor, format: NumberFormat) -> Tensor:
     """The standard deviation of stochastic rounding where rounding to nearest has the error ``error``.
 
     The neighbours of ``exact`` are at distances d and ulp - d. Their probabilities make the mean exact, so that the

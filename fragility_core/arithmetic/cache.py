@@ -9,8 +9,8 @@ from inspect import signature
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from fragility_core.arithmetic.formats import NumberFormat
 from fragility_core.arithmetic.internals import current_dispatch_mode, current_function_mode
-from fragility_core.arithmetic.recipes import Stored
 from fragility_core.models.tree import attention_modules, within
 
 
@@ -20,7 +20,7 @@ class RoundedCache(DynamicCache):
     Those of the layers with a number in ``kept`` stay as they are, and all of them where ``stored`` is None.
     """
 
-    def __init__(self, stored: Stored | None, config, kept: Collection[int] = ()):
+    def __init__(self, stored: NumberFormat | None, config, kept: Collection[int] = ()):
         super().__init__(config=config)
         self.stored, self.kept = stored, kept
 
@@ -40,7 +40,7 @@ def unrounded(cache: Cache) -> Cache:
     return copied
 
 
-def round_stored(x: Tensor, name: str, stored: Stored) -> Tensor:
+def round_stored(x: Tensor, name: str, stored: NumberFormat) -> Tensor:
     """``x`` as it is read again, in its dtype; a differentiated pass records the error at the place called ``name``."""
     mode = current_function_mode()
     if hasattr(mode, "round_stored"):
@@ -50,7 +50,7 @@ def round_stored(x: Tensor, name: str, stored: Stored) -> Tensor:
         return stored.round(x).to(x.dtype)
 
 
-def store_cache(model: nn.Module, stored: Stored, kept: Collection[str] = ()) -> None:
+def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = ()) -> None:
     """Let every pass of ``model``, with or without a cache of its own, read keys and values from a ``RoundedCache``.
 
     Keys and values of attention modules within the paths ``kept`` stay as they are. Raises ValueError for a model that
@@ -72,7 +72,7 @@ def cached_layers(model: nn.Module, kept: Collection[str]) -> frozenset[int]:
 
 
 def give_cache(
-    stored: Stored, kept: Collection[int], model: nn.Module, args: tuple, kwargs: dict
+    stored: NumberFormat, kept: Collection[int], model: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:  # fmt: skip
     """A hook before the forward of ``model``: an empty cache, or none, becomes a ``RoundedCache``."""
     given = kwargs.get("past_key_values")

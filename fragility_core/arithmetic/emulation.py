@@ -11,11 +11,10 @@ from itertools import chain, repeat
 import torch
 from torch import Tensor
 
-from fragility_core.arithmetic.formats import CHUNK_ELEMENTS, Format
+from fragility_core.arithmetic.formats import CHUNK_ELEMENTS, NumberFormat
 from fragility_core.arithmetic.internals import TorchDispatchMode, current_dispatch_mode, is_composite, schema_of
 from fragility_core.arithmetic.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES, deciding
 from fragility_core.arithmetic.nested import map_tensors, tensors
-from fragility_core.arithmetic.schemes import Scheme
 
 
 def fits_in_chunks(kernel: Callable, args: tuple, kwargs: dict) -> bool:
@@ -52,7 +51,7 @@ class Emulation(TorchDispatchMode):
     All copies then get the same random bits.
     """
 
-    def __init__(self, format: Format | Scheme, generator: torch.Generator | None = None):
+    def __init__(self, format: NumberFormat, generator: torch.Generator | None = None):
         super().__init__()
         self.format = format
         self.generator = generator

@@ -7,6 +7,7 @@ paper's epsilon_mach). The *spacing* of the numbers above one is 2u; ``torch.fin
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,29 @@ from fragility_core.arithmetic.internals import cpu_multiplies
 
 EXPONENT_BITS = 0x7F800000  # of fp32
 CHUNK_ELEMENTS = 2**17  # elements computed at once on a CPU: 512 KiB in fp32 fit a second-level cache
+
+
+class NumberFormat(Protocol):
+    """What the arithmetic of kernels asks of the numbers in which they store results: a ``Format``, or another rule.
+
+    A rule that is not ``elementwise`` rounds an entry by others of its tensor, as numbers under shared scales are. One
+    that ``is_storage_only`` gives fewer numbers than its ``compute_dtype`` holds.
+    """
+
+    name: str
+    unit_roundoff: float
+    spacing: float
+    largest: float
+    storage: torch.dtype | None
+    compute_dtype: torch.dtype
+    elementwise: bool
+    is_storage_only: bool
+
+    def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
+        """``x`` as it is read again; ``generator`` and ``copies`` as in ``Format.round``."""
+
+    def ulp(self, x: Tensor) -> Tensor:
+        """The distance between the numbers around fp32 ``x``."""
 
 
 @dataclass(frozen=True)

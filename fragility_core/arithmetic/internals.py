@@ -290,16 +290,3 @@ def spreading_hooks(model: nn.Module) -> list[Any]:
 def own_forward(module: nn.Module) -> Callable:
     """The forward of ``module`` inside of what accelerate has hung on it."""
     return getattr(module, "_old_forward", module.forward)
-
-
-# What is hidden on parameters: where the entries of a hollow one come from (``models.hollow``).
-
-
-def source_of(parameter: Tensor) -> Any:
-    """The source of a hollow ``parameter``, None for others."""
-    return getattr(parameter, "_source", None)
-
-
-def mark_hollow(parameter: Tensor, source: object | None) -> None:
-    """Let ``source`` give the entries of ``parameter``; with None it has them itself."""
-    parameter._source = source

@@ -10,7 +10,6 @@ from transformers import activations
 from fragility_core.arithmetic.emulation import Emulation
 from fragility_core.arithmetic.formats import Format, chunks
 from fragility_core.arithmetic.internals import current_dispatch_mode, current_function_mode, differentiated
-from fragility_core.arithmetic.operands import RoundedOperands
 
 LOOKUP_CHUNK = 2**19  # numbers looked up at once: their rows take 2 MiB; for shorter chunks each call costs too much
 
@@ -78,7 +77,8 @@ class LookUp:
         return type(self.module).forward(self.module, x)
 
     def _applies(self, x: Tensor, mode: object) -> bool:
-        if type(x) is not Tensor or not isinstance(current_function_mode(), RoundedOperands | None):
+        function_mode = current_function_mode()
+        if type(x) is not Tensor or not getattr(function_mode, "keeps_activations", function_mode is None):
             return False
         emulating = isinstance(mode, Emulation) and mode.active and mode.format == self.format and not mode.generator
         as_made = emulating if self.emulated else mode is None

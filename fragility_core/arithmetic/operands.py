@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from fragility_core.arithmetic.internals import address, source_of
+from fragility_core.arithmetic.formats import NumberFormat
+from fragility_core.arithmetic.internals import address
 from fragility_core.arithmetic.kernels import WEIGHT_PRODUCTS
 from fragility_core.arithmetic.nested import map_tensors, tensors
-from fragility_core.arithmetic.recipes import Operands, Recipe, Stored
+from fragility_core.arithmetic.recipes import Operands, Recipe
+from fragility_core.models.presence import source_of
 from fragility_core.models.tree import block_of, embedding_paths, head_paths, is_linear
 
 
@@ -42,7 +44,7 @@ def stored_weights(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
     return linear_weights(model) | {name: model.get_submodule(path).weight for name, path in ends.items()}
 
 
-def weight_schemes(model: nn.Module, recipe: Recipe) -> dict[int, Stored]:
+def weight_schemes(model: nn.Module, recipe: Recipe) -> dict[int, NumberFormat]:
     """How ``recipe`` stores matrices that have a scheme, by the ``id`` of the parameter, which tied modules share."""
     operands = ((p, recipe.operands(owner(path))) for path, p in stored_weights(model, recipe).items())
     return {id(p): each.weights for p, each in operands if each.weights is not None}
@@ -87,7 +89,7 @@ def owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def rounded_weight(model: nn.Module, path: str, weight: Tensor, stored: Stored) -> Tensor:
+def rounded_weight(model: nn.Module, path: str, weight: Tensor, stored: NumberFormat) -> Tensor:
     """The linear ``weight`` at ``path`` as it is read again: in rows along the inputs, which a product sums over."""
     module = model.get_submodule(owner(path))
     inputs_first = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
@@ -110,6 +112,8 @@ class RoundedOperands(TorchFunctionMode):
 
     With a ``generator`` the rounding is stochastic. The rounding itself runs inside of ``paused()``.
     """
+
+    keeps_activations = True  # a table of an activation holds in this mode, too (``lookup.LookUp``)
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, paused: Callable[[], AbstractContextManager],
@@ -146,7 +150,7 @@ class RoundedOperands(TorchFunctionMode):
         layers = self.layers
         return next((layers[address] for address in storages(tensors(given)) & layers.keys()), None)
 
-    def _changed(self, x: Tensor, stored: Stored, wide: bool) -> Tensor:
+    def _changed(self, x: Tensor, stored: NumberFormat, wide: bool) -> Tensor:
         """``x`` rounded if it is an input. Weights are rounded already, and biases are no operands."""
         if not x.is_floating_point():
             return x

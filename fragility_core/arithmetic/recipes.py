@@ -4,23 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
-from fragility_core.arithmetic.formats import FORMATS, NARROW, Format
+from fragility_core.arithmetic.formats import FORMATS, NARROW, Format, NumberFormat
 from fragility_core.arithmetic.schemes import Scheme
-
-Stored = Format | Scheme  # how a tensor is stored
 
 
 @dataclass(frozen=True)
 class Operands:
     """How a linear layer stores its ``weights`` and reads its ``inputs``; None is as all other kernels do."""
 
-    weights: Stored | None = None
-    inputs: Stored | None = None
+    weights: NumberFormat | None = None
+    inputs: NumberFormat | None = None
 
     def __bool__(self) -> bool:
         return self.weights is not None or self.inputs is not None
 
-    def wide(self, kernels: Stored) -> bool:
+    def wide(self, kernels: NumberFormat) -> bool:
         """Whether products must run in fp32, since the dtype of ``kernels`` lacks numbers that they multiply.
 
         Devices multiply the stored numbers, and scale the sum. A layer that rounds no inputs reads weights in the
@@ -40,9 +38,9 @@ class Recipe:
     """
 
     name: str
-    kernels: Stored
+    kernels: NumberFormat
     linear: Operands = Operands()
-    cache: Stored | None = None
+    cache: NumberFormat | None = None
     layers: Mapping[str, Operands] = field(default_factory=dict, hash=False)
     uncached: frozenset[str] = frozenset()
 
@@ -117,7 +115,10 @@ LINEAR: dict[str, Operands] = {
     **{name.replace("scaled", "linear"): both(scheme) for name, scheme in POWERS.items()},
 }  # fmt: skip
 GIVEN = "given"  # weights that somebody else has rounded, as they are, beside kernels in fp32
-CACHES: dict[str, Stored] = {"kv-fp8": E4M3, "kv-int8": TOKEN_INT8}  # fp8 with the scale 1, which engines start with
+CACHES: dict[str, NumberFormat] = {
+    "kv-fp8": E4M3,
+    "kv-int8": TOKEN_INT8,
+}  # fp8 with the scale 1, which engines start with
 RECIPES: dict[str, Recipe] = {
     **{name: Recipe(name, kernels) for name, kernels in (FORMATS | POWERS).items()},
     **{name: Recipe(name, FORMATS["bf16"], linear=operands) for name, operands in LINEAR.items()},
@@ -126,7 +127,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def get_recipe(name: str | Recipe | Stored) -> Recipe:
+def get_recipe(name: str | Recipe | NumberFormat) -> Recipe:
     """The recipe called ``name``, or one whose kernels have a format; a recipe is returned as it is.
 
     "fp8-dynamic+kv-fp8" adds a cache to a recipe, and ``"fp8-dynamic@fp16"`` puts it beside kernels in another format

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fragility_core.arithmetic.nested import entering
-from fragility_core.models.hollow import loaded
 from fragility_core.models.norms import Norm, known_norm
+from fragility_core.models.presence import loaded
 from fragility_core.models.tree import attention_modules, block_paths, is_linear
 
 

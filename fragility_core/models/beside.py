@@ -11,9 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from contextvars import ContextVar
 from typing import TypeVar
 
-from torch import nn
-from torch.utils.hooks import RemovableHandle
-
 Result = TypeVar("Result")
 
 
@@ -103,12 +100,6 @@ def meet() -> LastRead | None:
     passes, number = running
     passes.meet(number)
     return passes.last
-
-
-def forward_hook(module: nn.Module, hook: Callable) -> RemovableHandle:
-    """As ``module.register_forward_hook``; the hook does not see passes beside that of the caller."""
-    caller = threading.get_ident()
-    return module.register_forward_hook(lambda *call: hook(*call) if threading.get_ident() == caller else None)
 
 
 def side_by_side(passes: Sequence[Callable[[], Result]]) -> list[Result]:

@@ -2,27 +2,22 @@
 
 A part is a block, or a module outside of blocks that owns parameters, such as an embedding, the final norm or the head.
 A hollow model takes the memory of its largest part, and the rest of the project uses it like any other: it can be
-lowered, run, monitored and estimated. Code that reads weights outside of a forward does so inside of ``loaded``.
+lowered, run, monitored and estimated (``models.presence``).
 """
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fragility_core.arithmetic.internals import (
-    mark_hollow,
-    own_forward,
-    replace_forward,
-    source_of,
-    spreading_hooks,
-)
+from fragility_core.arithmetic.internals import own_forward, replace_forward, spreading_hooks
 from fragility_core.arithmetic.nested import entering
 from fragility_core.models.beside import meet
+from fragility_core.models.presence import loaded, set_source, source_of
 from fragility_core.models.tree import block_paths
 
 M_MMAP_THRESHOLD = -3  # its number in malloc.h
@@ -34,6 +29,23 @@ class Source:
     def __init__(self, read: Callable[[], Tensor], empty: Tensor):
         self.read, self.empty, self.asked = read, empty, 0
 
+    @contextmanager
+    def present(self, parameter: nn.Parameter) -> Iterator[None]:
+        """A context in which ``parameter`` has its entries. Contexts may be nested."""
+        try:
+            self.asked += 1
+            if self.asked == 1:
+                parameter.data = self.read()
+            yield
+        finally:
+            self.asked -= 1
+            if not self.asked:
+                parameter.data = self.empty
+
+    def another(self, *of) -> nn.Parameter:
+        """``hollow_parameter`` of these arguments."""
+        return hollow_parameter(*of)
+
 
 def hollow_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device, read: Callable[[], Tensor]):
     """A parameter that takes four bytes until ``loaded`` fills it with what ``read`` returns.
@@ -43,7 +55,7 @@ def hollow_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device
     """
     empty = torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
     parameter = nn.Parameter(empty, requires_grad=False)
-    mark_hollow(parameter, Source(read, empty))
+    set_source(parameter, Source(read, empty))
     return parameter
 
 
@@ -65,49 +77,12 @@ def is_hollow(model: nn.Module) -> bool:
 
 
 def require_own_places(model: nn.Module) -> None:
-    """Raises ValueError where accelerate moves weights of ``model``, or values between the parts of a hollow one."""
-    hooks = spreading_hooks(model)
-    if any(getattr(hook, "offload", False) for hook in hooks):
-        raise ValueError(
-            "weights must stay on their devices, but accelerate has put some on the CPU or the disk: load the model "
-            "with a device_map of GPUs alone, or streamed (models.files.open_hollow)"
-        )
-    if hooks and any(isinstance(own_forward(m), Loading) for m in model.modules()):
+    """Raises ValueError where accelerate moves values between the parts of a hollow ``model``."""
+    if spreading_hooks(model) and any(isinstance(own_forward(m), Loading) for m in model.modules()):
         raise ValueError(
             "a streamed model must be opened on its devices, but accelerate has spread this one afterwards: give the "
             "places of its modules to models.files.open_hollow"
         )
-
-
-@contextmanager
-def filled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A context in which the hollow ones among ``parameters`` have their entries. Contexts may be nested."""
-    with ExitStack() as stack:
-        for parameter in parameters:
-            if (source := source_of(parameter)) is not None:
-                stack.callback(drop, parameter, source)
-                source.asked += 1
-                if source.asked == 1:
-                    parameter.data = source.read()
-        yield
-
-
-def drop(parameter: nn.Parameter, source: Source) -> None:
-    """End one context that asked for ``parameter``."""
-    source.asked -= 1
-    if not source.asked:
-        parameter.data = source.empty
-
-
-def loaded(*modules: nn.Module) -> Iterator[None]:
-    """A context in which all parameters of ``modules`` have their entries; it does nothing for other parameters."""
-    return filled(parameter for module in modules for parameter in module.parameters())
-
-
-def entries(parameter: nn.Parameter) -> Tensor:
-    """The entries of ``parameter``, read anew if it is hollow."""
-    with filled([parameter]):
-        return parameter.detach()
 
 
 def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:
@@ -116,7 +91,7 @@ def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:
     if source is None:
         return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     copied = nn.Parameter(source.empty, requires_grad=False)
-    mark_hollow(copied, Source(source.read, source.empty))
+    set_source(copied, Source(source.read, source.empty))
     return copied
 
 
@@ -169,9 +144,4 @@ def load_when_running(model: nn.Module) -> None:
     for parameter in model.parameters():
         if id(parameter) not in inside and (source := source_of(parameter)) is not None:
             parameter.data = source.read()
-            mark_hollow(parameter, None)
-
-
-def replaced(model: nn.Module, change: Callable[[str, nn.Parameter], nn.Parameter]) -> dict[int, nn.Parameter]:
-    """For ``copy.deepcopy``: what takes the place of each parameter in a copy of ``model``, by its ``id``."""
-    return {id(p): change(path, p) for path, p in model.named_parameters()}
+            set_source(parameter, None)

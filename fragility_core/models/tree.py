@@ -4,17 +4,24 @@ A block is a numbered module. A branch is a child of a block.
 """
 
 import re
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fragility_core.models.beside import forward_hook
 from fragility_core.models.padding import without_padding
 
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
+
+
+def forward_hook(module: nn.Module, hook: Callable) -> RemovableHandle:
+    """As ``module.register_forward_hook``; the hook does not see passes beside that of the caller."""
+    caller = threading.get_ident()
+    return module.register_forward_hook(lambda *call: hook(*call) if threading.get_ident() == caller else None)
 
 
 @without_padding

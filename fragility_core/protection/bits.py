@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import Adjoint, Prediction
 from fragility_core.adjoint.targets import Target
-from fragility_core.arithmetic.lowering import lower
 from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import Recipe, get_recipe
 from fragility_core.models.tree import within
 from fragility_core.protection.contributions import Contributions

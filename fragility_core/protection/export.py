@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from fragility_core.arithmetic.formats import Format
+from fragility_core.arithmetic.formats import Format, NumberFormat
 from fragility_core.arithmetic.operands import linear_weights, owner
-from fragility_core.arithmetic.recipes import Operands, Stored
+from fragility_core.arithmetic.recipes import Operands
 from fragility_core.arithmetic.schemes import Scheme
 from fragility_core.models.tree import head_paths, within
 from fragility_core.protection.keep import Plan
@@ -77,7 +77,7 @@ def bits_of(format: Format) -> int | tuple[int, int]:
     return format.bits if format.lowest is not None else (format.bits - format.significand, format.significand - 1)
 
 
-def parts(stored: Stored) -> tuple[Format, Scheme]:
+def parts(stored: NumberFormat) -> tuple[Format, Scheme]:
     """The format of ``stored``, and the scheme; a format alone is one under the scale 1."""
     return (stored.format, stored) if isinstance(stored, Scheme) else (stored, Scheme(stored))
 
@@ -100,7 +100,7 @@ def modelopt(plan: Plan, model: nn.Module) -> Export:
     return Export({"quant_cfg": rules, "algorithm": "max"}, tuple(dict.fromkeys(missing)))
 
 
-def quantizer(stored: Stored, name: str) -> dict[str, Any]:
+def quantizer(stored: NumberFormat, name: str) -> dict[str, Any]:
     """The attributes of a quantizer of ModelOpt for the "weight" or the "input" of a layer."""
     format, scheme = parts(stored)
     config: dict[str, Any] = {"num_bits": bits_of(format)}
@@ -115,7 +115,7 @@ def quantizer(stored: Stored, name: str) -> dict[str, Any]:
     return config | {"block_sizes": sizes | {"type": kind} | ({"scale_bits": scales} if scales else {})}
 
 
-def lost(stored: Stored, library: str, rules: tuple[str, ...]) -> list[str]:
+def lost(stored: NumberFormat, library: str, rules: tuple[str, ...]) -> list[str]:
     """What ``library``, with its ``rules`` for scales, does not keep of how a layer is stored."""
     _, scheme = parts(stored)
     found = [] if scheme.rule in rules else [f"{library} has no rule {scheme.rule!r} for the scales of {scheme.name}"]
@@ -145,7 +145,7 @@ def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
     )
 
 
-def arguments(stored: Stored, dynamic: bool) -> dict[str, Any]:
+def arguments(stored: NumberFormat, dynamic: bool) -> dict[str, Any]:
     """The ``QuantizationArgs`` of compressed-tensors for how weights or (``dynamic``) inputs are stored."""
     format, scheme = parts(stored)
     strategy = {"row": "token" if dynamic else "channel"}.get(scheme.granularity, scheme.granularity)

@@ -19,9 +19,10 @@ from transformers import Cache, PreTrainedModel
 from fragility_core.arithmetic.attention import FP32_SCORES, set_attention
 from fragility_core.arithmetic.cache import unrounded
 from fragility_core.arithmetic.calibration import calibrated
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import map_tensors, tensors
 from fragility_core.arithmetic.operands import owner, stored_weights, with_known_layers
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.models.hollow import parameter_copy, widen
 from fragility_core.models.tree import (

@@ -21,9 +21,9 @@ from fragility_core.arithmetic.attention import observers, observing_attention
 from fragility_core.arithmetic.lowering import LowPrecision, require_low
 from fragility_core.arithmetic.nested import entering, together
 from fragility_core.models.architectures import Block, blocks
-from fragility_core.models.hollow import loaded
 from fragility_core.models.norms import Norm
 from fragility_core.models.padding import groups
+from fragility_core.models.presence import loaded
 from fragility_core.models.tree import final_hidden, hidden_and_logits
 from fragility_core.surrogates import reductions
 from fragility_core.surrogates.observation import Observation, joined
@@ -185,9 +185,9 @@ class Monitor:
         ValueError for a recipe with other numbers in linear layers or the cache.
         """
         require_low(low)
-        if not low.recipe.plain:
+        if not low.plain:
             raise ValueError(
-                f"the score has one unit roundoff for all of a model, got {low.recipe.name}, whose linear layers or "
+                f"the score has one unit roundoff for all of a model, got {low.name}, whose linear layers or "
                 "cache have another: predict its mismatch with fragility_core.adjoint.Adjoint"
             )
         self.low = low

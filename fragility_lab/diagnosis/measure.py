@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors, together
-from fragility_core.models.beside import forward_hook, side_by_side
-from fragility_core.models.hollow import entries, is_hollow
+from fragility_core.models.beside import side_by_side
+from fragility_core.models.hollow import is_hollow
 from fragility_core.models.padding import groups, padded
-from fragility_core.models.tree import block_paths, hidden_and_logits
+from fragility_core.models.presence import entries
+from fragility_core.models.tree import block_paths, forward_hook, hidden_and_logits
 from fragility_core.surrogates.observation import in_order
 from fragility_core.theory import mismatch
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fragility_core.arithmetic.internals import attention_of
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.models.hollow import is_hollow, parts
-from fragility_core.models.hollow import loaded as read
+from fragility_core.models.presence import loaded as read
 from fragility_core.models.tree import block_paths
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.trial import TRIALS, Trial, ends, seconds, timed

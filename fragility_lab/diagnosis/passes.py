@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fragility_core import adjoint
 from fragility_core.arithmetic.calibration import calibrated
-from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.quantized import as_given, lower
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.models.hollow import is_hollow
 from fragility_lab.diagnosis.measure import compare, numbered, observe_each

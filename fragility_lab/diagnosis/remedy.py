@@ -12,8 +12,9 @@ from fragility_core import adjoint
 from fragility_core.adjoint.overflow import Overflow, first_overflow
 from fragility_core.arithmetic.calibration import needs_calibration
 from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import block_of, hidden_and_logits, is_norm, within
 from fragility_core.protection import Contributions, Plan, apply
 

@@ -14,7 +14,8 @@ from fragility_core.adjoint.coherence import coherence
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.arithmetic.calibration import calibrated, needs_calibration
 from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.lowering import LowPrecision, as_given, lower, sharing_copy
+from fragility_core.arithmetic.lowering import LowPrecision, sharing_copy
+from fragility_core.arithmetic.quantized import as_given, lower
 from fragility_core.models.hollow import is_hollow
 from fragility_core.protection import Contributions, apply
 from fragility_core.protection.bits import Choice, Choices, fused_layers

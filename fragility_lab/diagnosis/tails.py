@@ -10,8 +10,14 @@ from transformers import PreTrainedModel
 
 from fragility_core.arithmetic.lowering import LowPrecision
 from fragility_core.arithmetic.nested import tensors
-from fragility_core.models.beside import forward_hook
-from fragility_core.models.tree import attention_modules, block_of, block_paths, branch_paths, hidden_and_logits
+from fragility_core.models.tree import (
+    attention_modules,
+    block_of,
+    block_paths,
+    branch_paths,
+    forward_hook,
+    hidden_and_logits,
+)
 
 LEAVES = 5.0  # times the median token's error, from which on a token's own has left it
 SINK = 10.0  # times the median token's norm, from which on a token's residual stream is one of a sink

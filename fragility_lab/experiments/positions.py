@@ -17,7 +17,8 @@ from scipy import stats
 from torch import Tensor
 
 from fragility_core.adjoint.estimator import Adjoint
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fragility_core.adjoint.estimator import Adjoint
 from fragility_core.adjoint.realisations import Realisations, scales
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor

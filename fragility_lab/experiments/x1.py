@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fragility_core.adjoint import Adjoint, Prediction, predict
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.models.tree import final_hidden
 from fragility_core.surrogates import SIGNALS

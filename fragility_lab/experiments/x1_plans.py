@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fragility_core.adjoint import Adjoint
 from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.theory import mismatch

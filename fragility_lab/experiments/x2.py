@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from fragility_core.adjoint import Adjoint, Prediction
 from fragility_core.adjoint.coherence import coherence
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
 from fragility_core.protection.bits import Choices, fused_layers
 from fragility_lab.diagnosis.growth import half_errors, squared

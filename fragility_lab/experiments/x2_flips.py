@@ -12,7 +12,8 @@ from fragility_core.adjoint import Adjoint
 from fragility_core.adjoint.flips import next_tokens
 from fragility_core.adjoint.realisations import Realisations
 from fragility_core.adjoint.targets import logits
-from fragility_core.arithmetic.lowering import LowPrecision, lower
+from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import get_recipe
 from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
 from fragility_lab.diagnosis.routing import changed_choices, predicted_choices

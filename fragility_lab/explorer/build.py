@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_core.adjoint import Adjoint, Prediction
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.protection import Contributions, Plan, apply
 from fragility_core.protection.bits import Choices, fused_layers
 from fragility_lab import paths

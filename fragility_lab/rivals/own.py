@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fragility_core.arithmetic.calibration import calibrated
 from fragility_core.arithmetic.lowering import rounded_copy
+from fragility_core.arithmetic.quantized import how_stored
 from fragility_core.protection.bits import Choices, predictions
 from fragility_core.protection.knapsack import Knapsack
 from fragility_lab.rivals.ladders import LADDERS, Ladder, get_ladder
@@ -42,7 +43,7 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
     )
     if recipe.linear.inputs is not None:
         raise ValueError(f"without a library weights alone are quantized, got {rung}")
-    return rounded_copy(model, recipe)
+    return rounded_copy(model, how_stored(model, recipe), recipe.kernels)
 
 
 def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:

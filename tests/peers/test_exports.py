@@ -17,7 +17,7 @@ from torchao.core.config import config_from_dict
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.arithmetic.quantized import lower
 from fragility_core.arithmetic.recipes import RECIPES
 from fragility_core.models.tree import final_hidden
 from fragility_core.protection import Plan
