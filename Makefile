@@ -275,4 +275,4 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
 	rm -rf .venv .peers .real .site .audit .home .pytest_cache .ruff_cache .hypothesis *.egg-info
-	find fragility_core fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+	find fragility_core fragility_adjoint fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@ The names that most people need, for a Hugging Face ``model`` in fp32 and ``toke
 
     from fragility_core import FORMATS, get_format, lower
     format = get_format("bf16")  # FORMATS has the basic formats by name
-    low = lower(model, "bf16")  # native where the device can, emulated elsewhere; RECIPES has all names
+    low = lower(model, "bf16")  # native where the device can, emulated elsewhere
 
     from fragility_core import final_hidden, mismatch
     with low.running():
@@ -21,16 +21,7 @@ The names that most people need, for a Hugging Face ``model`` in fp32 and ``toke
     rows, signal = layers[layers.window == 0], windows.combined[0]
     state = advance(state, signal, policy.decide(state, rows, signal))  # state.epsilon is for the next step
 
-    from fragility_core import Adjoint, Contributions, Plan, apply
-    plan = Contributions(model, Adjoint(low)(tokens)).plan(1, "blocks")  # which block to keep in fp32
-    protected = apply(model, plan)
-    wide = apply(model, Plan("bf16", residual=True))  # a plan of one's own: an fp32 residual stream
-
-    from fragility_core import RECIPES, Choices, fused_layers, predictions
-    recipes = ["w4a16-g128", "w8a16-g128", "bf16"]  # of RECIPES
-    choices = Choices(model, predictions(model, recipes, tokens), fused_layers(model, tokens))
-    quantized = apply(model, choices.plan(choices.within_bits(6.0)))  # the least KL at 6 bits a weight on average
-
+What goes beyond the paper, such as quantization recipes, predictions of errors and plans, is in ``fragility_adjoint``.
 The formulas of the paper are in ``fragility_core.theory``. "Protocol section N" in a docstring is a section of
 docs/protocol.md. Importing this package imports nothing heavy: each name is looked up when it is first used.
 """
@@ -40,16 +31,12 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _NAMES = {
-    "arithmetic.formats": ("FORMATS", "get_format"),
-    "arithmetic.quantized": ("lower",),
-    "arithmetic.recipes": ("RECIPES",),
+    "numerics.formats": ("FORMATS", "get_format"),
+    "numerics.lowering": ("lower",),
     "surrogates": ("Estimator", "score"),
     "surrogates.monitor": ("Monitor",),
     "bgss": ("POLICIES", "advance", "get_policy"),
-    "adjoint": ("Adjoint",),
-    "protection": ("Contributions", "Plan", "apply"),
-    "protection.bits": ("Choices", "fused_layers", "predictions"),
-    "models.tree": ("final_hidden",),
+    "models.paths": ("final_hidden",),
     "theory": ("mismatch",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

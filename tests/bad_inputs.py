@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from fragility_core import bgss, protection
-from fragility_core.arithmetic import formats, recipes, schemes
+from fragility_adjoint import mixed_precision
+from fragility_adjoint.quantization import recipes, schemes
+from fragility_core import bgss
+from fragility_core.numerics import formats
 from fragility_lab import paths
 from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.experiments import baselines, e1, e2, e3, e5, outcomes, rivals, x1, x1_plans
@@ -21,8 +23,8 @@ from fragility_lab.running import execute
 
 GRID = {"model": "embedded", "data": "embedded", "precisions": ("bf16",), "lengths": (64,), "seeds": (0,), "windows": 4}
 NAMES = {
-    "bgss": bgss, "protection": protection, "formats": formats, "recipes": recipes, "schemes": schemes, "e1": e1,
-    "e2": e2, "e3": e3, "e5": e5, "outcomes": outcomes, "x1": x1, "x1_plans": x1_plans, "reruns": reruns,
+    "bgss": bgss, "mixed_precision": mixed_precision, "formats": formats, "recipes": recipes, "schemes": schemes,
+    "e1": e1, "e2": e2, "e3": e3, "e5": e5, "outcomes": outcomes, "x1": x1, "x1_plans": x1_plans, "reruns": reruns,
     "execute": execute, "baselines": baselines, "rivals": rivals, "train": train, "verify": verify,
     "run": e2.RunSpec("m", "d", "bf16", 64, 0, 4, 1, "cpu", "native"),
 }  # fmt: skip
@@ -69,7 +71,7 @@ def data(folder: Path, name: str) -> None:
 
 def model(folder: Path, name: str) -> None:
     """MODEL= as it is given."""
-    loading.load(name, "embedded", ["bf16"], [64], 4)
+    loading.load(name, "embedded", [64], 4)
 
 
 def config(folder: Path, **changed) -> None:
@@ -77,14 +79,14 @@ def config(folder: Path, **changed) -> None:
     path = _copied(folder) / "config.json"
     entries = json.loads(path.read_text()) | changed
     path.write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
-    loading.load(str(path.parent), "embedded", ["bf16"], [64], 4)
+    loading.load(str(path.parent), "embedded", [64], 4)
 
 
 def damaged(folder: Path, how: str) -> None:
     """A copy of the embedded checkpoint, damaged by the function ``how`` of ``DAMAGES``."""
     copy = _copied(folder)
     DAMAGES[how](copy)
-    loading.load(str(copy), "embedded", ["bf16"], [64], 4)
+    loading.load(str(copy), "embedded", [64], 4)
 
 
 def call(folder: Path, code: str) -> None:

@@ -5,10 +5,10 @@ from functools import cache
 import torch
 from tiny import TINY, random_gpt2
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.protection import Contributions
-from fragility_core.protection.bits import Choices, fused_layers, predictions
+from fragility_adjoint.mixed_precision import Contributions
+from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
 from fragility_lab.explorer import terms
 
 

@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pandas as pd
 
-from fragility_core.arithmetic.formats import get_format
 from fragility_core.bgss import Policy, get_policy, policy_class
+from fragility_core.numerics.formats import get_format
 
 # The release's fields, and the columns of ``surrogates.score`` that they are.
 LAYER_FIELDS = {

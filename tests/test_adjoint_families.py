@@ -30,10 +30,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.diagnosis.routing import ExpertChoices, changed_choices
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, observed_attention, observers, row_blocks, set_attention
-from fragility_core.arithmetic.emulation import Emulation
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.numerics import attention
+from fragility_core.numerics.attention import OBSERVED_EAGER, observed_attention, observers, row_blocks, set_attention
+from fragility_core.numerics.emulation import Emulation
+from fragility_core.numerics.formats import get_format
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (query heads, key heads, queries, keys): plain, grouped queries, cached keys, one query, one of everything.

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from bad_inputs import KINDS
 
-from fragility_core.arithmetic.recipes import RECIPES
+from fragility_adjoint.quantization.recipes import RECIPES
 from fragility_lab.inputs.names import NEEDED
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import execute

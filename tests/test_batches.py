@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import BloomConfig, FalconConfig, GPT2Config
 
-from fragility_core.adjoint import Adjoint, arithmetic, estimator, recomputed
-from fragility_core.adjoint.recomputed import WeightProduct
-from fragility_core.adjoint.windows import over_windows
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.predictor import Adjoint, arithmetic, estimator, recomputed
+from fragility_adjoint.predictor.recomputed import WeightProduct
+from fragility_adjoint.predictor.windows import over_windows
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 
 TOKENS = torch.randint(1, 257, (3, 40), generator=torch.Generator().manual_seed(1))
 GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=128, vocab_size=257)

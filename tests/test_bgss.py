@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from release import policy_from_config, recorded_rows
 
+from fragility_adjoint.quantization.quantized import lower
 from fragility_core import theory
-from fragility_core.arithmetic.quantized import lower
 from fragility_core.bgss import (
     POLICIES,
     Action,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import FORMATS, get_format
+from fragility_core.numerics.formats import FORMATS, get_format
 from fragility_lab.experiments.calibration import (
     CONSTANTS,
     a_priori_constants,

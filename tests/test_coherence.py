@@ -10,13 +10,13 @@ from test_adjoint import Small, exact_effects, hidden
 from tiny import TINY, random_gpt2
 from torch import nn
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.coherence import GROUPS, MOST, Coherence, coherence, in_bands
-from fragility_core.adjoint.targets import Target, root_of_count
-from fragility_core.adjoint.windows import random_signs
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.explain.coherence import GROUPS, MOST, Coherence, coherence, in_bands
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.predictor.targets import Target, root_of_count
+from fragility_adjoint.predictor.windows import random_signs
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 
 
 def signs(shape, probes, seed=0):

@@ -31,12 +31,12 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.operands import linear_weights
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Plan
+from fragility_adjoint.mixed_precision import Plan
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.operands import linear_weights
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.internals import attention_of
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose

@@ -8,11 +8,11 @@ from tiny import TINY, random_gpt2
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.adjoint.targets import logits
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.predictor.targets import logits
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_lab.diagnosis.growth import Growth, growth
 from fragility_lab.diagnosis.measure import compare, numbered, observe
 from fragility_lab.inputs.loading import load
@@ -133,7 +133,7 @@ def test_a_share_of_errors_needs_those_of_the_fp32_model():
 @pytest.mark.parametrize(("name", "proportional"), [("fp16", True), ("fp8_e5m2", False)])
 def test_small_errors_grow_in_proportion_and_large_ones_do_not(name, proportional, target):
     """With fp8_e5m2 in every kernel of the embedded checkpoint, half of the errors do nearly all."""
-    inputs = load("embedded", "embedded", [name], [64], 8, None, AutoModelForCausalLM)
+    inputs = load("embedded", "embedded", [64], 8, None, AutoModelForCausalLM)
     tokens = select_windows(inputs.stream, 64, 8, 0)[1]
     low = lower(inputs.model, get_recipe(name), "emulated")
     whole = numbered(compare(observe(low.model, x, low), observe(inputs.model, x), x)[0] for x in tokens.split(1))

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3
 from fragility_lab.experiments.e2 import window_rows

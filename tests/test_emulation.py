@@ -13,15 +13,15 @@ from torch.nn import functional
 from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T5Config, XGLMConfig, XGLMModel
 from transformers.activations import ACT2CLS, ACT2FN
 
-from fragility_core.adjoint.arithmetic import LowArithmetic
-from fragility_core.adjoint.leaves import Held
-from fragility_core.adjoint.tape import Tape
-from fragility_core.arithmetic.emulation import Emulation
-from fragility_core.arithmetic.formats import FORMATS
-from fragility_core.arithmetic.lookup import every_number, look_up
-from fragility_core.arithmetic.lowering import LowPrecision, fp32_sums
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_adjoint.predictor.arithmetic import LowArithmetic
+from fragility_adjoint.predictor.leaves import Held
+from fragility_adjoint.predictor.recorder import Tape
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import get_recipe
+from fragility_core.numerics.emulation import Emulation
+from fragility_core.numerics.formats import FORMATS
+from fragility_core.numerics.lookup import every_number, look_up
+from fragility_core.numerics.lowering import LowPrecision, fp32_sums
 from fragility_core.theory import mismatch
 
 HALF = ["bf16", "fp16"]
@@ -496,7 +496,7 @@ ELEMENTWISE = {
 def test_large_tensors_are_computed_in_chunks_to_the_same_values(format, kernel, monkeypatch):
     x, y = low(format, 37, 29), low(format, 37, 29, seed=1)
     whole = emulated(format, kernel, x, y)
-    monkeypatch.setattr("fragility_core.arithmetic.emulation.CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("fragility_core.numerics.emulation.CHUNK_ELEMENTS", 100)
     chunks = emulated(format, kernel, x, y)
     assert chunks.dtype == whole.dtype and chunks.stride() == whole.stride()
     assert torch.equal(chunks, whole)

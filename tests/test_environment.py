@@ -79,7 +79,15 @@ def test_bare_environment_is_reported_without_a_traceback(monkeypatch):
 
 CODE = {
     "fragility_core/theory.py": "U = 2\n",
-    "fragility_lab/experiments/patching.py": "from fragility_lab.inputs import text\nimport fragility_lab.reporting\n",
+    "fragility_adjoint/predictor/estimator.py": "from fragility_adjoint.predictor import leaves\n",
+    "fragility_adjoint/predictor/leaves.py": "Y = 1\n",
+    "fragility_adjoint/mixed_precision/plans.py": "Y = 1\n",
+    "fragility_adjoint/offload/files.py": "Y = 1\n",
+    "fragility_lab/inputs/hollow.py": "from fragility_adjoint.offload import files\n",
+    "fragility_lab/experiments/patching.py": (
+        "from fragility_lab.inputs import hollow, text\nimport fragility_lab.reporting\n"
+        "from fragility_adjoint.predictor import estimator\n"
+    ),
     "fragility_lab/experiments/e9.py": "from fragility_lab.experiments import patching\n\nclass Spec:\n    size = 1\n",
     "fragility_lab/experiments/e10.py": "X = 1\n",
     "fragility_lab/inputs/text.py": "def read():\n    return 1\n",
@@ -107,10 +115,13 @@ def digest(project, monkeypatch, **changes: str) -> str:
         ({"text": '"""Module."""\n# comment\ndef read():\n    """Doc."""\n\n    return (1)\n'}, True),
         ({"__init__": "X = 2\n"}, True),
         ({"e10": "X = 2\n"}, True),
+        ({"leaves": "Y = 2\n"}, False),
+        ({"plans": "Y = 2\n"}, True),
+        ({"files": "Y = 2\n"}, True),
     ],
 )
 def test_the_digest_counts_the_code_that_a_run_depends_on(tmp_path, monkeypatch, changes, same):
-    """The core, the experiment and its imports of experiments and inputs count; prose and reports do not."""
+    """The core, the experiment and its imports count, the latter but for checks; prose and reports do not."""
     assert (digest(tmp_path, monkeypatch, **changes) == digest(tmp_path, monkeypatch)) == same
 
 
@@ -118,6 +129,21 @@ def test_runs_of_derived_experiments_depend_on_e2():
     imported = set(environment._imported(PROJECT / "fragility_lab/experiments/e3.py"))
     assert "fragility_lab.experiments.e2" in imported
     assert environment.code_digest(e3.PatchSpec) != environment.code_digest(e2.RunSpec)
+
+
+def test_runs_of_the_paper_depend_on_no_predictor():
+    """A change to the predictor, to recipes or plans makes no run of E2, E3 or E5 stale."""
+    for name in ("e2", "e3", "e5"):
+        file, found = PROJECT / f"fragility_lab/experiments/{name}.py", set()
+        waiting = [file]
+        while waiting:
+            for module in environment._imported(waiting.pop()):
+                path = environment._module(module)
+                if module.startswith("fragility_") and module not in found and path is not None:
+                    found.add(module)
+                    waiting += [] if module in environment.ENDS else [path]
+        assert "fragility_lab.inputs.hollow" in found and len(found) > 30
+        assert not [module for module in found if module.startswith("fragility_adjoint")]
 
 
 def found_by_recipes(name: str, *given: str, **environ: str) -> str:

@@ -11,9 +11,9 @@ from explored import choices, contributions, views
 from tiny import TINY, random_gpt2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.protection import Contributions
+from fragility_adjoint.mixed_precision import Contributions
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from tiny import TINY, random_gpt2
 
-from fragility_core.protection import Plan
-from fragility_core.protection.export import EXPORTS, from_json, layers_of, modelopt, to_json, untouched
+from fragility_adjoint.mixed_precision import Plan
+from fragility_adjoint.mixed_precision.export import EXPORTS, from_json, layers_of, modelopt, to_json, untouched
 
 KEPT = Plan("fp8-dynamic+kv-fp8", modules=("transformer.h.0.mlp",), residual=True, scores=True)
 MIXED = Plan("bf16", layers=(("transformer.h.1.attn.c_attn", "w4a16-g32"),), label="mixed", predicted=0.25)

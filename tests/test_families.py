@@ -44,11 +44,11 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.architectures import blocks
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.blocks import blocks
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics import attention
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.reductions import sampled_rows, softmax_sensitivity_estimate
@@ -574,7 +574,7 @@ def test_e2_of_a_llama(tmp_path):
     rows = complete(e2.Passes, e2.specifications(grid, inputs), inputs, tmp_path / "runs")
     assert len(rows) == 8 and (rows[["mismatch", "combined", "risk"]] > 0).all(axis=None)
     with pytest.raises(ValueError, match=r"must fit the context of '.*llama', 64 tokens, got lengths \[65\]"):
-        load(str(tmp_path / "llama"), "embedded", ["bf16"], [65], windows=2)
+        load(str(tmp_path / "llama"), "embedded", [65], windows=2)
 
 
 def test_e5_wants_norms_before_the_sublayers():

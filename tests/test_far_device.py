@@ -8,9 +8,9 @@ import pytest
 import torch
 from far_device import far_device, waits
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast
 from fragility_lab.diagnosis.page import page

@@ -10,12 +10,12 @@ from scipy.special import ndtr
 from tiny import TINY, random_gpt2
 from torch import nn
 
-from fragility_core.adjoint import Adjoint, predict
-from fragility_core.adjoint.flips import Competition, expected_length, next_tokens
-from fragility_core.adjoint.realisations import Realisations, with_random_signs
-from fragility_core.adjoint.targets import Target, logits, root_of_count
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_adjoint.explain.changed_choices import Competition, expected_length, next_tokens
+from fragility_adjoint.explain.realisations import Realisations, with_random_signs
+from fragility_adjoint.predictor import Adjoint, predict
+from fragility_adjoint.predictor.targets import Target, logits, root_of_count
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import get_recipe
 
 TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
 LOGITS = Target("logits", logits, root_of_count)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fragility_core.arithmetic import formats
-from fragility_core.arithmetic.formats import FORMATS, Format, get_format, has_native_kernels, random_bits
-from fragility_core.arithmetic.recipes import POWERS
+from fragility_adjoint.quantization.recipes import POWERS
+from fragility_core.numerics import formats
+from fragility_core.numerics.formats import FORMATS, Format, get_format, has_native_kernels, random_bits
 
 TORCH_DTYPES = {
     "fp32": torch.float32,

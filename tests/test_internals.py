@@ -1,4 +1,4 @@
-"""What the core needs of the insides of torch and transformers: all of it is in one file, and still there."""
+"""What the packages need of the insides of torch and transformers: a file of each has it, and it is still there."""
 
 import ast
 from collections import OrderedDict
@@ -12,21 +12,23 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-import fragility_core
-from fragility_core.arithmetic import internals, kernels
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.internals import PRIVATE, attention_of, private, restored_attention
-from fragility_core.arithmetic.nested import map_tensors, tensors
+from fragility_adjoint import internals as beyond
+from fragility_core.numerics import internals, kernels
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_core.numerics.internals import PRIVATE, attention_of, private, restored_attention
+from fragility_core.numerics.nested import map_tensors, tensors
+from fragility_lab.paths import PROJECT
 
-CORE = Path(fragility_core.__file__).parent
-INTERNALS = Path(internals.__file__)
+TABLES = {Path(file.__file__): file.PRIVATE for file in (internals, beyond)}
+# Attributes that this project hides on tensors, and those that accelerate sets, which the packages do not need.
+HIDDEN = {"_stored_as", "_is_stream", "_reference", "_source", "_hf_hook", "_old_forward"}
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
 
 
-@pytest.mark.parametrize("name", PRIVATE)
+@pytest.mark.parametrize("name", PRIVATE | beyond.PRIVATE)
 def test_a_private_name_is_still_there(name):
-    """If this fails, the message says what the core needs the name for."""
-    private(name)
+    """If this fails, the message says what the project needs the name for."""
+    private(name, PRIVATE | beyond.PRIVATE)
 
 
 def test_a_name_that_is_gone_is_reported_with_its_use(monkeypatch):
@@ -70,21 +72,21 @@ def private_uses(tree: ast.AST) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-TREES = {path: ast.parse(path.read_text()) for path in sorted(CORE.rglob("*.py"))}
-OWN = set.union(*(own_names(tree) for path, tree in TREES.items() if path != INTERNALS))
+FILES = [path for package in ("fragility_core", "fragility_adjoint") for path in (PROJECT / package).rglob("*.py")]
+TREES = {path: ast.parse(path.read_text()) for path in sorted(FILES)}
+OWN = set.union(*(own_names(tree) for path, tree in TREES.items() if path not in TABLES))
 
 
-@pytest.mark.parametrize("path", [p for p in TREES if p != INTERNALS], ids=lambda p: str(p.relative_to(CORE)))
+@pytest.mark.parametrize("path", [p for p in TREES if p not in TABLES], ids=lambda p: str(p.relative_to(PROJECT)))
 def test_no_other_file_uses_private_names(path):
-    foreign = private_uses(TREES[path]) - OWN
-    assert not foreign, f"{path.name} uses {sorted(foreign)}: add it to fragility_core/arithmetic/internals.py"
+    foreign = private_uses(TREES[path]) - OWN - HIDDEN
+    assert not foreign, f"{path.name} uses {sorted(foreign)}: add it to internals.py of its package"
 
 
-def test_the_table_holds_what_its_file_uses():
-    hidden = {"_stored_as", "_is_stream", "_reference", "_source"}  # attributes that this project sets itself
-    hidden |= {"_hf_hook", "_old_forward"}  # accelerate sets these; the core does not need that library
-    in_table = {part for name in PRIVATE for part in name.split(".")}
-    assert private_uses(TREES[INTERNALS]) - own_names(TREES[INTERNALS]) <= in_table | hidden
+@pytest.mark.parametrize("path", TABLES, ids=lambda p: str(p.relative_to(PROJECT)))
+def test_the_table_holds_what_its_file_uses(path):
+    in_table = {part for name in TABLES[path] for part in name.split(".")}
+    assert private_uses(TREES[path]) - own_names(TREES[path]) <= in_table | HIDDEN
 
 
 def test_private_uses_are_found():

@@ -9,13 +9,13 @@ from test_adjoint_families import random_model
 from tiny import TINY, random_gpt2
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.calibration import calibrated
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import RECIPES, Operands, get_recipe
-from fragility_core.models.tree import block_paths, branch_paths, within
-from fragility_core.protection import Contributions, Plan, apply
-from fragility_core.protection.keep import protect
+from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.mixed_precision.plans import protect
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import RECIPES, Operands, get_recipe
+from fragility_adjoint.quantization.static_scales import calibrated
+from fragility_core.models.paths import block_paths, branch_paths, within
 from fragility_lab.diagnosis.passes import measure, predict
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
@@ -95,7 +95,7 @@ def test_roundings_without_a_dtype_of_their_own_are_not_in_force(model, name, pa
 
 def test_all_blocks_kept_under_a_rounded_cache_is_bf16_without_blocks():
     """On the embedded checkpoint, predicted and measured in nats."""
-    inputs = load("embedded", "embedded", ["kv-fp8"], [128], 3, None, AutoModelForCausalLM)
+    inputs = load("embedded", "embedded", [128], 3, None, AutoModelForCausalLM)
     model, windows = inputs.model, select_windows(inputs.stream, 128, 3, 0)[1].split(1)
     known = Contributions(model, predict(lower(model, "kv-fp8"), model, windows, 4, "kl"))
     found = {}

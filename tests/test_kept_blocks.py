@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Contributions, apply
+from fragility_adjoint.mixed_precision import Contributions, apply
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.kept_blocks import KeptBlocks
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fragility_core.protection.knapsack import Knapsack
+from fragility_adjoint.mixed_precision.knapsack import Knapsack
 
 
 @st.composite

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from fragility_core.adjoint import Adjoint, leaves, recomputed, tape
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.predictor import Adjoint, leaves, recomputed, recorder
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.formats import get_format
 
 SIZES = {
     "vocab_size": 50_000, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
@@ -43,12 +43,12 @@ def predicted(model, recipe: str, **options):
 def test_as_the_whole_gradient_gives_them(tied, kind, depth, recipe, options, monkeypatch):
     """Embedding and head are large; every contribution is that of weights that are formed as a whole."""
     model, taken = random_model(kind(tie_word_embeddings=tied, num_hidden_layers=depth, **SIZES)), []
-    look_up = tape.Tape.look_up
-    monkeypatch.setattr(tape.Tape, "look_up", lambda *row: taken.append(look_up(*row)))
+    look_up = recorder.Tape.look_up
+    monkeypatch.setattr(recorder.Tape, "look_up", lambda *row: taken.append(look_up(*row)))
     found = predicted(model, recipe, **options)
     assert bool(taken) == (options["gradients"] != "secant")  # those slopes take whole gradients
     taken.clear()
-    for module in (leaves, recomputed, tape):
+    for module in (leaves, recomputed, recorder):
         monkeypatch.setattr(module, "LARGE", 2**30)
     want = predicted(model, recipe, **options)
     assert not taken and (want[want["name"] == "weight"].c2 > 0).any()
@@ -64,15 +64,15 @@ def test_as_the_whole_gradient_gives_them(tied, kind, depth, recipe, options, mo
 @pytest.mark.parametrize("known", [True, False])
 def test_pieces_are_parts_of_the_whole(known):
     """Error times gradient, with that of rows that were looked up, with and without a reference."""
-    exact = torch.randn(700, tape.LARGE // 512, generator=torch.Generator().manual_seed(0))
+    exact = torch.randn(700, recorder.LARGE // 512, generator=torch.Generator().manual_seed(0))
     rounded, gradient = exact.bfloat16().float(), exact.flip(0).expand(2, *exact.shape)
     weighted = leaves.Weighted(rounded, exact if known else get_format("bf16"))
-    error = exact - rounded if known else tape.expected_error(rounded, get_format("bf16"))
+    error = exact - rounded if known else recorder.expected_error(rounded, get_format("bf16"))
     pieces = [piece.clone() for piece in weighted(gradient)]
     assert len(pieces) > 10 and torch.equal(torch.cat(pieces, 1), error * gradient)
     indices = torch.tensor([699, 3, 31, 3, 32])
     of_rows = torch.randn(2, 5, exact.shape[1], generator=torch.Generator().manual_seed(1))
-    looked_up = tape.LookedUp.of(indices, of_rows)
+    looked_up = recorder.LookedUp.of(indices, of_rows)
     whole = gradient.index_add(1, indices, of_rows)
     found = torch.cat([piece.clone() for piece in weighted(gradient, looked_up)], 1)
     torch.testing.assert_close(found, error * whole)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 matplotlib.use("Agg")
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.numerics.formats import get_format
 from fragility_lab.lessons import attention_error, calibrated, floating_point, residual_depth
 from fragility_lab.lessons.attention_error import DRAWS, KEYS, WIDTH
 from fragility_lab.lessons.widgets import exercises

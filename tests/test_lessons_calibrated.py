@@ -7,7 +7,7 @@ import torch
 
 matplotlib.use("Agg")
 
-from fragility_core.protection import Contributions
+from fragility_adjoint.mixed_precision import Contributions
 from fragility_lab.explorer import build
 from fragility_lab.lessons import calibrated
 

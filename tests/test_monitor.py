@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
 
+from fragility_adjoint.quantization.quantized import lower
 from fragility_core import theory
-from fragility_core.arithmetic.attention import FP32_SCORES, OBSERVED_EAGER, observers, set_attention
-from fragility_core.arithmetic.formats import FORMATS
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.architectures import blocks
+from fragility_core.models.blocks import blocks
+from fragility_core.numerics.attention import FP32_SCORES, OBSERVED_EAGER, observers, set_attention
+from fragility_core.numerics.formats import FORMATS
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.monitor import NEUTRAL, Monitor, Observation
 from fragility_core.surrogates.reductions import sampled_rows

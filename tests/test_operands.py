@@ -7,13 +7,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import GPT2LMHeadModel
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.operands import RoundedOperands, linear_weights
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import POWERS, Recipe, both, get_recipe
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Plan, apply
+from fragility_adjoint.mixed_precision import Plan, apply
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.operands import RoundedOperands, linear_weights
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import POWERS, Recipe, both, get_recipe
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.formats import get_format
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 

@@ -24,12 +24,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.overflow import first_overflow
-from fragility_core.arithmetic.nested import tensors
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import block_paths, final_hidden
-from fragility_core.protection import Contributions, apply
+from fragility_adjoint.mixed_precision import Contributions, apply
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.predictor.overflow import first_overflow
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import block_paths, final_hidden
+from fragility_core.numerics.nested import tensors
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans, remedy
 from fragility_lab.diagnosis.needs import Forecast

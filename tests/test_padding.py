@@ -15,11 +15,11 @@ from transformers import (
     OPTConfig,
 )
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.targets import TARGETS, Target, logits
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection.bits import predictions
+from fragility_adjoint.mixed_precision.bits import predictions
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.predictor.targets import TARGETS, Target, logits
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch

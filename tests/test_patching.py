@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, observing_attention, set_attention
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.attention import OBSERVED_EAGER, observing_attention, set_attention
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.patching import Patching, patch_effects

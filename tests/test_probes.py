@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_core.adjoint import Adjoint, arithmetic, recomputed
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.predictor import Adjoint, arithmetic, recomputed
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 
 
 @pytest.fixture(scope="module")

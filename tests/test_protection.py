@@ -37,13 +37,13 @@ from transformers import (
     T5EncoderModel,
 )
 
-from fragility_core import adjoint
-from fragility_core.arithmetic import attention
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.architectures import blocks
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Contributions, Plan, apply
+from fragility_adjoint import predictor
+from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.blocks import blocks
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics import attention
+from fragility_core.numerics.formats import get_format
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import baselines
@@ -83,7 +83,7 @@ def random_model(config, auto_class: type = AutoModel) -> nn.Module:
 
 
 def contributions(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=1, low=None) -> Contributions:
-    prediction = adjoint.Adjoint(low or lower(model, format), model, probes)(tokens)
+    prediction = predictor.Adjoint(low or lower(model, format), model, probes)(tokens)
     return Contributions(model, prediction)
 
 
@@ -224,7 +224,7 @@ def test_a_protected_model_can_be_asked_again(tiny):
     model, known, tokens = tiny
     for names in (["residual"], ["norms", "embedding"]):
         chosen = known.keep(sites=names)
-        again = adjoint.Adjoint(apply(model, chosen), model, probes=2)(tokens)
+        again = predictor.Adjoint(apply(model, chosen), model, probes=2)(tokens)
         assert again.windows.predicted.mean() == pytest.approx(chosen.predicted, rel=0.03)
 
 
@@ -678,7 +678,7 @@ def test_wrong_requests_are_refused(tiny, ask, message):
 
 def test_windows_that_overflow_are_left_out_or_named(tiny):
     model, known, tokens = tiny
-    prediction = adjoint.Adjoint(lower(model, "bf16"), model)(tokens)
+    prediction = predictor.Adjoint(lower(model, "bf16"), model)(tokens)
     alone = replace(prediction, windows=prediction.windows.assign(overflow="h.1"))
     alone.windows.loc[0, "predicted"] = np.inf
     assert Contributions(model, alone).predict(known.keep()).window.tolist() == [1]
@@ -726,7 +726,7 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
         return model(tokens, use_cache=False).logits
 
     model = random_model(FAMILIES["llama"], AutoModelForCausalLM)
-    known = Contributions(model, adjoint.Adjoint(lower(model, "bf16"), model, probes=8, target=logits)(tiny_tokens))
+    known = Contributions(model, predictor.Adjoint(lower(model, "bf16"), model, probes=8, target=logits)(tiny_tokens))
     head = known.keep(sites=["head"])
     low = apply(model, head)
     with torch.no_grad(), low.running():
@@ -737,7 +737,7 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
 
 def test_contributions_are_those_of_the_model_that_was_lowered(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    prediction = adjoint.Adjoint(low)(tiny_tokens[:1])
+    prediction = predictor.Adjoint(low)(tiny_tokens[:1])
     with pytest.raises(ValueError, match=r"a plan needs the fp32 model that was lowered, got torch.bfloat16"):
         Contributions(low.model, prediction)
     shallow = random_model(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101), AutoModelForCausalLM)

@@ -1,10 +1,12 @@
 """README.md: short, its examples run, and its numbers are those of the committed tables."""
 
 import re
+from types import ModuleType
 
 import torch
 from test_docs import TABLES, generated
 
+import fragility_adjoint
 import fragility_core
 from fragility_lab.paths import NOTEBOOKS, PROJECT
 from fragility_lab.reporting import results
@@ -23,7 +25,7 @@ def test_every_notebook_is_listed():
 
 def test_every_folder_of_the_packages_is_on_the_map():
     map_of_code = README.partition("## Map of the code")[2]
-    for package in ("fragility_core", "fragility_lab"):
+    for package in ("fragility_core", "fragility_adjoint", "fragility_lab"):
         for path in (PROJECT / package).iterdir():
             assert not path.is_dir() or path.name.startswith("__") or f" {path.name}/" in map_of_code, path
 
@@ -46,14 +48,23 @@ def test_examples_run(monkeypatch, capsys):
     assert len(names["layers"]) == 12 * len(names["signals"]) == 48 and names["signals"].combined.gt(0).all()
 
 
-def test_examples_of_the_core_run(tiny_gpt2, tiny_tokens):
-    """Those of the package's docstring, in which every name that it offers is used."""
-    names = {"model": tiny_gpt2, "tokens": tiny_tokens}
-    code = "\n".join(line[4:] for line in fragility_core.__doc__.splitlines() if line.startswith("    "))
+def ran(package: ModuleType, **names) -> dict:
+    """All names after the examples in the docstring of ``package``, in which every name that it offers is used."""
+    code = "\n".join(line[4:] for line in package.__doc__.splitlines() if line.startswith("    "))
     with torch.no_grad():
         exec(code, names)
-    assert set(fragility_core.__all__) < names.keys()
+    assert set(package.__all__) < names.keys()
+    return names
+
+
+def test_examples_of_the_core_run(tiny_gpt2, tiny_tokens):
+    names = ran(fragility_core, model=tiny_gpt2, tokens=tiny_tokens)
     assert names["state"].step == 1 and names["measured"].shape == (len(tiny_tokens),)
+
+
+def test_examples_beyond_the_paper_run(tiny_gpt2, tiny_tokens):
+    names = ran(fragility_adjoint, model=tiny_gpt2, tokens=tiny_tokens)
+    assert names["known"].windows.predicted.gt(0).all()
     assert names["protected"].execution == names["wide"].execution == names["low"].execution
 
 

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fragility_core.arithmetic.operands import rounded_weight
-from fragility_core.arithmetic.recipes import LINEAR
+from fragility_adjoint.quantization.operands import rounded_weight
+from fragility_adjoint.quantization.recipes import LINEAR
 from fragility_lab.experiments import rivals
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs

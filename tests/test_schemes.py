@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 
-from fragility_core.arithmetic.calibration import calibrated
-from fragility_core.arithmetic.formats import FORMATS, NARROW
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import LINEAR, RECIPES, Operands, get_recipe
-from fragility_core.arithmetic.schemes import Scheme
-from fragility_core.protection import Plan, apply
+from fragility_adjoint.mixed_precision import Plan, apply
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import LINEAR, RECIPES, Operands, get_recipe
+from fragility_adjoint.quantization.schemes import Scheme
+from fragility_adjoint.quantization.static_scales import calibrated
+from fragility_core.numerics.formats import FORMATS, NARROW
 
 STORED = {s.name: s for r in LINEAR.values() for s in (r.weights, r.inputs) if s is not None and not s.static}
 every_scheme = pytest.mark.parametrize("scheme", STORED.values(), ids=STORED.keys())

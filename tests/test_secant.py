@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, MambaConfig
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.coherence import coherence
-from fragility_core.adjoint.secant import SecantSlopes, logarithmic_mean
-from fragility_core.adjoint.windows import random_signs
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.internals import has_reference, refer, reference_of
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.explain.coherence import coherence
+from fragility_adjoint.internals import has_reference, refer, reference_of
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.predictor.secant import SecantSlopes, logarithmic_mean
+from fragility_adjoint.predictor.windows import random_signs
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.inputs.hollow import load_hollow

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fragility_core.arithmetic.attention import OBSERVED_EAGER
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.architectures import blocks
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.blocks import blocks
+from fragility_core.numerics.attention import OBSERVED_EAGER
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import observing_attention
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import observing_attention
 from fragility_core.surrogates.travel import StreamNorms, travel
 from fragility_lab.experiments import positions, sinks
 from fragility_lab.inputs.loading import load
@@ -70,7 +70,7 @@ def test_travel_needs_a_lowered_model(tiny_gpt2, tiny_tokens):
 
 
 def test_halves_of_a_text_share_no_token():
-    inputs = load("embedded", "embedded", ["bf16"], [64], 3)
+    inputs = load("embedded", "embedded", [64], 3)
     first, second = (sinks.starts(inputs, 64, half, 10**6) for half in sinks.HALVES)
     assert max(first) + 64 <= min(second) and len(first) > 100 and len(second) > 100
     assert sinks.starts(inputs, 64, "first", 5) == sorted({*sinks.starts(inputs, 64, "first", 5)} & {*first})
@@ -107,7 +107,7 @@ def test_the_experiment_from_the_command_on(tmp_path, monkeypatch, capsys):
     assert (windows.mismatch == windows.mismatch_mean).all()  # one realisation
     assert len(signals) == 3 * (len(sinks.SIGNALS) + len(sinks.VARIANTS))
     assert len(layers) == 12 and layers[["stream", "attention"]].to_numpy().max() < 1
-    inputs = load("embedded", "embedded", ["bf16"], [16], 3)
+    inputs = load("embedded", "embedded", [16], 3)
     row = windows.query("precision == 'bf16'").iloc[0]
     tokens, low = inputs.window(row.start, 16)[None], lower(inputs.model, "bf16")
     assert travel(low, tokens).item() == pytest.approx(row.travel, rel=1e-4)
@@ -144,7 +144,7 @@ def test_figures_of_the_page():
 
 def test_squares_by_position_add_up_to_contributions():
     """Every kernel that has positions is seen, each window and probe once, and the first position is the first."""
-    inputs = load("embedded", "embedded", ["bf16"], [24], 3)
+    inputs = load("embedded", "embedded", [24], 3)
     windows = torch.stack([inputs.window(start, 24) for start in (0, 240)])
     estimate = Adjoint(lower(inputs.model, "bf16"), inputs.model, probes=2)
     squares = positions.PositionSquares(estimate, 24)
@@ -169,7 +169,7 @@ def test_shares_of_positions():
 
 def test_positions_and_middles_of_windows():
     """Shares of kernels add up to 1; a measured second half and its norm are those of the states by hand."""
-    inputs = load("embedded", "embedded", ["bf16"], [64], 3)
+    inputs = load("embedded", "embedded", [64], 3)
     low = lower(inputs.model, "bf16")
     windows = torch.stack([inputs.window(start, 64) for start in (0, 640, 1280)])
     rows = positions.position_rows(inputs, low, windows)

@@ -13,15 +13,15 @@ from far_device import FARTHER, far_device, spread
 from tiny import TINY, random_gpt2
 from transformers import AutoModelForCausalLM
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.flips import next_tokens
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.files import device_of
-from fragility_core.models.hollow import hollow_parameter
+from fragility_adjoint.explain.changed_choices import next_tokens
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.mixed_precision import Contributions, apply
+from fragility_adjoint.offload.files import device_of
+from fragility_adjoint.offload.offloaded import hollow_parameter
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
 from fragility_core.models.presence import source_of
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Contributions, apply
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast, loading, needs
 from fragility_lab.diagnosis.measure import observe_each
@@ -225,7 +225,7 @@ def test_the_form_follows_from_the_memory_of_the_gpus(gpus, share, form, kind, m
     monkeypatch.setattr(needs, "free_memory", lambda device: free)
     asked = []
 
-    def load(name, data, formats, lengths, windows, device, auto_class, hollow):
+    def load(name, data, lengths, windows, device, auto_class, hollow):
         asked.append("streamed" if hollow else device)
         return Inputs(load_model(name, "cpu", auto_class), torch.arange(100), "")
 

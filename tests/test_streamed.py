@@ -30,14 +30,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.beside import meet, side_by_side
-from fragility_core.models.files import Checkpoint, open_hollow
-from fragility_core.models.hollow import hollow_parameter, is_hollow, load_when_running, parts
+from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.offload.files import Checkpoint, open_hollow
+from fragility_adjoint.offload.lockstep import meet, side_by_side
+from fragility_adjoint.offload.offloaded import hollow_parameter, is_hollow, load_when_running, parts
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.presence import entries, loaded, source_of
-from fragility_core.protection import Contributions, Plan, apply
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import needs, streaming

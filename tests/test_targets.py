@@ -7,12 +7,12 @@ from scipy.linalg import hadamard
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, MambaConfig
 
-from fragility_core.adjoint import Adjoint, windows
-from fragility_core.adjoint.targets import TARGETS, get_target, logits
-from fragility_core.arithmetic.cache import RoundedCache
-from fragility_core.arithmetic.operands import linear_weights
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import LINEAR, get_recipe
+from fragility_adjoint.predictor import Adjoint, windows
+from fragility_adjoint.predictor.targets import TARGETS, get_target, logits
+from fragility_adjoint.quantization.cache import RoundedCache
+from fragility_adjoint.quantization.operands import linear_weights
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import LINEAR, get_recipe
 from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.experiments.realisations import moved
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer

@@ -12,7 +12,7 @@ import torch
 from scipy.linalg import hadamard
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.numerics.formats import get_format
 from fragility_lab.experiments.calibration import a_priori_constants
 from fragility_lab.experiments.kernel_samples import (
     arithmetic,

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tiny import TINY, random_gpt2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.realisations import Realisations, Rescaled, scales
-from fragility_core.adjoint.targets import logits
-from fragility_core.arithmetic.formats import FORMATS
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_adjoint.explain.realisations import Realisations, Rescaled, scales
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.predictor.targets import logits
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import get_recipe
+from fragility_core.numerics.formats import FORMATS
 from fragility_lab.diagnosis.passes import predict
 from fragility_lab.diagnosis.steady import MOST, probes_of, scatters, steady
 from fragility_lab.diagnosis.tails import SINK, origins

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.architectures import blocks
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.blocks import blocks
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import (
     TRANSPORTS,

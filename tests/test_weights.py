@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_core.models.architectures import blocks
+from fragility_core.models.blocks import blocks
 from fragility_core.surrogates.weights import WeightStatistics, activation_lipschitz, followed_norms
 
 

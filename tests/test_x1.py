@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny import TINY, random_gpt2
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Contributions
+from fragility_adjoint.mixed_precision import Contributions
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3, x1, x1_plans
 from fragility_lab.experiments.e2 import window_rows

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import TINY, random_gpt2
 
-from fragility_core.arithmetic.operands import linear_weights, owner, rounded_weight
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import LINEAR, NARROW, get_recipe
-from fragility_core.arithmetic.schemes import Scheme
+from fragility_adjoint.quantization.operands import linear_weights, owner, rounded_weight
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import LINEAR, NARROW, get_recipe
+from fragility_adjoint.quantization.schemes import Scheme
 from fragility_lab.diagnosis.decoding import greedy
 from fragility_lab.diagnosis.growth import growth
 from fragility_lab.experiments import x2, x2_flips, x2_plans

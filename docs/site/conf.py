@@ -30,7 +30,7 @@ nb_execution_mode = "off"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 4
 
-autoapi_dirs = [str(PROJECT / "fragility_core")]
+autoapi_dirs = [str(PROJECT / name) for name in ("fragility_core", "fragility_adjoint")]
 autoapi_options = ["members", "show-module-summary"]
 autoapi_add_toctree_entry = False
 

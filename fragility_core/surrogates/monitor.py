@@ -17,14 +17,14 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from fragility_core.arithmetic.attention import observers, observing_attention
-from fragility_core.arithmetic.lowering import LowPrecision, require_low
-from fragility_core.arithmetic.nested import entering, together
-from fragility_core.models.architectures import Block, blocks
+from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.norms import Norm
 from fragility_core.models.padding import groups
+from fragility_core.models.paths import final_hidden, hidden_and_logits
 from fragility_core.models.presence import loaded
-from fragility_core.models.tree import final_hidden, hidden_and_logits
+from fragility_core.numerics.attention import observers, observing_attention
+from fragility_core.numerics.lowering import LowPrecision, require_low
+from fragility_core.numerics.nested import entering, together
 from fragility_core.surrogates import reductions
 from fragility_core.surrogates.observation import Observation, joined
 from fragility_core.surrogates.reductions import segment_norms, whole_norm, window_max
@@ -188,7 +188,7 @@ class Monitor:
         if not low.plain:
             raise ValueError(
                 f"the score has one unit roundoff for all of a model, got {low.name}, whose linear layers or "
-                "cache have another: predict its mismatch with fragility_core.adjoint.Adjoint"
+                "cache have another: predict its mismatch with fragility_adjoint.predictor.Adjoint"
             )
         self.low = low
         self.model: PreTrainedModel = low.model

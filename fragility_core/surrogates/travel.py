@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fragility_core.arithmetic.attention import observing_attention
-from fragility_core.arithmetic.lowering import LowPrecision, require_low
-from fragility_core.arithmetic.nested import together
-from fragility_core.models.architectures import Block, blocks
-from fragility_core.models.tree import final_hidden
+from fragility_core.models.blocks import Block, blocks
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import observing_attention
+from fragility_core.numerics.lowering import LowPrecision, require_low
+from fragility_core.numerics.nested import together
 
 
 class StreamNorms(NamedTuple):

@@ -3,8 +3,8 @@
 import pandas as pd
 from scipy import stats
 
-from fragility_core.adjoint.coherence import GROUPS, MATTERS, Coherence
-from fragility_core.protection import Contributions
+from fragility_adjoint.explain.coherence import GROUPS, MATTERS, Coherence
+from fragility_adjoint.mixed_precision import Contributions
 from fragility_lab.reporting.tables import number, percent
 
 SITE_NAMES = {

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint.flips import expected_length, next_tokens
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_adjoint.explain.changed_choices import expected_length, next_tokens
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_core.numerics.lowering import LowPrecision
 
 
 @torch.no_grad()

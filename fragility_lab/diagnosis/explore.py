@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from fragility_core.protection.bits import Choice
+from fragility_adjoint.mixed_precision.bits import Choice
 from fragility_lab.diagnosis.found import Diagnosis
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component

@@ -7,10 +7,10 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint import Prediction
-from fragility_core.adjoint.flips import Competition
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_adjoint.explain.changed_choices import Competition
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.predictor import Prediction
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
 from fragility_lab.diagnosis.routing import predicted_choices
 from fragility_lab.diagnosis.tokens import ErrorsByToken

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import pandas as pd
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from fragility_core import adjoint
-from fragility_core.adjoint.coherence import Coherence
-from fragility_core.protection import Contributions, Plan
-from fragility_core.protection.bits import Choice, Choices
+from fragility_adjoint import predictor
+from fragility_adjoint.explain.coherence import Coherence
+from fragility_adjoint.mixed_precision import Contributions, Plan
+from fragility_adjoint.mixed_precision.bits import Choice, Choices
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.remedy import Remedy
@@ -70,7 +70,7 @@ class Diagnosis:
     seconds: dict[str, float] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
-    prediction: adjoint.Prediction | None = None
+    prediction: predictor.Prediction | None = None
     ranges: pd.DataFrame | None = None
     contributions: Contributions | None = None
     plan: Plan | None = None

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fragility_core.models.hollow import is_hollow
+from fragility_adjoint.offload.offloaded import is_hollow
 from fragility_core.models.presence import entries
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.hollow import load_hollow, on_meta

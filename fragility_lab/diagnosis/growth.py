@@ -11,9 +11,9 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.predictor import Adjoint
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.measure import compare, numbered, observe, ratio
 from fragility_lab.running.environment import progress
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from fragility_core.arithmetic.internals import attention_of
-from fragility_core.models.tree import block_paths
-from fragility_core.protection import KEEPABLE_SITES
+from fragility_adjoint.mixed_precision import KEEPABLE_SITES
+from fragility_core.models.paths import block_paths
+from fragility_core.numerics.internals import attention_of
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
 from fragility_lab.diagnosis.needs import fits_together, whole_fits
 from fragility_lab.diagnosis.request import Request
@@ -40,9 +40,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
             "changed tokens are predicted with all weights in memory, but the model is streamed, got TARGET=flips: use "
             "TARGET=kl, or FORM=whole where memory suffices"
         )
-    loaded = load_inputs(
-        name, request.data, [request.format], [request.length], request.windows, device, AutoModelForCausalLM, hollow
-    )
+    loaded = load_inputs(name, request.data, [request.length], request.windows, device, AutoModelForCausalLM, hollow)
     set_attention(loaded.model, request)
     _, tokens = loaded.windows(request.length, request.windows, request.seed)
     tokens = tokens.to(loaded.device)

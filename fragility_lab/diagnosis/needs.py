@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.recipes import get_recipe
-from fragility_core.models.hollow import is_hollow, parts
+from fragility_adjoint.offload.offloaded import is_hollow, parts
+from fragility_adjoint.quantization.recipes import get_recipe
+from fragility_core.models.paths import block_paths
 from fragility_core.models.presence import loaded as read
-from fragility_core.models.tree import block_paths
+from fragility_core.numerics.internals import attention_of
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.trial import TRIALS, Trial, ends, seconds, timed
 from fragility_lab.inputs.checkpoints import default_device
@@ -72,7 +72,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     if not is_hollow(model):
         return forecast_whole(request, loaded, tokens)
     plain = min(timed(model, tokens[:1], loaded.device) for _ in range(TRIALS))
-    emulated = not request.rounds_weights_alone and loaded.execution(request.format) == "emulated"
+    emulated = not request.rounds_weights_alone and loaded.execution(get_recipe(request.format).kernels) == "emulated"
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
     if request.mixes:
         passes += len(request.schemes) * 8 * (1 + request.probes)

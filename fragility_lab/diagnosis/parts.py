@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 import transformers
 
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, largest, shares, together
 from fragility_lab.diagnosis.explore import explorer
 from fragility_lab.diagnosis.found import Diagnosis

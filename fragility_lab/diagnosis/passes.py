@@ -6,12 +6,12 @@ from dataclasses import replace
 import pandas as pd
 from torch import Tensor
 
-from fragility_core import adjoint
-from fragility_core.arithmetic.calibration import calibrated
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import as_given, lower
-from fragility_core.arithmetic.recipes import get_recipe
-from fragility_core.models.hollow import is_hollow
+from fragility_adjoint import predictor
+from fragility_adjoint.offload.offloaded import is_hollow
+from fragility_adjoint.quantization.quantized import as_given, lower
+from fragility_adjoint.quantization.recipes import get_recipe
+from fragility_adjoint.quantization.static_scales import calibrated
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.measure import compare, numbered, observe_each
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.steady import steady
@@ -31,22 +31,22 @@ def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> LowPrecision:
     return lower(loaded.model, calibrated(loaded.model, recipe, tokens), execution)
 
 
-def estimator(low: LowPrecision, model, probes: int, target: str, batch: int = 1) -> adjoint.Adjoint:
+def estimator(low: LowPrecision, model, probes: int, target: str, batch: int = 1) -> predictor.Adjoint:
     """What predicts the error of ``low`` in ``target``: for one other than the hidden state, from both ends."""
     gradients = "low" if target == "hidden" else "both"
-    return adjoint.Adjoint(low, model, probes, target=target, gradients=gradients, batch=batch)
+    return predictor.Adjoint(low, model, probes, target=target, gradients=gradients, batch=batch)
 
 
 def predict(
     low: LowPrecision, model, groups: Sequence[Tensor], probes: int, target: str = "hidden"
-) -> adjoint.Prediction:  # fmt: skip
+) -> predictor.Prediction:  # fmt: skip
     """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
 
     There are more than ``probes`` where windows scatter (``steady``), but in a streamed model.
     """
     known = estimator(low, model, probes, target, len(groups[0]))
 
-    def estimate(seed: int) -> adjoint.Prediction:
+    def estimate(seed: int) -> predictor.Prediction:
         """From other probes for each ``seed``."""
         how = "predicting" if not seed else "predicting again, as windows scatter"
         found = [known(windows, seeds=[seed] * len(windows)) for windows in progress(groups, desc=how)]

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable
 
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.recipes import GIVEN
-from fragility_core.models.tree import within
-from fragility_core.protection import Contributions, Plan
-from fragility_core.protection.bits import Choices
+from fragility_adjoint.mixed_precision import Contributions, Plan
+from fragility_adjoint.mixed_precision.bits import Choices
+from fragility_adjoint.quantization.recipes import GIVEN
+from fragility_core.models.paths import within
+from fragility_core.numerics.formats import get_format
 from fragility_lab import paths
 from fragility_lab.diagnosis.found import Diagnosis
 from fragility_lab.diagnosis.means import TARGETS, helps, in_unit, writer

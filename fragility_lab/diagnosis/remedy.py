@@ -8,15 +8,15 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fragility_core import adjoint
-from fragility_core.adjoint.overflow import Overflow, first_overflow
-from fragility_core.arithmetic.calibration import needs_calibration
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.nested import tensors
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import block_of, hidden_and_logits, is_norm, within
-from fragility_core.protection import Contributions, Plan, apply
+from fragility_adjoint import predictor
+from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.predictor.overflow import Overflow, first_overflow
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.static_scales import needs_calibration
+from fragility_core.models.paths import block_of, hidden_and_logits, is_norm, within
+from fragility_core.numerics.formats import get_format
+from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.numerics.nested import tensors
 
 MOST_MODULES = 8
 WIDE = "bf16"
@@ -53,7 +53,7 @@ class Remedy:
 
 
 def find(
-    model: nn.Module, low: LowPrecision, prediction: adjoint.Prediction, tokens: Tensor, execution: str
+    model: nn.Module, low: LowPrecision, prediction: predictor.Prediction, tokens: Tensor, execution: str
 ) -> Remedy:  # fmt: skip
     """The remedy for those windows of ``tokens`` (B, T) that overflow in ``prediction``, for ``model`` as ``low``."""
     numbers = prediction.windows.window[prediction.windows.overflow != ""]
@@ -71,7 +71,7 @@ def find(
     return Remedy(places, tried, raised_epsilon(model, low, execution, places, windows))
 
 
-def whatever_contributes(model: nn.Module, prediction: adjoint.Prediction) -> Contributions:
+def whatever_contributes(model: nn.Module, prediction: predictor.Prediction) -> Contributions:
     """The units of ``model`` and the prices of plans, for which no window of ``prediction`` needs to be finite."""
     windows = prediction.windows.assign(predicted=0.0, norm=1.0)
     return Contributions(

@@ -4,8 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from fragility_core.arithmetic.recipes import GIVEN, RECIPES, Recipe, get_recipe
-from fragility_core.protection import KEEPABLE_SITES
+from fragility_adjoint.mixed_precision import KEEPABLE_SITES
+from fragility_adjoint.quantization.recipes import GIVEN, RECIPES, Recipe, get_recipe
 from fragility_lab.inputs.checkpoints import shortened
 
 ATTENTIONS = ("auto", "sdpa", "eager")
@@ -25,7 +25,7 @@ class Request:
     ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB" to keep in fp32; a bare number counts blocks. "5 bits" a
     weight, "KL 0.01" at most, or for a recipe with schemes for weights "12 MB" of the whole model, gives each linear
     layer one of the ``schemes``. Then ``keep`` names sites, such as "residual head", of which the plan may keep parts
-    in fp32. ``target`` is what the error is measured in, one of TARGETS (``adjoint.targets``). ``seed``
+    in fp32. ``target`` is what the error is measured in, one of TARGETS (``predictor.targets``). ``seed``
     draws ``windows`` windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention``
     is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures
     them if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. The ``format``

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.nested import together
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.numerics.nested import together
 
 
 class ExpertChoices(TorchFunctionMode):

@@ -9,17 +9,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_core import adjoint
-from fragility_core.adjoint.coherence import coherence
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.arithmetic.calibration import calibrated, needs_calibration
-from fragility_core.arithmetic.internals import attention_of
-from fragility_core.arithmetic.lowering import LowPrecision, sharing_copy
-from fragility_core.arithmetic.quantized import as_given, lower
-from fragility_core.models.hollow import is_hollow
-from fragility_core.protection import Contributions, apply
-from fragility_core.protection.bits import Choice, Choices, fused_layers
-from fragility_core.protection.keep import protect
+from fragility_adjoint import predictor
+from fragility_adjoint.explain.coherence import coherence
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.mixed_precision import Contributions, apply
+from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers
+from fragility_adjoint.mixed_precision.plans import protect
+from fragility_adjoint.offload.offloaded import is_hollow
+from fragility_adjoint.quantization.quantized import as_given, lower
+from fragility_adjoint.quantization.static_scales import calibrated, needs_calibration
+from fragility_core.numerics.internals import attention_of
+from fragility_core.numerics.lowering import LowPrecision, sharing_copy
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.growth import growth
@@ -61,7 +61,7 @@ class Work:
     @cached_property
     def realisations(self) -> Realisations:
         """Passes of the model without a plan whose errors are drawn."""
-        return Realisations(adjoint.Adjoint(self.low, self.model, target="flips", gradients="fp32"))
+        return Realisations(predictor.Adjoint(self.low, self.model, target="flips", gradients="fp32"))
 
     @property
     def finite_windows(self) -> dict[int, Tensor]:
@@ -185,7 +185,7 @@ def add_up_signs(work: Work) -> None:
     """Say which errors act together; with secant slopes, where memory allows, up to the measured error."""
     secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
     options = {"target": work.request.measured_in, "gradients": "secant" if secants else "low"}
-    estimator = adjoint.Adjoint(work.low, work.model, work.request.probes, batch=len(work.groups[0]), **options)
+    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, batch=len(work.groups[0]), **options)
     work.found.coherence = coherence(estimator, progress(work.groups, desc="errors that act together"))
 
 
@@ -268,7 +268,7 @@ def diagnose(
 
 
 def chosen_from(
-    request: Request, model, groups: Sequence[Tensor], first: adjoint.Prediction, keep: Iterable[str]
+    request: Request, model, groups: Sequence[Tensor], first: predictor.Prediction, keep: Iterable[str]
 ) -> Choices:  # fmt: skip
     """What the schemes of ``request`` cost and do over the windows of ``groups``, and what keeping sites in fp32 does.
 

@@ -10,7 +10,7 @@ import pandas as pd
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fragility_core.models.hollow import is_hollow
+from fragility_adjoint.offload.offloaded import is_hollow
 from fragility_lab.diagnosis.measure import compare, observe_each
 from fragility_lab.inputs.checkpoints import load_config, load_model
 from fragility_lab.inputs.hollow import load_hollow

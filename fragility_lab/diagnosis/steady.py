@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fragility_core.adjoint import Prediction
-from fragility_core.adjoint.prediction import joined
+from fragility_adjoint.predictor import Prediction
+from fragility_adjoint.predictor.prediction import joined
 
 SCATTER = 0.2  # standard error over a window's prediction, above which the window gets more probes
 MOST = 16  # probes of a window

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.nested import tensors
-from fragility_core.models.tree import (
+from fragility_core.models.paths import (
     attention_modules,
     block_of,
     block_paths,
@@ -18,6 +16,8 @@ from fragility_core.models.tree import (
     forward_hook,
     hidden_and_logits,
 )
+from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.numerics.nested import tensors
 
 LEAVES = 5.0  # times the median token's error, from which on a token's own has left it
 SINK = 10.0  # times the median token's norm, from which on a token's residual stream is one of a sink

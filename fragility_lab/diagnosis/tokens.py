@@ -3,7 +3,7 @@
 One pass is one draw of all roundings. Where a few tokens make most of a window's error, its number scatters from draw
 to draw, measured or predicted. So both are means over realisations here: predicted are passes whose errors have random
 signs, measured are passes that round to nearest on another grid, the first of them the pass that runs
-(``adjoint.realisations``).
+(``explain.realisations``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint.flips import Competition, competition
-from fragility_core.adjoint.realisations import Realisations, scales
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.models.tree import hidden_and_logits
+from fragility_adjoint.explain.changed_choices import Competition, competition
+from fragility_adjoint.explain.realisations import Realisations, scales
+from fragility_core.models.paths import hidden_and_logits
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.measure import by_token
 from fragility_lab.running.environment import progress
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.numerics.lowering import as_format
 from fragility_core.surrogates import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.experiments import rankings
@@ -120,5 +120,5 @@ def _rescored(rows: pd.DataFrame, estimator: Estimator) -> pd.DataFrame:
     for (precision, *_), run in rows.groupby(list(IDENTITY), sort=True):
         windows = window_rows(run)[["window", "final_norm", "mismatch", "overflow", *IDENTITY]]
         statistics = run[[name for name in run if name not in DERIVED]].reset_index(drop=True)
-        scored.append(score(statistics, windows, get_recipe(precision).kernels.unit_roundoff, estimator)[1])
+        scored.append(score(statistics, windows, as_format(precision).unit_roundoff, estimator)[1])
     return pd.concat(scored, ignore_index=True)

@@ -7,8 +7,8 @@ import pandas as pd
 import torch
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import Format, get_format
-from fragility_core.arithmetic.lowering import LowPrecision
+from fragility_core.numerics.formats import Format, get_format
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.experiments.kernel_samples import (
     arithmetic,
     device_of,

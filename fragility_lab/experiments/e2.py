@@ -11,10 +11,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_core.arithmetic.lowering import lower
-from fragility_core.arithmetic.recipes import get_recipe
-from fragility_core.models.architectures import blocks
-from fragility_core.models.tree import final_hidden
+from fragility_core.models.blocks import blocks
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.lowering import as_format, lower
 from fragility_core.surrogates import LAYERNORM_TERMS, Estimator, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import TRANSPORTS
@@ -64,7 +63,7 @@ class RunSpec(Specification):
     disjoint: bool = False
 
     def __post_init__(self):
-        get_recipe(self.precision)
+        as_format(self.precision)
         require_at_least(1, length=self.length, windows=self.windows, batch=self.batch)
         require_at_least(0, seed=self.seed)
         choices = {"layernorm": LAYERNORM_TERMS, "transport": TRANSPORTS, "execution": ("native", "emulated")}
@@ -123,7 +122,9 @@ def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
     if grid.windows < LEAST:
         raise ValueError(f"a correlation needs at least {LEAST} windows, got {grid.windows}")
     require_at_least(1, batch_tokens=grid.batch_tokens)
-    inputs = load(grid.model, grid.data, grid.precisions, grid.lengths, grid.windows, device)
+    for precision in grid.precisions:
+        as_format(precision)
+    inputs = load(grid.model, grid.data, grid.lengths, grid.windows, device)
     for length in grid.lengths:
         inputs.windows(length, grid.windows, max(grid.seeds), grid.disjoint)
     blocks(inputs.model)
@@ -180,7 +181,7 @@ class Passes(Worker):
         """
         starts, tokens = self.inputs.windows(spec.length, spec.windows, spec.seed, spec.disjoint)
         monitor = self.monitor(spec.precision, spec.execution, spec.transport)
-        unit_roundoff = get_recipe(spec.precision).kernels.unit_roundoff
+        unit_roundoff = as_format(spec.precision).unit_roundoff
         frames = []
         for first in range(0, spec.windows, spec.batch):
             batch = tokens[first : first + spec.batch].to(self.inputs.device)

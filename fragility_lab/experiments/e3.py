@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_core.arithmetic.lowering import lower
-from fragility_core.models.tree import final_hidden
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.lowering import lower
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, RunSpec, window_rows
 from fragility_lab.experiments.patching import Patching, patch_effects

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fragility_core.arithmetic.recipes import get_recipe
 from fragility_core.bgss import Policy, State, advance, get_policy, policy_class, replay
 from fragility_core.bgss.released import Released
 from fragility_core.bgss.state import Action, Limits
-from fragility_core.models.architectures import blocks
+from fragility_core.models.blocks import blocks
+from fragility_core.numerics.lowering import as_format
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.realisations import moved
 from fragility_lab.experiments.runs import RunStore, Specification
@@ -98,8 +98,8 @@ def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
 
     Raises TypeError for a model whose blocks are not known.
     """
-    sizes = (setting.precision,), (setting.length,), setting.windows
-    inputs = load(setting.model, setting.data, *sizes, device, AutoModelForCausalLM)
+    as_format(setting.precision)
+    inputs = load(setting.model, setting.data, (setting.length,), setting.windows, device, AutoModelForCausalLM)
     blocks(inputs.model)
     return inputs
 
@@ -129,7 +129,7 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
             f"policy parameters must be among those of the chosen policies, {', '.join(sorted(taken))}, "
             f"got {', '.join(unknown)}"
         )
-    unit_roundoff = get_recipe(setting.precision).kernels.unit_roundoff
+    unit_roundoff = as_format(setting.precision).unit_roundoff
     block = blocks(inputs.model)[0]
     if block.norm_1 is None or block.norm_2 is None:
         raise TypeError(
@@ -163,7 +163,7 @@ def initial_model(model: PreTrainedModel, setting: Setting, seed: int) -> PreTra
         there = next(model.parameters())
         model = AutoModelForCausalLM.from_config(model.config, dtype=there.dtype).to(there.device)
     if setting.realisation:
-        model = moved(model, get_recipe(setting.precision).kernels.unit_roundoff / 2, setting.realisation)
+        model = moved(model, as_format(setting.precision).unit_roundoff / 2, setting.realisation)
     return model
 
 

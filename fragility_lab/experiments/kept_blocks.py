@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Plan, apply
+from fragility_adjoint.mixed_precision import Plan, apply
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.experiments.baselines import Blocks
 from fragility_lab.experiments.patching import one_mask
 

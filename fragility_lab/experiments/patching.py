@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.arithmetic.attention import observing_attention
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.models.architectures import blocks
-from fragility_core.models.tree import final_hidden
+from fragility_core.models.blocks import blocks
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import observing_attention
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.theory import mismatch
 
 

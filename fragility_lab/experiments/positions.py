@@ -16,10 +16,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fragility_core.adjoint.estimator import Adjoint
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.predictor.estimator import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.travel import StreamNorms, stream_norms
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens that count")
     parser.add_argument("--windows", type=int, default=48, help="with a middle; a quarter of them by position")
     given = parser.parse_args(arguments)
-    inputs = load(given.model, given.data, ["bf16"], [2 * given.length], 3)
+    inputs = load(given.model, given.data, [2 * given.length], 3)
     low = lower(inputs.model, "bf16", inputs.execution("bf16"))
 
     def drawn(length: int, count: int) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fragility_core.protection.bits import fused_layers
+from fragility_adjoint.mixed_precision.bits import fused_layers
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.paths import PROJECT
 from fragility_lab.rivals.ladders import Ladder, get_ladder

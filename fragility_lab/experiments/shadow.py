@@ -16,9 +16,9 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
-from fragility_core.arithmetic.lowering import lower
-from fragility_core.models.architectures import Block, blocks
-from fragility_core.models.tree import final_hidden
+from fragility_core.models.blocks import Block, blocks
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates import Estimator, score
 from fragility_core.surrogates.monitor import Monitor, window_losses
 

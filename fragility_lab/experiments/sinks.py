@@ -16,10 +16,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fragility_core.adjoint.estimator import Adjoint
-from fragility_core.adjoint.realisations import Realisations, scales
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.explain.realisations import Realisations, scales
+from fragility_adjoint.predictor.estimator import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.travel import StreamNorms, stream_norms
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=96, help="of each half, with 128 tokens; fewer of longer ones")
     parser.add_argument("--passes", type=int, default=2, help="realisations of rounding that are averaged")
     given = parser.parse_args(arguments)
-    inputs = load(given.model, given.data, given.precisions, given.lengths, 3)
+    inputs = load(given.model, given.data, given.lengths, 3)
     rows: list[dict] = []
     for length in given.lengths:
         for precision in given.precisions:

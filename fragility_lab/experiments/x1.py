@@ -1,4 +1,4 @@
-"""X1: the calibrated predictor (``fragility_core.adjoint``) on the windows of E2 and E3; not in the paper.
+"""X1: the calibrated predictor (``fragility_adjoint.predictor``) on the windows of E2 and E3; not in the paper.
 
 Like the score, the predictor needs the low-precision pass alone: no full-precision weights, no second pass.
 """
@@ -12,12 +12,11 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from fragility_core.adjoint import Adjoint, Prediction, predict
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import get_recipe
-from fragility_core.models.tree import final_hidden
+from fragility_adjoint.predictor import Adjoint, Prediction, predict
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_core.numerics.lowering import LowPrecision, as_format
 from fragility_core.surrogates import SIGNALS
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import rankings
@@ -102,7 +101,7 @@ def _redrawn(model: nn.Module, precision: str, execution: str, number: int) -> t
 
     The moved model computes nearly the same function, but rounds everything differently: to nearest, as in E2.
     """
-    other = moved(model, get_recipe(precision).kernels.unit_roundoff / 2, number)
+    other = moved(model, as_format(precision).unit_roundoff / 2, number)
     return other, _lowered(other, precision, execution)
 
 

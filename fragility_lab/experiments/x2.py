@@ -13,12 +13,12 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_core.adjoint import Adjoint, Prediction
-from fragility_core.adjoint.coherence import coherence
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import Operands, Recipe, get_recipe
-from fragility_core.protection.bits import Choices, fused_layers
+from fragility_adjoint.explain.coherence import coherence
+from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
+from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import Operands, Recipe, get_recipe
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.growth import half_errors, squared
 from fragility_lab.diagnosis.measure import ObservedPass, compare, observe, ratio
 from fragility_lab.inputs.loading import require_at_least

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.adjoint.flips import next_tokens
-from fragility_core.adjoint.realisations import Realisations
-from fragility_core.adjoint.targets import logits
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_adjoint.explain.changed_choices import next_tokens
+from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.predictor.targets import logits
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import get_recipe
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
 from fragility_lab.diagnosis.routing import changed_choices, predicted_choices
 from fragility_lab.experiments.x2 import row

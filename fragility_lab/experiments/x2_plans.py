@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from fragility_core.adjoint.flips import Competition, next_tokens
-from fragility_core.protection import apply
-from fragility_core.protection.bits import Choice, Choices, fused_layers, predictions
+from fragility_adjoint.explain.changed_choices import Competition, next_tokens
+from fragility_adjoint.mixed_precision import apply
+from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers, predictions
 from fragility_lab.diagnosis.measure import ratio
 from fragility_lab.experiments.x2 import Setting
 from fragility_lab.experiments.x2_flips import realised

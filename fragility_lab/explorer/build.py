@@ -8,10 +8,10 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fragility_core.adjoint import Adjoint, Prediction
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.protection import Contributions, Plan, apply
-from fragility_core.protection.bits import Choices, fused_layers
+from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
+from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_adjoint.quantization.quantized import lower
 from fragility_lab import paths
 from fragility_lab.diagnosis.explore import found
 from fragility_lab.experiments.x2 import Setting

@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from fragility_core.arithmetic.operands import weight_schemes
-from fragility_core.models.tree import block_of, within
-from fragility_core.protection import KEEPABLE_SITES, Contributions, Plan
-from fragility_core.protection.bits import Choice, Choices
-from fragility_core.protection.structure import ATTENTION, FP32_BITS
+from fragility_adjoint.mixed_precision import KEEPABLE_SITES, Contributions, Plan
+from fragility_adjoint.mixed_precision.bits import Choice, Choices
+from fragility_adjoint.mixed_precision.structure import ATTENTION, FP32_BITS
+from fragility_adjoint.quantization.operands import weight_schemes
+from fragility_core.models.paths import block_of, within
 
 DIGITS = 6  # significant digits of the numbers that a page carries
 # Which site that can be kept holds what is rounded in which kind of place; scores can be kept alone, too.

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fragility_core.models.files import Checkpoint, Device, open_hollow
+from fragility_adjoint.offload.files import Checkpoint, Device, open_hollow
 from fragility_lab.inputs.checkpoints import (
     default_device,
     load_config,
@@ -73,7 +73,7 @@ def load_hollow(
     name: str, device: Device | Mapping[str, Device] | None = None, auto_class: type = AutoModelForCausalLM,
     config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The fp32 model ``name`` as a hollow one (``models.hollow``), on one ``device`` or on several by module.
+    """The fp32 model ``name`` as a hollow one (``offload.offloaded``), on one ``device`` or on several by module.
 
     ``config`` is its own unless given.
 

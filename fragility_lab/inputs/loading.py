@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from fragility_core.arithmetic.formats import has_native_kernels
-from fragility_core.arithmetic.recipes import get_recipe
+from fragility_core.numerics.formats import NumberFormat, has_native_kernels
+from fragility_core.numerics.lowering import as_format
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.hollow import load_hollow, require_fitting
 from fragility_lab.inputs.stored import weight_files
@@ -55,15 +55,14 @@ class Inputs:
         """The attention implementations of the low-precision and the reference passes, to be recorded."""
         return {"monitored": "eager", "reference": self.model.config._attn_implementation}
 
-    def execution(self, precision: str) -> str:
-        """How the device computes in ``precision``: "native" or "emulated"."""
-        return "native" if has_native_kernels(get_recipe(precision).kernels, self.device) else "emulated"
+    def execution(self, format: str | NumberFormat) -> str:
+        """How the device computes in ``format``: "native" or "emulated"."""
+        return "native" if has_native_kernels(as_format(format), self.device) else "emulated"
 
 
 def load(
     model: str,
     data: str,
-    precisions: Sequence[str],
     lengths: Sequence[int],
     windows: int,
     device: str | None = None,
@@ -73,7 +72,7 @@ def load(
     """Load what an experiment needs, and check that it can run. A ``hollow`` model reads its weights when it runs.
 
     Raises OSError where the model or text is not found. Raises ValueError for windows longer than the model's context,
-    a text with fewer windows than asked for, a tokenizer of another vocabulary, or an unknown precision.
+    a text with fewer windows than asked for, or a tokenizer of another vocabulary.
     """
     config = checkpoints.load_config(model).get_text_config()
     require_at_least(1, windows=windows)
@@ -82,8 +81,6 @@ def load(
     context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative
     if max(lengths) > context:
         raise ValueError(f"windows must fit the context of {model!r}, {context} tokens, got lengths {list(lengths)}")
-    for precision in precisions:
-        get_recipe(precision)
     tokenizer = checkpoints.load_tokenizer(model)
     begins, stream = opening(tokenizer), tokenize(load_rows(data), tokenizer)
     largest = max([*begins.ids, *([int(stream.max())] if len(stream) else [])], default=0)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_core.arithmetic.emulation import Emulation
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.numerics.emulation import Emulation
+from fragility_core.numerics.formats import get_format
 from fragility_core.theory import AttentionNorms
 from fragility_lab.lessons import pictures
 from fragility_lab.lessons.coding import Coding

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.numerics.formats import get_format
 from fragility_lab.explorer import build
 from fragility_lab.explorer.component import Component
 from fragility_lab.lessons.coding import Coding

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import get_format
 from fragility_core.bgss import State, advance, get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
+from fragility_core.numerics.formats import get_format
 from fragility_lab.lessons import record
 from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, LIMIT, Picture, finish, panels

@@ -11,8 +11,8 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor, nn
 from torch.func import jvp, vjp
 
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import lower
+from fragility_core.numerics.formats import get_format
+from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import FORMATS, Format, get_format
+from fragility_core.numerics.formats import FORMATS, Format, get_format
 from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import BESIDE, HERE, LIMIT, Picture, finish, panels, strength
 from fragility_lab.lessons.widgets import exercises

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.numerics.formats import get_format
 from fragility_lab.lessons import embedded, pictures
 from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels

@@ -8,8 +8,8 @@ from ipywidgets import Text, ValueWidget
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.models.tree import final_hidden
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.formats import get_format
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis.measure import block_outputs
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core import theory
-from fragility_core.arithmetic.emulation import Emulation
-from fragility_core.arithmetic.formats import get_format
+from fragility_core.numerics.emulation import Emulation
+from fragility_core.numerics.formats import get_format
 
 FEATURES = 64
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_core.arithmetic.formats import get_format
-from fragility_core.arithmetic.lowering import lower
-from fragility_core.models.architectures import Block
-from fragility_core.models.tree import final_hidden
+from fragility_core.models.blocks import Block
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.formats import get_format
+from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis.measure import block_outputs

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fragility_core.arithmetic.formats import FORMATS, NARROW
-from fragility_core.arithmetic.recipes import LINEAR, Operands, Recipe, weights_only
-from fragility_core.arithmetic.schemes import Scheme
+from fragility_adjoint.quantization.recipes import LINEAR, Operands, Recipe, weights_only
+from fragility_adjoint.quantization.schemes import Scheme
+from fragility_core.numerics.formats import FORMATS, NARROW
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from fragility_core.arithmetic.calibration import calibrated
-from fragility_core.arithmetic.lowering import rounded_copy
-from fragility_core.arithmetic.quantized import how_stored
-from fragility_core.protection.bits import Choices, predictions
-from fragility_core.protection.knapsack import Knapsack
+from fragility_adjoint.mixed_precision.bits import Choices, predictions
+from fragility_adjoint.mixed_precision.knapsack import Knapsack
+from fragility_adjoint.quantization.quantized import how_stored
+from fragility_adjoint.quantization.static_scales import calibrated
+from fragility_core.numerics.lowering import rounded_copy
 from fragility_lab.rivals.ladders import LADDERS, Ladder, get_ladder
 from fragility_lab.rivals.tasks import Chosen
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fragility_core.arithmetic.operands import linear_weights, owner
+from fragility_adjoint.quantization.operands import linear_weights, owner
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.rivals.ladders import get_ladder
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2Model
 
-from fragility_core.adjoint import Adjoint
-from fragility_core.arithmetic.attention import OBSERVED_EAGER, set_attention
-from fragility_core.arithmetic.lowering import LowPrecision
-from fragility_core.arithmetic.quantized import lower
+from fragility_adjoint.predictor import Adjoint
+from fragility_adjoint.quantization.quantized import lower
+from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.experiments.patching import Patching
 from fragility_lab.experiments.shadow import ShadowTraining

@@ -20,8 +20,9 @@ from fragility_lab.paths import PROJECT
 
 RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
-# Imports that the numbers of a run depend on.
-FOLLOWED = ("fragility_lab.diagnosis.", "fragility_lab.experiments.", "fragility_lab.inputs.")
+# Imports that the numbers of a run depend on, but for those of modules that check inputs or read models in parts.
+FOLLOWED = ("fragility_adjoint.", "fragility_lab.diagnosis.", "fragility_lab.experiments.", "fragility_lab.inputs.")
+ENDS = ("fragility_lab.inputs.hollow",)
 TERMINAL = "FRAGILITY_TERMINAL"  # in the environment of kernels whose stderr is a terminal's
 SCHEDULER = "FRAGILITY_SCHEDULER"  # in the environment: tcp://... or file.json; `make` sets it from SCHEDULER=
 STALE = "FRAGILITY_STALE"  # in the environment: "keep" takes stale runs as they are; `make` sets it from STALE=
@@ -53,22 +54,29 @@ def named_scheduler() -> str:
 def code_digest(kind: type) -> str:
     """Twelve hexadecimal digits of the code that the numbers of a run depend on.
 
-    ``kind`` is the class of the run's specification. Its module counts, with the modules of experiments and inputs
-    that it imports directly or through others, and all of fragility_core. Comments, docstrings and layout do not.
+    ``kind`` is the class of the run's specification. Its module counts, with the modules of experiments, inputs and
+    fragility_adjoint that it imports directly or through others, and all of fragility_core. Comments, docstrings and
+    layout do not.
     """
     found = {"": Path(inspect.getfile(kind))}
     waiting = [""]
     while waiting:
         for name in _imported(found[waiting.pop()]):
-            path = PROJECT.joinpath(*name.split(".")).with_suffix(".py")
-            if name.startswith(FOLLOWED) and name not in found and path.is_file():
+            path = _module(name)
+            if name.startswith(FOLLOWED) and name not in found and path is not None:
                 found[name] = path
-                waiting.append(name)
+                waiting += [] if name in ENDS else [name]
     core = {path.relative_to(PROJECT).as_posix(): path for path in (PROJECT / "fragility_core").rglob("*.py")}
     sha = hashlib.sha256()
     for name, path in sorted((found | core).items()):
         sha.update(f"{name}\n{_code(path)}\n".encode())
     return sha.hexdigest()[:12]
+
+
+def _module(name: str) -> Path | None:
+    """The file of the module or package with the dotted ``name``, if there is one."""
+    path = PROJECT.joinpath(*name.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 @cache

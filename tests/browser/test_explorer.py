@@ -9,7 +9,7 @@ from accessibility import WIDTHS, serious
 from explored import choices, contributions, views
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from fragility_core.protection.bits import Choice
+from fragility_adjoint.mixed_precision.bits import Choice
 from fragility_lab import paths
 from fragility_lab.explorer.build import page as explorer_page
 from fragility_lab.explorer.component import Component

@@ -17,11 +17,8 @@ from torchao.core.config import config_from_dict
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from fragility_core.arithmetic.quantized import lower
-from fragility_core.arithmetic.recipes import RECIPES
-from fragility_core.models.tree import final_hidden
-from fragility_core.protection import Plan
-from fragility_core.protection.export import (
+from fragility_adjoint.mixed_precision import Plan
+from fragility_adjoint.mixed_precision.export import (
     arguments,
     compressed_tensors,
     layers_of,
@@ -29,6 +26,9 @@ from fragility_core.protection.export import (
     modules_to_not_convert,
     torchao,
 )
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import RECIPES
+from fragility_core.models.paths import final_hidden
 
 CONFIG = LlamaConfig(
     hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

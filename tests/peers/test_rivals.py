@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_core.arithmetic.calibration import calibrated
+from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_lab.rivals import tasks
 from fragility_lab.rivals.ladders import LADDERS, get_ladder
 

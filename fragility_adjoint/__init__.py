@@ -1,0 +1,49 @@
+"""Beyond the paper: what every rounding of a pass contributes to its error, as a number, and plans made from that.
+
+The names that most people need, for a Hugging Face ``model`` in fp32 and ``tokens`` (B, T) of token ids::
+
+    from fragility_adjoint import RECIPES, Adjoint, lower
+    low = lower(model, "w8a8-int8")  # any recipe of RECIPES; formats of fragility_core are recipes, too
+    known = Adjoint(low, model, probes=2)(tokens)  # known.windows.predicted, known.contributions
+
+    from fragility_adjoint import Contributions, Plan, apply
+    plan = Contributions(model, Adjoint(lower(model, "bf16"))(tokens)).plan(1, "blocks")  # which block to keep in fp32
+    protected = apply(model, plan)
+    wide = apply(model, Plan("bf16", residual=True))  # a plan of one's own: an fp32 residual stream
+
+    from fragility_adjoint import Choices, fused_layers, predictions
+    recipes = ["w4a16-g128", "w8a16-g128", "bf16"]
+    choices = Choices(model, predictions(model, recipes, tokens), fused_layers(model, tokens))
+    quantized = apply(model, choices.plan(choices.within_bits(6.0)))  # the least KL at 6 bits a weight on average
+
+``predictor`` estimates; ``explain`` says why errors add up and what they change; ``quantization`` has recipes;
+``mixed_precision`` makes plans, and writes them for other libraries; ``offload`` is for models larger than memory. The
+package imports fragility_core, never the other way round. Importing it imports nothing heavy: each name is looked up
+when it is first used.
+"""
+
+from importlib import import_module
+
+_NAMES = {
+    "quantization.recipes": ("RECIPES",),
+    "quantization.quantized": ("lower",),
+    "predictor": ("Adjoint",),
+    "mixed_precision": ("Contributions", "Plan", "apply"),
+    "mixed_precision.bits": ("Choices", "fused_layers", "predictions"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

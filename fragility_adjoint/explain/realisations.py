@@ -1,0 +1,225 @@
+"""Realisations of the rounding errors of a pass: each of the errors that a prediction knows gets a random sign.
+
+A prediction adds up squares, and so says how large an error is on the whole. What a choice depends on, such as the most
+probable next token, differs from position to position: how far the errors of several logits are apart, and which of
+them are large together. One pass with random signs is one draw of all of them. A pass with a share of every error shows
+whether the error of the output grows in proportion, as a prediction assumes.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fragility_adjoint.internals import mark_stored, stored_as
+from fragility_adjoint.offload.offloaded import is_hollow
+from fragility_adjoint.predictor.arithmetic import LowArithmetic
+from fragility_adjoint.predictor.estimator import Adjoint
+from fragility_adjoint.predictor.leaves import Held, Leaves
+from fragility_adjoint.predictor.recorder import local_error, stochastic_error
+from fragility_adjoint.quantization.operands import operands_by_storage
+from fragility_core.models.paths import within
+from fragility_core.numerics.formats import Format, NumberFormat
+
+Result = TypeVar("Result")
+
+
+def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = False) -> Tensor:
+    """``error`` times a random sign for each entry, or if ``alike`` for each channel, the last dimension."""
+    shape = error.shape[-1:] if alike else error.shape
+    pairs = shape.numel() // 2 + 1  # of 32 bits, the first of which is the sign
+    bits = torch.randint(-(2**62), 2**62, (pairs,), generator=generator, device=generator.device)
+    signs = bits.to(error.device).view(torch.float32)[: shape.numel()].view(shape)
+    if alike:  # errors of one channel keep their signs relative to each other
+        return error * torch.copysign(error.new_ones(()), signs)
+    return torch.copysign(error, signs)
+
+
+class RandomSigns:
+    """Rounding whose errors get random signs, drawn by ``generator``.
+
+    If ``stochastic``, their size is the standard deviation of stochastic rounding.
+    """
+
+    def __init__(self, generator: torch.Generator, stochastic: bool = False):
+        self.generator, self.stochastic = generator, stochastic
+
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
+        """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
+        error = local_error(x, stored.round(x).float())
+        if self.stochastic:
+            error = stochastic_error(error, x, stored)
+        return x + with_random_signs(error, self.generator, alike)
+
+    def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
+        """The weight or buffer at ``path``, which is ``leaf`` without errors."""
+        weighted = leaves.weighted(path, leaves.tensors[path].detach().float())(torch.ones_like(leaf)[None])
+        error = torch.cat([piece.clone().view(-1) for piece in weighted])  # pieces share their memory
+        return leaf + with_random_signs(error, self.generator).view_as(leaf)
+
+
+class Dose:
+    """Rounding with a share of its error: x + share (Q(x) - x)."""
+
+    def __init__(self, share: float):
+        self.share = share
+
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
+        """``x`` with its share of the error."""
+        return self._between(x, stored.round(x).float())
+
+    def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
+        """The weight or buffer at ``path``, which is ``leaf`` without errors."""
+        return self._between(leaf, leaves.tensors[path].detach().float())
+
+    def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
+        """A share of the way; an overflow, and a mask of -inf, are there at every share but none."""
+        if self.share == 0:
+            return exact
+        return torch.where(rounded.isfinite(), torch.lerp(exact, rounded, self.share), rounded)
+
+
+class Rescaled(Dose):
+    """Rounding to the numbers of a format times 1 / ``scale``: as accurate on the whole, but with other errors.
+
+    A scale that is a number of the format keeps much of what is exact in it: sums of two numbers, and 1. Weights keep
+    the errors that they have. Where the range of the format ends, and for numbers with scales of their own, rounding is
+    as ever.
+    """
+
+    def __init__(self, scale: float):
+        super().__init__(1.0)
+        self.scale = scale
+
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
+        """``x`` as it is rounded."""
+        rounded = stored.round(x).float()
+        if self.scale == 1 or not stored.elementwise:
+            return rounded
+        inside = (x.abs() >= 2 * stored.smallest_normal) & (x.abs() <= stored.largest / 2)
+        return torch.where(inside, stored.round(x * self.scale).float() / self.scale, rounded)
+
+
+Rounding = RandomSigns | Dose
+
+
+def scales(format: Format, count: int) -> list[float]:
+    """At most ``count`` numbers of ``format`` from 1 on and below 2, about evenly apart in the logarithm.
+
+    There are fewer in a format of few numbers: fp8_e5m2 has four. Raises ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"realisations of rounding must be at least 1, got {count}")
+    step = format.spacing
+    return sorted({1 + round((2 ** (i / count) - 1) / step) * step for i in range(count)} - {2.0})
+
+
+class Realised:
+    """Numbers as ``stored`` rounds them, but with errors by ``rounding``; a stand-in for a format."""
+
+    def __init__(self, stored: NumberFormat, rounding: Rounding | None):
+        self.stored, self.rounding = stored, rounding
+
+    def __getattr__(self, name: str):
+        return getattr(self.stored, name)
+
+    def round(self, x: Tensor, alike: bool = False) -> Tensor:
+        """``x`` with an error, or without one; ``alike`` as in ``with_random_signs``."""
+        return x if self.rounding is None else self.rounding(x, self.stored, alike)
+
+
+class RealisedArithmetic(LowArithmetic):
+    """A context in which kernels compute as ``at`` says, with errors by ``rounding`` (None: without); none is recorded.
+
+    Kernels of modules outside of ``base`` round nothing.
+    """
+
+    def __init__(self, at: LowArithmetic, held: Held, base: str, rounding: Rounding | None):
+        super().__init__(at.recipe, at.tape, held, rounding=at.rounding)
+        self.base, self.rounding_by = base, rounding
+        self.format = Realised(at.recipe.kernels, rounding)
+
+    def round(
+        self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
+        in_place: bool = False, format: NumberFormat | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``y`` with the error of its rounding, in its own memory."""
+        if not constant and (not self.base or within(self.tape.path[-1], self.base)):
+            numbers = self.format if format is None else Realised(format, self.rounding_by)
+            y.data.copy_(numbers.round(y.data, alike=name == "operand"))
+        return self._marked(y)
+
+
+class Realisations:
+    """Passes of the model of an ``adjoint`` in fp32 with realised errors.
+
+    Without errors its weights are those in fp32 if the adjoint takes gradients there, else the rounded ones.
+    """
+
+    def __init__(self, adjoint: Adjoint, seed: int = 0):
+        """``seed`` draws the signs. Raises ValueError for a model that is streamed, part by part."""
+        if is_hollow(adjoint.model):
+            raise ValueError("errors are realised for all weights at once, but the model is streamed: load it whole")
+        self.adjoint, self.at = adjoint, adjoint.points[-1]
+        self.generator = torch.Generator(next(adjoint.model.parameters()).device).manual_seed(seed)
+        self.base = getattr(adjoint.model, "base_model_prefix", "")
+        if not hasattr(adjoint.model, self.base):  # the model has no head
+            self.base = ""
+
+    @property
+    def stored(self) -> NumberFormat | None:
+        """The format that the head rounds logits to; None if it does not."""
+        return self.at.recipe.kernels if self.at.rounding else None
+
+    def exact(self, run: Callable[[nn.Module], Result]) -> Result:
+        """What ``run`` returns for the model without random errors."""
+        return self._run(run, None)
+
+    def draw(self, run: Callable[[nn.Module], Result], head: bool = False) -> Result:
+        """What ``run`` returns for the model with errors of new random signs.
+
+        The ``head`` rounds nothing unless asked: its rounding keeps the order of logits.
+        """
+        return self._run(run, RandomSigns(self.generator, self.at.stochastic), "" if head else self.base)
+
+    def again(self, run: Callable[[nn.Module], Result], scale: float) -> Result:
+        """What ``run`` returns for the low-precision model that rounds to its format's numbers times 1 / ``scale``.
+
+        Of all ``scales`` the mean squared error is that of rounding; the pass at scale 1 is the one that is measured.
+        Raises the errors of ``dose``.
+        """
+        self._require_errors()
+        return self._run(run, Rescaled(scale), "")
+
+    def dose(self, run: Callable[[nn.Module], Result], share: float) -> Result:
+        """What ``run`` returns for the model with ``share`` of every error: at 1 as in low precision, at 0 as in fp32.
+
+        Raises ValueError where gradients are not taken in fp32: the errors are then not known, or for stochastic
+        rounding.
+        """
+        self._require_errors()
+        return self._run(run, Dose(share), "")
+
+    def _require_errors(self) -> None:
+        if not self.at.exact:
+            raise ValueError(
+                'a share of the errors is taken from the fp32 reference on: make the Adjoint with gradients="both"'
+            )
+
+    def _run(self, run: Callable[[nn.Module], Result], rounding: Rounding | None, base: str = "") -> Result:
+        adjoint = self.adjoint
+        with adjoint.lock, torch.inference_mode(False), torch.no_grad():
+            held = self.at.held if rounding is None else self._held(rounding)
+            adjoint.tape.begin()
+            with RealisedArithmetic(self.at, held, base, rounding):
+                return run(adjoint.model)
+
+    def _held(self, rounding: Rounding) -> Held:
+        """What stands for weights and buffers, with their errors."""
+        leaves, weights, buffers = self.adjoint.leaves, dict(self.at.held.weights), dict(self.at.held.buffers)
+        for path in filter(leaves.watched, leaves.tensors):
+            made, key = weights if path in leaves.parameters else buffers, id(leaves.tensors[path])
+            made[key] = mark_stored(rounding.weight(made[key], leaves, path), stored_as(made[key]))
+        linear = {path: weights[id(p)] for path, p in leaves.linear.items()}
+        return Held(weights, buffers, operands_by_storage(linear, self.at.recipe))

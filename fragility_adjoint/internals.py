@@ -1,0 +1,181 @@
+"""All that this package uses of the insides of torch and transformers, and of what it hides on tensors.
+
+``fragility_core.numerics.internals`` has what the core uses.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from fragility_core.numerics.internals import private, require
+
+PRIVATE = {
+    "torch._softmax_backward_data": "the gradient of a softmax from its result, in place",
+    "torch.Tensor._is_view": "a view shares the memory that a kernel writes to",
+    "torch.Tensor._base": "the tensor whose memory a view shares",
+    "torch.Tensor._version": "whether weights have changed since they were read",
+    "torch.autograd._get_sequence_nr": "passes side by side count kernels alike, so that they go back side by side",
+    "torch._C._functorch.maybe_current_level": "whether a pass runs for several windows or probes at once",
+    "torch._C._functorch.is_batchedtensor": "which tensors differ between the windows or probes of such a pass",
+    "torch._C._functorch.get_unwrapped": "the tensor of all windows or probes, behind the one that looks like one's",
+    "torch._C._functorch.maybe_get_bdim": "the dimension of the windows or probes in it",
+    "torch._C._functorch._add_batch_dim": "makes it look like that of one again",
+    "torch._C._functorch._is_vmap_fallback_enabled": "whether a kernel may be looped over in such a pass",
+    "torch._C._functorch._set_vmap_fallback_enabled": "a kernel that cannot be computed at once shall be refused",
+    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such tensors are ordinary ones",
+    "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
+    "transformers.PreTrainedModel._init_weights": "fills the buffers that no checkpoint holds",
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that no model needs",
+}
+require(PRIVATE)
+
+softmax_backward = private("torch._softmax_backward_data", PRIVATE)
+base_of = attrgetter("_base")  # of a view
+kernels_counted = private(
+    "torch.autograd._get_sequence_nr", PRIVATE
+)  # in this thread: a backward pass takes the latest first
+version_of = attrgetter("_version")  # of a tensor: grows with every change in place
+
+
+def can_set_attention(model: nn.Module) -> bool:
+    """Whether ``model`` calls transformers' attention interface, and so can be set to another attention."""
+    return hasattr(model, "_can_set_attn_implementation") and model._can_set_attn_implementation()
+
+
+def is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether ``from_pretrained`` takes no notice of a tensor called ``name`` that ``model`` does not have."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+@torch.no_grad()
+def fill_buffers(model: nn.Module, device_of: Callable[[str], torch.device]) -> None:
+    """Compute the buffers of a model of transformers on "meta" that no checkpoint holds, as ``from_pretrained`` does.
+
+    ``device_of`` gives the device of a buffer by its path. Raises ValueError for a floating buffer that the model's own
+    class leaves empty.
+    """
+    saved = model.state_dict().keys()
+    unsaved = [(*path.rpartition("."), x) for path, x in model.named_buffers() if path not in saved]
+    for owner, dot, name, x in unsaved:
+        filling = torch.nan if x.is_floating_point() else 0
+        empty = torch.full(x.shape, filling, dtype=x.dtype, device=device_of(owner + dot + name))
+        model.get_submodule(owner).register_buffer(name, empty, persistent=False)
+    for owner in {owner for owner, *_ in unsaved}:
+        steps = owner.split(".") if owner else []
+        above = (model.get_submodule(".".join(steps[:depth])) for depth in range(len(steps), -1, -1))
+        next(m for m in above if hasattr(m, "_init_weights"))._init_weights(model.get_submodule(owner))
+    for owner, dot, name, _ in unsaved:
+        if getattr(model.get_submodule(owner), name).isnan().any():
+            raise ValueError(
+                f"a class must fill its buffers, but {type(model).__name__} leaves {owner}{dot}{name} empty"
+            )
+
+
+def vmap_level() -> int | None:
+    """The number of the ``torch.func.vmap`` that is running; None if none is."""
+    return torch._C._functorch.maybe_current_level()
+
+
+def outside_of_vmap() -> AbstractContextManager:
+    """A context in which kernels run as if no ``torch.func.vmap`` were running."""
+    if vmap_level() is None:
+        return nullcontext()
+    return private("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", PRIVATE)()
+
+
+@contextmanager
+def without_vmap_fallback() -> Iterator[None]:
+    """A context in which a kernel that ``torch.func.vmap`` can only loop over raises RuntimeError."""
+    before = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(before)
+
+
+def behind(x: Tensor) -> Tensor:
+    """The tensor that holds the entries of ``x``: ``x`` itself outside of vmap."""
+    return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.is_batchedtensor(x) else x
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether ``x`` shares the memory of another tensor."""
+    return behind(x)._is_view()
+
+
+def address(x: Tensor) -> int:
+    """Where the memory of ``x`` begins, which its views share."""
+    return behind(x).untyped_storage().data_ptr()
+
+
+def unbatched(x: Tensor) -> Tensor:
+    """``x`` for all members of the batch of the running vmap, (N, ...); N = 1 if they have it in common."""
+    if not torch._C._functorch.is_batchedtensor(x):
+        return x[None]
+    dimension = torch._C._functorch.maybe_get_bdim(x)
+    return behind(x).movedim(dimension, 0) if dimension else behind(x)
+
+
+def batched(x: Tensor, level: int | None) -> Tensor:
+    """The inverse of ``unbatched``, in the vmap with number ``level``."""
+    return x[0] if len(x) == 1 else torch._C._functorch._add_batch_dim(x, 0, level)
+
+
+# What is hidden on tensors: an fp32 tensor of a differentiated pass stands for one of the low dtype. A
+# torch.utils.weak.WeakTensorKeyDictionary could hold it, but a prediction would take a fifth longer.
+
+
+def stored_as(x: Tensor) -> str | None:
+    """ "weight" or "value" for an fp32 tensor that stands for one of the low dtype, else None."""
+    return getattr(x, "_stored_as", None)
+
+
+def mark_stored(x: Tensor, kind: str | None = "value") -> Tensor:
+    """Let fp32 ``x`` stand for a tensor of the low dtype, a "weight" or a "value"."""
+    x._stored_as = kind
+    return x
+
+
+def is_stream(x: Tensor) -> bool:
+    """Whether ``x`` is the residual stream that a running block reads, or a view of it."""
+    return getattr(x, "_is_stream", False)
+
+
+def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
+    """Let ``x`` be, or not be, the residual stream."""
+    x._is_stream = stream
+    return x
+
+
+def has_reference(x: Tensor) -> bool:
+    """Whether ``x`` has another value in the fp32 pass that runs beside this one."""
+    return hasattr(x, "_reference")
+
+
+def reference_of(x: Tensor) -> Tensor:
+    """The value of ``x`` in the fp32 pass that runs beside this one: its own unless ``refer`` gave it another."""
+    return getattr(x, "_reference", x)
+
+
+def refer(x: Tensor, reference: Tensor) -> Tensor:
+    """Let ``x`` have the value ``reference`` in the fp32 pass that runs beside this one."""
+    x._reference = reference
+    return x
+
+
+def copy_marks(source: Tensor, x: Tensor) -> Tensor:
+    """Let ``x`` stand for what ``source`` stands for."""
+    if has_reference(source):
+        refer(x, reference_of(source).to(x.device))
+    return mark_stream(mark_stored(x, stored_as(source)), is_stream(source))
+
+
+def own_forward(module: nn.Module) -> Callable:
+    """The forward of ``module`` inside of what accelerate has hung on it."""
+    return getattr(module, "_old_forward", module.forward)

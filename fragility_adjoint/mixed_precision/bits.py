@@ -1,0 +1,318 @@
+"""One of several schemes for every linear layer, and parts kept in fp32, under one budget: the best choice of all.
+
+Contributions to the squared error add up. So the choice is a knapsack, which is solved exactly. One prediction for each
+scheme is enough for all budgets.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from fragility_adjoint.mixed_precision.contributions import Contributions
+from fragility_adjoint.mixed_precision.knapsack import Knapsack
+from fragility_adjoint.mixed_precision.plans import Plan
+from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, storage, stored_parameters
+from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_adjoint.predictor.targets import Target
+from fragility_adjoint.quantization.operands import linear_weights, owner
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import Recipe, get_recipe
+from fragility_core.models.paths import within
+
+
+def predictions(
+    model: nn.Module, recipes: Sequence[str | Recipe], tokens: Tensor, target: str | Target = "kl",
+    gradients: str = "both", probes: int = 2, seed: int = 0, attention_mask: Tensor | None = None,
+) -> dict[str, Prediction]:  # fmt: skip
+    """The prediction for the fp32 ``model`` over ``tokens`` (B, T) in each of ``recipes``, by name.
+
+    The other arguments are those of ``Adjoint``. Recipes that round nothing are left out.
+    """
+    rounding = [recipe for recipe in map(get_recipe, recipes) if recipe.rounds]
+    how, where = (model, probes, seed, target, gradients), {"attention_mask": attention_mask}
+    return {recipe.name: Adjoint(lower(model, recipe), *how)(tokens, **where) for recipe in rounding}
+
+
+@torch.no_grad()
+def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
+    """Paths of the linear layers of blocks, in groups of those that a module calls with the same input.
+
+    Engines compute the layers of a group as one, with one scheme: query, key and value; gate and up. The experts of a
+    layer are one module, or several with one parent. ``tokens`` (B, T) must reach every layer.
+    """
+    paths = list(dict.fromkeys(owner(path) for path in linear_weights(model)))
+    seen: dict[str, tuple] = {}
+    with ExitStack() as stack:
+        for path in paths:
+            hook = model.get_submodule(path).register_forward_pre_hook(
+                lambda module, args, path=path: seen.update({path: (owner(path), *identity(args[0]))})
+            )
+            stack.callback(hook.remove)
+        model(tokens)
+    groups: dict[tuple, list[str]] = {}
+    for path in paths:
+        groups.setdefault(seen.get(path, (path,)), []).append(path)
+    return [tuple(group) for group in groups.values()]
+
+
+def identity(x: Tensor) -> tuple:
+    """What two tensors with the same entries in the same memory share."""
+    return x.data_ptr(), tuple(x.shape), tuple(x.stride())
+
+
+class Choice(NamedTuple):
+    """The number of the scheme of every group, and the numbers of the parts that are kept in fp32."""
+
+    schemes: tuple[int, ...]
+    kept: tuple[int, ...] = ()
+
+
+class Choices:
+    """What each scheme costs and does in each group of linear layers, and what keeping other parts in fp32 does.
+
+    ``errors`` (windows, groups, schemes) are contributions over the square of the target's norm, ``rest`` (windows,
+    places) those of all other kernels and weights. ``bits`` (groups, schemes) counts what the weights of a group take.
+    ``parts`` are the plans of what may be kept: one module each, the residual stream, or the scores.
+    """
+
+    def __init__(
+        self, model: nn.Module, found: Mapping[str, Prediction], groups: Sequence[tuple[str, ...]],
+        keep: Iterable[str] = (),
+    ):  # fmt: skip
+        """``found`` has a prediction for the fp32 ``model`` in each recipe, by name, all over the same windows.
+
+        The recipes have kernels in one format. One without operands stands for layers in that format; fp32 needs none.
+        ``groups`` is ``fused_layers``. ``keep`` names what may also be kept in fp32: sites (``KEEPABLE_SITES``), each
+        of whose modules is chosen by itself, or paths of modules. Linear layers inside may then be in fp32, too.
+
+        Raises ValueError for recipes beside different kernels, for windows that overflow, and for parts that the model
+        does not have.
+        """
+        recipes = {name: prediction.recipe for name, prediction in found.items()}
+        if len(kernels := {recipe.kernels.name for recipe in recipes.values()}) != 1:
+            raise ValueError(
+                f"recipes to choose from must have kernels in one format, got {', '.join(sorted(kernels))}"
+            )
+        if not all(np.isfinite(prediction.windows.predicted).all() for prediction in found.values()):
+            raise ValueError("a choice of schemes needs finite predictions, but some window overflows: leave it out")
+        self.groups, (self.kernels,) = list(groups), kernels
+        first = next(iter(found.values()))
+        self.target, self.windows = first.target, first.windows.window.to_numpy()
+        self._known = Contributions(model, first)
+        self.parts = self._parts(keep)
+        inside = [any(within(p, path) for unit in self.parts for path in unit.modules for p in g) for g in self.groups]
+        tables = [self._tables(prediction) for prediction in found.values()]
+        errors = [by_group for by_group, _ in tables]
+        if self.kernels == "fp32" or any(inside):
+            recipes["fp32"] = get_recipe("fp32")
+            errors.append(np.zeros_like(errors[0]))
+        self.names = list(recipes)
+        self.errors = np.stack(errors, -1)
+        self.rest, self._elsewhere = self._aligned([others for _, others in tables])
+        stored = stored_parameters(model, first.recipe)
+        self.weights = sum(p.entries for p in stored if p.linear)
+        self.fixed_bits = sum(p.entries * p.bits for p in stored if not p.linear)  # of all that has no scheme
+        sizes = self._sizes(model)
+        self.bits = np.array([[sum(sizes[p] for p in group) * width(r) for r in recipes.values()] for group in groups])
+        allowed = np.ones(self.bits.shape, dtype=bool)
+        if self.kernels != "fp32" and any(inside):
+            allowed[:, -1] = inside
+        self._decisions = list(zip(*np.nonzero(allowed)))
+        self._knapsack = self._problem([p for p in stored if not p.linear])
+
+    def _parts(self, keep: Iterable[str]) -> list[Plan]:
+        """One plan for each module that may be kept, and for the residual stream and the scores."""
+        known, found = self._known, {}
+        for name in keep:
+            streams = [name] if name in ("residual", "scores") else []
+            paths = [] if streams else known.structure.sites.get(name, () if name in KEEPABLE_SITES else (name,))
+            for plan in [known.keep(sites=streams)] * bool(streams) or [known.keep([path]) for path in paths]:
+                found[plan.modules, plan.residual, plan.scores] = plan
+            if not (streams or paths):
+                raise ValueError(f"parts to keep must be in this model, {', '.join(known.structure.sites)}, got {name}")
+        return list(found.values())
+
+    @staticmethod
+    def _sizes(model: nn.Module) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for path, weight in linear_weights(model).items():
+            sizes[owner(path)] = sizes.get(owner(path), 0) + weight.numel()
+        return sizes
+
+    def _tables(self, prediction: Prediction) -> tuple[np.ndarray, pd.DataFrame]:
+        """Errors (windows, groups) of the groups' weights and inputs, and (windows, places) of all else."""
+        number = {path: i for i, group in enumerate(self.groups) for path in group}
+        rows, norms = prediction.contributions, prediction.windows.set_index("window").norm
+        share = rows.c2 / rows.window.map(norms) ** 2 / (rows.probe.max() + 1)
+        table = share.groupby([rows.window, rows.place]).sum().unstack(fill_value=0.0).reindex(index=self.windows)
+        places = rows.drop_duplicates("place").set_index("place").loc[table.columns]
+        operand = (places.kind == "weight") & (places.name != "bias") | (places.name == "operand")
+        group = places.module.where(operand).map(number).fillna(-1).astype(int).to_numpy()
+        by_group = table.T.groupby(group).sum().T.reindex(columns=range(len(self.groups)), fill_value=0.0)
+        table.columns = identities(places)
+        return by_group.to_numpy(), table.loc[:, group < 0]
+
+    def _aligned(self, tables: Sequence[pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:
+        """The mean of ``tables`` (windows, places), and (windows,) of places that the first one does not have.
+
+        Other experts may run in another recipe.
+        """
+        columns = tables[0].columns
+        self._places = np.flatnonzero(identities(self._known.structure.places).isin(columns))
+        strange = [table.loc[:, ~table.columns.isin(columns)].sum(axis=1) for table in tables]
+        aligned = [table.reindex(columns=columns, fill_value=0.0).to_numpy() for table in tables]
+        return np.mean(aligned, 0), np.mean(strange, 0)
+
+    def _problem(self, parameters: Sequence[Stored]) -> Knapsack:
+        """The knapsack over the decisions: a scheme for each group, then the parts, then embeddings beside a stream."""
+        known, pairs, first = self._known, self._known.with_stream(self.parts), len(self._decisions)
+        plans = [self._in_fp32([self.groups[g]] * self._is_kept(k)) for g, k in self._decisions] + self.parts
+        stored = [plan.modules for plan in plans]  # norms beside an fp32 stream have rounded weights
+        plans += [known.together([self.parts[i], self.parts[j]]) for i, j in pairs]
+        number = {decision: i for i, decision in enumerate(self._decisions)}
+        needs = [(first + len(self.parts) + n, first + i) for n, pair in enumerate(pairs) for i in pair]
+        for i, part in enumerate(self.parts):
+            groups = [
+                g for g, paths in enumerate(self.groups) if any(within(p, m) for p in paths for m in part.modules)
+            ]
+            needs += [(first + i, number[g, len(self.names) - 1]) for g in groups]
+        nothing = np.zeros(len(self.parts) + len(pairs))
+        return Knapsack(
+            np.concatenate([[self.mean[d] for d in self._decisions], nothing]),
+            np.concatenate([[self.bits[d] for d in self._decisions], nothing]),
+            self.rest.mean(0),
+            np.stack([known.vanishing(plan)[self._places] for plan in plans]),
+            *storage(parameters, stored),
+            alternatives=[[i for i, (g, _) in enumerate(self._decisions) if g == n] for n in range(len(self.groups))],
+            needs=needs,
+        )
+
+    def _is_kept(self, scheme: int) -> bool:
+        """Whether a layer with this ``scheme`` is kept in fp32 beside kernels in another format."""
+        return self.names[scheme] == "fp32" != self.kernels
+
+    def _in_fp32(self, groups: Iterable[Sequence[str]], parts: Iterable[Plan] = ()) -> Plan:
+        """The plan that keeps the layers of ``groups`` and all of ``parts``."""
+        return self._known.together([self._known.keep(group) for group in groups] + list(parts))
+
+    @property
+    def others(self) -> np.ndarray:
+        """Errors (windows,) of all that has no scheme, if none of it is kept in fp32."""
+        return self.rest.sum(1) + self._elsewhere
+
+    @cached_property
+    def mean(self) -> np.ndarray:
+        """Errors (groups, schemes), mean over windows."""
+        return self.errors.mean(0)
+
+    def _taken(self, choice: Choice) -> np.ndarray:
+        """The decisions of the knapsack, booleans."""
+        first, taken = len(self._decisions), np.zeros(len(self._knapsack.errors), dtype=bool)
+        taken[[self._decisions.index(pair) for pair in enumerate(choice.schemes)]] = True
+        taken[[first + i for i in choice.kept]] = True
+        return taken
+
+    def _choice(self, taken: np.ndarray) -> Choice:
+        first = len(self._decisions)
+        schemes = dict(self._decisions[i] for i in np.flatnonzero(taken[:first]))
+        kept = np.flatnonzero(taken[first : first + len(self.parts)])
+        return Choice(tuple(int(schemes[g]) for g in range(len(self.groups))), tuple(map(int, kept)))
+
+    def _kept(self, choice: Choice) -> Plan:
+        """The plan for what the choice keeps in fp32."""
+        groups = [self.groups[g] for g, scheme in enumerate(choice.schemes) if self._is_kept(scheme)]
+        return self._in_fp32(groups, [self.parts[i] for i in choice.kept])
+
+    def predict(self, choice: Choice) -> np.ndarray:
+        """The prediction (windows,) in the target's unit."""
+        left = ~self._known.vanishing(self._kept(choice))[self._places]
+        rest = self.rest[:, left].sum(1) + self._elsewhere
+        square = rest + self.errors[:, range(len(self.groups)), list(choice.schemes)].sum(1)
+        return square if self.target.squared else square**0.5
+
+    def mean_bits(self, choice: Choice) -> float:
+        """Bits that a weight of the linear layers takes on average, with what parts in fp32 take more than before."""
+        return self._knapsack.size(self._taken(choice)) / self.weights
+
+    def stored_bytes(self, choice: Choice) -> int:
+        """Bytes of the whole model as it is stored. Scales of rows and tensors are not counted."""
+        return round((self._knapsack.size(self._taken(choice)) + self.fixed_bits) / 8)
+
+    @cached_property
+    def least_bits(self) -> float:
+        """What the weights take if every layer has its smallest scheme, a weight on average."""
+        return self._knapsack.size(self._knapsack.least_size()) / self.weights
+
+    def within_bits(self, bits: float) -> Choice:
+        """The choice with the least squared error whose weights take at most ``bits`` on average.
+
+        Raises ValueError for a budget below the smallest schemes'.
+        """
+        if bits < self.least_bits:
+            raise ValueError(
+                f"the budget must be at least {self.least_bits:.3g} bits, those of the smallest scheme, got {bits:g}"
+            )
+        return self._choice(self._knapsack.least_error(bits * self.weights))
+
+    def within_bytes(self, size: int) -> Choice:
+        """As ``within_bits``, with at most ``size`` bytes for the whole model (``stored_bytes``)."""
+        least = (self.least_bits * self.weights + self.fixed_bits) / 8
+        if size < least:
+            raise ValueError(
+                f"the budget must be at least {least / 1e6:.4g} MB, which the model takes with the smallest schemes "
+                f"and all other parameters in {self.kernels}, got {size / 1e6:g} MB"
+            )
+        return self._choice(self._knapsack.least_error(8 * size - self.fixed_bits))
+
+    def within_error(self, bound: float) -> Choice:
+        """The smallest choice whose prediction, mean over windows in the target's unit, is at most ``bound``.
+
+        The bound holds for the mean of squares, whose root is at least the mean. Raises ValueError for a bound below
+        what the other kernels give.
+        """
+        square = (bound if self.target.squared else bound**2) - self._elsewhere.mean()
+        least = self._knapsack.error(self._knapsack.least_error())
+        if square < least:
+            least += self._elsewhere.mean()
+            least = least if self.target.squared else least**0.5
+            raise ValueError(
+                f"the bound on {self.target.name} must be at least {least:.3g}, which the best schemes and all other "
+                f"kernels give, got {bound:g}"
+            )
+        return self._choice(self._knapsack.least_size(square))
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice, with its predicted error, mean over windows."""
+        kept = self._kept(choice)
+        named = {path: self.names[k] for group, k in zip(self.groups, choice.schemes) for path in group}
+        layers = tuple((path, name) for path, name in named.items() if get_recipe(name).linear)
+        words = f"{self.mean_bits(choice):.2f} bits a weight"
+        label = words if kept.label == "nothing" else f"{words}, {kept.label} in fp32"
+        mixed = self._known.priced(replace(kept, format=self.kernels, layers=layers, label=label), known=False)
+        return replace(mixed, predicted=float(self.predict(choice).mean()))
+
+    def curve(self, count: int = 25) -> pd.DataFrame:
+        """The best predicted error for ``count`` budgets from the smallest scheme's bits to the largest's."""
+        rows = []
+        for budget in np.linspace(self.least_bits, self.bits.max(1).sum() / self.weights, count):
+            choice = self.within_bits(float(budget) * (1 + 1e-9))
+            rows.append({"bits": self.mean_bits(choice), "predicted": float(self.predict(choice).mean())})
+        return pd.DataFrame(rows).drop_duplicates(ignore_index=True)
+
+
+def identities(places: pd.DataFrame) -> pd.MultiIndex:
+    """What tells ``places`` apart in predictions for several recipes, in which their numbers may differ."""
+    key = [places.module, places.name, places.kind]
+    return pd.MultiIndex.from_arrays([*key, places.groupby(key).cumcount()])
+
+
+def width(recipe: Recipe) -> float:
+    """Bits of an entry of the linear weights, with its share of the scales."""
+    return (recipe.linear.weights or recipe.kernels).bits

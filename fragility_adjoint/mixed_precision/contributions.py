@@ -1,0 +1,301 @@
+"""The best plan for any budget, from one prediction."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from fragility_adjoint import predictor
+from fragility_adjoint.mixed_precision import structure
+from fragility_adjoint.mixed_precision.knapsack import Knapsack
+from fragility_adjoint.mixed_precision.plans import Plan, require_modules
+from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Structure
+from fragility_adjoint.predictor.sites import COLUMNS
+from fragility_core.models.paths import embedding_paths, head_paths, is_norm, outermost, within
+
+UNITS = ("blocks", "sites", "modules", "bytes")
+# The last kernel counts as exact if its squared error is below this share of that of the kernel before it. A second
+# rounding has at least 1/4.
+NEARLY_EXACT = 1 / 8
+
+
+class Contributions:
+    """What every unit of a model that can be kept in fp32 contributes to the predicted mismatch.
+
+    One prediction is enough for all plans and budgets: no further pass is run.
+    """
+
+    def __init__(self, model: nn.Module, prediction: predictor.Prediction):
+        """``prediction`` is for ``model`` in low precision, ``model`` itself is in fp32.
+
+        ``model`` gives its modules and the shapes of its parameters, and runs over a few tokens. Windows whose
+        prediction is not finite are left out. Raises ValueError if no window is left, for a model without the modules
+        of the prediction, and for one that is not in fp32.
+        """
+        modules, dtypes = dict(model.named_modules()), {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if missing := sorted(prediction.ran - modules.keys()):
+            raise ValueError(f"a plan needs the model of the prediction, got one without {', '.join(missing[:3])}")
+        if dtypes != {torch.float32}:
+            raise ValueError(f"a plan needs the fp32 model that was lowered, got {', '.join(sorted(map(str, dtypes)))}")
+        self.model, self.recipe, self.length = model, prediction.recipe, prediction.length
+        self.target = prediction.target
+        finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
+        if finite.empty:
+            places = ", ".join(sorted(set(prediction.windows.overflow)))
+            raise ValueError(
+                f"a plan needs a prediction that is finite for some window, but in {self.recipe.name} all overflow "
+                f"first in {places}: choose a format of wider range, such as bf16"
+            )
+        self.windows = finite.reset_index(drop=True)
+        self.rows = prediction.contributions[prediction.contributions.window.isin(finite.window)]
+        places = self.rows[["place", *COLUMNS]].drop_duplicates("place").sort_values("place")
+        self.structure = Structure(model, places.reset_index(drop=True), prediction.ran)
+        squares = self.rows.c2 / self.rows.window.map(finite.set_index("window").norm ** 2)
+        samples = len(finite) * (self.rows.probe.max() + 1)
+        # By place: c^2 over the square of the target's norm, mean over windows and probes.
+        self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
+        self._modules = self.structure.places.module
+        self._embeddings, self._heads = embedding_paths(model), head_paths(model)
+        self.kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
+
+    def vanishing(self, plan: Plan) -> np.ndarray:
+        """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
+        vanishing = np.zeros(len(self.structure.places), dtype=bool)
+        for path in plan.modules:
+            vanishing |= self._vanishing_inside(path, plan.residual)
+        if plan.residual:
+            vanishing |= self._vanishing_beside_stream
+        if plan.scores:
+            vanishing |= self.structure.places.site.eq("scores").to_numpy()
+        return vanishing
+
+    def _vanishing_inside(self, path: str, residual: bool) -> np.ndarray:
+        """The places that round no longer if the module at ``path`` is kept, perhaps beside an fp32 stream."""
+        inside, kernels = self._inside(path).copy(), self._kernels_inside(path)
+        stays_fp32 = path in self._heads or (residual and path in self._embeddings)
+        if self.kernels_round and not stays_fp32:  # its result is cast back
+            if not len(kernels):  # a lookup: the cast rounds the weights again
+                return np.zeros_like(inside)
+            inside[self._places_of_cast(path, kernels)] = False
+        return inside
+
+    @cached_property
+    def _vanishing_beside_stream(self) -> np.ndarray:
+        """The places that round no longer if the residual stream is kept: its sums, and norms inside."""
+        vanishing = self.structure.stream_sums.to_numpy().copy()
+        for path in self.structure.stream_norms:
+            kernels = self._kernels_inside(path)
+            vanishing[np.setdiff1d(kernels, self._places_of_cast(path, kernels))] = True
+        return vanishing
+
+    def _places_of_cast(self, path: str, kernels: np.ndarray) -> list[int]:
+        """The places that contribute as much as casting back the results of the module at ``path`` does.
+
+        Each call of the module has one: its last kernel. If that kernel is exact, the rounding before it stands in its
+        place. A norm that scales by gamma = 1 has such a kernel, and an embedding that scales by a power of two.
+        """
+        ends, norm = self.structure.places.ends, is_norm(self.model.get_submodule(path))
+        found = []
+        for position, last in enumerate(kernels):
+            if not (ends[last] and within(path, ends[last])):
+                continue
+            before = last
+            if norm:
+                before = kernels[max(position - 1, 0)]
+            elif path in self._embeddings:
+                before = np.flatnonzero(self._modules == path)[0]  # its weights
+            exact = self.relative[last] < NEARLY_EXACT * self.relative[before]
+            found.append(int(before if exact else last))
+        return found
+
+    def _inside(self, path: str) -> np.ndarray:
+        return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
+
+    def _kernels_inside(self, path: str) -> np.ndarray:
+        return np.flatnonzero(self._inside(path) & self.structure.places.kind.eq("kernel").to_numpy())
+
+    def predict(self, plan: Plan) -> pd.DataFrame:
+        """The ``predicted`` mismatch of every window under ``plan``, and its ``standard_error``.
+
+        Raises ValueError for a plan of another format, or of parts that this model does not have.
+        """
+        if plan.format != self.recipe.name:
+            raise ValueError(f"a plan must be for the format of the prediction, {self.recipe.name}, got {plan.format}")
+        require_modules(self.model, plan.modules)
+        self._require_sites(["residual"] * plan.residual + ["scores"] * plan.scores)
+        left = self.structure.places.place[~self.vanishing(plan)]
+        return predictor.predict(self.rows[self.rows.place.isin(left)], self.windows, self.target.squared)
+
+    def keep(
+        self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = (), label: str = ""
+    ) -> Plan:
+        """The plan that keeps all of these, with its predicted mismatch and its price.
+
+        ``modules`` are paths, ``blocks`` numbers from 0, ``sites`` some of ``KEEPABLE_SITES``. Raises ValueError for
+        those that the model does not have.
+        """
+        return self.priced(self._plan(modules, blocks, sites, label))
+
+    def plan(self, budget: int, unit: str = "blocks", beside: Plan | None = None) -> Plan:
+        """The plan with the least predicted squared error that keeps ``budget`` units.
+
+        ``unit`` is one of
+
+        - "blocks", "modules" (the smallest ones with parameters), or "sites", which overlap: at most so many.
+        - "bytes" of parameters and of the residual stream of one window: whatever of all modules, "residual" and
+          "scores" fits. Scores take no bytes.
+
+        It keeps what the plan ``beside`` keeps, too, and the budget pays for that first (``size``).
+
+        Raises ValueError for another unit, for a budget that is no whole number or negative, for one that exceeds the
+        number of units, and for one below the size of ``beside``.
+        """
+        if unit not in UNITS:
+            raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
+        if not isinstance(budget, int | np.integer) or isinstance(budget, bool):
+            raise ValueError(f"a budget must be a whole number, got {budget!r}")
+        if unit == "bytes" and budget < 0:
+            raise ValueError(f"a budget of bytes must be at least 0, got {budget}")
+        count = budget if unit == "bytes" else len(getattr(self.structure, unit))
+        if not 0 <= budget <= count:
+            raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
+        if beside is not None:
+            return self._plan_beside(beside, budget, unit)
+        units = self._single_units(unit)
+        taken = self._knapsack(units, by_bytes=unit == "bytes").least_error(8 * budget if unit == "bytes" else budget)
+        chosen = np.flatnonzero(taken[: len(units)])
+        if unit in ("blocks", "sites"):
+            return self.keep(**{unit: [self._names(unit)[i] for i in chosen]})
+        return self.priced(self.together([units[i] for i in chosen]))
+
+    def _plan_beside(self, beside: Plan, budget: int, unit: str) -> Plan:
+        """The best plan for the ``budget`` among those that keep what ``beside`` keeps."""
+        if (needed := self.size(beside, unit)) > budget:
+            raise ValueError(f"the budget must pay for {beside.label}, {needed} {unit}, got {budget}: raise it")
+        units = [beside, *self._single_units(unit)]
+        knapsack, most = replace(self._knapsack(units, by_bytes=unit == "bytes"), alternatives=[[0]]), 8 * budget
+        if unit != "bytes":
+            knapsack, most = replace(knapsack, sizes=np.array([needed, *knapsack.sizes[1:]])), budget
+        taken = knapsack.least_error(most)
+        chosen = [units[i] for i in np.flatnonzero(taken[: len(units)])]
+        return self.priced(replace(self.together(chosen), label=", ".join(each.label for each in chosen)))
+
+    def size(self, plan: Plan, unit: str) -> int:
+        """How much of a budget of ``unit`` a ``plan`` takes that is no choice among such units: one for each part."""
+        if unit == "bytes":
+            return self.priced(plan).parameter_bytes + self.stream_bytes * self.length * plan.residual
+        return len(plan.modules) + plan.residual + plan.scores
+
+    def _names(self, unit: str) -> list:
+        """What ``keep`` calls the blocks or the sites."""
+        return [*range(len(self.structure.blocks))] if unit == "blocks" else self._sites()
+
+    def together(self, units: Sequence[Plan]) -> Plan:
+        """The plan that keeps what any of ``units`` keeps."""
+        sites = [site for site in ("residual", "scores") if any(getattr(unit, site) for unit in units)]
+        return self._plan([path for unit in units for path in unit.modules], sites=sites)
+
+    def _knapsack(self, units: Sequence[Plan], by_bytes: bool) -> Knapsack:
+        """Which of ``units`` to keep; the size is their number, or with ``by_bytes`` the bits that they add.
+
+        Some modules, such as embeddings, gain more beside an fp32 stream: a decision that needs both and costs nothing.
+        """
+        covers = [self.vanishing(unit) for unit in units]
+        pairs = self.with_stream(units)
+        covers += [self.vanishing(self.together([units[i], units[j]])) for i, j in pairs]
+        needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
+        sizes = np.array([1.0] * len(units) + [0.0] * len(pairs))
+        shared = saved = ()
+        if by_bytes:
+            stream = 8.0 * self.stream_bytes * self.length
+            sizes[: len(units)] = [unit.residual * stream for unit in units]
+            parameters = structure.stored_parameters(self.model, self.recipe)
+            shared, saved = structure.storage(parameters, [self.stored_in_fp32(unit) for unit in units])
+        return Knapsack(
+            np.zeros(len(sizes)), sizes, self.relative, np.reshape(covers, (len(sizes), -1)), shared, saved, needs=needs
+        )
+
+    def with_stream(self, units: Sequence[Plan]) -> list[tuple[int, int]]:
+        """The numbers of those of ``units`` that gain more beside an fp32 stream, each with that of the stream."""
+        stream = next((i for i, unit in enumerate(units) if unit.residual), None)
+        if stream is None:
+            return []
+        embedding = (any(within(e, path) for e in self._embeddings for path in unit.modules) for unit in units)
+        return [(i, stream) for i, gains in enumerate(embedding) if gains and i != stream]
+
+    def stored_in_fp32(self, plan: Plan) -> list[str]:
+        """Paths of the modules whose parameters are stored in fp32: those beside an fp32 stream have norms of it."""
+        return [*plan.modules, *(self.structure.stream_norms if plan.residual else [])]
+
+    def gains(self, unit: str) -> pd.DataFrame:
+        """One row per block, site or module: its ``label``, and its ``gain`` if it alone is kept.
+
+        A gain is the share of the predicted squared error that vanishes. Gains add up over units that do not overlap.
+        Raises ValueError for another unit.
+        """
+        if unit not in UNITS[:-1]:
+            raise ValueError(f"gains are those of {', '.join(UNITS[:-1])}, got {unit!r}")
+        total = self.relative.sum()
+        plans = self._single_units(unit)
+        gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
+        return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})
+
+    def remaining(self, plan: Plan) -> float:
+        """The predicted squared relative error under ``plan``, mean over windows."""
+        return float(self.relative[~self.vanishing(plan)].sum())
+
+    def _single_units(self, unit: str) -> list[Plan]:
+        if unit in ("blocks", "sites"):
+            return [self._plan(**{unit: [name]}) for name in self._names(unit)]
+        if unit == "modules":
+            return [self._plan((path,)) for path in self.structure.modules]
+        streams = [self._plan(sites=[site]) for site in ("residual", "scores") if site in self.structure.sites]
+        known = {*self.structure.modules, *self._embeddings, *self._heads, *self.structure.blocks}
+        known |= {path for paths in self.structure.sites.values() for path in paths}
+        return streams + [self._plan((path,)) for path, _ in self.model.named_modules() if path in known]
+
+    def _sites(self) -> list[str]:
+        return [site for site in KEEPABLE_SITES if site in self.structure.sites]
+
+    @property
+    def stream_bytes(self) -> int:
+        """What an fp32 residual stream takes more, per token."""
+        width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
+        return (structure.FP32_BITS - self.recipe.kernels.bits) // 8 * width
+
+    def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        sites = self.structure.sites
+        if wrong := ", ".join(name for name in names if name not in sites):
+            raise ValueError(f"sites to keep must be among those of this model, {', '.join(sites)}, got {wrong}")
+        return sites
+
+    def _plan(
+        self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = (), label: str = ""
+    ) -> Plan:
+        named, sites = ((x,) if isinstance(x, str) else tuple(dict.fromkeys(x)) for x in (modules, sites))
+        modules, blocks, paths = outermost(named), tuple(dict.fromkeys(blocks)), self.structure.blocks
+        if wrong := [n for n in blocks if not 0 <= n < len(paths)]:
+            raise ValueError(f"blocks must be between 0 and {len(paths) - 1}, got {wrong}")
+        inside = self._require_sites(sites)
+        words = [f"{len(modules)} modules"] if len(modules) > 4 else [*modules]
+        numbered = [f"block{'s' * (len(blocks) != 1)} {', '.join(map(str, blocks))}"] * bool(blocks)
+        kept = outermost([*modules, *(paths[n] for n in blocks), *(path for site in sites for path in inside[site])])
+        return Plan(
+            self.recipe.name, kept, "residual" in sites, "scores" in sites,
+            label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self.kernels_round,
+        )  # fmt: skip
+
+    def priced(self, plan: Plan, known: bool = True) -> Plan:
+        """``plan`` with its price, and its prediction if it is ``known`` from this recipe alone."""
+        recipe = self.recipe if known else plan.recipe
+        return replace(
+            plan,
+            predicted=float(self.predict(plan).predicted.mean()) if known else None,
+            parameter_bytes=structure.parameter_bytes(self.model, self.stored_in_fp32(plan), recipe),
+            activation_bytes=plan.residual * self.stream_bytes,
+            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self.kernels_round else 0,
+        )

@@ -1,0 +1,308 @@
+"""Plans, and how to apply one: a low-precision model in which chosen parts compute in fp32.
+
+Hooks cast tensors where a kept part begins and ends. Type promotion does the rest, natively and emulated: a kernel with
+an fp32 operand gives fp32. Hooks are partial functions of a module, so that a protected model can be pickled.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
+from fragility_adjoint.offload.offloaded import parameter_copy, widen
+from fragility_adjoint.quantization.cache import unrounded
+from fragility_adjoint.quantization.operands import owner, stored_weights, with_known_layers
+from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import Operands, Recipe, get_recipe
+from fragility_adjoint.quantization.static_scales import calibrated
+from fragility_core.models.paths import (
+    block_paths,
+    branch_paths,
+    embedding_paths,
+    head_paths,
+    norm_paths,
+    outermost,
+    within,
+)
+from fragility_core.numerics.attention import FP32_SCORES, set_attention
+from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.numerics.nested import map_tensors, tensors
+
+NOISE = 1e-6  # relative error of a kept module that is none of rounding, at most
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to keep in fp32 in a model that otherwise computes in ``format``, the name of a recipe.
+
+    - ``layers``: paths of linear layers that have the operands of another recipe, each with the recipe's name.
+    - ``modules``: paths of modules that are kept whole.
+    - ``residual``: the residual stream is fp32. Embeddings and residual additions give fp32, norms read it (with
+      rounded weights), and branches compute in the format.
+    - ``scores``: attention computes query times key and the softmax in fp32.
+    - ``weights_only``: only the weights of the model are in the format, and all kernels compute in fp32.
+
+    The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
+    windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
+    for the residual stream, and ``flops`` per token that move from the format to fp32 (``structure.flops``).
+    Raises ValueError for values of other types. Modules inside of others are kept with them.
+    """
+
+    format: str
+    modules: tuple[str, ...] = ()
+    residual: bool = False
+    scores: bool = False
+    label: str = "nothing"
+    predicted: float | None = None
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    flops: int = 0
+    weights_only: bool = False
+    layers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """That of ``format``, with the ``layers``."""
+        recipe = get_recipe(self.format)
+        return replace(recipe, layers=dict(recipe.layers) | {p: get_recipe(name).linear for p, name in self.layers})
+
+    def __post_init__(self):
+        if not isinstance(self.format, str):
+            raise ValueError(f"the format of a plan must be the name of a recipe, got {self.format!r}")
+        for name in ("residual", "scores", "weights_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not (isinstance(self.modules, tuple) and all(isinstance(path, str) for path in self.modules)):
+            raise ValueError(
+                f"the modules of a plan must be a tuple of paths, got {self.modules!r}: such as "
+                '("model.layers.3",); Contributions.keep(blocks=[3]) takes numbers of blocks'
+            )
+        pairs = self.layers if isinstance(self.layers, tuple) else (None,)
+        if not all(isinstance(pair, tuple) and [*map(type, pair)] == [str, str] for pair in pairs):
+            raise ValueError(f"the layers of a plan must be pairs of a path and a recipe's name, got {self.layers!r}")
+
+
+def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """``value`` with the tensors of dtype ``source`` in it, however nested, cast to ``target``."""
+    return map_tensors(value, lambda x: x.to(target) if x.dtype == source else x)
+
+
+def cast_inputs(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    """A hook before the forward of ``module``."""
+    return cast(args, source, target), cast(kwargs, source, target)
+
+
+def cast_output(source: torch.dtype, target: torch.dtype, module: nn.Module, args: tuple, output: Any) -> Any:
+    """A hook after the forward of ``module``."""
+    return cast(output, source, target)
+
+
+def restore_fp32(module: nn.Module, exact: nn.Module, copies: dict[int, nn.Parameter]) -> None:
+    """Give ``module`` copies of the parameters and buffers of its fp32 twin ``exact``.
+
+    Modules that shared a rounded parameter with it keep the rounded one. ``copies`` holds the copies made so far, by
+    the ``id`` of the twin's parameter: two kept modules that share a table still share it.
+    """
+    for rounded, twin in zip(module.modules(), exact.modules(), strict=True):
+        for name, parameter in twin.named_parameters(recurse=False):
+            if id(parameter) not in copies:
+                copies[id(parameter)] = parameter_copy(parameter)
+            setattr(rounded, name, copies[id(parameter)])
+        for name, buffer in twin.named_buffers(recurse=False):
+            setattr(rounded, name, buffer.clone())
+
+
+def keep_stream(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Keep the residual stream of ``model`` in fp32: embeddings give fp32, and sums with an fp32 stream are fp32.
+
+    What is inside of the modules at the paths ``kept`` is left alone.
+    """
+    parts = {path: m for path, m in model.named_modules() if not any(p != path and within(path, p) for p in kept)}
+    for path in parts.keys() & embedding_paths(model):
+        parts[path].register_forward_hook(partial(cast_output, compute_dtype, torch.float32))
+    for path in parts.keys() & norm_paths(model):
+        parts[path].register_forward_pre_hook(widen_weights)
+        parts[path].register_forward_hook(partial(cast_output, torch.float32, compute_dtype))
+    clamp = partial(clamp_mask, torch.finfo(compute_dtype).min)
+    for path in parts.keys() & branch_paths(model):
+        for hook in (clamp, partial(cast_inputs, torch.float32, compute_dtype)):
+            parts[path].register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def clamp_mask(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Raise an additive mask to the ``lowest`` number of the format; with an fp32 stream it holds fp32's lowest."""
+    mask = kwargs.get("attention_mask")
+    additive = mask is not None and mask.dtype == torch.float32
+    return args, kwargs | {"attention_mask": mask.clamp_min(lowest)} if additive else kwargs
+
+
+def widen_weights(norm: nn.Module, args: tuple) -> None:
+    """Let a norm with an fp32 input compute in fp32, with its rounded weights."""
+    if args[0].dtype == torch.float32:
+        for parameter in norm.parameters():
+            widen(parameter)
+
+
+@torch.no_grad()
+def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> LowPrecision:
+    """A copy of the fp32 ``model`` in the plan's format, except for the parts that the plan keeps.
+
+    ``execution`` is that of ``lowering.lower``. By default it is "weights" for a plan that was made for weights alone.
+    A pass over ``tokens`` (B, T), two zeros unless given, checks that the kept parts compute in fp32 and round nothing.
+    Static scales are measured over the tokens, which then must be given. Raises ValueError for an unknown module, for
+    one that does not run or is not in force, and for a residual stream or scores that cannot be kept.
+    """
+    require_modules(model, plan.modules)
+    plan = replace(plan, modules=outermost(plan.modules))
+    recipe = plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens)
+    if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
+        raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
+    recipe = with_known_layers(model, recipe)
+    layers = map(owner, stored_weights(model, recipe))
+    kept = {path: Operands() for path in layers if any(within(path, module) for module in plan.modules)}
+    recipe = replace(recipe, layers=dict(recipe.layers) | kept, uncached=recipe.uncached | {*plan.modules})
+    if plan.scores and not scores_can_be_kept(model):
+        raise ValueError(
+            "scores can be kept in models whose attention comes from transformers' attention interface and neither "
+            f"caps scores nor adds to them, got {type(model).__name__}: keep its attention modules instead"
+        )
+    low = lower(model, recipe, "weights" if plan.weights_only and execution == "auto" else execution)
+    return protect(low, model, plan, tokens)
+
+
+@torch.no_grad()
+def protect(low: LowPrecision, model: nn.Module, plan: Plan, tokens: Tensor | None = None) -> LowPrecision:
+    """``low``, changed in place: the parts that ``plan`` keeps are those of ``model``, from which it was rounded.
+
+    ``apply`` does so with a model that it lowers itself. ``tokens`` and errors are those of ``apply``.
+    """
+    require_modules(model, plan.modules)
+    plan = replace(plan, modules=outermost(plan.modules))
+    compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
+    # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
+    fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
+    if tokens is None:
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    _, returned = dtypes_of(plan.modules, low, tokens)  # some models keep the stream in fp32 themselves
+    fp32_outputs |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
+    if plan.residual:
+        keep_stream(low.model, compute_dtype, plan.modules)
+    copies: dict[int, nn.Parameter] = {}
+    for path in plan.modules:
+        module = low.model.get_submodule(path)
+        restore_fp32(module, model.get_submodule(path), copies)
+        module.register_forward_pre_hook(partial(cast_inputs, compute_dtype, torch.float32), with_kwargs=True)
+        if path not in fp32_outputs:
+            module.register_forward_hook(partial(cast_output, torch.float32, compute_dtype))
+    if plan.scores:
+        set_attention(low.model, FP32_SCORES)
+    check(low, plan, tokens, fp32_outputs, compute_dtype)
+    return low
+
+
+def require_modules(model: nn.Module, paths: Collection[str]) -> None:
+    """Raises ValueError for a path at which ``model`` has no module with parameters; names the most similar paths."""
+    modules = dict(model.named_modules())
+    known = [path for path, module in modules.items() if path and next(module.parameters(), None) is not None]
+    for path in paths:
+        if isinstance(modules.get(path), (nn.ModuleList, nn.ModuleDict)):
+            inside = ", ".join(f"{path}.{name}" for name, _ in modules[path].named_children())
+            raise ValueError(f"a module to keep must run itself, got {path!r}, which only holds others: name {inside}")
+        if path not in known:
+            like = ", ".join(get_close_matches(path, known)) or ", ".join(known[:5])
+            raise ValueError(f"a module to keep must be one of the model's with parameters, got {path!r}: see {like}")
+
+
+def check(
+    low: LowPrecision, plan: Plan, tokens: Tensor, fp32_outputs: Collection[str], compute_dtype: torch.dtype
+) -> None:
+    """Raises ValueError unless exactly the parts that ``plan`` names are in fp32 in a pass over ``tokens``.
+
+    Kept modules receive fp32 and round nothing: inputs of products and a cache have no dtype of their own. They return
+    ``compute_dtype``, or fp32 if they are among ``fp32_outputs``. If the residual stream is kept, every block returns
+    fp32.
+    """
+
+    def require(path: str, invariant: str, holds: bool, found: object) -> None:
+        if not holds:
+            raise ValueError(f"the plan is not in force: {path} must {invariant}, got {found}")
+
+    blocks = block_paths(low.model) if plan.residual else []  # blocks of a vision tower do not run
+    calls: dict[str, list[Call]] = {path: [] for path in plan.modules}
+    received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens, calls)
+    for path in plan.modules:
+        parameters = {p.dtype for p in low.model.get_submodule(path).parameters()}
+        require(path, "run in the checking pass", path in returned, "no call of it: give tokens that reach it")
+        require(path, "have fp32 parameters", parameters == {torch.float32}, parameters)
+        require(path, "receive fp32", {*received[path]} <= {torch.float32}, {*received[path]})
+        expected = torch.float32 if path in fp32_outputs else compute_dtype
+        require(path, f"return {expected}", {*returned[path]} == {expected}, {*returned[path]})
+        rounded = max(call.distance(low.model.get_submodule(path)) for call in calls[path])
+        require(path, "round nothing inside", rounded <= NOISE, f"a relative error of {rounded:.2g}")
+    for path in (path for path in blocks if path in returned):
+        stream = returned[path][0] if returned[path] else None  # attention weights may follow it
+        require(path, "keep the residual stream in fp32", stream == torch.float32, stream)
+
+
+class Call(NamedTuple):
+    """A call of a module that computes in fp32: what it got, caches as they were, and what its forward returned."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+
+    def distance(self, module: nn.Module) -> float:
+        """The relative error of the call against ``module`` by itself, where nothing rounds inputs, caches or results.
+
+        It is 0 where the same kernels run.
+        """
+        pairs = zip(tensors(self.output), tensors(module.forward(*self.args, **self.kwargs)), strict=True)
+        known = [(x.double(), y.double()) for x, y in pairs if x.is_floating_point() and y.isfinite().all()]
+        return max((float((x - y).norm() / y.norm().clamp_min(1e-300)) for x, y in known), default=0.0)
+
+
+def dtypes_of(
+    paths: Collection[str], low: LowPrecision, tokens: Tensor, calls: Mapping[str, list[Call]] = MappingProxyType({})
+) -> tuple[dict[str, list], dict[str, list]]:
+    """The dtypes of floating tensors that the modules at ``paths`` receive and return if they run, by path.
+
+    ``calls`` gets every call of the modules that it names, before other hooks change what is returned.
+    """
+    received, returned = {}, {}
+
+    def floating(values: Any) -> list[torch.dtype]:
+        return [x.dtype for x in tensors(values) if x.is_floating_point()]
+
+    def record(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        received[path], returned[path] = floating((args, kwargs)), floating(output)
+
+    def begin(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        args = tuple(unrounded(x) if isinstance(x, Cache) else x for x in args)
+        kwargs = {key: unrounded(x) if isinstance(x, Cache) else x for key, x in kwargs.items()}
+        calls[path].append(Call(args, kwargs, None))
+
+    def end(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        calls[path][-1] = calls[path][-1]._replace(output=output)
+
+    with ExitStack() as stack:
+        for path in calls:
+            module = low.model.get_submodule(path)
+            for hook in (
+                module.register_forward_pre_hook(partial(begin, path), with_kwargs=True),
+                module.register_forward_hook(partial(end, path), with_kwargs=True, prepend=True),
+            ):
+                stack.callback(hook.remove)
+        for path in paths:
+            hook = low.model.get_submodule(path).register_forward_hook(partial(record, path), with_kwargs=True)
+            stack.callback(hook.remove)
+        with low.running():
+            low.model(tokens, **({"use_cache": False} if isinstance(low.model, PreTrainedModel) else {}))
+    return received, returned

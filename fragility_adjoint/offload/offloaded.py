@@ -1,0 +1,148 @@
+"""Hollow models: parameters without memory, which are read when the part that owns them runs, and dropped after it.
+
+A part is a block, or a module outside of blocks that owns parameters, such as an embedding, the final norm or the head.
+A hollow model takes the memory of its largest part, and the rest of the project uses it like any other: it can be
+lowered, run, monitored and estimated (``models.presence``).
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fragility_adjoint.internals import own_forward
+from fragility_adjoint.offload.lockstep import meet
+from fragility_core.models.paths import block_paths
+from fragility_core.models.presence import loaded, set_source, source_of
+from fragility_core.numerics.internals import replace_forward, spreading_hooks
+from fragility_core.numerics.nested import entering
+
+M_MMAP_THRESHOLD = -3  # its number in malloc.h
+
+
+class Source:
+    """Fills a hollow parameter with what ``read`` returns, while at least one context asks for it."""
+
+    def __init__(self, read: Callable[[], Tensor], empty: Tensor):
+        self.read, self.empty, self.asked = read, empty, 0
+
+    @contextmanager
+    def present(self, parameter: nn.Parameter) -> Iterator[None]:
+        """A context in which ``parameter`` has its entries. Contexts may be nested."""
+        try:
+            self.asked += 1
+            if self.asked == 1:
+                parameter.data = self.read()
+            yield
+        finally:
+            self.asked -= 1
+            if not self.asked:
+                parameter.data = self.empty
+
+    def another(self, *of) -> nn.Parameter:
+        """``hollow_parameter`` of these arguments."""
+        return hollow_parameter(*of)
+
+
+def hollow_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device, read: Callable[[], Tensor]):
+    """A parameter that takes four bytes until ``loaded`` fills it with what ``read`` returns.
+
+    It has its shape, dtype and device at all times. All its entries are NaN while it is hollow, so that a computation
+    with it is noticed.
+    """
+    empty = torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+    parameter = nn.Parameter(empty, requires_grad=False)
+    set_source(parameter, Source(read, empty))
+    return parameter
+
+
+def widen(parameter: nn.Parameter) -> None:
+    """Let ``parameter`` have its entries in fp32 from now on."""
+    source = source_of(parameter)
+    if source is None or parameter.dtype == torch.float32:
+        parameter.data = parameter.data.float()
+        return
+    read = source.read
+    source.read = lambda: read().float()
+    source.empty = torch.full((), math.nan, device=parameter.device).expand(parameter.shape)
+    parameter.data = parameter.data.float() if source.asked else source.empty
+
+
+def is_hollow(model: nn.Module) -> bool:
+    """Whether some parameter of ``model`` is hollow."""
+    return any(source_of(parameter) is not None for parameter in model.parameters())
+
+
+def require_own_places(model: nn.Module) -> None:
+    """Raises ValueError where accelerate moves values between the parts of a hollow ``model``."""
+    if spreading_hooks(model) and any(isinstance(own_forward(m), Loading) for m in model.modules()):
+        raise ValueError(
+            "a streamed model must be opened on its devices, but accelerate has spread this one afterwards: give the "
+            "places of its modules to fragility_adjoint.offload.files.open_hollow"
+        )
+
+
+def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy of ``parameter``; that of a hollow one is hollow, too, and reads the same entries."""
+    source = source_of(parameter)
+    if source is None:
+        return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    copied = nn.Parameter(source.empty, requires_grad=False)
+    set_source(copied, Source(source.read, source.empty))
+    return copied
+
+
+def parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules, by path, whose parameters are read together: blocks, and others that own parameters.
+
+    A module that owns parameters beside parts inside it is none; its own parameters are few, and are read at once.
+    """
+    blocks = block_paths(model)
+    inside = {id(m) for path in blocks for m in model.get_submodule(path).modules()}
+    owning = [
+        path for path, module in model.named_modules()
+        if id(module) not in inside and next(module.parameters(recurse=False), None) is not None
+    ]  # fmt: skip
+    found = {path: model.get_submodule(path) for path in [*owning, *blocks]}
+    numbers = {id(module) for module in found.values()}
+    return {path: m for path, m in found.items() if not any(id(c) in numbers for c in m.modules() if c is not m)}
+
+
+class Loading:
+    """The forward of a part, with its parameters read before and dropped after it."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.forward = module, module.forward
+
+    def __call__(self, *args, **kwargs):
+        args, kwargs = entering(self.module, args, kwargs)
+        if (last := meet()) is not None:
+            last.ask(id(self.module), partial(loaded, self.module))
+        with loaded(self.module):
+            return self.forward(*args, **kwargs)
+
+
+def return_freed_memory() -> None:
+    """Let glibc give the memory of each tensor of 64 KiB or more back to the system, from now on in this process.
+
+    Left to itself it keeps holes between tensors that stay: 0.2 GB for each block of 51 M parameters.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**16)
+
+
+def load_when_running(model: nn.Module) -> None:
+    """Let every part of the hollow ``model`` read its parameters when it runs; read all others now, to stay."""
+    return_freed_memory()
+    found = parts(model)
+    for module in found.values():
+        replace_forward(module, Loading(module))
+    inside = {id(p) for module in found.values() for p in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in inside and (source := source_of(parameter)) is not None:
+            parameter.data = source.read()
+            set_source(parameter, None)

@@ -1,0 +1,312 @@
+"""Low-precision arithmetic that can be differentiated.
+
+A model runs unchanged. Its kernels compute in fp32, and each result that the format would store is rounded to the
+format. ``tensor.dtype`` is the low dtype, so that the model computes as it would in the format. Gradients are fp32.
+They pass through a rounding as through the identity.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
+from fragility_adjoint.predictor.calls import FunctionCall
+from fragility_adjoint.predictor.leaves import Held
+from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
+from fragility_adjoint.predictor.recorder import Tape, has_short_range, local_error, stochastic_error
+from fragility_adjoint.predictor.sites import SUMS
+from fragility_adjoint.predictor.windows import over_windows
+from fragility_adjoint.quantization.operands import storages
+from fragility_adjoint.quantization.recipes import Operands, Recipe
+from fragility_core.models.paths import is_block
+from fragility_core.numerics import internals
+from fragility_core.numerics.formats import NumberFormat
+from fragility_core.numerics.kernels import CASTS, FILLING, deciding
+from fragility_core.numerics.nested import map_tensors
+
+GET_DTYPE = Tensor.dtype.__get__
+# Half of the calls that a model makes. They take a short way: questions about a tensor, and moves of one tensor.
+QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
+MOVES = {
+    Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, Tensor.cpu, Tensor.cuda,
+    functional.dropout,
+}  # fmt: skip
+
+
+@cache
+def with_visible_kernels(func: FunctionType) -> FunctionType | None:
+    """A copy of ``func``, a Python function of torch, that does not ask for modes; None if ``func`` does not either.
+
+    ``func`` would hand itself to the mode as a whole. The copy runs, and the mode sees the kernels inside.
+    """
+    if not set(internals.ASKING_FOR_MODES) & set(func.__code__.co_names):
+        return None
+    names = func.__globals__ | dict.fromkeys(internals.ASKING_FOR_MODES, lambda *tensors: False)
+    inside = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    inside.__kwdefaults__ = func.__kwdefaults__
+    return inside
+
+
+class NotAView(torch.autograd.Function):
+    """The view as a tensor that is no view, in the same memory.
+
+    Autograd drops the hooks of a view once the view is changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx, view: Tensor) -> Tensor:
+        return view.data
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Through:
+    """Numbers as ``stored`` rounds them, read again in ``dtype``; a stand-in for a format.
+
+    A scale of int8 in fp32 gives numbers that bf16 does not hold.
+    """
+
+    def __init__(self, stored: NumberFormat, dtype: torch.dtype):
+        self.stored, self.read = stored, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stored, name)
+
+    def round(self, x: Tensor) -> Tensor:
+        """``x`` as it is read again, in ``dtype``."""
+        return self.stored.round(x).to(self.read)
+
+
+class LowArithmetic(TorchFunctionMode):
+    """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``tape``.
+
+    - ``held`` has the fp32 tensors that stand for parameters and buffers.
+    - ``stochastic``: recorded is the standard deviation of stochastic rounding, not the error of rounding to nearest.
+    - ``rounding`` is False where the results of kernels are in fp32.
+    - ``exact``: errors are recorded, but results stay as they were before rounding.
+    """
+
+    def __init__(
+        self, recipe: Recipe, tape: Tape, held: Held,
+        stochastic: bool = False, rounding: bool = True, exact: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        self.recipe, self.format, self.tape, self.held = recipe, recipe.kernels, tape, held
+        self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
+        self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
+
+    @contextmanager
+    def holding(self, held: Held) -> Iterator[None]:
+        """A context in which ``held`` stands for more parameters and buffers."""
+        before, self.held = self.held, Held(*({**old, **new} for old, new in zip(self.held, held)))
+        try:
+            yield
+        finally:
+            self.held = before
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in QUESTIONS:
+            return func(*args, **kwargs)
+        if func in MOVES:
+            return self._move(func, args, kwargs)
+        if isinstance(func, FunctionType) and func not in self._running and with_visible_kernels(func):
+            self._running.add(func)  # its C++ part calls the mode again under the same name
+            try:
+                with self:
+                    return with_visible_kernels(func)(*args, **kwargs)
+            finally:
+                self._running.remove(func)
+        if func == GET_DTYPE:
+            return self.dtype(args[0])
+        call = FunctionCall(func, args, kwargs, self._to_fp32)
+        if call.name == "topk":
+            self.tape.mark_module("router")
+        elif call.product == "values":
+            self.tape.mark_module("attention")
+        if call.product == "weights" and self.held.linear:
+            self._round_inputs(call)
+        if self.rounding:
+            return self._run(call)
+        result = self.call(func, *call.args, **call.kwargs)
+        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.held.linear else result
+
+    def call(self, func: Callable, *args, **kwargs) -> Any:
+        """The result of ``func`` before it is rounded."""
+        return func(*args, **kwargs)
+
+    def function(self, call: FunctionCall) -> Callable:
+        """What computes ``call``: a product, or a lookup in a table, may have gradients that take less time."""
+        if call.name == "embedding" and self.tape.takes_rows(call.args[0]):
+            return partial(look_up_rows, self.tape)
+        fast = fast_products(call.floating[0].device) if call.product else {}
+        return fast.get((call.name, call.product), call.func)
+
+    def _same_weight(self, y: Tensor, call: FunctionCall) -> Tensor:
+        """``y``, known as a weight if it is one whose entries were only moved, such as its transpose."""
+        weights = {*map(stored_as, call.floating)} == {"weight"} and call.name != "embedding"  # rows of it are values
+        return mark_stored(y, "weight") if weights and call.only_moves(y) else y
+
+    def round_stored(self, x: Tensor, name: str, stored: NumberFormat) -> Tensor:
+        """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""
+        if not x.is_floating_point():
+            return x
+        with internals.without_function_modes():
+            return self.round(self.call(Tensor.clone, x), name, format=Through(stored, self.dtype(x)))
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype that ``x`` has in the low-precision pass."""
+        return self.format.compute_dtype if self.rounding and stored_as(x) else x.dtype
+
+    def _to_fp32(self, x: Tensor) -> Tensor:
+        """The fp32 tensor that stands for ``x`` if ``x`` is of the low dtype, else ``x``."""
+        if id(x) in self.held.weights:
+            return self.held.weights[id(x)]
+        if id(x) in self.held.buffers:
+            return mark_stored(self.call(Tensor.clone, self.held.buffers[id(x)]))  # a model may write to it
+        return mark_stored(self.call(Tensor.float, x)) if self.rounding and x.dtype == self.format.compute_dtype else x
+
+    def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        x = self._to_fp32(args[0])
+        kind, stream = stored_as(x), is_stream(x)
+        moved = self.call(func, x, *args[1:], **kwargs)
+        return moved if kind is None else map_tensors(moved, lambda y: mark_stored(mark_stream(y, stream), kind))
+
+    def _run(self, call: FunctionCall) -> Any:
+        requested = self._requested_dtype(call)
+        if call.func in CASTS and (requested is not None or call.func == Tensor.to):
+            return self._moved_cast(call, requested)
+        low = requested == self.format.compute_dtype
+        if low:
+            call.args = tuple(torch.float32 if x is requested else x for x in call.args)
+            call.kwargs = {key: torch.float32 if x is requested else x for key, x in call.kwargs.items()}
+        elif requested is None:  # type promotion decides
+            operands = [call.args[0]] if call.in_place else deciding(call.floating)
+            low = bool(operands) and all(map(stored_as, operands))
+        result = self.call(self.function(call), *call.args, **call.kwargs)
+        if not low:
+            return result
+        if call.in_place:
+            if len(self.tape.now.windows) > 1:
+                raise RuntimeError(f"a pass of several windows follows no change in place, got {call.name}")
+            self._round_result(call.args[0], call)
+            return result
+        return map_tensors(result, lambda y: self._round_result(y, call))
+
+    def _requested_dtype(self, call: FunctionCall) -> torch.dtype | None:
+        """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""
+        if dtype := CASTS.get(call.func):
+            return dtype
+        if call.func in CASTS and len(call.args) > 1 and isinstance(call.args[1], Tensor):
+            return self.dtype(call.args[1])
+        return next((x for x in (*call.args, *call.kwargs.values()) if isinstance(x, torch.dtype)), None)
+
+    def _moved_cast(self, call: FunctionCall, dtype: torch.dtype | None) -> Tensor:
+        """The tensor of ``call`` as ``dtype``, if that is given, on the device that the call names, if it does."""
+        x, *given = call.args
+        if dtype is None:
+            return self._move(call.func, call.args, call.kwargs)
+        places = (x.device if isinstance(x, Tensor) else x for x in (*given, *call.kwargs.values()))
+        device = next((place for place in places if isinstance(place, torch.device)), x.device)
+        return self._cast(x if device == x.device else self._move(Tensor.to, (x, device), {}), dtype)
+
+    def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == self.dtype(x):
+            return x
+        if dtype != self.format.compute_dtype:
+            return self.call(Tensor.to, x, dtype, copy=True)
+        return self.round(self.call(Tensor.to, x, torch.float32, copy=True), "to")
+
+    def _round_inputs(self, call: FunctionCall) -> None:
+        """Round what is multiplied by the weights of a layer whose inputs are stored in other numbers."""
+        operands = next((self.held.linear[a] for a in storages(call.floating) & self.held.linear.keys()), Operands())
+        if operands.inputs is not None:
+
+            def change(x: Tensor) -> Tensor:
+                if not x.is_floating_point() or stored_as(x) == "weight" or (self.rounding and not stored_as(x)):
+                    return x
+                return self.round(self.call(Tensor.clone, x), "operand", "weights", format=operands.inputs)
+
+            call.args, call.kwargs = map_tensors(call.args, change), map_tensors(call.kwargs, change)
+
+    def _round_result(self, y: Tensor, call: FunctionCall) -> Tensor:
+        if not y.is_floating_point():
+            return y
+        stream = any(map(is_stream, call.floating))
+        if call.only_moves(y):
+            if call.name in FILLING and not self.exact:  # the constant may be no number of the format
+                self._store_filling(y)
+            kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
+            return mark_stored(mark_stream(y, stream), kind)
+        constant = not call.floating or (call.in_place and not y.requires_grad)
+        stream = stream and call.name in SUMS and is_block(self.tape.path[-1])
+        return mark_stream(self.round(y, call.name, call.product, stream, constant, call.in_place), stream)
+
+    def round(
+        self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
+        in_place: bool = False, format: NumberFormat | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The result ``y`` of the kernel ``name``, rounded in its own memory; its error is recorded on the tape.
+
+        ``product`` and ``stream`` are those of ``recorder.Place``. A ``constant`` is rounded without a record.
+        ``format`` is that of the context unless given. If ``y`` has no gradient, a tensor that has one is returned for
+        it.
+        """
+        return self._marked(self._rounded(y, name, product, stream, constant, in_place, format or self.format))
+
+    @over_windows
+    def _rounded(
+        self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: NumberFormat
+    ) -> Tensor:  # fmt: skip
+        windows = len(self.tape.now.windows)
+        if windows > 1 and len(y) == 1 and not constant:  # what windows have in common has a gradient in each of them
+            y = y.expand(windows, *y.shape[1:]).contiguous()
+        exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
+        rounded = self._stored(exact, format)
+        if constant:
+            if not self.exact:
+                exact.copy_(rounded)
+            return y
+        place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
+        if has_short_range(format):
+            self.tape.record_extremes(place, rounded)
+        if self.stochastic:
+            error = stochastic_error(error, exact, format)
+        if not self.exact:
+            exact.copy_(rounded)
+        if y.requires_grad and is_view(y) and in_place:
+            self.tape.watch_view(place, y, error)
+        elif y.requires_grad:
+            y = NotAView.apply(y) if is_view(y) else y
+            self.tape.watch(place, y, error)
+        else:
+            leaf = y.detach().requires_grad_()
+            self.tape.watch_leaf(place, leaf, lambda gradient: [error * gradient])
+            self.tape.now.leaves.append(leaf)
+            with torch.enable_grad():
+                y = leaf.clone()
+        return y
+
+    def _stored(self, exact: Tensor, format: NumberFormat) -> Tensor:
+        """The numbers ``exact`` of all windows of the pass as ``format`` stores them, in fp32."""
+        if len(self.tape.now.windows) > 1 and not format.elementwise:  # a scale is that of one window
+            return torch.stack([format.round(own) for own in exact]).float()
+        return format.round(exact).float()
+
+    @over_windows
+    def _store_filling(self, y: Tensor) -> Tensor:
+        """``y``, whose entries were stored before but for a constant, as it is stored."""
+        y.data.copy_(self._stored(y.data, self.format))
+        return y
+
+    def _marked(self, y: Tensor) -> Tensor:
+        return mark_stored(y) if self.rounding else y

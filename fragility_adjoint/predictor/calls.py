@@ -1,0 +1,56 @@
+"""Calls of functions of tensors in a differentiated pass: what they multiply, change in place, or only move."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from fragility_adjoint.internals import address, is_view, stored_as
+from fragility_core.numerics.kernels import EXACT_FUNCTIONS, PRODUCTS
+
+
+def in_place(func: Callable) -> bool:
+    """Whether ``func`` changes its first argument in place."""
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+class FunctionCall:
+    """A call of a function of tensors; tensors of the low dtype among its arguments are replaced by fp32 ones."""
+
+    def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], to_fp32: Callable[[Tensor], Tensor]):
+        self.func, self.name = func, func.__name__
+        self.floating: list[Tensor] = []  # all floating operands
+        self.args = tuple(self._converted(args, to_fp32))
+        self.kwargs = dict(zip(kwargs, self._converted(kwargs.values(), to_fp32)))
+
+    def _converted(self, values: Iterable, to_fp32: Callable[[Tensor], Tensor]) -> Iterator:
+        for value in values:
+            if isinstance(value, Tensor):
+                value = to_fp32(value)
+                if value.is_floating_point():
+                    self.floating.append(value)
+            elif type(value) in (tuple, list):
+                value = type(value)(self._converted(value, to_fp32))
+            yield value
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the call changes its first argument in place."""
+        return in_place(self.func)
+
+    @property
+    def product(self) -> str:
+        """What a matrix product multiplies values by, see ``recorder.Place``."""
+        if self.name not in PRODUCTS:
+            return ""
+        return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
+
+    def only_moves(self, y: Tensor) -> bool:
+        """Whether the result ``y`` holds numbers that were stored before."""
+        if self.name in EXACT_FUNCTIONS:
+            return all(map(stored_as, self.floating))
+        if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
+            return False
+        memory = address(y)
+        return any(address(x) == memory for x in self.floating)

@@ -1,0 +1,253 @@
+"""Where a low-precision pass first leaves the range of its format: the kernel, and the part of the model it belongs to.
+
+The pass itself is watched, kernel by kernel, native or emulated. A kernel leaves the range if its result is not finite
+where all that it reads is. In fp64 the same kernel tells an overflow from a division by zero. Three things are no
+overflow: a mask that adds minus infinity or the lowest number, scores that a later kernel hides, and what happens
+inside of an activation whose result is finite.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fragility_adjoint.predictor.prediction import Prediction
+from fragility_adjoint.predictor.recorder import Place
+from fragility_adjoint.predictor.sites import SUMS
+from fragility_core.models.paths import is_block, is_norm
+from fragility_core.models.presence import source_of
+from fragility_core.numerics.internals import TorchDispatchMode, is_composite, schema_of
+from fragility_core.numerics.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES
+from fragility_core.numerics.lookup import elementwise_modules
+from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.numerics.nested import map_tensors, tensors
+
+HIDING = FILLING | {"bitwise_and_", "bitwise_or_"}  # these write over scores that do not count
+CONSTANT = {"full_like", "new_full"}  # an infinity in these is meant
+ROOTS = {"rsqrt", "sqrt"}
+SAYS = {
+    "overflow": "", "stored": "", "infinite": "division by zero (1/0) in ", "nan": "not a number (0/0) in ",
+}  # fmt: skip
+
+
+class Overflow(NamedTuple):
+    """Where a pass first leaves the range, in ``words``, with the path of the ``module`` whose forward was running.
+
+    ``kind`` is "overflow" where the exact result is a number, "stored" for a parameter beyond the range, "infinite" for
+    a division by zero, "nan" for what is no number in any format.
+    """
+
+    module: str
+    kind: str
+    words: str
+
+
+@dataclass
+class Call:
+    """A running forward of the module at ``path``: the names of its ``kernels`` so far, inside of it alone."""
+
+    path: str
+    module: nn.Module
+    kernels: list[str] = field(default_factory=list)
+
+
+class Found(NamedTuple):
+    """A kernel whose result is not finite: the ``number`` of it among those of its ``call``."""
+
+    call: Call
+    number: int
+    kind: str
+    weights: bool  # whether the kernel reads a parameter of the module
+
+
+class Watch(TorchDispatchMode):
+    """A context that looks for the first kernel of ``low`` whose result leaves the range."""
+
+    def __init__(self, low: LowPrecision):
+        super().__init__()
+        self.low = low
+        self.calls = [Call("", low.model)]
+        self.whole = 0  # how many activations are running, which count as one kernel
+        self.first: Found | None = None
+        self.other: Found | None = None  # first NaN that a kernel makes of infinities
+
+    def enter(self, path: str, module: nn.Module, whole: bool) -> None:
+        """Begin the forward of the ``module`` at ``path``; one that is ``whole`` counts as one kernel."""
+        self.calls.append(Call(path, module))
+        self.whole += whole
+
+    def leave(self, args: tuple, output: Any, whole: bool) -> None:
+        """End the forward of the running module."""
+        if whole:
+            self.whole -= 1
+            self.calls[-1].kernels.append("")
+            with self.low.paused():
+                self.look(None, args, {}, output)
+        self.calls.pop()
+
+    def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_composite(kernel):
+            with self:
+                return kernel.decompose(*args, **kwargs)
+        if kernel.is_view or self.whole:
+            return kernel(*args, **kwargs)
+        name = kernel.overloadpacket.__name__
+        self.calls[-1].kernels.append(name)
+        before = args, kwargs
+        if schema_of(kernel).is_mutable:
+            with self.low.paused():
+                before = map_tensors(before, Tensor.clone)
+        result = kernel(*args, **kwargs)
+        with self.low.paused():
+            if name in HIDING:
+                self.hide(before, args[0] if name.endswith("_") else result)
+            elif name not in EXACT | CONSTANT or name in ("copy_", "embedding"):
+                self.look(kernel, *before, result)
+        return result
+
+    def hide(self, before: Any, result: Any) -> None:
+        """Forget what was found where it is hidden now: ``result`` is finite, and what was there ``before`` is not."""
+        found = self.first
+        if found is None or found.call is not self.calls[-1]:
+            return
+        dtype = self.low.format.compute_dtype
+
+        def numbers(x: Tensor) -> Tensor:
+            return x if x.is_floating_point() or x.dtype.itemsize != dtype.itemsize else x.view(dtype)
+
+        if finite(map(numbers, tensors(result))) and not finite(map(numbers, tensors(before))):
+            self.first = None
+
+    def look(self, kernel: Callable | None, args: tuple, kwargs: dict, result: Any) -> None:
+        """Keep the running kernel if it is the first to leave the range; ``args`` are as they were before it."""
+        results = [x for x in tensors(result) if x.is_floating_point()]
+        if self.first is not None or finite(results):
+            return
+        call = self.calls[-1]
+        operands = [x for x in tensors((args, kwargs)) if x.is_floating_point()]
+        own = {p.untyped_storage().data_ptr() for p in call.module.parameters(recurse=False)}
+        parameters = [x for x in operands if x.untyped_storage().data_ptr() in own]
+
+        def found(kind: str) -> Found:
+            return Found(call, len(call.kernels) - 1, kind, bool(parameters))
+
+        read = [p.shape for p in call.module.parameters(recurse=False) if source_of(p) is not None]
+        if not finite(parameters) or (call.kernels[-1] == CAST and results[0].shape in read):  # it is stored now
+            self.first = found("stored")
+            return
+        bad = ~results[0].isfinite()
+        if kernel is None or torch.Tag.pointwise in kernel.tags:
+            bad &= ~reduce(Tensor.logical_or, map(masking, operands), bad.new_zeros(()))
+            bad &= reduce(Tensor.logical_and, map(torch.isfinite, operands), bad.new_ones(()))
+        elif not finite(operands):
+            bad = bad & False
+        if operands and bad.any():
+            self.first = found(kind_of(kernel, args, kwargs, bad))
+        elif self.other is None and results[0].isnan().any() and not any(x.isnan().any() for x in operands):
+            self.other = found("nan")
+
+
+def finite(values: Any) -> bool:
+    """Whether all floating ``values`` are finite."""
+    return all(bool(x.isfinite().all()) for x in values if x.is_floating_point())
+
+
+def masking(x: Tensor) -> Tensor:
+    """Where ``x`` is an additive mask: minus infinity or the lowest number."""
+    return x <= torch.finfo(x.dtype).min
+
+
+def kind_of(kernel: Callable | None, args: tuple, kwargs: dict, bad: Tensor) -> str:
+    """What ``kernel`` gives in fp64 where its result is ``bad``: "overflow" if a number, else "infinite" or "nan"."""
+
+    def wide(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    if kernel is None:  # an activation of finite numbers
+        return "overflow"
+    args, kwargs = map_tensors((args, kwargs), lambda x: x.double() if x.is_floating_point() else x)
+    if kernel.overloadpacket.__name__ in SOFTMAXES:
+        args = (*args[:2], False)
+    try:
+        result = kernel(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+    except (RuntimeError, NotImplementedError):  # a fused kernel that does not take fp64
+        return "overflow"
+    exact = next(tensors(result))[bad]
+    if exact.isfinite().any():
+        return "overflow"
+    return "nan" if exact.isnan().any() else "infinite"
+
+
+@torch.no_grad()
+def first_overflow(low: LowPrecision, run: Callable[[nn.Module], object]) -> Overflow | None:
+    """The first place that leaves the range while ``run`` calls the model; None if every kernel's result is finite."""
+    watch, whole = Watch(low), {id(module) for module in elementwise_modules(low.model)}
+    with ExitStack() as stack:
+        for path, module in low.model.named_modules():
+            alone = id(module) in whole
+            hooks = (
+                module.register_forward_pre_hook(lambda m, args, at=(path, module, alone): watch.enter(*at)),
+                module.register_forward_hook(lambda m, args, output, alone=alone: watch.leave(args, output, alone)),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+        with low.running(), watch:
+            run(low.model)
+    found = watch.first or watch.other
+    return None if found is None else Overflow(found.call.path, found.kind, SAYS[found.kind] + part(found))
+
+
+def part(found: Found) -> str:
+    """The part of the model that the kernel is, in words: by what ran before and after it in the same forward."""
+    path, kernels = found.call.path or "the model", found.call.kernels
+    name, later = kernels[found.number], kernels[found.number + 1 :]
+    if found.kind == "stored":
+        return f"the stored weights of {path}"
+    if not name:
+        return path
+    if is_norm(found.call.module) or ROOTS & {name, *later}:
+        return f"{'variance of ' if ROOTS & {*later} else ''}the norm {path}"
+    if name in SUMS and is_block(found.call.path):
+        return f"residual addition in {path}"
+    if name in SOFTMAXES:
+        return f"softmax in {path}"
+    if name.startswith("_scaled_dot_product"):
+        return f"fused attention in {path}"
+    if name in FACTORS and not found.weights:
+        following = next((other for other in later if other in SOFTMAXES or other in FACTORS), "")
+        if following in SOFTMAXES:
+            return f"QK^T in {path}"
+        if SOFTMAXES & {*kernels[: found.number]}:
+            return f"probabilities times values in {path}"
+    if SOFTMAXES & {*later} and any(other in FACTORS for other in kernels[: found.number]):
+        return f"scores in {path}"
+    return path if found.weights else f"{name} in {path}"
+
+
+def with_overflows(
+    prediction: Prediction, low: LowPrecision, tokens: Sequence[Any], inside: Mapping[int, Place]
+) -> Prediction:  # fmt: skip
+    """``prediction`` with the column ``overflow`` of its windows, each of which the target takes as its ``tokens``.
+
+    ``inside`` has, by window, the place of a kernel that stored +inf, for what the pass itself does not show.
+    """
+    windows = prediction.windows.assign(overflow="")
+    lost = {*prediction.contributions.window[~np.isfinite(prediction.contributions.c2)]}
+    for window in np.flatnonzero(~np.isfinite(windows.predicted)):
+        found = first_overflow(low, lambda model, x=tokens[window]: prediction.target.output(model, x))
+        if found is not None:
+            words = found.words
+        elif window in inside:
+            words = f"{inside[window].name} in {inside[window].module or 'the model'}"
+        elif window in lost:
+            words = "the gradient"
+        else:
+            words = "not a number (0/0) in the error relative to an output of zeros"
+        windows.loc[window, "overflow"] = words
+    return replace(prediction, windows=windows)

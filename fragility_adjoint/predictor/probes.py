@@ -1,0 +1,60 @@
+"""Several probes in one backward pass: what a pass does once, it does for all of them.
+
+``torch.func.vmap`` runs the backward pass over a batch of gradients. In it a gradient looks like that of one probe.
+Hooks and custom autograd functions see through this. They get all probes as the first dimension P, so that values of
+the forward pass are formed again once, not once a probe.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+from fragility_adjoint.internals import batched, outside_of_vmap, unbatched, vmap_level, without_vmap_fallback
+
+
+def backward(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = (),
+    keep_graph: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """One backward pass from ``outputs`` to ``leaves`` and ``inputs``, for all P ``gradients`` (P, ...) of the outputs.
+
+    Returns the gradients (P, ...) of the ``inputs``. Raises RuntimeError for P > 1 if PyTorch cannot compute
+    the gradient of a kernel for several probes at once, or memory does not suffice.
+    """
+
+    def run(*gradients: Tensor) -> tuple[Tensor, ...]:
+        ends = [*inputs, *leaves]
+        found = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep_graph, allow_unused=True)
+        return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found))
+
+    if len(gradients[0]) == 1:
+        return [x[None] for x in run(*(g[0] for g in gradients))]
+    with without_vmap_fallback():
+        return list(torch.func.vmap(run)(*gradients))
+
+
+def of_probes(function: Callable[[Tensor | None], object]) -> Callable[[Tensor | None], None]:
+    """A hook that gives ``function`` the gradient of all probes, (P, ...), if there is one."""
+
+    @wraps(function)
+    def hook(gradient: Tensor | None) -> None:
+        with outside_of_vmap():
+            function(None if gradient is None else unbatched(gradient))
+
+    return hook
+
+
+def over_probes(function: Callable) -> Callable:
+    """The ``backward`` of a custom autograd function, from one that takes and returns gradients (P, ...)."""
+
+    @wraps(function)
+    def for_any(ctx, *gradients: Tensor | None):
+        level = vmap_level()
+        with outside_of_vmap():
+            results = function(ctx, *(None if g is None else unbatched(g) for g in gradients))
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(None if x is None else batched(x, level) for x in results)
+
+    return for_any

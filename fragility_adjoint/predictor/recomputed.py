@@ -1,0 +1,293 @@
+"""The costly parts of a pass, each as one autograd function: products, eager attention, elementwise activations.
+
+Products are the library's own, but their gradients take less time than the library's:
+
+- Products with weights: gradients are multiplied in bf16 where the device does that fastest. Each of them then has a
+  relative error of up to 2^-9. These errors are independent, and average out in the sum of squares over all entries
+  that a contribution is.
+- Fused attention, on a CPU: gradients are computed in fp32, without the keys that a row cannot see.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fragility_adjoint.internals import behind, mark_stored, outside_of_vmap, stored_as, vmap_level
+from fragility_adjoint.predictor.blockwise import BlockwiseAttention
+from fragility_adjoint.predictor.probes import over_probes
+from fragility_adjoint.predictor.recorder import LARGE, Tape, local_error
+from fragility_adjoint.predictor.windows import in_common, over_windows
+from fragility_core.numerics.attention import is_causal, observed_attention, require_plain_softmax
+from fragility_core.numerics.formats import chunks, get_format, has_native_kernels
+from fragility_core.numerics.internals import current_function_mode, without_function_modes
+from fragility_core.numerics.lookup import entries, every_number, look_up, row_of
+from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.numerics.nested import map_tensors
+
+RECOMPUTED_EAGER = "recomputed_eager"
+
+
+class EagerAttention(torch.autograd.Function):
+    """Eager attention that keeps no T x T tensor: the backward pass forms scores and probabilities again.
+
+    The product of query and key and the scaled product are both rounded. They count as one place, "scores".
+    """
+
+    @staticmethod
+    def forward(ctx, tape: Tape, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The context (N, T, d_v) of heads (N, T, d), those of one window after those of another."""
+        with without_function_modes():
+            context, error = blockwise.context(query, key, value)
+            ctx.save_for_backward(query, key, value, error)
+        ctx.record, ctx.blockwise = tape.recorder(), blockwise
+        products = {"scores": "values", "softmax": "", "context": "values"}
+        ctx.places = {name: tape.kernel(name, product) for name, product in products.items()}
+        return context
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, gradient: Tensor):
+        query, key, value, error = ctx.saved_tensors
+        places = ctx.places
+
+        def record(name: str, probe: int, weighted: Tensor) -> None:
+            ctx.record(places[name], weighted[None], probe)
+
+        gradients = ctx.blockwise.gradients(query, key, value, gradient, record)
+        ctx.record(places["context"], error * gradient)
+        return None, None, *gradients
+
+
+def recomputed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **options,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """``attention.observed_attention`` inside of a ``LowArithmetic``, as one autograd function."""
+    arithmetic = current_function_mode()
+    arithmetic.tape.mark_module("attention")
+    if stored_as(query) is None:  # kept in fp32
+        return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
+    require_plain_softmax(dropout, attention_mask, options)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = attention_mask is None and query.shape[2] > 1 and is_causal(module, options)
+
+    @over_windows
+    def context(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        mask = mask if mask is None else mask.flatten(0, -4)
+        blockwise = BlockwiseAttention(scaling, mask, causal, arithmetic.format, arithmetic.exact)
+        heads = (x.flatten(0, -3) for x in (query, key, value))
+        return EagerAttention.apply(arithmetic.tape, blockwise, *heads).unflatten(0, query.shape[:-2])
+
+    return mark_stored(context(query, key, value, attention_mask)).transpose(1, 2), None
+
+
+def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    """An elementwise ``function`` of every 16-bit number, (3, 65536): its result in ``low``, local error and slope."""
+    numbers = every_number(low.format.compute_dtype, device)
+    with without_function_modes():
+        x = numbers.float().requires_grad_()
+        with torch.enable_grad():
+            exact = function(x)
+        (slope,) = torch.autograd.grad(exact.sum(), x)
+        with torch.no_grad(), low.running():
+            stored = function(numbers).float()
+        return torch.stack([stored, local_error(exact.detach(), stored), slope])
+
+
+class Tabulated(torch.autograd.Function):
+    """Entries of a ``table`` (see ``tabulate``) for the 16-bit numbers ``low``; fp32 ``x`` has the same values."""
+
+    @staticmethod
+    def forward(ctx, tape: Tape, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(low)
+        ctx.tape, ctx.windows, ctx.place, ctx.table = tape, tape.now.windows, place, table
+        with without_function_modes():
+            return look_up(table[0], low)
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, gradient: Tensor):
+        (low,) = ctx.saved_tensors
+        _, error, slope = ctx.table
+        to_x = torch.empty(gradient.shape, device=low.device)
+        groups = len(ctx.windows) if low.device.type == "cpu" else 1  # a chunk is of one window, or holds all of them
+        parts = zip(*(x.reshape(len(x), groups, -1).unbind(1) for x in (low[None], gradient, to_x)))
+        for group, (low_numbers, gradients, outs) in enumerate(parts):
+            first, windows = 0, ctx.windows[group::groups]
+            for (numbers,) in chunks(low_numbers):
+                row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
+                given, out = (x[:, first : first + len(numbers)] for x in (gradients, outs))
+                ctx.tape.record(ctx.place, entries(error, row, found) * given, windows=windows)
+                torch.mul(entries(slope, row, found), given, out=out)
+                first += len(numbers)
+        return None, None, None, None, to_x
+
+
+class Activation:
+    """The forward of an elementwise module that counts as one kernel and is read from a table.
+
+    The module's own forward runs where its input is not of the low dtype.
+    """
+
+    def __init__(self, low: LowPrecision, tape: Tape, module: nn.Module):
+        self.low, self.tape, self.function, self.type = low, tape, module.forward, type(module)
+        self.table: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if stored_as(x) is None or not behind(x).requires_grad or current_function_mode().exact:
+            return self.function(x)
+        if self.table is None or self.table.device != x.device:
+            with outside_of_vmap():
+                self.table = tabulate(self.low, self.function, x.device)
+        with without_function_modes():
+            low = x.detach().to(self.low.format.compute_dtype).contiguous()
+            place = self.tape.kernel(self.type.__name__)
+            return mark_stored(over_windows(partial(Tabulated.apply, self.tape, place, self.table))(low, x))
+
+
+class WeightProduct(torch.autograd.Function):
+    """bias + ``x`` (n, d_in) times ``weight`` (d_in, d_out). The backward pass gets ``x`` in bf16.
+
+    ``x`` may be (W, n, d_in) with weight and bias (W, ...) that the windows have in common.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.ndim > 2:
+            weight, bias = weight[0], bias if bias is None else bias[0]
+        ctx.save_for_backward(x.bfloat16(), weight)
+        rows = x.flatten(0, -2)
+        product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+        return product.view(*x.shape[:-1], -1) if x.ndim > 2 else product  # a view takes longer to follow
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, gradient: Tensor):
+        x, weight = ctx.saved_tensors
+        low = gradient.bfloat16()
+        to_x, to_weight, to_bias = ctx.needs_input_grad
+        return (
+            (low @ weight.bfloat16().mT).float() if to_x else None,
+            of_weight(x, low, weight) if to_weight else None,
+            gradient.sum(-2) if to_bias else None,
+        )
+
+
+def of_weight(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of ``weight``; that of a large one lies in memory as the weight does, and is read in that order."""
+    if weight.numel() > LARGE and weight.mT.is_contiguous():
+        return (gradient.mT @ x).float().mT
+    return (x.mT @ gradient).float()
+
+
+weight_product = over_windows(WeightProduct.apply)
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """As ``torch.addmm``, of a bias, values and weights."""
+    if (beta, alpha) != (1, 1) or input.ndim != 1 or not in_common(input, mat2):
+        return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
+    return weight_product(mat1, mat2, input)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``torch.nn.functional.linear``."""
+    if input.ndim < 2 or not in_common(weight, bias):
+        return functional.linear(input, weight, bias)
+    return weight_product(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
+
+
+class Lookup(torch.autograd.Function):
+    """Rows (..., d) of a ``table`` (V, d). The tape gets their gradient in place of the table's, which is mostly 0."""
+
+    @staticmethod
+    def forward(ctx, tape: Tape, table: Tensor, indices: Tensor, padding: int) -> Tensor:
+        ctx.tape, ctx.table, ctx.indices, ctx.padding = tape, table, indices, padding
+        return functional.embedding(indices, table)
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, gradient: Tensor):
+        seen = ctx.indices != ctx.padding
+        ctx.tape.look_up(ctx.table, ctx.indices[seen], gradient[:, seen])
+        return None, None, None, None
+
+
+def look_up_rows(
+    tape: Tape, table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """As ``torch.embedding``, of a leaf whose rows the ``tape`` takes."""
+    return Lookup.apply(tape, table, indices, padding_idx)
+
+
+class FusedAttention(torch.autograd.Function):
+    """The context (B, H, T, d) by the library's fused kernel, the gradients by ``BlockwiseAttention``."""
+
+    @staticmethod
+    def forward(ctx, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.blockwise = blockwise
+        options = {"is_causal": blockwise.causal, "scale": blockwise.scaling}
+        return functional.scaled_dot_product_attention(query, key, value, **options)
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, gradient: Tensor):
+        heads = (x.flatten(0, 1) for x in ctx.saved_tensors)
+        gradients = ctx.blockwise.gradients(*heads, gradient.flatten(1, 2))
+        return None, *(x.unflatten(1, like.shape[:2]) for x, like in zip(gradients, ctx.saved_tensors))
+
+
+def library_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *options, **named
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.scaled_dot_product_attention``, which vmap would take apart, or loop over."""
+    attend = functional.scaled_dot_product_attention
+    if vmap_level() is None:
+        return attend(query, key, value, attn_mask, *options, **named)
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
+
+    @over_windows
+    def of_windows(*operands: Tensor | None) -> Tensor:
+        flat = map_tensors(operands, lambda x: x.flatten(0, 1))
+        return attend(*flat, *options, **named).unflatten(0, operands[0].shape[:2])
+
+    return of_windows(query, key, value, attn_mask)
+
+
+@over_windows
+def fused_attention(blockwise: BlockwiseAttention, *heads: Tensor) -> Tensor:
+    """``FusedAttention`` of query, key and value (B, H, T, d), or (W, B, H, T, d)."""
+    context = FusedAttention.apply(blockwise, *(x.flatten(0, -4) for x in heads))
+    return context.unflatten(0, heads[0].shape[:-3]) if heads[0].ndim > 4 else context
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """As ``torch.nn.functional.scaled_dot_product_attention``."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
+        scaling = query.shape[-1] ** -0.5 if scale is None else scale
+        return fused_attention(BlockwiseAttention(scaling, None, is_causal), query, key, value)
+    return library_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+@cache
+def fast_products(device: torch.device) -> dict[tuple[str, str], Callable[..., Tensor]]:
+    """What replaces functions of torch on ``device``, by the name of the function and ``Place.product``."""
+    fast: dict[tuple[str, str], Callable[..., Tensor]] = {}
+    if has_native_kernels(get_format("bf16"), device):
+        fast |= {("addmm", "weights"): addmm, ("linear", "weights"): linear}
+    attention = scaled_dot_product_attention if device.type == "cpu" else library_attention
+    return fast | {("scaled_dot_product_attention", "values"): attention}

@@ -1,0 +1,344 @@
+"""The record of the passes: where values are rounded, by how much, and what it contributes to the final error."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fragility_adjoint.internals import base_of, vmap_level
+from fragility_adjoint.predictor.probes import of_probes
+from fragility_core.models.paths import within
+from fragility_core.numerics.formats import NumberFormat
+from fragility_core.numerics.nested import together
+
+LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
+Weighing = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces
+
+
+class Place(NamedTuple):
+    """A place where values are rounded: the result of a kernel, or a parameter."""
+
+    module: str  # path of the module whose forward runs the kernel, or that owns the parameter
+    name: str  # of the torch function, or of the parameter
+    occurrence: int  # how many kernels of that name ran before in the same module and pass
+    kind: str  # "kernel" or "weight"
+    product: str = ""  # what a matrix product multiplies values by: "weights" or "values"
+    stream: bool = False  # whether the kernel is a sum with the residual stream, in the forward of a block itself
+
+
+class LookedUp(NamedTuple):
+    """The gradient (P, U, d) of those ``rows`` (U,) of a table, in rising order, that a pass has looked up."""
+
+    rows: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, indices: Tensor, gradient: Tensor) -> "LookedUp":
+        """From a ``gradient`` (P, N, d) for every lookup, by ``indices`` (N,)."""
+        rows, number = indices.unique(return_inverse=True)
+        total = gradient.new_zeros(len(gradient), len(rows), gradient.shape[-1])
+        return cls(rows, total.index_add_(1, number, gradient))
+
+    def between(self, first: int, end: int) -> range:
+        """The places here of the rows from ``first`` up to ``end``."""
+        return range(*torch.searchsorted(self.rows, self.rows.new_tensor([first, end])).tolist())
+
+
+@dataclass
+class Pass:
+    """Where a differentiated pass of ``windows`` is."""
+
+    windows: range
+    path: list[str] = field(default_factory=lambda: [""])  # of the modules whose forward is running, outermost first
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of kernels that ran, by module and name
+    latest: tuple[int, str] | None = None  # the latest kernel's place, and the module in which it ran
+    leaves: list[Tensor] = field(default_factory=list)  # without a history, made in the pass
+    again: bool = False  # whether a module runs for the second time
+
+
+class Tape:
+    """Records ||gradient * error|| and <gradient, error> for every window, probe and place.
+
+    Records stay on the device until ``contributions`` is called. Places are numbered in the order in which they are
+    first seen, over all passes.
+    """
+
+    def __init__(self):
+        self.places: dict[Place, int] = {}
+        self.kinds: list[str] = []  # of the places
+        self.alike: list[bool] = []  # whether errors at a place are alike at all positions, see ``record``
+        self.ran: set[str] = set()  # paths of the modules that ran
+        self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
+        self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
+        self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
+        # By windows, first probe and place: norms and sums (2, P, W) of P probes and W windows.
+        self._records: list[tuple[range, int, int, Tensor]] = []
+        self._extremes: list[tuple[range, int, Tensor]] = []  # by windows and place, (2, W)
+        # Leaves that are kept, with place and ``weighted``, by their ``id``: see ``watch_leaf``.
+        self._kept: dict[int, tuple[Tensor, int, Weighing]] = {}
+        self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of the leaf, see ``look_up``
+        self.probe = 0  # the first one of the running backward pass
+        self.observer: Callable[[int, Tensor], object] | None = None  # is shown each place's errors times gradients
+        self.now = Pass(range(1))
+
+    def clear(self) -> None:
+        """Drop the records of a prediction that was interrupted."""
+        self._records, self._extremes = [], []
+        self._looked_up.clear()
+
+    def mark(self) -> tuple[int, int]:
+        """Where the records of the next pass begin, for ``rewind``."""
+        return len(self._records), len(self._extremes)
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Drop the records since ``mark``: their pass has failed."""
+        for records, first in zip((self._records, self._extremes), mark):
+            del records[first:]
+        self._looked_up.clear()
+
+    def begin(self, windows: range = range(1)) -> None:
+        """Start a pass of ``windows``."""
+        self.now = Pass(windows)
+
+    @property
+    def path(self) -> list[str]:
+        """Paths of the modules whose forward is running, outermost first."""
+        return self.now.path
+
+    def enter(self, path: str) -> None:
+        """Begin the forward of the module at ``path``."""
+        self.path.append(path)
+        self.ran.add(path)
+
+    def leave(self) -> None:
+        """End the forward of the running module."""
+        path, latest = self.path.pop(), self.now.latest
+        if latest is not None and within(latest[1], path) and not self.now.again:
+            self.ends[latest[0]] = path
+
+    def bookmark(self, path: str) -> Pass:
+        """Where the pass is, before the forward of the module at ``path``; for ``replaying`` it."""
+        counts = {(module, name): n for (module, name), n in self.now.counts.items() if within(module, path)}
+        return Pass(self.now.windows, list(self.path), Counter(counts), again=True)
+
+    @contextmanager
+    def setting_leaves_apart(self) -> Iterator[None]:
+        """A context in which the leaves that are made are not those of the pass."""
+        before, self.now.leaves = self.now.leaves, []
+        try:
+            yield
+        finally:
+            self.now.leaves = before
+
+    @contextmanager
+    def replaying(self, bookmark: Pass) -> Iterator[list[Tensor]]:
+        """A context in which a module runs again: kernels have the places that they had. Yields the new leaves."""
+        before, seen = self.now, len(self._extremes)
+        self.now = copy.deepcopy(bookmark)
+        try:
+            yield self.now.leaves
+        finally:
+            self.now = before
+            del self._extremes[seen:]
+
+    def mark_module(self, role: str) -> None:
+        """The running module multiplies values by values ("attention") or chooses among experts ("router")."""
+        self.roles[role].add(self.path[-1])
+
+    def kernel(self, name: str, product: str = "", stream: bool = False) -> int:
+        """The place of the kernel that is running."""
+        module = self.path[-1]
+        self.now.counts[module, name] += 1
+        number = self._number(Place(module, name, self.now.counts[module, name] - 1, "kernel", product, stream))
+        self.now.latest = number, module
+        return number
+
+    def weight(self, path: str) -> int:
+        """The place of the parameter or buffer at ``path``."""
+        module, _, name = path.rpartition(".")
+        return self._number(Place(module, name, 0, "weight"))
+
+    def _number(self, place: Place) -> int:
+        if place not in self.places:
+            self.places[place] = len(self.places)
+            self.kinds.append(place.kind)
+            self.alike.append(place.name == "operand")
+        return self.places[place]
+
+    def watch(self, place: int, result: Tensor, error: Tensor) -> None:
+        """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
+        record = self.recorder()
+        result.register_hook(of_probes(lambda gradient: record(place, error * gradient)))
+
+    def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
+        """As ``watch``, for a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
+        whole = base_of(view)
+        errors = torch.empty_strided(whole.shape, whole.stride(), dtype=error.dtype, device=error.device).zero_()
+        first = view.storage_offset() - whole.storage_offset()
+        errors.as_strided(view.shape, view.stride(), first).copy_(error)
+        self.watch(place, whole, errors)
+
+    def watch_leaf(
+        self, place: int, leaf: Tensor, weighted: Weighing, kept: bool = False
+    ) -> None:  # fmt: skip
+        """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
+
+        ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
+        that is ``kept`` is used by the passes of all windows, one after the other; its ``weighted`` also takes the
+        gradient of rows that were looked up.
+        """
+        if kept:
+            self._kept[id(leaf)] = leaf, place, weighted
+            self.hook_leaf(leaf, lambda gradient: self.record_kept(id(leaf), gradient))
+        else:
+            windows = self.now.windows
+            self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), windows))
+
+    def takes_rows(self, table: Tensor) -> bool:
+        """Whether ``look_up`` takes the gradient of rows of the large ``table`` in place of that of the whole."""
+        large = table.numel() > LARGE and table.ndim == 2
+        return large and id(table) in self._kept and vmap_level() is None
+
+    def look_up(self, leaf: Tensor, indices: Tensor, gradient: Tensor) -> None:
+        """Take the ``gradient`` (P, N, d) of the rows ``indices`` (N,) of a ``leaf`` that is kept."""
+        self._looked_up.setdefault(id(leaf), []).append((indices, gradient))
+
+    def record_kept(self, key: int, gradient: Tensor | None) -> None:
+        """Record the error of a kept leaf times its ``gradient``, if it has one beside that of rows looked up."""
+        _, place, weighted = self._kept[key]
+        if found := self._looked_up.pop(key, []):
+            indices, gradients = zip(*found)
+            looked_up = LookedUp.of(torch.cat(indices), torch.cat(gradients, 1))
+            self.record_pieces(place, weighted(gradient, looked_up))
+        elif gradient is not None:
+            self.record_pieces(place, weighted(gradient))
+
+    def own_leaf(self, leaf: Tensor) -> Tensor:
+        """A leaf (W, ...) for a pass of several windows, in the memory of a ``kept`` one, and watched as that is."""
+        windows, (_, place, weighted) = self.now.windows, self._kept[id(leaf)]
+
+        def record(gradient: Tensor) -> None:
+            for number, its in zip(windows, gradient.unbind(1)):
+                self.record_pieces(place, weighted(its), range(number, number + 1))
+
+        own = leaf.detach().expand(len(windows), *leaf.shape).requires_grad_()
+        self.hook_leaf(own, record)
+        return own
+
+    def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
+        """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead.
+
+        It is None where only rows of the leaf were looked up.
+        """
+        seen = of_probes(function)
+
+        def hook(gradient: Tensor | None) -> Tensor | None:
+            seen(gradient)
+            return None if gradient is None else gradient.new_zeros(()).expand(gradient.shape)
+
+        leaf.register_hook(hook)
+
+    def recorder(self) -> Callable[..., None]:
+        """``record`` for the windows of the running pass, for use in a backward pass, which may be of several."""
+        return partial(self.record, windows=self.now.windows)
+
+    def record(self, place: int, weighted_error: Tensor, first: int = 0, windows: range | None = None) -> None:
+        """Record norm and sum of error times gradient of P probes at ``place``; records of one place add up.
+
+        The product is (P, ...). It holds all entries of the first of the ``windows``, then those of the next. Windows
+        are those of the running pass unless given.
+
+        An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
+        products are first summed over positions, for each channel (the last dimension).
+        """
+        self.record_pieces(place, [weighted_error], windows, first)
+
+    def record_pieces(
+        self, place: int, pieces: Iterable[Tensor], windows: range | None = None, first: int = 0
+    ) -> None:  # fmt: skip
+        """As ``record``, for an error times gradient that is formed piece by piece."""
+        share = self.shares[self.kinds[place]]
+        if not share:
+            return
+        windows = self.now.windows if windows is None else windows
+        norms, sums = zip(*(self._norms_and_sums(place, piece, len(windows)) for piece in pieces))
+        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
+        found = torch.stack([norm * share**0.5, sum(sums) * share])
+        self._records.append((windows, self.probe + first, place, found))
+
+    def _norms_and_sums(self, place: int, weighted_error: Tensor, windows: int) -> tuple[Tensor, Tensor]:
+        """Norms and sums (P, W) of an error times gradient (P, ...) of so many windows."""
+        if self.observer is not None:
+            self.observer(place, weighted_error)
+        own = weighted_error.reshape(len(weighted_error), windows, -1)
+        if self.alike[place]:
+            own = own.unflatten(2, (-1, weighted_error.shape[-1])).sum(2)
+        return torch.linalg.vector_norm(own, dim=2), own.sum(2)
+
+    def record_extremes(self, place: int, stored: Tensor) -> None:
+        """Record the largest and the lowest number ``stored`` at ``place`` by window: infinite after an overflow."""
+        if stored.numel():
+            lowest, largest = stored.reshape(len(self.now.windows), -1).aminmax(dim=1)
+            self._extremes.append((self.now.windows, place, torch.stack([largest, -lowest])))
+
+    def overflows(self) -> tuple[dict[int, int], dict[int, int]]:
+        """For every window that stored +inf since the last call, the first place that did; and the same for -inf."""
+        records, self._extremes = self._extremes, []
+        if not records:
+            return {}, {}
+        infinite = (
+            torch.cat(together(x for *_, x in records), 1).isposinf().cpu().tolist()
+        )  # one transfer from the device
+        where = [(window, place) for windows, place, _ in records for window in windows]
+        above, below = (
+            dict(each for each, overflowed in reversed([*zip(where, flags)]) if overflowed) for flags in infinite
+        )
+        return above, below
+
+    def contributions(self, windows: int, probes: int) -> np.ndarray:
+        """c^2, and then <gradient, error>, (2, windows, probes, places) from the records since the last call."""
+        records, self._records = self._records, []
+        total = np.zeros((2, windows, probes, len(self.places)))
+        if records:
+            found = torch.cat(together(x.flatten(1) for *_, x in records), 1).cpu()  # one transfer from the device
+            norms, sums = found.double().numpy()
+            where = [(w, first + p, i) for numbers, first, i, x in records for p in range(x.shape[1]) for w in numbers]
+            for whole, values in zip(total, (norms**2, sums)):
+                np.add.at(whole, tuple(np.transpose(where)), values)
+        return total
+
+
+def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
+    """``exact`` - ``rounded``, and 0 where that is not finite.
+
+    An overflow is no small error; ``Tape.overflows`` reports it. Where it does no harm (masked scores, a saturated
+    tanh) the gradient is 0, and 0 times infinity would be NaN.
+    """
+    return (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def has_short_range(format: NumberFormat) -> bool:
+    """Whether a result in fp32 may lie outside of the range of ``format``; bf16 has the range of fp32."""
+    return format.largest < 1e38
+
+
+def expected_error(x: Tensor, format: NumberFormat) -> Tensor:
+    """ulp / sqrt(12), the standard deviation of the error of an unknown number that was rounded to nearest to ``x``."""
+    return format.ulp(x) / 12**0.5
+
+
+def stochastic_error(error: Tensor, exact: Tensor, format: NumberFormat) -> Tensor:
+    """The standard deviation of stochastic rounding where rounding to nearest has the error ``error``.
+
+    The neighbours of ``exact`` are at distances d and ulp - d. Their probabilities make the mean exact, so that the
+    variance is d (ulp - d).
+    """
+    distance = error.abs()
+    return (distance * (format.ulp(exact) - distance)).clamp_min_(0).sqrt_()

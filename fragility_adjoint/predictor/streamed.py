@@ -1,0 +1,245 @@
+"""Differentiated passes of hollow models: one part after the other has its weights and its graph.
+
+The forward pass runs each part as the whole pass does, and keeps only what entered it. The backward pass runs each part
+again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth. The
+kernels are those of the whole pass, in the same order, so that all numbers are the same.
+
+Several windows share what is read. Their forward passes run side by side (``offload.lockstep``). One backward pass goes
+through all of them: autograd takes the latest kernel first, by a count that each thread keeps of its own, and so comes
+to the same part of every window before it comes to the next part.
+"""
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from fragility_adjoint.internals import copy_marks, is_stream, kernels_counted
+from fragility_adjoint.offload.lockstep import LastRead, meet
+from fragility_adjoint.offload.offloaded import parts
+from fragility_adjoint.predictor.arithmetic import LowArithmetic
+from fragility_adjoint.predictor.leaves import Held, Leaves, Weighted
+from fragility_adjoint.predictor.probes import backward, over_probes
+from fragility_adjoint.predictor.recorder import Tape
+from fragility_core.numerics.internals import current_function_mode, replace_forward, without_function_modes
+from fragility_core.numerics.nested import entering, map_tensors, tensors
+
+
+class Uses:
+    """What a streamed pass has used."""
+
+    def __init__(self):
+        self.entered = 0  # how many parts
+        self.counts: Counter[str] = Counter()  # how often it has used a tensor
+        # gradients of tensors that it uses several times, on the host, by path and first probe
+        self.totals: dict[tuple[str, int], Tensor] = {}
+        self.anchor = torch.zeros((), requires_grad=True)  # the backward pass goes to it, and so reaches all parts
+
+
+class Stream:
+    """The parts of a hollow ``model`` in differentiated passes."""
+
+    def __init__(self, model: nn.Module, leaves: Leaves, tape: Tape):
+        self.leaves, self.tape = leaves, tape
+        self.owned: dict[str, list[str]] = {}  # paths of tensors by that of the part
+        known = {id(x): path for path, x in leaves.tensors.items()}
+        self.parts = parts(model)
+        for path, module in self.parts.items():
+            held = [*module.parameters(), *module.buffers()]
+            self.owned[path] = [known[id(x)] for x in held if id(x) in known]
+            replace_forward(module, partial(self.run, path, module.forward.forward))
+        paths = {path for owned in self.owned.values() for path in owned}
+        self.staying = [path for path in leaves.tensors if path not in paths]  # those that no part owns
+        self.uses: dict[range, Uses] = {}  # by windows
+        self.reached: Counter[int] = Counter()  # the most kernels that a pass has counted before its nth part, by n
+        self.last = LastRead()
+        self.at_once = True  # whether all probes share the backward pass of a part
+        self.lock = threading.Lock()  # of a backward pass: autograd has a thread for each device
+
+    def begin(self, point: LowArithmetic) -> tuple[LowArithmetic, Tensor]:
+        """Start a pass of the tape's window, in the arithmetic that is returned: as at ``point``, with its own leaves.
+
+        A backward pass must go to the tensor that is returned, so that it reaches all parts.
+        """
+        uses = self.uses[self.tape.now.windows] = Uses()
+        own = copy.copy(point)
+        own.held = self.leaves.make(self.staying, point.exact, self.watch)
+        return own, uses.anchor
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A context for a backward pass through all windows. Afterwards gradients that were added up are recorded."""
+        for uses in self.uses.values():
+            uses.totals.clear()  # a backward pass may have failed
+        yield
+        self.last.close()
+        for path in sorted({path for uses in self.uses.values() for path, _ in uses.totals}):
+            place, tensor = self.tape.weight(path), self.leaves.tensors[path]
+            with self.leaves.read([path]):
+                weighted = self.leaves.weighted(path, tensor.detach().float())
+            for windows, uses in self.uses.items():
+                for probe in [probe for found, probe in uses.totals if found == path]:
+                    total = uses.totals.pop((path, probe)).to(tensor.device)
+                    self.tape.record_pieces(place, weighted(total), windows, probe - self.tape.probe)
+
+    def __enter__(self) -> None:
+        """Begin passes, which are forgotten with what they have read at the end of the context."""
+
+    def __exit__(self, *error) -> None:
+        self.uses.clear()
+        self.reached.clear()
+        self.last.close()
+
+    def read(self, path: str) -> None:
+        """Read the part at ``path``, unless it was read last."""
+        with without_function_modes():
+            self.last.ask(path, partial(self.leaves.read, self.owned[path]))
+
+    def _meet(self) -> None:
+        """Wait for the passes beside this one, and count as many kernels as the one that has run the most."""
+        now, uses = self.tape.now, self.uses[self.tape.now.windows]
+        uses.entered += 1
+        self.reached[uses.entered] = max(self.reached[uses.entered], kernels_counted())
+        meet()
+        self.tape.now = now
+        with without_function_modes(), torch.enable_grad():
+            while kernels_counted() < self.reached[uses.entered]:
+                uses.anchor.view_as(uses.anchor)
+
+    def run(self, path: str, forward: Callable, *args, **kwargs) -> Any:
+        """Run the part at ``path``, whose own forward is ``forward``."""
+        self._meet()
+        with without_function_modes():
+            args, kwargs = entering(self.parts[path], args, kwargs)
+        self.read(path)
+        self.uses[self.tape.now.windows].counts.update(self.owned[path])
+        call = PartCall(self, path, forward, args, kwargs)
+        with without_function_modes():
+            inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
+        return call.result(inputs)
+
+    def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
+        """As ``Tape.watch_leaf``. Gradients of a tensor that the pass uses several times are first added up."""
+        uses = self.uses[self.tape.now.windows]
+        if uses.counts[path] > 1:
+            self.tape.hook_leaf(leaf, partial(self._add, uses.totals, path))
+        else:
+            self.tape.watch_leaf(place, leaf, weighted)
+
+    def _add(self, totals: dict[tuple[str, int], Tensor], path: str, gradient: Tensor) -> None:
+        key, gradient = (path, self.tape.probe), gradient.cpu()
+        totals[key] = totals[key] + gradient if key in totals else gradient
+
+
+class PartCall:
+    """One call of a part: what entered it, from which it can be run again."""
+
+    def __init__(self, stream: Stream, path: str, forward: Callable, args: tuple, kwargs: dict):
+        self.stream, self.path, self.forward = stream, path, forward
+        self.arithmetic = current_function_mode()
+        self.bookmark = stream.tape.bookmark(path)
+        self.differentiated: list[bool] = []
+        self.devices: list[torch.device] = []
+        with without_function_modes():
+            self.given = map_tensors((args, kwargs), self._keep)
+
+    def _keep(self, x: Tensor) -> Tensor:
+        """``x`` without its history. The residual stream is kept on the host, all else is shared by the parts."""
+        self.differentiated.append(x.requires_grad)
+        self.devices.append(x.device)
+        return copy_marks(x, x.data.cpu() if is_stream(x) else x.data)
+
+    def inputs(self) -> tuple[tuple, dict, list[Tensor]]:
+        """Arguments for the part's forward, and those tensors among them that have a gradient."""
+        numbers, leaves = iter(range(len(self.differentiated))), []
+
+        def make(x: Tensor) -> Tensor:
+            number = next(numbers)
+            fresh = copy_marks(x, x.data.to(self.devices[number]))
+            if self.differentiated[number]:
+                leaves.append(fresh.requires_grad_())
+            return fresh
+
+        with without_function_modes():
+            args, kwargs = map_tensors(self.given, make)
+        return tuple(map(own_copy, args)), {name: own_copy(x) for name, x in kwargs.items()}, leaves
+
+    def held(self) -> Held:
+        """Leaves for the tensors that the part owns, read now."""
+        stream = self.stream
+        with without_function_modes():
+            return stream.leaves.make(stream.owned[self.path], self.arithmetic.exact, stream.watch)
+
+    def result(self, inputs: Sequence[Tensor]) -> Any:
+        """The result of the part as one differentiable function of ``inputs``."""
+        args, kwargs, _ = self.inputs()
+        with self.stream.tape.setting_leaves_apart(), self.arithmetic.holding(self.held()), torch.enable_grad():
+            returned = self.forward(*args, **kwargs)
+        with without_function_modes():
+            found = list(tensors(returned))
+            plain = [x.data for x in found]
+            if any(x.requires_grad for x in found):
+                constant = [p for x, p in zip(found, plain) if not x.requires_grad]
+                anchor = self.stream.uses[self.bookmark.windows].anchor
+                plain = list(Part.apply(self, anchor, constant, plain, *inputs))
+            results = iter([copy_marks(x, y) for x, y in zip(found, plain)])
+            return map_tensors(returned, lambda _: next(results))
+
+    def gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients (P, ...) of the inputs, from those of the results; records what the part contributes."""
+        with self.stream.lock:
+            self.stream.read(self.path)
+            args, kwargs, inputs = self.inputs()
+            with self.stream.tape.replaying(self.bookmark) as made, torch.enable_grad():
+                held = self.held()
+                with self.arithmetic.holding(held), self.arithmetic:
+                    returned = self.forward(*args, **kwargs)
+                reached = [(x, g) for x, g in zip(tensors(returned), gradients) if g is not None]
+                del returned
+                probes = max(len(g) for _, g in reached)
+                outputs, given = zip(*((x, g.expand(probes, *x.shape)) for x, g in reached))
+                return self._back(outputs, [*made, *held.leaves], given, inputs)
+
+    def _back(self, outputs: Sequence[Tensor], leaves: list, given: Sequence[Tensor], inputs: list) -> list[Tensor]:
+        """``probes.backward``: for all probes at once, or else one by one, from the same graph."""
+        tape = self.stream.tape
+        if self.stream.at_once:
+            return backward(outputs, leaves, given, inputs)
+        found, first = [], tape.probe
+        for tape.probe in range(first, first + len(given[0])):
+            one = [gradient[tape.probe - first, None] for gradient in given]
+            found.append(backward(outputs, leaves, one, inputs, keep_graph=True))
+        tape.probe = first
+        return [torch.cat(each) for each in zip(*found)]
+
+
+class Part(torch.autograd.Function):
+    """A part of a model as one function, which keeps only what entered it."""
+
+    @staticmethod
+    def forward(ctx, call: PartCall, anchor: Tensor, constant: list, results: list, *inputs: Tensor) -> tuple:
+        ctx.call = call
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @over_probes
+    def backward(ctx, *gradients: Tensor | None):
+        return None, None, None, None, *ctx.call.gradients(gradients)
+
+
+def own_copy(value: Any) -> Any:
+    """A copy of a cache: a part that is run again must not find what it has stored before. Other values themselves."""
+    if not isinstance(value, Cache):
+        return value
+    copied = copy.copy(value)
+    copied.layers = [copy.copy(layer) for layer in value.layers]
+    return copied

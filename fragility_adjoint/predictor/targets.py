@@ -1,0 +1,127 @@
+"""Targets: what the error of a low-precision pass is measured in.
+
+Contributions are squared errors of a target's output. The prediction is their sum over the square of its norm, or the
+root of that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fragility_core.models.padding import without_padding
+from fragility_core.models.paths import final_hidden
+
+NEGLIGIBLE = 1e-12  # probability of a token
+Output = Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A quantity by its ``name``, with its ``unit``.
+
+    ``output`` gives the tensor (B, T or less, ...) whose error counts, for a model and tokens (B, T). ``norm`` gives
+    the number by whose square the squared error is divided, for the output of one window and a mask or 1.0 by which it
+    is multiplied. If ``squared``, the quotient itself is predicted, else its root.
+
+    ``output`` holds some values fixed. With secant slopes these are taken ``between`` the fp32 pass, 0, and the other.
+    """
+
+    name: str
+    output: Output
+    norm: Callable[[Tensor, Tensor], Tensor]
+    unit: str = "relative error"
+    squared: bool = False
+    between: float = 0.0
+
+
+def own_norm(output: Tensor, counted: Tensor) -> Tensor:
+    """||X||: errors are relative to the output."""
+    return torch.linalg.vector_norm(output * counted)
+
+
+def root_of_count(output: Tensor, counted: Tensor) -> Tensor:
+    """The root of the number of positions: errors are root mean squares."""
+    return counted.expand((*output.shape[:-1], 1)).sum().sqrt()
+
+
+def root_of_twice_the_count(output: Tensor, counted: Tensor) -> Tensor:
+    """As ``root_of_count``, for squares that are halved."""
+    return (2 * root_of_count(output, counted) ** 2).sqrt()
+
+
+@without_padding
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Logits (B, T, vocabulary) in fp32, as the model scales or caps them, with the mask of ``final_hidden``."""
+    return model(tokens, use_cache=False).logits.float()
+
+
+def distribution(z: Tensor) -> Tensor:
+    """The probabilities of logits ``z``, as constants; 0 below NEGLIGIBLE.
+
+    Gradients of smaller ones are denormal numbers, with which a CPU takes a hundred times as long.
+    """
+    p = torch.softmax(z.detach(), -1)
+    return p.masked_fill(p < NEGLIGIBLE, 0.0)
+
+
+def divergence(model: nn.Module, tokens: Tensor) -> Tensor:
+    """sqrt(p) (z - <p, z>) for logits z, with the probabilities p held fixed.
+
+    To second order, a change d of the logits changes the distribution by KL = d' (diag(p) - p p') d / 2, which is half
+    the squared change of this output (Amari 2016, doi:10.1007/978-4-431-55978-8).
+    """
+    z = logits(model, tokens)
+    p = distribution(z)
+    return p.sqrt() * (z - (p * z).sum(-1, keepdim=True))
+
+
+def log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
+    """z_t - <p, z> for the next token t of the text, (B, T - 1, 1), with the probabilities p held fixed.
+
+    It changes as the log probability of t does, to first order.
+    """
+    z = logits(model, tokens)[:, :-1]
+    return z.gather(-1, tokens[:, 1:, None].to(z.device)) - (distribution(z) * z).sum(-1, keepdim=True)
+
+
+def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What changes as the mean next-token cross entropy does, to first order, (B, 1, 1), in nats."""
+    return -log_probabilities(model, tokens).mean(1, keepdim=True)
+
+
+def margins(model: nn.Module, tokens: Tensor) -> Tensor:
+    """How far the logit of the most probable next token is above the second, (B, T, 1).
+
+    ``flips`` says how many next tokens change, and what becomes of that where contributions are left out.
+    """
+    z = logits(model, tokens)
+    first, second = z.detach().topk(2, -1).indices.split(1, -1)
+    return z.gather(-1, first) - z.gather(-1, second)
+
+
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        Target("hidden", final_hidden, own_norm),
+        Target("kl", divergence, root_of_twice_the_count, "nats a token", True, 1 / 3),
+        Target("logprob", log_probabilities, root_of_count, "nats, root mean square", between=0.5),
+        Target("loss", mean_loss, lambda z, counted: torch.ones(()), "nats, standard deviation", between=0.5),
+        Target("flips", margins, root_of_count, "logits, root mean square"),
+    )
+}
+
+
+def get_target(target: str | Target | Output) -> Target:
+    """The target called ``target``, one of TARGETS, or itself; a function gives an output with relative errors.
+
+    Raises ValueError for another name.
+    """
+    if isinstance(target, Target):
+        return target
+    if callable(target):
+        return Target("output", target, own_norm)
+    if target not in TARGETS:
+        raise ValueError(f"a target must be one of {', '.join(TARGETS)}, got {target!r}")
+    return TARGETS[target]
