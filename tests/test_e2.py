@@ -123,7 +123,7 @@ def test_overflowing_windows_are_flagged_counted_and_never_zeroed(inputs, tmp_pa
     [
         ({"lengths": (128, 2048)}, r"must fit the context of 'embedded', 1024 tokens, got lengths \[128, 2048\]"),
         ({"windows": 40000}, "must hold 40000 windows of 16 tokens"),
-        ({"precisions": ("bf17",)}, "a recipe must be one of .* got 'bf17'"),
+        ({"precisions": ("bf17",)}, "a format must be one of .* got 'bf17'"),
         ({"seeds": ()}, "seeds must name at least one value, got none"),
         ({"windows": 2}, "a correlation needs at least 3 windows, got 2"),
         ({"lengths": (16, 0)}, r"windows must have at least 1 token, got lengths \[16, 0\]"),

@@ -352,7 +352,7 @@ def test_windows_are_selected_then_shuffled(inputs):
     [
         ({"length": 2048}, r"must fit the context of 'embedded', 1024 tokens, got lengths \[2048\]"),
         ({"windows": 40000}, "must hold 40000 windows of 256 tokens"),
-        ({"precision": "bf17"}, "a recipe must be one of .* got 'bf17'"),
+        ({"precision": "bf17"}, "a format must be one of .* got 'bf17'"),
     ],
 )
 def test_impossible_settings_are_refused_before_any_work(change, message):

@@ -22,7 +22,7 @@ FRAME = pd.DataFrame({"window": [0, 0, 1, 1], "layer": [0, 1, 0, 1], "risk": [1.
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("precision", "fp12", "a recipe must be one of fp32, .* got 'fp12'"),
+        ("precision", "fp12", "a format must be one of fp32, .* got 'fp12'"),
         ("length", 0, "length must be at least 1, got 0"),
         ("windows", -1, "windows must be at least 1, got -1"),
         ("layernorm", "printed", "layernorm must be one of release, paper, got 'printed'"),
