@@ -2,6 +2,11 @@
 
 The names that most people need, for a Hugging Face ``model`` in fp32 and ``tokens`` (B, T) of token ids::
 
+    from fragility_adjoint import predict
+    errors = predict(model, tokens, "w4a16-g128", target="kl")  # errors.by("layer"), .by("site"), .plot()
+    plan = errors.plan("5 bits")
+    five = plan.apply()  # and plan.export("compressed-tensors", path)
+
     from fragility_adjoint import RECIPES, Adjoint, lower
     low = lower(model, "w8a8-int8")  # any recipe of RECIPES; formats of fragility_core are recipes, too
     known = Adjoint(low, model, probes=2)(tokens)  # known.windows.predicted, known.contributions
@@ -29,6 +34,7 @@ _NAMES = {
     "quantization.quantized": ("lower",),
     "predictor": ("Adjoint",),
     "mixed_precision": ("Contributions", "Plan", "apply"),
+    "mixed_precision.errors": ("predict",),
     "mixed_precision.bits": ("Choices", "fused_layers", "predictions"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -2,9 +2,16 @@
 
 The names that most people need, for a Hugging Face ``model`` in fp32 and ``tokens`` (B, T) of token ids::
 
+    from fragility_core import observe
+    report = observe(model, tokens, "fp16")  # report.windows: the score and the mismatch; report.layers: risks
+
     from fragility_core import FORMATS, get_format, lower
     format = get_format("bf16")  # FORMATS has the basic formats by name
     low = lower(model, "bf16")  # native where the device can, emulated elsewhere
+
+    from fragility_core import patch
+    with patch(low, model, block=1):  # one block in fp32
+        logits = low(tokens).logits
 
     from fragility_core import final_hidden, mismatch
     with low.running():
@@ -21,6 +28,10 @@ The names that most people need, for a Hugging Face ``model`` in fp32 and ``toke
     rows, signal = layers[layers.window == 0], windows.combined[0]
     state = advance(state, signal, policy.decide(state, rows, signal))  # state.epsilon is for the next step
 
+    from fragility_core import Controller
+    controller = Controller(model, "bgss", "fp16")  # in a training loop of your own
+    controller.step(tokens[:1])  # after an optimizer step: observes, decides, and sets LayerNorm's epsilons
+
 What goes beyond the paper, such as quantization recipes, predictions of errors and plans, is in ``fragility_adjoint``.
 The formulas of the paper are in ``fragility_core.theory``. "Protocol section N" in a docstring is a section of
 docs/protocol.md. Importing this package imports nothing heavy: each name is looked up when it is first used.
@@ -35,7 +46,10 @@ _NAMES = {
     "numerics.lowering": ("lower",),
     "surrogates": ("Estimator", "score"),
     "surrogates.monitor": ("Monitor",),
+    "surrogates.observe": ("observe",),
+    "surrogates.patching": ("patch",),
     "bgss": ("POLICIES", "advance", "get_policy"),
+    "bgss.controller": ("Controller",),
     "models.paths": ("final_hidden",),
     "theory": ("mismatch",),
 }

@@ -9,10 +9,10 @@ import torch
 
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3
 from fragility_lab.experiments.e2 import window_rows
-from fragility_lab.experiments.patching import Patching
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running.engine import complete

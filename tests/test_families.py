@@ -51,15 +51,16 @@ from fragility_core.numerics import attention
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.patching import Patching
 from fragility_core.surrogates.reductions import sampled_rows, softmax_sensitivity_estimate
 from fragility_core.surrogates.scoring import out_gain
+from fragility_core.surrogates.shadow import set_epsilons
 from fragility_core.surrogates.transport import residual_transport
 from fragility_core.surrogates.travel import stream_norms
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e5
-from fragility_lab.experiments.patching import Patching
-from fragility_lab.experiments.shadow import ShadowTraining, set_epsilons
+from fragility_lab.experiments.shadow import ShadowTraining
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs, load
 from fragility_lab.paths import CHECKPOINTS
@@ -554,7 +555,7 @@ def test_shadow_training_of_a_llama(tokens):
     torch.manual_seed(0)
     training = ShadowTraining(LlamaForCausalLM(LlamaConfig(**GROUPED)).eval(), "bf16")
     losses = [training.train_step(tokens, 1e-2)[0] for _ in range(5)]
-    layers, windows = training.observe(tokens)
+    layers, windows = training.shadow.observe(tokens)
     assert losses[-1] < losses[0]
     assert (windows.mismatch > 0).all() and (windows.mismatch < 0.1).all() and (layers.risk > 0).all()
 

@@ -12,10 +12,10 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.patching import Patching
 from fragility_lab.diagnosis import Request, diagnose, forecast
 from fragility_lab.diagnosis.page import page
 from fragility_lab.experiments import e2, e3, e5, x1, x1_plans
-from fragility_lab.experiments.patching import Patching
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.engine import complete

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from fragility_core import theory
 from fragility_core.models.blocks import blocks
 from fragility_core.numerics.formats import get_format
-from fragility_lab.experiments.shadow import set_epsilons
+from fragility_core.surrogates.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded, own_text, pictures, window
 from fragility_lab.lessons.widgets import Explorer

@@ -21,9 +21,9 @@ from fragility_core.numerics.attention import FP32_SCORES, OBSERVED_EAGER, obser
 from fragility_core.numerics.formats import FORMATS
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.monitor import NEUTRAL, Monitor, Observation
+from fragility_core.surrogates.patching import Patching
 from fragility_core.surrogates.reductions import sampled_rows
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
-from fragility_lab.experiments.patching import Patching
 
 # Where each of the release's fields is found in ours, per block and per window.
 LAYER_FIELDS = {
@@ -468,7 +468,7 @@ def test_importing_registers_no_attention():
     code = """
         from transformers import AttentionInterface, AttentionMaskInterface
         before = [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
-        import fragility_core.surrogates.monitor, fragility_lab.experiments.shadow, fragility_lab.experiments.patching
+        import fragility_core.surrogates.monitor, fragility_lab.experiments.shadow, fragility_core.surrogates.patching
         assert before == [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
         """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -45,9 +45,9 @@ from fragility_core.models.paths import final_hidden
 from fragility_core.numerics import attention
 from fragility_core.numerics.formats import get_format
 from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import baselines
-from fragility_lab.experiments.patching import Patching
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 

@@ -23,7 +23,7 @@ def test_training_follows_the_release(reference_model, reference_training):
         rate = warmed_up(config["learning_rate"], step, config["lr_warmup_steps"])
         _, gradient_norm = training.train_step(tokens, rate)
         assert gradient_norm == pytest.approx(want["grad_norm"], rel=1e-5)
-        _, seen = training.observe(tokens)
+        _, seen = training.shadow.observe(tokens)
         assert seen.loss.item() == pytest.approx(want["loss"], rel=1e-3)
         assert seen.combined.item() == pytest.approx(want["combined_scaled"], rel=5e-3)
         ratios.append(seen.mismatch.item() / want["final_mismatch"])
@@ -39,9 +39,9 @@ def training(tiny_gpt2) -> ShadowTraining:
 def test_the_mismatch_is_that_of_rounding_alone(training, tiny_tokens):
     """Master and shadow have the same weights and epsilons. An epsilon of 1 changes both."""
     tokens = tiny_tokens[:1]
-    training.set_epsilons((1.0, 1e-5, 0.1))
+    training.shadow.set_epsilons((1.0, 1e-5, 0.1))
     training.train_step(tokens, 1e-3)
-    layers, windows = training.observe(tokens)
+    layers, windows = training.shadow.observe(tokens)
     fresh = lower(training.master, "fp16")
     with torch.no_grad():
         reference = training.master.base_model(tokens).last_hidden_state
@@ -50,7 +50,7 @@ def test_the_mismatch_is_that_of_rounding_alone(training, tiny_tokens):
     # The shadow's attention works in blocks of rows, the library's does not.
     assert windows.mismatch.item() == pytest.approx(mismatch(hidden, reference).item(), rel=0.2)
     assert layers.epsilon_1.tolist() == layers.epsilon_2.tolist() == [1.0, 1e-5, 0.1]
-    for ours, masters in zip(training.low.model.parameters(), training.master.parameters()):
+    for ours, masters in zip(training.shadow.low.model.parameters(), training.master.parameters()):
         assert torch.equal(ours, masters.half())
     assert [block.norm_1.eps for block in blocks(training.master)] == [1.0, 1e-5, 0.1]
     assert training.master.transformer.ln_f.eps == 1e-5
@@ -59,19 +59,19 @@ def test_the_mismatch_is_that_of_rounding_alone(training, tiny_tokens):
 def test_the_master_keeps_the_librarys_attention(training, tiny_gpt2, tiny_tokens):
     """The reference pass is that of the model as loaded. Only the shadow is observed, and only during its pass."""
     during = []
-    training.blocks[1][0].module.register_forward_pre_hook(
+    training.shadow.blocks[1][0].module.register_forward_pre_hook(
         lambda block, _: during.append([m.config._attn_implementation for m in (block.attn, training.master)])
     )
-    training.observe(tiny_tokens[:1])
+    training.shadow.observe(tiny_tokens[:1])
     assert during == [[OBSERVED_EAGER, "sdpa"]]
-    for model in (training.master, training.low.model, tiny_gpt2):
+    for model in (training.master, training.shadow.low.model, tiny_gpt2):
         assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_given_model_is_left_alone(tiny_gpt2, tiny_tokens):
     before = {name: value.clone() for name, value in tiny_gpt2.state_dict().items()}
     training = ShadowTraining(tiny_gpt2, "fp16")
-    training.set_epsilons((0.1, 0.1, 0.1))
+    training.shadow.set_epsilons((0.1, 0.1, 0.1))
     training.train_step(tiny_tokens[:1], 1e-3)
     assert all(torch.equal(value, before[name]) for name, value in tiny_gpt2.state_dict().items())
     assert blocks(tiny_gpt2)[0].norm_1.eps == 1e-5
@@ -104,7 +104,7 @@ def test_dropout_is_active_in_training_only(tiny_gpt2, tiny_tokens):
     torch.manual_seed(0)
     loss, _ = training.train_step(tokens, 0.0)
     assert loss != pytest.approx(without, rel=1e-3)
-    assert training.observe(tokens)[1].loss.item() == pytest.approx(without, rel=1e-3)
+    assert training.shadow.observe(tokens)[1].loss.item() == pytest.approx(without, rel=1e-3)
 
 
 def test_nonfinite_gradients_leave_the_weights(training, tiny_tokens):

@@ -21,7 +21,7 @@ from fragility_adjoint.offload.offloaded import hollow_parameter
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.models.presence import source_of
+from fragility_core.numerics.presence import source_of
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast, loading, needs
 from fragility_lab.diagnosis.measure import observe_each

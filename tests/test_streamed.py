@@ -36,8 +36,8 @@ from fragility_adjoint.offload.lockstep import meet, side_by_side
 from fragility_adjoint.offload.offloaded import hollow_parameter, is_hollow, load_when_running, parts
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.quantized import lower
-from fragility_core.models.presence import entries, loaded, source_of
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_core.numerics.presence import entries, loaded, source_of
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import needs, streaming

@@ -2,7 +2,7 @@
 
 A part is a block, or a module outside of blocks that owns parameters, such as an embedding, the final norm or the head.
 A hollow model takes the memory of its largest part, and the rest of the project uses it like any other: it can be
-lowered, run, monitored and estimated (``models.presence``).
+lowered, run, monitored and estimated (``numerics.presence``).
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from fragility_adjoint.internals import own_forward
 from fragility_adjoint.offload.lockstep import meet
 from fragility_core.models.paths import block_paths
-from fragility_core.models.presence import loaded, set_source, source_of
 from fragility_core.numerics.internals import replace_forward, spreading_hooks
 from fragility_core.numerics.nested import entering
+from fragility_core.numerics.presence import loaded, set_source, source_of
 
 M_MMAP_THRESHOLD = -3  # its number in malloc.h
 

@@ -13,9 +13,9 @@ from fragility_adjoint.predictor.recorder import LARGE, LookedUp, Tape, expected
 from fragility_adjoint.quantization.operands import operands_by_storage, owner, stored_weights, weight_schemes
 from fragility_adjoint.quantization.quantized import recipe_of
 from fragility_adjoint.quantization.recipes import Operands
-from fragility_core.models.presence import filled
 from fragility_core.numerics.formats import NumberFormat
 from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.numerics.presence import filled
 
 PIECE = 2**16  # entries of a piece, which stays in a CPU's cache
 Watch = Callable[[str, int, Tensor, "Weighted"], None]  # path, place, leaf

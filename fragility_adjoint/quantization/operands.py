@@ -18,10 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from fragility_adjoint.internals import address
 from fragility_adjoint.quantization.recipes import Operands, Recipe
 from fragility_core.models.paths import block_of, embedding_paths, head_paths, is_linear
-from fragility_core.models.presence import source_of
 from fragility_core.numerics.formats import NumberFormat
 from fragility_core.numerics.kernels import WEIGHT_PRODUCTS
 from fragility_core.numerics.nested import map_tensors, tensors
+from fragility_core.numerics.presence import source_of
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:

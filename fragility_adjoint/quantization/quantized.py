@@ -23,7 +23,7 @@ from fragility_adjoint.quantization.static_scales import needs_calibration
 from fragility_core.models.paths import embedding_paths
 from fragility_core.numerics import lowering
 from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.lowering import LowPrecision, Storing, stays_fp32
+from fragility_core.numerics.lowering import LowPrecision, Storing, refuse_bare_calls, stays_fp32
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ def lower(model: nn.Module, recipe: str | Recipe | NumberFormat, execution: str 
     low = lowering.lower(model, chosen.kernels, execution, storing)
     if chosen.cache is not None and not low.weights_only:
         store_cache(low.model, chosen.cache, chosen.uncached)
+    if low.execution == "native" and not chosen.plain:
+        refuse_bare_calls(low.model)
     return Quantized(low.model, low.format, low.emulation, low.weights_only, chosen)
 
 

@@ -60,6 +60,27 @@ def spans(tokens: Tensor, attention_mask: Tensor) -> list[tuple[int, int]]:
     return found
 
 
+def as_windows(tokens: object, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
+    """Windows (B, T) of token ids on ``device``, and their mask (B, T) if there is one.
+
+    ``tokens`` are a tensor (B, T) or (T,), lists of ids, or what a tokenizer returns, with its mask. Raises TypeError
+    for text, and ValueError for windows of several lengths without a mask.
+    """
+    mask = None
+    if hasattr(tokens, "keys"):
+        mask, tokens = tokens.get("attention_mask"), tokens["input_ids"]
+    if isinstance(tokens, str) or (isinstance(tokens, Sequence) and any(isinstance(each, str) for each in tokens)):
+        raise TypeError(f"windows must be token ids, got text, {tokens!r:.60}: give what its tokenizer returns")
+    try:
+        found = torch.as_tensor(tokens, device=device)
+    except ValueError as cause:
+        raise ValueError(f"windows must have one length, or a mask for their padding ({cause})") from None
+    mask = None if mask is None else torch.as_tensor(mask, device=device)
+    if found.is_floating_point():
+        raise TypeError(f"windows must be token ids, got numbers of {found.dtype}")
+    return (found[None], None if mask is None else mask[None]) if found.ndim == 1 else (found, mask)
+
+
 def groups(tokens: Tensor, attention_mask: Tensor) -> list[Group]:
     """The windows of ``tokens`` (B, T, ...) in groups that share a pass; raises the errors of ``spans``."""
     found: dict[tuple[int, int], list[int]] = {}

@@ -4,9 +4,10 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,13 @@ from torch.backends import mha
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from fragility_core.models.presence import filled, source_of
 from fragility_core.numerics.emulation import Emulation
 from fragility_core.numerics.formats import FORMATS, NumberFormat, has_native_kernels
 from fragility_core.numerics.internals import made_in, names_kept_in_fp32, replace_forward, spreading_hooks
 from fragility_core.numerics.lookup import LookUp, elementwise_modules
+from fragility_core.numerics.presence import filled, source_of
 
+_running: ContextVar[frozenset[int]] = ContextVar("running", default=frozenset())  # ``id`` of models in ``running``
 TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU's fused attention takes 16 bits alone
 
 
@@ -98,6 +100,31 @@ def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return floating
 
 
+def refuse_bare_calls(model: nn.Module) -> None:
+    """Let a call of ``model`` or its base outside of ``LowPrecision.running`` raise RuntimeError; not one of copies."""
+    for module in entrances(model):
+        module._called_in_running = id(module)
+        module.register_forward_pre_hook(require_running, with_kwargs=True)
+
+
+def entrances(model: nn.Module) -> list[nn.Module]:
+    """``model``, and its base, which ``final_hidden`` calls."""
+    return [model, *([model.base_model] if getattr(model, "base_model", model) is not model else [])]
+
+
+def require_running(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A hook before the forward of ``module``: raises RuntimeError for a call that would compute other numbers.
+
+    Embeddings in place of tokens are given by those who ask what modules read, not for numbers.
+    """
+    bare = module._called_in_running == id(module) and id(module) not in _running.get()
+    if bare and "inputs_embeds" not in kwargs:
+        raise RuntimeError(
+            "a lowered model computes in its numbers inside of `with low.running():` alone, got a bare call of "
+            "low.model: call low(tokens), or enter the context"
+        )
+
+
 @contextmanager
 def fp32_sums() -> Iterator[None]:
     """A GPU sums the products of 16-bit matrices in fp32 to the end; by default it may round parts of the sum."""
@@ -131,6 +158,11 @@ class LowPrecision:
         """Whether all that is rounded is rounded to ``format``."""
         return True
 
+    def __call__(self, *args, **kwargs) -> Any:
+        """What ``model`` returns for these arguments, inside of ``running``."""
+        with self.running():
+            return self.model(*args, **kwargs)
+
     @property
     def execution(self) -> str:
         """How kernels compute: "native", "emulated", "stochastic" (emulated with random rounding), or "weights"."""
@@ -156,6 +188,8 @@ class LowPrecision:
     def running(self) -> Iterator[None]:
         """A context in which a call of ``model`` computes in the format."""
         with ExitStack() as stack:
+            inside = _running.set(_running.get() | {*map(id, entrances(self.model))})
+            stack.callback(_running.reset, inside)
             first = next(self.model.parameters(), None)
             if first is not None and first.is_cuda:
                 stack.enter_context(fp32_sums() if self.emulation is None else sdpa_kernel(TAKING_FP32))
@@ -230,4 +264,6 @@ def lower(
     if kernels.compute_dtype.itemsize == 2 and kernels.elementwise:
         for module in elementwise_modules(low):
             replace_forward(module, LookUp(module, kernels, emulated=not native))
+    if not native:
+        refuse_bare_calls(low)
     return LowPrecision(low, kernels, None if native else Emulation(kernels))

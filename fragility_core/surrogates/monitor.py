@@ -21,10 +21,10 @@ from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.norms import Norm
 from fragility_core.models.padding import groups
 from fragility_core.models.paths import final_hidden, hidden_and_logits
-from fragility_core.models.presence import loaded
 from fragility_core.numerics.attention import observers, observing_attention
 from fragility_core.numerics.lowering import LowPrecision, require_low
 from fragility_core.numerics.nested import entering, together
+from fragility_core.numerics.presence import loaded
 from fragility_core.surrogates import reductions
 from fragility_core.surrogates.observation import Observation, joined
 from fragility_core.surrogates.reductions import segment_norms, whole_norm, window_max
@@ -261,7 +261,7 @@ class Monitor:
             window["mismatch"] = mismatch(hidden, reference)
         if logits is not None:
             window["loss"] = window_losses(logits, tokens)
-        return Observation(*self._collect(statistics, window), hidden)
+        return Observation(*self._collect(statistics, window), hidden, self.low.format.unit_roundoff)
 
     def _collect(self, statistics: dict[str, Tensor], window: dict[str, Tensor]) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Statistics (L, B) and (B,) as tidy rows, with a single transfer from the device."""

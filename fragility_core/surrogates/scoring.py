@@ -34,6 +34,13 @@ class Estimator(NamedTuple):
     transport: str = "release"
 
 
+class Scores(NamedTuple):
+    """``layers``, one row per window and block, with its terms and risk; ``windows``, with the signals (``score``)."""
+
+    layers: pd.DataFrame
+    windows: pd.DataFrame
+
+
 def layernorm_term(layers: pd.DataFrame, site: int | str, reading: str) -> pd.Series:
     """M_LN of the norm at ``site`` (``Block.norms``) of every row (Section 5.1 (`subsec:bgss_estimation`)).
 
@@ -128,7 +135,7 @@ def require_order(layers: pd.DataFrame, windows: pd.DataFrame) -> None:
 
 def score(
     layers: pd.DataFrame, windows: pd.DataFrame, unit_roundoff: float, estimator: Estimator = Estimator()
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+) -> Scores:
     """Risk of every block and signals of every window (Section 5.1 (`subsec:bgss_estimation`)).
 
     ``layers`` and ``windows`` are those of ``monitor.Observation``: any number of windows, each with all its
@@ -178,4 +185,4 @@ def score(
         "norm_only": theory.layer_risk(even, 1.0, final_norm),
     } | {f"{name}_only": theory.layer_risk(part, downstream, final_norm) for name, part in parts.items()}
     predicted = {name: theory.predicted_mismatch(part, unit_roundoff).numpy() for name, part in signals.items()}
-    return layers.join(block), windows.assign(**predicted, raw=theory.total_risk(risk).numpy())
+    return Scores(layers.join(block), windows.assign(**predicted, raw=theory.total_risk(risk).numpy()))

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_adjoint.offload.offloaded import is_hollow
-from fragility_core.models.presence import entries
+from fragility_core.numerics.presence import entries
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.hollow import load_hollow, on_meta
 

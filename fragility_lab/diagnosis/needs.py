@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fragility_adjoint.offload.offloaded import is_hollow, parts
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_core.models.paths import block_paths
-from fragility_core.models.presence import loaded as read
 from fragility_core.numerics.internals import attention_of
+from fragility_core.numerics.presence import loaded as read
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.trial import TRIALS, Trial, ends, seconds, timed
 from fragility_lab.inputs.checkpoints import default_device

@@ -1,10 +1,9 @@
 """What is asked for, checked before any work."""
 
-import math
-import re
 from dataclasses import dataclass
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
+from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
 from fragility_adjoint.quantization.recipes import GIVEN, RECIPES, Recipe, get_recipe
 from fragility_lab.inputs.checkpoints import shortened
 
@@ -12,10 +11,6 @@ ATTENTIONS = ("auto", "sdpa", "eager")
 TARGETS = ("hidden", "kl", "logprob", "flips")
 REFERENCES = ("auto", "yes", "no")
 FORMS = ("auto", "whole", "streamed")
-BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
-UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
-BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 
 
 @dataclass(frozen=True)
@@ -110,8 +105,7 @@ class Request:
     @property
     def mixes(self) -> bool:
         """Whether the budget is for a choice of schemes, not for what is kept in fp32."""
-        unit = self.parsed_budget[1]
-        return unit in ("bits", "kl") or (unit == "bytes" and get_recipe(self.format).linear.weights is not None)
+        return mixes_schemes(self.budget, get_recipe(self.format))
 
     @property
     def measured_in(self) -> str:
@@ -124,34 +118,9 @@ class Request:
 
         Raises ValueError for a format without schemes for weights.
         """
-        recipe = get_recipe(self.format)
-        if recipe.linear.weights is None or recipe.cache is not None:
-            raise ValueError(
-                "a budget of bits, KL or MB divides the weights between schemes, so the recipe must name the smallest, "
-                f"such as RECIPE=w4a16-g128, without a KV cache, got {self.format!r}"
-            )
-        names = [self.format.partition("@")[0]]
-        if recipe.linear.weights.bits < 8:
-            names.append("w8a16-g128" if recipe.linear.inputs is None else "fp8-dynamic")
-        kernels = "fp32" if self.weights_only else recipe.kernels.name
-        beside = [get_recipe(name if kernels == "bf16" else f"{name}@{kernels}") for name in names]
-        return [*beside, get_recipe(kernels)]
+        return schemes_beside(self.format, self.weights_only)
 
     @property
     def parsed_budget(self) -> tuple[float, str]:
-        """Number and unit: the arguments of ``Contributions.plan``, or a number of "bits" or of nats of "kl"."""
-        divergence = DIVERGENCE.fullmatch(self.budget.strip())
-        found = divergence or BUDGET.fullmatch(self.budget.strip())
-        unit = "?" if not found else "kl" if divergence else found[2].lower()
-        amount = float(found[1]) * BYTES.get(unit, 1) if found else math.inf
-        if math.isfinite(amount):
-            if unit == "kl" or unit.removesuffix("s") == "bit":
-                return amount, "kl" if unit == "kl" else "bits"
-            if unit in BYTES:
-                return int(amount), "bytes"
-        if unit.removesuffix("s") not in UNITS or not amount.is_integer():
-            raise ValueError(
-                'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), to keep in fp32, '
-                f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {shortened(self.budget)}'
-            )
-        return int(amount), UNITS[unit.removesuffix("s")]
+        """Number and unit (``budget.parse_budget``)."""
+        return parse_budget(self.budget)

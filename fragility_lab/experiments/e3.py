@@ -1,7 +1,7 @@
 """E3: does the score name the blocks whose rounding matters? (protocol section 5)
 
 E3 reads the runs of E2: the windows of highest mismatch of each, and the risk of their blocks. Patching a block
-measures what the block really costs (``fragility_lab.experiments.patching``).
+measures what the block really costs (``fragility_core.surrogates.patching``).
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ import torch
 
 from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.lowering import lower
+from fragility_core.surrogates.patching import Patching, patch_effects
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, RunSpec, window_rows
-from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.running.task import Advance

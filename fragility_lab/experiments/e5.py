@@ -217,7 +217,7 @@ class Mitigation(Worker):
         path = self.store.path(spec).with_suffix(".checkpoint")
         start = self.store.path(uncontrolled(spec)).with_suffix(f".{self.shared_steps}.start")
         shares = 0 < self.shared_steps <= policy.first_step
-        state, rows = policy.start(len(training.monitor.blocks), spec.seed), []
+        state, rows = policy.start(len(training.shadow.monitor.blocks), spec.seed), []
         if taken_up := restore(path, spec, training):
             state, rows = taken_up
         elif shares and (shared := restore(start, spec, training)):
@@ -248,14 +248,14 @@ def one_step(
     training: ShadowTraining, policy: Policy, state: State, tokens: Tensor, setting: Setting
 ) -> tuple[pd.DataFrame, State]:
     """Train, observe and decide; returns the rows of the step, one per block, and the controller's next state."""
-    training.set_epsilons(state.epsilon)
+    training.shadow.set_epsilons(state.epsilon)
     rate = warmed_up(setting.learning_rate, state.step, setting.warmup_steps)
     loss, gradient_norm = training.train_step(tokens, rate)
     seen = {"step": state.step, "learning_rate": rate, "loss": loss, "gradient_norm": gradient_norm}
     actions, signal = (), np.nan
     rows = pd.DataFrame({"layer": range(state.layers)})
     if np.isfinite([loss, gradient_norm]).all():
-        rows, windows = training.observe(tokens)
+        rows, windows = training.shadow.observe(tokens)
         window = windows.iloc[0].rename({"loss": "shadow_loss"}).drop("window")
         signal = float(window.combined)
         actions = policy.decide(state, rows, signal)

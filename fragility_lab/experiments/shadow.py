@@ -8,7 +8,6 @@ import copy
 import math
 from contextlib import nullcontext
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,17 +15,10 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
-from fragility_core.models.blocks import Block, blocks
-from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.lowering import lower
-from fragility_core.surrogates import Estimator, score
-from fragility_core.surrogates.monitor import Monitor, window_losses
-
-
-def set_epsilons(model_blocks: list[Block], epsilons: tuple[float, ...]) -> None:
-    """Set one epsilon per block, for both of its norms."""
-    for block, epsilon in zip(model_blocks, epsilons, strict=True):
-        block.norm_1.eps = block.norm_2.eps = epsilon
+from fragility_core.surrogates import Estimator
+from fragility_core.surrogates.monitor import window_losses
+from fragility_core.surrogates.shadow import Shadow
 
 
 def fuse_activations(model: PreTrainedModel) -> PreTrainedModel:
@@ -61,16 +53,9 @@ class ShadowTraining:
     ):
         # The shadow keeps the library's activation: each of its kernels rounds.
         self.master = fuse_activations(copy.deepcopy(model)).eval().requires_grad_(True)
-        self.low = lower(model.eval(), precision, execution)
-        self.monitor = Monitor(self.low, power_iteration=estimator.transport == "power_iteration")
-        self.estimator, self.clip = estimator, clip
+        self.shadow = Shadow(self.master, lower(model.eval(), precision, execution), estimator)
+        self.clip = clip
         self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=0.0, weight_decay=weight_decay, fused=True)
-        self.blocks = [blocks(self.master), self.monitor.blocks]
-
-    def set_epsilons(self, epsilons: tuple[float, ...]) -> None:
-        """Set LayerNorm's epsilon of every block, in the master and in the shadow."""
-        for model_blocks in self.blocks:
-            set_epsilons(model_blocks, epsilons)
 
     def train_step(self, tokens: Tensor, learning_rate: float) -> tuple[float, float]:
         """Take one optimizer step on ``tokens`` (B, T). Returns the loss in nats per token and the gradient's norm.
@@ -92,30 +77,16 @@ class ShadowTraining:
         self.optimizer.zero_grad()
         return tuple(measured)
 
-    @torch.no_grad()
-    def observe(self, tokens: Tensor) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Scored block rows and window rows (``surrogates.score``) of the shadow's pass over ``tokens`` (B, T).
-
-        The window rows have the shadow's ``loss``, and its ``mismatch`` with the master in eval mode, which has the
-        same epsilons.
-        """
-        for ours, masters in zip(self.low.model.parameters(), self.master.parameters()):
-            ours.copy_(self.low.format.round(masters))
-        self.monitor.follow()
-        reference = final_hidden(self.master, tokens)
-        seen = self.monitor(tokens, reference, loss=True)
-        return score(seen.layers, seen.windows, self.low.format.unit_roundoff, self.estimator)
-
     def state(self) -> dict:
         """All that the next steps depend on, except the epsilons and torch's random generators."""
         return {
             "master": self.master.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "subspaces": self.monitor.weight_statistics.subspaces,
+            "subspaces": self.shadow.monitor.weight_statistics.subspaces,
         }
 
     def load_state(self, state: dict) -> None:
         """Continue from ``state``."""
         self.master.load_state_dict(state["master"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.monitor.weight_statistics.subspaces = state["subspaces"]
+        self.shadow.monitor.weight_statistics.subspaces = state["subspaces"]

@@ -19,12 +19,12 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_core.surrogates.patching import Patching, patch_effects
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import baselines
 from fragility_lab.experiments.baselines import Blocks
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
 from fragility_lab.experiments.kept_blocks import KeptBlocks
-from fragility_lab.experiments.patching import Patching, patch_effects
 from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.running.task import Advance

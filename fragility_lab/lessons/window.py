@@ -17,8 +17,8 @@ from fragility_core.numerics.formats import get_format
 from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.shadow import set_epsilons
 from fragility_lab.diagnosis.measure import block_outputs
-from fragility_lab.experiments.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.coding import Coding

@@ -31,7 +31,7 @@ from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.monitor import Monitor
-from fragility_lab.experiments.patching import Patching
+from fragility_core.surrogates.patching import Patching
 from fragility_lab.experiments.shadow import ShadowTraining
 from fragility_lab.inputs.checkpoints import default_device, load_model
 from fragility_lab.running.environment import device_name

@@ -8,7 +8,7 @@ same random bits, so they differ by the patch alone.
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import numpy as np
 import pandas as pd
@@ -68,12 +68,36 @@ class Patching:
         with ExitStack() as stack:
             stack.callback(self._share_bits, 1)
             stack.callback(self.positions.clear)
-            if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
-                stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
+            self._follow_positions(stack)
             for block, reference in self.pairs:
                 stack.callback(block.register_forward_pre_hook(one_mask, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._entry(reference, windows), with_kwargs=True).remove)
             yield
+
+    @contextmanager
+    def only(self, number: int) -> Iterator[None]:
+        """A context in which passes of the low-precision model have block ``number`` in fp32."""
+        block, reference = self.pairs[number]
+
+        def hook(block, args, kwargs, output):
+            return self._patched(reference, args[0], args, kwargs).to(output.dtype)
+
+        with ExitStack() as stack:
+            stack.callback(self.positions.clear)
+            self._follow_positions(stack)
+            stack.callback(block.register_forward_hook(hook, with_kwargs=True).remove)
+            yield
+
+    def _follow_positions(self, stack: ExitStack) -> None:
+        if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
+            stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
+
+    def _patched(self, reference: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
+        """What the fp32 block ``reference`` makes of ``x`` with the other arguments of a low-precision block."""
+        if "position_embeddings" in kwargs:
+            kwargs = kwargs | {"position_embeddings": self.positions[id(kwargs["position_embeddings"])][1]}
+        with self.low.paused():
+            return reference(x.float(), *args[1:], **kwargs)
 
     def _keep_positions(self, rotary, args, kwargs, output) -> None:
         """Compute rotary embeddings in fp32 for the fp32 blocks; each kind of layer has its own in Gemma 3."""
@@ -83,10 +107,7 @@ class Patching:
 
     def _entry(self, reference: nn.Module, windows: int):
         def hook(block, args, kwargs, output):
-            if "position_embeddings" in kwargs:
-                kwargs = kwargs | {"position_embeddings": self.positions[id(kwargs["position_embeddings"])][1]}
-            with self.low.paused():
-                patched = reference(args[0][:windows].float(), *args[1:], **kwargs)
+            patched = self._patched(reference, args[0][:windows], args, kwargs)
             self._share_bits(1)
             entered = torch.cat([output, patched.to(output.dtype)])  # the cast is a kernel of the format
             self._share_bits(len(entered) // windows)
@@ -118,3 +139,17 @@ def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:
     effects = pd.DataFrame(measured, places).reset_index()
     reduction = effects.base_mismatch - effects.patched_mismatch
     return effects.assign(exact_reduction=reduction, reduction_fraction=reduction / effects.base_mismatch)
+
+
+def patch(low: LowPrecision, model: PreTrainedModel, block: int) -> AbstractContextManager:
+    """A context in which block number ``block`` of ``low`` is that of the fp32 ``model``.
+
+        with patch(low, model, block=3):
+            hidden = low(tokens).logits
+
+    Raises IndexError for a block that is not there, and the errors of ``Patching``.
+    """
+    patching = Patching(model, low)
+    if not 0 <= block < len(patching.pairs):
+        raise IndexError(f"block must be one of 0 to {len(patching.pairs) - 1}, got {block}")
+    return patching.only(block)

@@ -1,0 +1,65 @@
+"""Budgets in words, and the schemes among which one of bits chooses."""
+
+import math
+import re
+
+from fragility_adjoint.quantization.recipes import Recipe, get_recipe
+
+COUNTED = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
+UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
+BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+
+
+def parse_budget(budget: str) -> tuple[float, str]:
+    """Number and unit of a ``budget``: the arguments of ``Contributions.plan``, or a number of "bits" or of nats "kl".
+
+    "2 blocks", "1 site", "6 modules" or "40 MB" are what is kept in fp32, and a bare number counts blocks; "5 bits" are
+    those of a weight, "KL 0.01" is the largest KL. Raises ValueError for other words.
+    """
+    divergence = DIVERGENCE.fullmatch(budget.strip())
+    found = divergence or COUNTED.fullmatch(budget.strip())
+    unit = "?" if not found else "kl" if divergence else found[2].lower()
+    amount = float(found[1]) * BYTES.get(unit, 1) if found else math.inf
+    if math.isfinite(amount):
+        if unit == "kl" or unit.removesuffix("s") == "bit":
+            return amount, "kl" if unit == "kl" else "bits"
+        if unit in BYTES:
+            return int(amount), "bytes"
+    if unit.removesuffix("s") not in UNITS or not amount.is_integer():
+        raise ValueError(
+            'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), to keep in fp32, '
+            f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {brief(budget)}'
+        )
+    return int(amount), UNITS[unit.removesuffix("s")]
+
+
+def brief(text: str, most: int = 120) -> str:
+    """``text`` in quotes, without its middle where it is long."""
+    quoted = repr(text)
+    return quoted if len(quoted) <= most else f"{quoted[: most // 2 - 2]}...{quoted[-(most // 2 - 1) :]}"
+
+
+def mixes_schemes(budget: str, recipe: Recipe) -> bool:
+    """Whether ``budget`` is for a choice of schemes beside ``recipe``, not for what is kept in fp32."""
+    unit = parse_budget(budget)[1]
+    return unit in ("bits", "kl") or (unit == "bytes" and recipe.linear.weights is not None)
+
+
+def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
+    """The recipes among which a budget of bits chooses: that called ``name``, one of 8 bits, and the kernels' format.
+
+    Raises ValueError for a recipe without schemes for weights.
+    """
+    recipe = get_recipe(name)
+    if recipe.linear.weights is None or recipe.cache is not None:
+        raise ValueError(
+            "a budget of bits, KL or MB divides the weights between schemes, so the recipe must name the smallest, "
+            f"such as RECIPE=w4a16-g128, without a KV cache, got {name!r}"
+        )
+    names = [name.partition("@")[0]]
+    if recipe.linear.weights.bits < 8:
+        names.append("w8a16-g128" if recipe.linear.inputs is None else "fp8-dynamic")
+    kernels = "fp32" if weights_only else recipe.kernels.name
+    beside = [get_recipe(each if kernels == "bf16" else f"{each}@{kernels}") for each in names]
+    return [*beside, get_recipe(kernels)]

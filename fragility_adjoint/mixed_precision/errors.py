@@ -1,0 +1,148 @@
+"""What a recipe does to a model, in one call: predicted errors, by layer and site, and plans for a budget."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
+from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
+from fragility_adjoint.mixed_precision.contributions import Contributions
+from fragility_adjoint.mixed_precision.export import EXPORTS, Export, to_json
+from fragility_adjoint.mixed_precision.plans import Plan, apply
+from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_adjoint.quantization.quantized import Quantized, lower
+from fragility_adjoint.quantization.recipes import Recipe, get_recipe
+from fragility_adjoint.quantization.static_scales import calibrated
+from fragility_core.models.padding import as_windows
+
+UNITS = {"kl": "KL (nats a token)", "logprob": "change of log-probability (nats)", "hidden": "relative error"}
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A ``plan`` for one ``model``, with the ``windows`` (B, T) over which static scales are measured."""
+
+    model: PreTrainedModel
+    plan: Plan
+    windows: Tensor
+
+    @property
+    def label(self) -> str:
+        """What is kept, or how many bits a weight has."""
+        return self.plan.label
+
+    @property
+    def predicted(self) -> float | None:
+        """The expected error with the plan, in the unit of the target."""
+        return self.plan.predicted
+
+    def apply(self, execution: str = "auto") -> Quantized:
+        """The model by the plan (``plans.apply``)."""
+        return apply(self.model, self.plan, execution, self.windows)
+
+    def export(self, library: str, path: str | Path | None = None) -> Export:
+        """The plan for another ``library``, one of EXPORTS, or as this package's own "json"; written to ``path``.
+
+        ``missing`` of what is returned names what the library cannot express. Raises ValueError for another library.
+        """
+        if library == "json":
+            made, text = Export({}), to_json(self.plan)
+        elif library in EXPORTS:
+            made = EXPORTS[library](self.plan, self.model)
+            text = made.json()
+        else:
+            raise ValueError(f"a library must be one of {', '.join(EXPORTS)}, or json, got {library!r}")
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return made
+
+
+class Errors:
+    """What ``predict`` found: the ``prediction``, and what follows from it without another pass."""
+
+    def __init__(self, model: PreTrainedModel, windows: Tensor, prediction: Prediction, probes: int):
+        self.model, self.tokens, self.prediction, self.probes = model, windows, prediction, probes
+
+    @property
+    def windows(self) -> pd.DataFrame:
+        """One row per window: ``predicted`` in the unit of the target, its ``standard_error``, and ``overflow``."""
+        return self.prediction.windows
+
+    @property
+    def predicted(self) -> float:
+        """The mean over windows that do not overflow."""
+        return float(self.windows.predicted.mean())
+
+    @cached_property
+    def contributions(self) -> Contributions:
+        """What each unit that can be kept in fp32 contributes. Raises ValueError where every window overflows."""
+        return Contributions(self.model, self.prediction)
+
+    def by(self, *columns: str) -> pd.DataFrame:
+        """What each group of roundings contributes, largest first; ``columns`` of "layer", "site", "module", "kind".
+
+        ``square`` is the expected squared error that the group makes, mean over windows, in the square of the target's
+        unit (KL is a square itself); ``share`` is its share of all. Outside of blocks "layer" is missing. Raises
+        ValueError for other columns.
+        """
+        known = ("layer", "site", "module", "kind", "name")
+        if not columns or not set(columns) <= set(known):
+            raise ValueError(f"errors are grouped by some of {', '.join(known)}, got {', '.join(columns) or 'none'}")
+        places = self.contributions.structure.places.assign(square=self.contributions.relative)
+        table = places.groupby([*columns], dropna=False)["square"].sum().sort_values(ascending=False).reset_index()
+        return table.assign(share=table.square / table.square.sum())
+
+    def plot(self, column: str = "layer", **options):
+        """Bars of the shares of ``by(column)``, in the order of layers or else of their size, as matplotlib's axes.
+
+        ``options`` are those of pandas' ``plot.bar``, such as ``ax``. matplotlib must be installed.
+        """
+        table = self.by(column)
+        if column == "layer":
+            table = table.sort_values("layer", na_position="last")
+        shares = table.set_index(table[column].astype("string").fillna("outside")).share
+        unit = UNITS.get(self.prediction.target.name, self.prediction.target.name)
+        labels = {"title": self.prediction.recipe.name, "xlabel": column, "ylabel": f"share of the squared {unit}"}
+        return shares.plot.bar(**labels | options)
+
+    def plan(self, budget: str = "2 blocks") -> ModelPlan:
+        """The plan with the least predicted error for a ``budget`` in words (``budget.parse_budget``).
+
+        "5 bits" and "KL 0.01" choose one scheme for each layer, and predict the others first. Raises ValueError for
+        other words, for budgets out of range, and where every window overflows.
+        """
+        amount, unit = parse_budget(budget)
+        if not mixes_schemes(budget, self.prediction.recipe):
+            return ModelPlan(self.model, self.contributions.plan(amount, unit), self.tokens)
+        choose = {"bits": "within_bits", "bytes": "within_bytes", "kl": "within_error"}[unit]
+        choice = getattr(self._choices, choose)(amount)
+        return ModelPlan(self.model, self._choices.plan(choice), self.tokens)
+
+    @cached_property
+    def _choices(self) -> Choices:
+        own, target = self.prediction.recipe.name, self.prediction.target
+        others = schemes_beside(own)[1:]
+        found = {own: self.prediction, **predictions(self.model, others, self.tokens, target, probes=self.probes)}
+        finite = set.intersection(*(each.finite for each in found.values()))
+        found = {name: each.of(finite) for name, each in found.items()}
+        return Choices(self.model, found, fused_layers(self.model, self.tokens[:1]))
+
+
+def predict(
+    model: PreTrainedModel, tokens: object, recipe: str | Recipe = "bf16", target: str = "hidden", probes: int = 2,
+    seed: int = 0,
+) -> Errors:  # fmt: skip
+    """What ``recipe`` does to the fp32 ``model`` over ``tokens``: the expected error in ``target``, and its causes.
+
+    ``tokens`` are windows (B, T) in any form of ``padding.as_windows``; ``target`` is one of ``targets.TARGETS``.
+    Gradients are taken at both ends, with ``probes`` random sign vectors (``Adjoint``). Raises the errors of ``lower``
+    and ``Adjoint``.
+    """
+    windows, mask = as_windows(tokens, next(model.parameters()).device)
+    chosen = calibrated(model, get_recipe(recipe), windows)
+    estimate = Adjoint(lower(model, chosen), model, probes, seed, target, gradients="both")
+    return Errors(model, windows, estimate(windows, attention_mask=mask), probes)

@@ -1,0 +1,65 @@
+"""A controller of LayerNorm's epsilon for a training loop of one's own (Algorithm 1 (`alg:bgss`))."""
+
+from dataclasses import fields
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core.bgss import get_policy, policy_class
+from fragility_core.bgss.state import State, advance
+from fragility_core.models.blocks import blocks
+from fragility_core.numerics.formats import NumberFormat
+from fragility_core.numerics.lowering import lower
+from fragility_core.surrogates.scoring import Estimator, Scores
+from fragility_core.surrogates.shadow import Shadow
+
+
+class Controller:
+    """Raises the epsilons of a model in training by a policy, from one low-precision pass a step.
+
+    ``state`` says what it has done; ``bgss.action_table(controller.state)`` lists it. ``shadow`` is the model's copy in
+    low precision.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: str = "bgss", format: str | NumberFormat = "bf16",
+        estimator: Estimator = Estimator(), execution: str = "auto", seed: int = 0, **parameters,
+    ):  # fmt: skip
+        """``model`` is the fp32 model that is trained, with a norm before each sublayer.
+
+        ``policy`` is one of POLICIES by name, with its ``parameters``; epsilon begins at that of the model's norms.
+        ``seed`` is that of policies that draw. Raises TypeError for a model whose blocks are not known or that lacks
+        such norms, and the errors of ``get_policy`` and ``lowering.lower``.
+        """
+        norms = [norm for block in blocks(model) for norm in (block.norm_1, block.norm_2)]
+        if None in norms:
+            raise TypeError(
+                "a controller raises the epsilon of norms before sublayers, but this model lacks some of them"
+            )
+        low = lower(model, format, execution)
+        low.model.eval()
+        known = {field.name for field in fields(policy_class(policy))}
+        given = {"base_epsilon": norms[0].eps, "unit_roundoff": low.format.unit_roundoff}
+        self.policy = get_policy(policy, **{k: v for k, v in given.items() if k in known} | parameters)
+        self.model, self.shadow = model, Shadow(model, low, estimator)
+        self.state: State = self.policy.start(len(norms) // 2, seed)
+        self.shadow.set_epsilons(self.state.epsilon)
+
+    def step(self, tokens: Tensor) -> Scores:
+        """Observe one window ``tokens`` (1, T) after an optimizer step, decide, and set the epsilons of the next step.
+
+        Raises ValueError for more than one window: a policy decides on the blocks of one.
+        """
+        if tokens.ndim != 2 or len(tokens) != 1:
+            raise ValueError(f"a controller observes one window (1, T) a step, got shape {tuple(tokens.shape)}")
+        training = self.model.training
+        self.model.eval()
+        try:
+            scores = self.shadow.observe(tokens)
+        finally:
+            self.model.train(training)
+        signal = float(scores.windows.combined.iloc[0])
+        actions = self.policy.decide(self.state, scores.layers, signal)
+        self.state = advance(self.state, signal, actions)
+        self.shadow.set_epsilons(self.state.epsilon)
+        return scores

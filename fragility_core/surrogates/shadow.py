@@ -1,0 +1,45 @@
+"""A low-precision copy that follows a model in training, so that every step can be scored."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core.models.blocks import Block, blocks
+from fragility_core.models.paths import final_hidden
+from fragility_core.numerics.lowering import LowPrecision
+from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.scoring import Estimator, Scores
+
+
+def set_epsilons(model_blocks: Sequence[Block], epsilons: Sequence[float]) -> None:
+    """Set one epsilon per block, for both of its norms."""
+    for block, epsilon in zip(model_blocks, epsilons, strict=True):
+        block.norm_1.eps = block.norm_2.eps = epsilon
+
+
+class Shadow:
+    """The copy ``low`` of the fp32 ``model``, which gets its weights before each observation (protocol section 6)."""
+
+    def __init__(self, model: PreTrainedModel, low: LowPrecision, estimator: Estimator = Estimator()):
+        """``low`` is ``model`` lowered, or a model with the same parameters. Raises the errors of ``Monitor``."""
+        self.model, self.low, self.estimator = model, low, estimator
+        self.monitor = Monitor(low, power_iteration=estimator.transport == "power_iteration")
+        self.blocks = [blocks(model), self.monitor.blocks]
+
+    def set_epsilons(self, epsilons: Sequence[float]) -> None:
+        """Set LayerNorm's epsilon of every block, in the model and in the copy."""
+        for model_blocks in self.blocks:
+            set_epsilons(model_blocks, epsilons)
+
+    @torch.no_grad()
+    def observe(self, tokens: Tensor) -> Scores:
+        """Scores of the copy's pass over ``tokens`` (B, T), with the weights that the model has now.
+
+        The window rows have the copy's ``loss``, and its ``mismatch`` with the model, which must be in eval mode.
+        """
+        for ours, masters in zip(self.low.model.parameters(), self.model.parameters()):
+            ours.copy_(self.low.format.round(masters))
+        self.monitor.follow()
+        return self.monitor(tokens, final_hidden(self.model, tokens), loss=True).scores(self.estimator)

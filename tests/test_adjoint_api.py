@@ -1,0 +1,114 @@
+"""The short way beyond the paper: errors of a recipe in one call, by layer and site, and plans in words."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from tiny import TINY, random_gpt2
+
+import fragility_adjoint
+from fragility_adjoint import Adjoint, Choices, Contributions, fused_layers, lower, predict, predictions
+from fragility_adjoint.mixed_precision.budget import parse_budget
+from fragility_adjoint.mixed_precision.export import compressed_tensors, from_json
+
+
+@pytest.fixture(scope="module")
+def known():
+    model = random_gpt2(TINY)
+    tokens = torch.randint(TINY.vocab_size, (3, 20), generator=torch.Generator().manual_seed(1))
+    return model, tokens, predict(model, tokens, "w4a16-g32", target="kl", probes=3)
+
+
+def test_errors_are_those_of_an_adjoint(known):
+    model, tokens, errors = known
+    want = Adjoint(lower(model, "w4a16-g32"), model, 3, target="kl", gradients="both")(tokens)
+    assert errors.predicted == pytest.approx(want.windows.predicted.mean(), rel=1e-6)
+    assert errors.windows.predicted.tolist() == pytest.approx(want.windows.predicted.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("target", ["kl", "hidden"])
+def test_groups_of_errors_add_up_to_the_squared_prediction(known, target):
+    """By any columns, without probes or norms to divide by; shares add up to 1."""
+    model, tokens, errors = known
+    errors = errors if target == "kl" else predict(model, tokens, "bf16", probes=3)
+    square = errors.windows.predicted if target == "kl" else errors.windows.predicted**2
+    for columns in (["layer"], ["site"], ["layer", "site"], ["kind"]):
+        table = errors.by(*columns)
+        assert table.square.sum() == pytest.approx(square.mean(), rel=1e-6) and table.share.sum() == pytest.approx(1)
+        assert table.square.is_monotonic_decreasing and list(table) == [*columns, "square", "share"]
+    layers = errors.by("layer").set_index("layer").square
+    cells = errors.by("layer", "site")
+    assert cells[cells.layer == 1].square.sum() == pytest.approx(layers[1])
+    for wrong in ((), ("lair",)):
+        with pytest.raises(ValueError, match="errors are grouped by some of layer, site"):
+            errors.by(*wrong)
+
+
+def test_a_plot_has_a_bar_for_each_group(known):
+    *_, errors = known
+    ax = errors.plot()
+    table = errors.by("layer")
+    assert sorted(bar.get_height() for bar in ax.patches) == pytest.approx(sorted(table.share))
+    assert errors.plot("site", ax=ax) is ax
+
+
+def test_a_plan_of_blocks_is_that_of_contributions(known):
+    model, _, errors = known
+    plan = errors.plan("2 blocks")
+    want = Contributions(model, errors.prediction).plan(2, "blocks")
+    assert plan.plan == want and (plan.label, plan.predicted) == (want.label, want.predicted)
+
+
+def test_a_plan_of_bits_chooses_schemes_and_is_applied(known):
+    model, tokens, errors = known
+    plan = errors.plan("6 bits")
+    recipes = ["w4a16-g32", "w8a16-g128", "bf16"]
+    choices = Choices(model, predictions(model, recipes, tokens, probes=3), fused_layers(model, tokens))
+    want = choices.plan(choices.within_bits(6.0))
+    assert plan.plan.layers == want.layers and plan.predicted == pytest.approx(want.predicted, rel=1e-6)
+    assert plan.predicted < errors.predicted
+    assert plan.apply()(tokens).logits.shape == (3, 20, TINY.vocab_size)
+    bound = errors.plan(f"KL {plan.predicted * 1.01:.6f}")
+    assert bound.predicted <= plan.predicted * 1.02
+
+
+def test_a_plan_is_exported(known, tmp_path):
+    model, _, errors = known
+    plan = errors.plan("6 bits")
+    made = plan.export("compressed-tensors", tmp_path / "config.json")
+    assert (
+        json.loads((tmp_path / "config.json").read_text()) == made.config == compressed_tensors(plan.plan, model).config
+    )
+    plan.export("json", tmp_path / "plan.json")
+    assert from_json((tmp_path / "plan.json").read_text()) == plan.plan
+    with pytest.raises(ValueError, match="a library must be one of modelopt, .* or json, got 'onnx'"):
+        plan.export("onnx")
+
+
+@pytest.mark.parametrize(
+    ("budget", "want"),
+    [("2 blocks", (2, "blocks")), ("3", (3, "blocks")), ("1 site", (1, "sites")), ("40 MB", (40_000_000, "bytes")),
+     ("4.5 bits", (4.5, "bits")), ("KL 1e-3", (1e-3, "kl"))],
+)  # fmt: skip
+def test_budgets_in_words(budget, want):
+    assert parse_budget(budget) == want
+
+
+@pytest.mark.parametrize("budget", ["", "2.5 blocks", "5 wolves", "bits", "KL", "9" * 400 + " MB", "-1 block"])
+def test_other_budgets_are_refused(budget):
+    with pytest.raises(ValueError, match="a budget is a number of blocks") as caught:
+        parse_budget(budget)
+    assert len(str(caught.value)) < 400
+
+
+def test_static_scales_are_measured_over_the_windows(tiny_gpt2, tiny_tokens):
+    errors = predict(tiny_gpt2, tiny_tokens, "fp8-static")
+    assert errors.windows.predicted.between(1e-3, 1).all() and isinstance(errors.windows, pd.DataFrame)
+
+
+def test_names_of_the_package():
+    assert {"predict", "Adjoint", "Contributions", "Plan", "apply", "Choices", "lower"} <= set(
+        fragility_adjoint.__all__
+    )
+    assert len(fragility_adjoint.__all__) <= 20

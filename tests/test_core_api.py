@@ -1,0 +1,148 @@
+"""The short ways into the core: scores in one call, a patched block, a controller in a loop, refused calls."""
+
+import copy
+
+import pandas as pd
+import pytest
+import torch
+from transformers import BatchEncoding
+
+import fragility_core
+from fragility_adjoint.quantization.quantized import lower as by_recipe
+from fragility_core import Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
+from fragility_core.bgss import action_table
+from fragility_core.models.padding import as_windows
+from fragility_core.surrogates.patching import Patching
+
+
+def test_observe_is_a_monitored_pass_scored(tiny_gpt2, tiny_tokens, monkeypatch):
+    """In batches or in one; windows are numbered over all of them."""
+    low = lower(tiny_gpt2, "fp16")
+    seen = Monitor(low)(tiny_tokens, final_hidden(tiny_gpt2, tiny_tokens))
+    for paper in (Estimator(), Estimator(layernorm="paper")):
+        layers, windows = observe(tiny_gpt2, tiny_tokens, "fp16", paper)
+        want = score(seen.layers, seen.windows, 2.0**-11, paper)
+        pd.testing.assert_frame_equal(windows, want.windows)
+        pd.testing.assert_frame_equal(layers, want.layers)
+        assert seen.scores(paper).windows.equals(want.windows)
+    monkeypatch.setattr("fragility_core.surrogates.observe.BATCH", 1)
+    alone = observe(tiny_gpt2, tiny_tokens, "fp16", paper)
+    assert alone.windows.window.tolist() == [*range(len(tiny_tokens))]
+    assert alone.windows.combined.tolist() == pytest.approx(windows.combined.tolist(), rel=1e-2)
+    assert alone.layers.window.tolist() == layers.window.tolist()
+
+
+def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens):
+    """A tensor, one window, lists, and what a tokenizer returns with its padding."""
+    as_lists = tiny_tokens.tolist()
+    assert as_windows(as_lists)[0].equal(tiny_tokens) and as_windows(as_lists[0])[0].equal(tiny_tokens[:1])
+    mask = torch.ones_like(tiny_tokens)
+    mask[0, -3:] = 0
+    encoded = BatchEncoding({"input_ids": tiny_tokens, "attention_mask": mask})
+    windows = observe(tiny_gpt2, encoded, "bf16").windows
+    short = observe(tiny_gpt2, tiny_tokens[:1, :-3], "bf16").windows
+    assert windows.combined[0] == pytest.approx(short.combined[0], rel=1e-3)
+    assert windows.mismatch[0] == pytest.approx(short.mismatch[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "line"),
+    [
+        ("some text", TypeError, "windows must be token ids, got text, 'some text': give what its tokenizer returns"),
+        (["some", "text"], TypeError, "windows must be token ids, got text, ['some', 'text']"),
+        (torch.rand(2, 3), TypeError, "windows must be token ids, got numbers of torch.float32"),
+        ([[1, 2], [3]], ValueError, "windows must have one length, or a mask for their padding"),
+    ],
+)
+def test_other_windows_are_refused(tiny_gpt2, tokens, error, line):
+    with pytest.raises(error) as caught:
+        observe(tiny_gpt2, tokens)
+    assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize(("format", "execution"), [("bf16", "native"), ("bf16", "emulated"), ("fp8_e4m3", "emulated")])
+def test_a_patched_block_is_that_of_patching(tiny_gpt2, tiny_tokens, format, execution):
+    low = lower(tiny_gpt2, format, execution)
+    exact = final_hidden(tiny_gpt2, tiny_tokens)
+    with torch.no_grad(), low.running():
+        base = mismatch(final_hidden(low.model, tiny_tokens), exact)
+    stacked = Patching(tiny_gpt2, low)(tiny_tokens)
+    for block in range(3):
+        with torch.no_grad(), patch(low, tiny_gpt2, block), low.running():
+            patched = final_hidden(low.model, tiny_tokens)
+        want = mismatch(stacked[block + 1], exact)
+        assert mismatch(patched, exact).tolist() == pytest.approx(want.tolist(), rel=0.25)  # another attention
+        assert not torch.equal(mismatch(patched, exact), base)
+    with torch.no_grad(), low.running():
+        assert mismatch(final_hidden(low.model, tiny_tokens), exact).equal(base)  # nothing is left behind
+    with pytest.raises(IndexError, match="block must be one of 0 to 2, got 3"):
+        patch(low, tiny_gpt2, 3)
+
+
+def test_all_blocks_patched_leave_the_ends(tiny_gpt2, tiny_tokens):
+    """Patched one inside of the other, as contexts are; what is left are embedding, final norm and casts."""
+    low = lower(tiny_gpt2, "bf16")
+    exact = final_hidden(tiny_gpt2, tiny_tokens)
+    with torch.no_grad(), low.running():
+        base = mismatch(final_hidden(low.model, tiny_tokens), exact)
+        with patch(low, tiny_gpt2, 0), patch(low, tiny_gpt2, 1), patch(low, tiny_gpt2, 2):
+            left = mismatch(final_hidden(low.model, tiny_tokens), exact)
+    assert (left < base).all() and (left > 0).all()
+
+
+def trained(model, tokens, policy: str, steps: int, **parameters) -> Controller:
+    """The controller of a loop of SGD on one window."""
+    model = copy.deepcopy(model).requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    controller = Controller(model, policy, "fp16", **parameters)
+    model.train()
+    for _ in range(steps):
+        logits = model(tokens).logits
+        torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scores = controller.step(tokens)
+        assert model.training and scores.windows.mismatch.between(1e-5, 0.1).all()
+    return controller
+
+
+def test_a_controller_raises_epsilons_in_a_loop(tiny_gpt2, tiny_tokens):
+    """The policy acts on model and copy alike, and its state says so; the copy has the model's weights."""
+    controller = trained(tiny_gpt2, tiny_tokens[:1], "static_global", 2, static_epsilon=1e-3)
+    model, low = controller.model, controller.shadow.low.model
+    assert controller.state.step == 2 and len(action_table(controller.state)) == 3
+    for each in (model, low):
+        assert (
+            {block.ln_1.eps for block in each.transformer.h}
+            == {block.ln_2.eps for block in each.transformer.h}
+            == {1e-3}
+        )
+    assert all(torch.equal(ours, theirs.half()) for ours, theirs in zip(low.parameters(), model.parameters()))
+    quiet = trained(tiny_gpt2, tiny_tokens[:1], "none", 2)
+    assert action_table(quiet.state).empty and quiet.model.transformer.h[0].ln_1.eps == 1e-5
+    with pytest.raises(ValueError, match="one window"):
+        quiet.step(tiny_tokens)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "w8a8-int8", "kv-fp8", "bf16"])
+def test_a_bare_call_of_a_lowered_model_is_refused_where_it_would_be_wrong(tiny_gpt2, tiny_tokens, name):
+    low = by_recipe(tiny_gpt2, name)
+    with torch.no_grad(), low.running():
+        want = low.model(tiny_tokens).logits
+        inside = final_hidden(low.model, tiny_tokens)
+    with torch.no_grad():
+        assert low(tiny_tokens).logits.equal(want)
+        for call in (lambda: low.model(tiny_tokens).logits, lambda: final_hidden(low.model, tiny_tokens)):
+            if name == "bf16" and low.execution == "native":
+                assert torch.isin(call().sum(), torch.stack([want.sum(), inside.sum()])).item()
+            else:
+                with pytest.raises(RuntimeError, match=r"with low.running\(\).*call low\(tokens\)"):
+                    call()
+        copied = copy.deepcopy(low.model)
+        if name != "w8a8-int8":  # whose weights are wider than its kernels
+            copied(tiny_tokens)  # copies are run in contexts of their owners
+
+
+def test_names_of_the_package():
+    assert {"observe", "patch", "Controller", "lower", "Monitor", "score"} <= set(fragility_core.__all__)
+    assert len(fragility_core.__all__) <= 20
