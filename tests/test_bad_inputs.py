@@ -8,6 +8,7 @@ import yaml
 from bad_inputs import KINDS
 
 from fragility_adjoint.quantization.recipes import RECIPES
+from fragility_core.numerics.formats import FORMATS, NARROW
 from fragility_lab.inputs.names import NEEDED
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import execute
@@ -25,6 +26,8 @@ def way_out(kind: str, variable: str) -> str:
 
 
 NAMES = {
+    "formats": ", ".join(FORMATS),
+    "narrow": ", ".join(NARROW),
     "recipes": ", ".join(RECIPES),
     "rounding": ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds),
     "notebooks": ", ".join(execute.notebook_names()),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fragility_adjoint.quantization.recipes import POWERS
 from fragility_core.numerics import formats
-from fragility_core.numerics.formats import FORMATS, Format, get_format, has_native_kernels, random_bits
+from fragility_core.numerics.formats import FORMATS, NARROW, Format, get_format, has_native_kernels, random_bits
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -18,6 +18,13 @@ TORCH_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# Bits of exponent and fraction, and what the largest exponent is for: infinities and NaN ("ieee"), numbers but for one
+# NaN ("fn"), or numbers alone ("finite"). OCP 8-bit Floating Point 1.0 and Microscaling Formats 1.0 (2023).
+LAYOUTS = {
+    "fp32": (8, 23, "ieee"), "tf32": (8, 10, "ieee"), "bf16": (8, 7, "ieee"), "fp16": (5, 10, "ieee"),
+    "fp8_e4m3": (4, 3, "fn"), "fp8_e5m2": (5, 2, "ieee"), "fp6_e3m2": (3, 2, "finite"), "fp6_e2m3": (2, 3, "finite"),
+    "fp4_e2m1": (2, 1, "finite"),
+}  # fmt: skip
 WITH_INFINITIES = ["fp32", "tf32", "bf16", "fp16", "fp8_e5m2"]
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 
@@ -53,6 +60,30 @@ def test_table_agrees_with_torch(name):
     assert format.largest == info.max
     assert format.smallest_normal == info.smallest_normal
     assert format.storage == TORCH_DTYPES[name]
+
+
+def test_the_table_follows_from_the_layout_of_bits():
+    """Of every format, those without a dtype of torch among them: nothing here is read from the table."""
+    floats = {name: format for name, format in (FORMATS | NARROW).items() if format.lowest is None}
+    assert floats.keys() == LAYOUTS.keys(), "add the layout of a new format to LAYOUTS"
+    for name, (exponent, fraction, kind) in LAYOUTS.items():
+        format, bias = floats[name], 2 ** (exponent - 1) - 1
+        top = 2**exponent - 1 - bias - (kind == "ieee")  # the largest exponent of a number
+        steps = 2 if kind == "fn" else 1  # from the largest number to the next power of two
+        want = (1 + fraction, 2.0 ** (1 - bias), (2 - steps * 2.0**-fraction) * 2.0**top, kind != "ieee")
+        assert (format.significand, format.smallest_normal, format.largest, format.saturates) == want, name
+        assert format.bits == 1 + exponent + fraction or name == "tf32", name  # which is stored in 32
+
+
+def test_the_integers_are_those_of_twos_complement():
+    for name, format in NARROW.items():
+        if format.lowest is not None:
+            bits = int(name.removeprefix("int"))
+            assert (format.bits, format.lowest, format.largest) == (bits, -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
+            numbers = torch.arange(2**bits) - 2.0 ** (bits - 1)
+            assert (
+                format.round(numbers).double().equal(numbers.double()) and format.spacing * format.smallest_normal == 1
+            )
 
 
 def test_tf32_has_the_exponent_of_fp32_and_the_significand_of_fp16():
