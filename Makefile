@@ -245,9 +245,10 @@ picture:  ## docs/diagnosis.png from outputs/embedded/diagnosis.html (needs Chro
 	    $(call quoted,file://$(CURDIR)/outputs/embedded/diagnosis.html)
 
 .PHONY: lint
-lint: $(ENVIRONMENT)  ## check the code's style
+lint: $(ENVIRONMENT)  ## check the code's style, and the types of the core
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 .PHONY: env
 env: $(ENVIRONMENT)  ## make the environment, without running anything

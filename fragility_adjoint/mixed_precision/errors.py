@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from torch import Tensor
@@ -133,7 +134,7 @@ class Errors:
 
 
 def predict(
-    model: PreTrainedModel, tokens: object, recipe: str | Recipe = "bf16", target: str = "hidden", probes: int = 2,
+    model: PreTrainedModel, tokens: Any, recipe: str | Recipe = "bf16", target: str = "hidden", probes: int = 2,
     seed: int = 0,
 ) -> Errors:  # fmt: skip
     """What ``recipe`` does to the fp32 ``model`` over ``tokens``: the expected error in ``target``, and its causes.

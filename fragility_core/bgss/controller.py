@@ -31,18 +31,19 @@ class Controller:
         ``seed`` is that of policies that draw. Raises TypeError for a model whose blocks are not known or that lacks
         such norms, and the errors of ``get_policy`` and ``lowering.lower``.
         """
-        norms = [norm for block in blocks(model) for norm in (block.norm_1, block.norm_2)]
-        if None in norms:
+        found = blocks(model)
+        first = found[0].norm_1
+        if first is None or any(None in (block.norm_1, block.norm_2) for block in found):
             raise TypeError(
                 "a controller raises the epsilon of norms before sublayers, but this model lacks some of them"
             )
         low = lower(model, format, execution)
         low.model.eval()
         known = {field.name for field in fields(policy_class(policy))}
-        given = {"base_epsilon": norms[0].eps, "unit_roundoff": low.format.unit_roundoff}
+        given = {"base_epsilon": first.eps, "unit_roundoff": low.format.unit_roundoff}
         self.policy = get_policy(policy, **{k: v for k, v in given.items() if k in known} | parameters)
         self.model, self.shadow = model, Shadow(model, low, estimator)
-        self.state: State = self.policy.start(len(norms) // 2, seed)
+        self.state: State = self.policy.start(len(found), seed)
         self.shadow.set_epsilons(self.state.epsilon)
 
     def step(self, tokens: Tensor) -> Scores:

@@ -71,7 +71,7 @@ class Released(Policy):
             priority = self.priority(state, scaled, dominance, ratio)
         candidates = np.flatnonzero(state.available & np.isfinite(priority))
         ranked = candidates[np.lexsort((-transport[candidates], -scaled[candidates], -priority[candidates]))]
-        chosen = self.choose(state, ranked, min(state.allowance, len(ranked)))
+        chosen = self.choose(state, ranked, int(min(state.allowance, len(ranked))))
         return raise_epsilons(state, chosen, self.updated(state), priority, len(ranked), self.cooldown_steps)
 
     def triggered(self, state: State, signal: float) -> bool:

@@ -7,7 +7,7 @@ residual sums are then checked by value: a block that adds something else is ref
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class ModuleCall(NamedTuple):
 class Projection(NamedTuple):
     """Linear layers that read one input, taken together; or some output ``features`` of one layer."""
 
-    modules: tuple[nn.Module, ...]
+    modules: tuple[Any, ...]  # of ``nn.Module``
     features: slice | Tensor = slice(None)
 
     @property
@@ -77,6 +77,12 @@ class Block:
     out_norm_2: Norm | None = None
 
     @property
+    def shares_norm(self) -> bool:
+        """Whether one norm stands before both sublayers."""
+        one, two = self.norm_1, self.norm_2
+        return one is not None and two is not None and one.module is two.module
+
+    @property
     def norms(self) -> dict[str, Norm]:
         """The norms that the block has, by site: "1" and "2" before attention and MLP, "1_out" and "2_out" behind."""
         sites = {"1": self.norm_1, "2": self.norm_2, "1_out": self.out_norm_1, "2_out": self.out_norm_2}
@@ -98,7 +104,7 @@ def blocks(model: PreTrainedModel) -> list[Block]:
     Raises TypeError for another architecture, naming what it lacks (norms of the residual stream itself, mixtures of
     experts, cross-attention), for blocks of which some have other norms, and for a model of which parts are in fp32.
     """
-    base = model.base_model
+    base: Any = model.base_model
     dtypes = sorted({str(p.dtype) for p in base.parameters() if p.is_floating_point()})
     if len(dtypes) > 1:
         raise TypeError(
@@ -296,7 +302,7 @@ def _tensor(value) -> Tensor | None:
 
 
 @torch.no_grad()
-def one_token_pass(base: PreTrainedModel, found: list[nn.Module]) -> dict[nn.Module, dict[nn.Module, ModuleCall]]:
+def one_token_pass(base: Any, found: list[nn.Module]) -> dict[nn.Module, dict[nn.Module, ModuleCall]]:
     """For each block of ``found`` the calls of its modules, in the order in which they returned.
 
     The token is a random vector, since an embedding may be zero. A single token attends to itself alone.
@@ -329,10 +335,11 @@ def reads(call: ModuleCall, tensor: Tensor) -> bool:
 
 def agree(x: Tensor, *parts: Tensor) -> bool:
     """Whether ``x`` is the sum of ``parts`` up to roundings in its dtype. Entries that overflowed are left out."""
-    x, parts = x.flatten(), [part.flatten() for part in parts]
-    if any(part.shape != x.shape for part in parts):
+    x, flat = x.flatten(), [part.flatten() for part in parts]
+    if any(part.shape != x.shape for part in flat):
         return False
     fine = torch.finfo(x.dtype)
-    allowed = 2 * fine.eps * sum(part.float().abs() for part in parts) + fine.tiny
-    apart = (x.float() - sum(part.float() for part in parts)).abs()
+    zero = torch.zeros((), device=x.device)
+    allowed = 2 * fine.eps * sum((part.float().abs() for part in flat), zero) + fine.tiny
+    apart = (x.float() - sum((part.float() for part in flat), zero)).abs()
     return bool(((apart <= allowed) | ~(apart.isfinite() & allowed.isfinite())).all())

@@ -1,6 +1,7 @@
 """Normalization layers, recognised by what they compute, not by the name of their class."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ class Norm:
     ``offset``: 0, or 1 in Gemma, which stores gamma - 1.
     """
 
-    module: nn.Module
+    module: Any  # an ``nn.Module``
     centred: bool
     offset: float
 
@@ -29,11 +30,16 @@ class Norm:
     @property
     def eps(self) -> float:
         """The module's present epsilon."""
-        return getattr(self.module, epsilon_name(self.module))
+        return getattr(self.module, self.epsilon_name)
 
     @eps.setter
     def eps(self, epsilon: float) -> None:
-        setattr(self.module, epsilon_name(self.module), epsilon)
+        setattr(self.module, self.epsilon_name, epsilon)
+
+    @property
+    def epsilon_name(self) -> str:
+        """The name of the attribute of the module that holds its epsilon."""
+        return str(epsilon_name(self.module))
 
 
 def epsilon_name(module: nn.Module) -> str | None:

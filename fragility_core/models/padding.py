@@ -6,6 +6,7 @@ Positions count from a window's first token, as transformers' ``generate`` count
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def spans(tokens: Tensor, attention_mask: Tensor) -> list[tuple[int, int]]:
     return found
 
 
-def as_windows(tokens: object, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
+def as_windows(tokens: Any, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
     """Windows (B, T) of token ids on ``device``, and their mask (B, T) if there is one.
 
     ``tokens`` are a tensor (B, T) or (T,), lists of ids, or what a tokenizer returns, with its mask. Raises TypeError

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -105,7 +106,7 @@ def embedding_paths(model: nn.Module) -> list[str]:
     return [p for p, module in model.named_modules() if isinstance(module, nn.Embedding) and not block_of(p)]
 
 
-def head_paths(model: nn.Module) -> list[str]:
+def head_paths(model: Any) -> list[str]:
     """The path of the layer that gives the logits, alone in a list; an empty list where there is none."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [path for path, module in model.named_modules() if module is head]

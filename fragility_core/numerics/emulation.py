@@ -7,6 +7,7 @@ their output. TF32 differs by definition: only the factors of matrix products ar
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fragility_core.numerics.kernels import CAST, EXACT, FACTORS, FILLING, SOFTM
 from fragility_core.numerics.nested import map_tensors, tensors
 
 
-def fits_in_chunks(kernel: Callable, args: tuple, kwargs: dict) -> bool:
+def fits_in_chunks(kernel: Any, args: tuple, kwargs: dict) -> bool:
     """Whether ``kernel`` is elementwise, over large contiguous tensors of one shape on the CPU."""
     schema = schema_of(kernel)
     elementwise = torch.Tag.pointwise in kernel.tags and len(schema.returns) == 1 and not schema.is_mutable

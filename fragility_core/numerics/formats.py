@@ -25,14 +25,22 @@ class NumberFormat(Protocol):
     that ``is_storage_only`` gives fewer numbers than its ``compute_dtype`` holds.
     """
 
-    name: str
-    unit_roundoff: float
-    spacing: float
-    largest: float
-    storage: torch.dtype | None
-    compute_dtype: torch.dtype
-    elementwise: bool
-    is_storage_only: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def unit_roundoff(self) -> float: ...
+    @property
+    def spacing(self) -> float: ...
+    @property
+    def largest(self) -> float: ...
+    @property
+    def storage(self) -> torch.dtype | None: ...
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+    @property
+    def elementwise(self) -> bool: ...
+    @property
+    def is_storage_only(self) -> bool: ...
 
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
         """``x`` as it is read again; ``generator`` and ``copies`` as in ``Format.round``."""
@@ -82,7 +90,7 @@ class Format:
     @cached_property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which kernels compute."""
-        return torch.bfloat16 if self.bits <= 8 else self.storage
+        return torch.bfloat16 if self.bits <= 8 else DTYPES[self.name]
 
     @cached_property
     def is_storage_only(self) -> bool:
@@ -146,7 +154,7 @@ def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, 
     """
     rounded = torch.empty_like(x)
     source, target = (t.unflatten(0, (copies, -1)) if copies > 1 else t[None] for t in (x, rounded))
-    parts = [(source, target)]
+    parts: Iterable[tuple[Tensor, Tensor]] = [(source, target)]
     if x.device.type == "cpu" and x.is_contiguous():
         width = max(1, CHUNK_ELEMENTS // copies // 8) * 8  # draws of 64 bits are then used up, whatever the chunks
         parts = zip(*(t.view(copies, -1).split(width, 1) for t in (x, rounded)))
@@ -217,7 +225,7 @@ def get_format(name: str | Format) -> Format:
     return (FORMATS | NARROW)[name]
 
 
-def has_native_kernels(format: Format, device: torch.device | str) -> bool:
+def has_native_kernels(format: NumberFormat, device: torch.device | str) -> bool:
     """Whether ``device`` computes in ``format`` itself, with sums in fp32.
 
     fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats.
@@ -228,4 +236,4 @@ def has_native_kernels(format: Format, device: torch.device | str) -> bool:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return {"fp16": capability >= (5, 3), "bf16": capability >= (8, 0)}.get(format.name, False)
-    return device.type == "cpu" and cpu_multiplies(format.storage)
+    return device.type == "cpu" and format.storage is not None and cpu_multiplies(format.storage)

@@ -71,7 +71,7 @@ tree_map_only = private("torch.utils._pytree.tree_map_only")
 
 
 @cache
-def is_composite(kernel: Callable) -> bool:
+def is_composite(kernel: Any) -> bool:
     """Whether ``kernel`` is made of other kernels: autograd unfolds it, inference mode does not."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name(), "CompositeImplicitAutograd")
 
@@ -100,6 +100,7 @@ def attention_of(model: nn.Module) -> str | None:
 @contextmanager
 def restored_attention(model: nn.Module) -> Iterator[None]:
     """A context after which ``model`` and the models inside it are set to the attention that they had before."""
+    before: list[tuple[Any, str | None]]
     before = [(m.config, attention_of(m)) for m in model.modules() if attention_of(m) is not None]
     try:
         yield
@@ -108,7 +109,7 @@ def restored_attention(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-def made_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def made_in(model: Any, dtype: torch.dtype) -> nn.Module:
     """A model of transformers like ``model``, made in ``dtype``, without memory (device "meta")."""
     with torch.device("meta"):
         return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from fragility_core.numerics.emulation import Emulation
-from fragility_core.numerics.formats import Format, chunks
+from fragility_core.numerics.formats import NumberFormat, chunks
 from fragility_core.numerics.internals import current_dispatch_mode, current_function_mode, differentiated
 
 LOOKUP_CHUNK = 2**19  # numbers looked up at once: their rows take 2 MiB; for shorter chunks each call costs too much
@@ -60,7 +60,7 @@ class LookUp:
     derivatives, under random rounding and under other modes of torch.
     """
 
-    def __init__(self, module: nn.Module, format: Format, emulated: bool):
+    def __init__(self, module: nn.Module, format: NumberFormat, emulated: bool):
         self.module, self.format, self.emulated = module, format, emulated
         self.table: Tensor | None = None
 

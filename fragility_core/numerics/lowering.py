@@ -103,11 +103,11 @@ def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 def refuse_bare_calls(model: nn.Module) -> None:
     """Let a call of ``model`` or its base outside of ``LowPrecision.running`` raise RuntimeError; not one of copies."""
     for module in entrances(model):
-        module._called_in_running = id(module)
+        vars(module)["_called_in_running"] = id(module)
         module.register_forward_pre_hook(require_running, with_kwargs=True)
 
 
-def entrances(model: nn.Module) -> list[nn.Module]:
+def entrances(model: Any) -> list[nn.Module]:
     """``model``, and its base, which ``final_hidden`` calls."""
     return [model, *([model.base_model] if getattr(model, "base_model", model) is not model else [])]
 
@@ -117,7 +117,7 @@ def require_running(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
 
     Embeddings in place of tokens are given by those who ask what modules read, not for numbers.
     """
-    bare = module._called_in_running == id(module) and id(module) not in _running.get()
+    bare = vars(module)["_called_in_running"] == id(module) and id(module) not in _running.get()
     if bare and "inputs_embeds" not in kwargs:
         raise RuntimeError(
             "a lowered model computes in its numbers inside of `with low.running():` alone, got a bare call of "
@@ -143,7 +143,7 @@ class LowPrecision:
     Without ``emulation`` the kernels are the device's own. With ``weights_only`` they compute in fp32.
     """
 
-    model: nn.Module
+    model: Any  # an ``nn.Module``
     format: NumberFormat
     emulation: Emulation | None
     weights_only: bool = False

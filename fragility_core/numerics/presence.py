@@ -30,7 +30,7 @@ def source_of(parameter: Tensor) -> Source | None:
 
 def set_source(parameter: Tensor, source: Source | None) -> None:
     """Let ``source`` give the entries of ``parameter``; with None it has them itself."""
-    parameter._source = source
+    vars(parameter)["_source"] = source
 
 
 @contextmanager

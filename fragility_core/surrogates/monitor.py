@@ -86,8 +86,9 @@ class PassRecord:
         values, norms = {}, {}
         for name, measured in self.small.items():
             first = next(iter(measured.values()))
-            neutral = None if len(measured) == self.depth else torch.full_like(first, NEUTRAL[name])
-            each = [measured.get(layer, neutral).to(device) for layer in range(self.depth)]
+            absent = set(range(self.depth)) - measured.keys()
+            filled = measured | {layer: torch.full_like(first, NEUTRAL[name]) for layer in absent}
+            each = [filled[layer].to(device) for layer in range(self.depth)]
             if not name.endswith("_norm"):
                 values[name] = torch.stack(each)
                 continue
@@ -129,7 +130,7 @@ class AttentionStatistics:
     def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         batch, heads, rows, _ = query.shape
         self.rows = reductions.sampled_rows(rows)
-        self.scored, self.weighted = [], []  # norms of the segments of scores and probabilities
+        self.scored, self.weighted = list[Tensor](), list[Tensor]()  # norms of segments, of scores and probabilities
         with self.paused():
             self.query_norm, self.key_norm = segment_norms(query), segment_norms(key)
             if scaling != self.scaling:  # the query that came is scaled already
@@ -316,9 +317,9 @@ class Monitor:
             yield observe(block.mlp_in.modules[0], lambda x, _: dict.fromkeys(names, segment_norms(x)))
         for heads, norm in block.head_norms.items():
             yield observe(norm.module, partial(head_norm_site, heads, norm))
-        if block.up is not None:
+        if (up := block.up) is not None:
             yield observe(block.activation, lambda _, output: {"activated_max": window_max(output)})
-            yield observe(block.up.modules[0], lambda _, output: {"up_max": window_max(block.up.of(output))})
+            yield observe(up.modules[0], lambda _, output: {"up_max": window_max(up.of(output))})
 
 
 def jacobian_norm(block: Block, call: tuple) -> Tensor:

@@ -1,5 +1,7 @@
 """The score and the mismatch of a model's windows in one call."""
 
+from typing import Any
+
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +18,7 @@ BATCH = 2048  # tokens of a pass, at most, but for one window
 
 @torch.no_grad()
 def observe(
-    model: PreTrainedModel, tokens: object, format: str | NumberFormat = "bf16", estimator: Estimator = Estimator(),
+    model: PreTrainedModel, tokens: Any, format: str | NumberFormat = "bf16", estimator: Estimator = Estimator(),
     execution: str = "auto",
 ) -> Scores:  # fmt: skip
     """The score of the fp32 ``model`` in ``format`` over ``tokens``, beside the measured mismatch.

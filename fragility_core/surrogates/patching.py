@@ -9,6 +9,7 @@ same random bits, so they differ by the patch alone.
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.attention import observing_attention
+from fragility_core.numerics.internals import attention_of
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.theory import mismatch
 
@@ -33,7 +35,7 @@ class Patching:
         Raises TypeError for an architecture whose blocks are not known, and ValueError if the attention of ``model``
         takes other masks than the monitored pass makes (eager, flash).
         """
-        implementation = model.config._attn_implementation
+        implementation = attention_of(model)
         if AttentionMaskInterface().get(implementation) is not sdpa_mask:
             raise ValueError(
                 "the fp32 blocks are called with the masks of the low-precision pass, those of sdpa attention, got a "
@@ -102,7 +104,8 @@ class Patching:
     def _keep_positions(self, rotary, args, kwargs, output) -> None:
         """Compute rotary embeddings in fp32 for the fp32 blocks; each kind of layer has its own in Gemma 3."""
         with self.low.paused():
-            exact = self.model.base_model.rotary_emb(args[0].float(), *args[1:], **kwargs)
+            base: Any = self.model.base_model
+            exact = base.rotary_emb(args[0].float(), *args[1:], **kwargs)
         self.positions[id(output)] = output, exact  # what is kept has an id of its own
 
     def _entry(self, reference: nn.Module, windows: int):
@@ -116,7 +119,7 @@ class Patching:
         return hook
 
     def _share_bits(self, variants: int) -> None:
-        if self.low.execution == "stochastic":
+        if self.low.emulation is not None and self.low.execution == "stochastic":
             self.low.emulation.copies = variants
 
 

@@ -22,7 +22,7 @@ def segment_norms(x: Tensor) -> Tensor:
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous():
         width = x.shape[-1]
         if width > SEGMENT and width % SEGMENT == 0:
-            x, dtype = x.view(*x.shape[:-1], -1, SEGMENT), None
+            return torch.linalg.vector_norm(x.view(*x.shape[:-1], -1, SEGMENT), dim=-1).flatten(1)
     return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).flatten(1)
 
 

@@ -14,9 +14,10 @@ from fragility_core.surrogates.scoring import Estimator, Scores
 
 
 def set_epsilons(model_blocks: Sequence[Block], epsilons: Sequence[float]) -> None:
-    """Set one epsilon per block, for both of its norms."""
+    """Set one epsilon per block, for its norms before sublayers."""
     for block, epsilon in zip(model_blocks, epsilons, strict=True):
-        block.norm_1.eps = block.norm_2.eps = epsilon
+        for norm in filter(None, (block.norm_1, block.norm_2)):
+            norm.eps = epsilon
 
 
 class Shadow:

@@ -4,6 +4,8 @@
 Jacobian. Only ``operator_norm`` is an upper bound, and only with exact weight norms (``Monitor.refresh``).
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 import torch
@@ -107,8 +109,8 @@ def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int
     for _ in range(steps):
         length = torch.linalg.vector_norm(direction.flatten(1), dim=-1).clamp_min(torch.finfo(x.dtype).tiny)
         direction = direction / length[:, None, None]
-        _, image = jvp(branch, (x,), (direction,))
+        image: Tensor = jvp(branch, (x,), (direction,))[1]
         norm = torch.linalg.vector_norm(image.flatten(1), dim=-1)
-        _, pull_back = vjp(branch, x)
+        pull_back: Callable = vjp(branch, x)[1]
         (direction,) = pull_back(image)
     return norm

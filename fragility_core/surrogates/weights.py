@@ -61,7 +61,7 @@ class WeightStatistics:
         if any(block.parallel for block in blocks):
             self._constants |= {
                 "parallel": [block.parallel for block in blocks],
-                "shared_norm": [block.norm_1.module is block.norm_2.module for block in blocks],
+                "shared_norm": [block.shares_norm for block in blocks],
             }
 
     @torch.no_grad()
