@@ -86,9 +86,8 @@ class PassRecord:
         values, norms = {}, {}
         for name, measured in self.small.items():
             first = next(iter(measured.values()))
-            absent = set(range(self.depth)) - measured.keys()
-            filled = measured | {layer: torch.full_like(first, NEUTRAL[name]) for layer in absent}
-            each = [filled[layer].to(device) for layer in range(self.depth)]
+            neutral = first if len(measured) == self.depth else torch.full_like(first, NEUTRAL[name])
+            each = [measured.get(layer, neutral).to(device) for layer in range(self.depth)]
             if not name.endswith("_norm"):
                 values[name] = torch.stack(each)
                 continue
