@@ -126,7 +126,7 @@ def test_a_batch_that_fails_on_the_way_back(tiny_gpt2, tiny_tokens, monkeypatch)
     monkeypatch.setattr(estimator, "backward", failing)
     batched = Adjoint(low, tiny_gpt2, probes=2, batch=3)
     one, other = Adjoint(low, tiny_gpt2, probes=2)(tiny_tokens), batched(tiny_tokens)
-    assert (batched.batch, batched.at_once, batched.tape.probe) == (1, True, 0)
+    assert (batched.batch, batched.at_once, batched.recorder.probe) == (1, True, 0)
     assert one.contributions.equals(other.contributions) and one.windows.equals(other.windows)
 
 

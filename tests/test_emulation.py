@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.leaves import Held
-from fragility_adjoint.predictor.recorder import Tape
+from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_core.numerics.emulation import Emulation
@@ -383,8 +383,8 @@ def test_a_constant_is_rounded_once(format, write, constant):
     assert got.dtype == chosen.compute_dtype and torch.equal(got, expected)
     drawn = stochastic(format, write, x, seen, constant)
     assert torch.equal(chosen.round(drawn.float()).to(drawn.dtype), drawn)
-    arithmetic = LowArithmetic(recipe, Tape(), Held({}, {}, {}), torch.device("cpu"))
-    arithmetic.tape.begin()
+    arithmetic = LowArithmetic(recipe, ErrorRecorder(), Held({}, {}, {}), torch.device("cpu"))
+    arithmetic.recorder.begin()
     with arithmetic:
         differentiated = write(x, seen, constant)
         assert differentiated.dtype == chosen.compute_dtype

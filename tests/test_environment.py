@@ -83,9 +83,9 @@ CODE = {
     "fragility_adjoint/predictor/leaves.py": "Y = 1\n",
     "fragility_adjoint/mixed_precision/plans.py": "Y = 1\n",
     "fragility_adjoint/offload/files.py": "Y = 1\n",
-    "fragility_lab/inputs/hollow.py": "from fragility_adjoint.offload import files\n",
+    "fragility_lab/inputs/offloaded.py": "from fragility_adjoint.offload import files\n",
     "fragility_lab/experiments/patching.py": (
-        "from fragility_lab.inputs import hollow, text\nimport fragility_lab.reporting\n"
+        "from fragility_lab.inputs import offloaded, text\nimport fragility_lab.reporting\n"
         "from fragility_adjoint.predictor import estimator\n"
     ),
     "fragility_lab/experiments/e9.py": "from fragility_lab.experiments import patching\n\nclass Spec:\n    size = 1\n",
@@ -142,7 +142,7 @@ def test_runs_of_the_paper_depend_on_no_predictor():
                 if module.startswith("fragility_") and module not in found and path is not None:
                     found.add(module)
                     waiting += [] if module in environment.ENDS else [path]
-        assert "fragility_lab.inputs.hollow" in found and len(found) > 30
+        assert "fragility_lab.inputs.offloaded" in found and len(found) > 30
         assert not [module for module in found if module.startswith("fragility_adjoint")]
 
 

@@ -29,8 +29,8 @@ from transformers import (
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
 from fragility_lab.inputs.gguf_folder import converted
 from fragility_lab.inputs.gguf_header import read_header
-from fragility_lab.inputs.hollow import load_hollow
 from fragility_lab.inputs.loading import load
+from fragility_lab.inputs.offloaded import load_offloaded
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE |= {"num_hidden_layers": 3, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0}
@@ -116,7 +116,7 @@ def test_a_converted_file_is_the_model_it_was_written_from(written):
         assert torch.allclose(x, y, rtol=1e-6, atol=1e-7), name  # Gemma's norms are stored with 1 added
     tokens = torch.arange(40)[None] % 500
     assert torch.allclose(loaded(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
-    assert torch.equal(load_hollow(str(file), "cpu")(tokens).logits, loaded(tokens).logits)
+    assert torch.equal(load_offloaded(str(file), "cpu")(tokens).logits, loaded(tokens).logits)
     given, found = model.config.to_dict(), load_config(str(file)).to_dict()
     aside = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "n_inner", "unk_token_id"}
     aside |= {"pad_token_id"}

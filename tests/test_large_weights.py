@@ -43,8 +43,8 @@ def predicted(model, recipe: str, **options):
 def test_as_the_whole_gradient_gives_them(tied, kind, depth, recipe, options, monkeypatch):
     """Embedding and head are large; every contribution is that of weights that are formed as a whole."""
     model, taken = random_model(kind(tie_word_embeddings=tied, num_hidden_layers=depth, **SIZES)), []
-    look_up = recorder.Tape.look_up
-    monkeypatch.setattr(recorder.Tape, "look_up", lambda *row: taken.append(look_up(*row)))
+    look_up = recorder.ErrorRecorder.look_up
+    monkeypatch.setattr(recorder.ErrorRecorder, "look_up", lambda *row: taken.append(look_up(*row)))
     found = predicted(model, recipe, **options)
     assert bool(taken) == (options["gradients"] != "secant")  # those slopes take whole gradients
     taken.clear()
@@ -96,14 +96,14 @@ def test_a_failed_pass_leaves_no_rows():
     model = random_model(LlamaConfig(tie_word_embeddings=False, num_hidden_layers=2, **SIZES))
     adjoint = Adjoint(lower(model, "bf16"), model, target="kl", gradients="fp32")
     want = adjoint(TOKENS).contributions
-    look_up = adjoint.tape.look_up
+    look_up = adjoint.recorder.look_up
 
     def failing(*row):
         look_up(*row)
         raise ValueError("interrupted")
 
-    adjoint.tape.look_up = failing
+    adjoint.recorder.look_up = failing
     with pytest.raises(ValueError, match="interrupted"):
         adjoint(TOKENS)
-    adjoint.tape.look_up = look_up
+    adjoint.recorder.look_up = look_up
     assert adjoint(TOKENS).contributions.c2.tolist() == want.c2.tolist()

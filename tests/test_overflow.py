@@ -34,8 +34,8 @@ from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans, remedy
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.hollow import load_hollow
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.offloaded import load_offloaded
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
@@ -197,7 +197,7 @@ def test_the_first_kernel_that_leaves_the_range_is_named(name, depth):
 def test_a_streamed_model_has_the_same_place(name, tmp_path):
     model, words, _, overflowing = case(name, 2)
     model.save_pretrained(tmp_path)
-    streamed = load_hollow(str(tmp_path), "cpu")
+    streamed = load_offloaded(str(tmp_path), "cpu")
     streamed.set_attn_implementation("eager")
     named = Adjoint(lower(streamed, "fp16", "emulated"), streamed)(TOKENS).windows
     assert named.overflow.tolist() == [words if each else "" for each in overflowing]
@@ -397,7 +397,7 @@ def test_a_plan_beside_another_needs_a_budget_for_it():
 def test_a_streamed_model_has_the_same_remedy(name, tmp_path):
     model, words, *_ = case(name, 2)
     model.save_pretrained(tmp_path)
-    streamed = load_hollow(str(tmp_path), None, AutoModelForCausalLM)
+    streamed = load_offloaded(str(tmp_path), None, AutoModelForCausalLM)
     streamed.set_attn_implementation("eager")
     request = Request("embedded", "embedded", "fp16", "1 site", windows=3, length=16)
     found = diagnosis.diagnose(request, Inputs(streamed, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None))

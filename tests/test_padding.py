@@ -24,7 +24,7 @@ from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.diagnosis.measure import compare, observe
-from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.inputs.offloaded import load_offloaded
 
 IDS = {"vocab_size": 101, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BASE = IDS | {
@@ -153,8 +153,8 @@ def test_what_stands_at_the_padding_does_not_matter():
 def test_a_streamed_model(tmp_path):
     model = random_model("llama")
     model.save_pretrained(tmp_path)
-    hollow = load_hollow(str(tmp_path), "cpu", AutoModelForCausalLM)
-    found = [Adjoint(lower(m, "bf16"), m, 2)(TOKENS, attention_mask=MASK).windows for m in (model, hollow)]
+    offloaded = load_offloaded(str(tmp_path), "cpu", AutoModelForCausalLM)
+    found = [Adjoint(lower(m, "bf16"), m, 2)(TOKENS, attention_mask=MASK).windows for m in (model, offloaded)]
     pd.testing.assert_frame_equal(*found, check_exact=True)
 
 

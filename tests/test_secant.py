@@ -19,7 +19,7 @@ from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.diagnosis.routing import changed_choices
-from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.inputs.offloaded import load_offloaded
 
 
 def paired(shape, generator, size=0.3, positive=False):
@@ -342,6 +342,6 @@ def test_secants_need_the_reference_and_rounding_to_nearest(tiny_tokens):
 
 def test_secants_of_a_streamed_model_are_refused(tmp_path):
     random_gpt2(TINY).save_pretrained(tmp_path)
-    model = load_hollow(str(tmp_path), "cpu")
+    model = load_offloaded(str(tmp_path), "cpu")
     with pytest.raises(ValueError, match="but the model is streamed: load it whole"):
         Adjoint(lower(model, "bf16"), model, gradients="secant")

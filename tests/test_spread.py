@@ -17,7 +17,7 @@ from fragility_adjoint.explain.changed_choices import next_tokens
 from fragility_adjoint.explain.realisations import Realisations
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.offload.files import device_of
-from fragility_adjoint.offload.offloaded import hollow_parameter
+from fragility_adjoint.offload.offloaded import offloaded_parameter
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
@@ -26,8 +26,8 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast, loading, needs
 from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.inputs.checkpoints import load_model
-from fragility_lab.inputs.hollow import load_hollow, on_meta
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.offloaded import load_offloaded, on_meta
 
 EXECUTIONS = [
     ("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"), ("w8a8-int8", "emulated"),
@@ -164,13 +164,13 @@ def streamed(files, request):
 
     Its head is not tied to its embedding, as in ``models``.
     """
-    model = load_hollow(files, "cpu")
+    model = load_offloaded(files, "cpu")
     device = request.getfixturevalue("device")
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):
         place = FARTHER if re.search(r"h\.[12]|ln_f", path) else device
         read = partial(lambda read, place: read().to(place), source_of(parameter).read, place)
         owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, hollow_parameter(parameter.shape, torch.float32, place, read))
+        setattr(model.get_submodule(owner), name, offloaded_parameter(parameter.shape, torch.float32, place, read))
     return model
 
 
@@ -194,10 +194,10 @@ def test_devices_of_a_streamed_model(files):
     places = {"transformer.h": "cuda:1", "": "cpu", "transformer.h.1": "cuda:2"}
     paths = ("transformer.h.0.ln_1.weight", "transformer.h.1.ln_1.weight", "transformer.h.10.ln_1.weight", "lm_head")
     assert [str(device_of(places, path)) for path in paths] == ["cuda:1", "cuda:2", "cuda:1", "cpu"]
-    model = load_hollow(files, {"transformer.h": "cpu", "": "cpu"})
-    assert torch.equal(*(final_hidden(m, torch.arange(8)[None]) for m in (model, load_hollow(files, "cpu"))))
+    model = load_offloaded(files, {"transformer.h": "cpu", "": "cpu"})
+    assert torch.equal(*(final_hidden(m, torch.arange(8)[None]) for m in (model, load_offloaded(files, "cpu"))))
     with pytest.raises(OSError, match="every parameter must have a device, but no module around transformer.wpe"):
-        load_hollow(files, {"transformer.wte": "cpu", "lm_head": "cpu", "transformer.h": "cpu"})
+        load_offloaded(files, {"transformer.wte": "cpu", "lm_head": "cpu", "transformer.h": "cpu"})
 
 
 def test_moved_weights_are_refused(tiny_gpt2):
@@ -206,10 +206,10 @@ def test_moved_weights_are_refused(tiny_gpt2):
 
 
 def test_a_streamed_model_that_was_spread_afterwards_is_refused():
-    hollow = load_hollow("embedded", "cpu")
-    dispatch_model(hollow, {"": "cpu"}, force_hooks=True)
+    offloaded = load_offloaded("embedded", "cpu")
+    dispatch_model(offloaded, {"": "cpu"}, force_hooks=True)
     with pytest.raises(ValueError, match="a streamed model must be opened on its devices, but accelerate has spread"):
-        lower(hollow, "bf16")
+        lower(offloaded, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_the_form_follows_from_the_memory_of_the_gpus(gpus, share, form, kind, m
     monkeypatch.setattr(needs, "free_memory", lambda device: free)
     asked = []
 
-    def load(name, data, lengths, windows, device, auto_class, hollow):
-        asked.append("streamed" if hollow else device)
+    def load(name, data, lengths, windows, device, auto_class, offloaded):
+        asked.append("streamed" if offloaded else device)
         return Inputs(load_model(name, "cpu", auto_class), torch.arange(100), "")
 
     monkeypatch.setattr(loading, "load_inputs", load)
@@ -252,6 +252,6 @@ def test_two_gpus(files, tiny_tokens):
     exactly_equal(apart, whole, rtol=1e-3)
     apart, whole = (Monitor(lower(m, "bf16"), power_iteration=True)(tokens).layers for m in models)
     exactly_equal(apart, whole, rtol=1e-3)
-    streamed = load_hollow(files, places)
+    streamed = load_offloaded(files, places)
     apart, whole = (Adjoint(lower(m, "bf16"), m, probes=2)(tokens).windows for m in (streamed, models[0]))
     exactly_equal(apart, whole, check_exact=True)

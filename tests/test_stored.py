@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.inputs.checkpoints import load_model, stored_dtypes
-from fragility_lab.inputs.hollow import load_hollow
+from fragility_lab.inputs.offloaded import load_offloaded
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 LATER = {"a weight that is not finite"}  # weights are read for that
@@ -35,7 +35,7 @@ def test_every_way_of_loading_refuses_the_same(how, tmp_path):
     copy = _copied(tmp_path)
     DAMAGES[how](copy)
     ways = [lambda name: load_model(name, "cpu", AutoModelForCausalLM)]
-    ways += [] if how in LATER else [load_hollow, diagnosed]
+    ways += [] if how in LATER else [load_offloaded, diagnosed]
     said = []
     for way in ways:
         with pytest.raises((SystemExit, ValueError, OSError)) as refused:
@@ -80,7 +80,7 @@ def test_masks_of_older_versions_are_no_weights(dtype, tmp_path):
     tokens = torch.arange(8)[None]
     wanted = load_model("embedded", "cpu", AutoModelForCausalLM)(tokens).logits
     assert torch.equal(load_model(str(copy), "cpu", AutoModelForCausalLM)(tokens).logits, wanted)
-    assert torch.equal(load_hollow(str(copy), "cpu")(tokens).logits, wanted)
+    assert torch.equal(load_offloaded(str(copy), "cpu")(tokens).logits, wanted)
     assert stored_dtypes(str(copy)) == "F32"
 
 
@@ -92,7 +92,10 @@ def test_both_forms_read_the_same_files(tmp_path):
     index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     tokens = torch.arange(8)[None]
-    logits = [load_model(str(copy), "cpu", AutoModelForCausalLM)(tokens).logits, load_hollow(str(copy))(tokens).logits]
+    logits = [
+        load_model(str(copy), "cpu", AutoModelForCausalLM)(tokens).logits,
+        load_offloaded(str(copy))(tokens).logits,
+    ]
     assert torch.equal(*logits)
 
 
@@ -111,6 +114,6 @@ def test_a_bias_that_the_configuration_leaves_out_is_no_silence(tmp_path):
     LlamaForCausalLM(LlamaConfig(**wide, vocab_size=64, attention_bias=True)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"attention_bias": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for load in (lambda name: load_model(name, "cpu", AutoModelForCausalLM), load_hollow, diagnosed):
+    for load in (lambda name: load_model(name, "cpu", AutoModelForCausalLM), load_offloaded, diagnosed):
         with pytest.raises((OSError, SystemExit), match="leaves out model.layers.0.self_attn.k_proj.bias, .* others"):
             load(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Hollow models give what whole models give, bit for bit, with one part in memory at a time."""
+"""Offloaded models give what whole models give, bit for bit, with one part in memory at a time."""
 
 import json
 import re
@@ -31,9 +31,9 @@ from transformers import (
 )
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
-from fragility_adjoint.offload.files import Checkpoint, open_hollow
-from fragility_adjoint.offload.lockstep import meet, side_by_side
-from fragility_adjoint.offload.offloaded import hollow_parameter, is_hollow, load_when_running, parts
+from fragility_adjoint.offload.files import Checkpoint, open_offloaded
+from fragility_adjoint.offload.lockstep import barrier, side_by_side
+from fragility_adjoint.offload.offloaded import is_offloaded, load_when_running, offloaded_parameter, parts
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
@@ -44,7 +44,7 @@ from fragility_lab.diagnosis import needs, streaming
 from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.diagnosis.parts import command
 from fragility_lab.inputs.checkpoints import load_model
-from fragility_lab.inputs.hollow import load_hollow, on_meta
+from fragility_lab.inputs.offloaded import load_offloaded, on_meta
 from fragility_lab.paths import CHECKPOINTS
 
 BASE = {
@@ -69,7 +69,7 @@ PASSES = [
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def both(request, tmp_path_factory):
-    """A whole model and a hollow one, from the same shards."""
+    """A whole model and an offloaded one, from the same shards."""
     folder = tmp_path_factory.mktemp(request.param)
     config = FAMILIES[request.param]
     if request.param == "gpt2":
@@ -82,7 +82,7 @@ def both(request, tmp_path_factory):
     model.save_pretrained(folder, max_shard_size="20KB")
     assert len([*folder.glob("*.safetensors")]) > 3
     whole = load_model(str(folder), "cpu", AutoModelForCausalLM)
-    return whole, load_hollow(str(folder), "cpu")
+    return whole, load_offloaded(str(folder), "cpu")
 
 
 def assert_same(one: pd.DataFrame, other: pd.DataFrame) -> None:
@@ -118,7 +118,7 @@ def test_other_families_are_those_that_transformers_loads(config, tiny_tokens, t
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     found = []
-    for load in (load_model, load_hollow):
+    for load in (load_model, load_offloaded):
         model = load(str(tmp_path), "cpu", AutoModelForCausalLM)
         low = lower(model, "bf16")
         estimate = Adjoint(low, model, probes=2, target="kl")(tiny_tokens[:2])
@@ -150,7 +150,7 @@ def test_parameters_beside_the_parts_stay(tiny_tokens):
     for path, x in whole.named_parameters():
         owner, _, name = path.rpartition(".")
         read = partial(torch.clone, x.data)
-        setattr(streamed.get_submodule(owner), name, hollow_parameter(x.shape, x.dtype, x.device, read))
+        setattr(streamed.get_submodule(owner), name, offloaded_parameter(x.shape, x.dtype, x.device, read))
     load_when_running(streamed)
     lows = [lower(model, "bf16") for model in (whole, streamed)]
     with torch.no_grad(), lows[0].running():
@@ -242,7 +242,7 @@ def test_windows_that_choose_other_experts_share_what_is_read(tiny_tokens, tmp_p
     names, read = Counter(), Checkpoint.read
     monkeypatch.setattr(Checkpoint, "read", lambda self, name, *given: names.update([name]) or read(self, name, *given))
     for implementation in ("eager", "grouped_mm"):
-        model = load_hollow(str(tmp_path), "cpu", AutoModelForCausalLM)
+        model = load_offloaded(str(tmp_path), "cpu", AutoModelForCausalLM)
         model.set_experts_implementation(implementation)
         estimate = Adjoint(lower(model, "bf16"), model, probes=3, target="kl")
         estimate(tiny_tokens[:1, :6])  # finds out what cannot go back at once
@@ -291,7 +291,7 @@ def test_an_interrupt_ends_all_passes():
             if len(ended) == 5:
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.01)
-            meet()
+            barrier()
 
     with pytest.raises(KeyboardInterrupt):
         side_by_side([partial(one, number) for number in range(3)])
@@ -309,17 +309,17 @@ def test_a_system_that_gives_no_more_threads_ends_all_passes(monkeypatch):
     monkeypatch.setattr(ThreadPoolExecutor, "submit", scarce)
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        side_by_side([meet] * 4)
+        side_by_side([barrier] * 4)
     assert threading.active_count() == before
 
 
 def test_entries_are_there_when_asked_for(both):
-    whole, hollow = both
-    assert is_hollow(hollow) and not is_hollow(whole)
-    for (path, exact), parameter in zip(whole.named_parameters(), hollow.parameters()):
+    whole, offloaded = both
+    assert is_offloaded(offloaded) and not is_offloaded(whole)
+    for (path, exact), parameter in zip(whole.named_parameters(), offloaded.parameters()):
         assert torch.equal(entries(parameter), exact) and parameter.isnan().all(), path
-    with loaded(hollow), loaded(hollow):
-        assert not any(p.isnan().any() for p in hollow.parameters())
+    with loaded(offloaded), loaded(offloaded):
+        assert not any(p.isnan().any() for p in offloaded.parameters())
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -349,22 +349,22 @@ def test_tensors_that_transformers_ignores_are_no_hindrance(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {"model.layers.92.mlp.up_proj.weight": torch.ones(48, 32)}, file, {"format": "pt"})
     tokens = torch.arange(8)[None]
-    found = [load(str(tmp_path), "cpu", AutoModelForCausalLM)(tokens).logits for load in (load_model, load_hollow)]
+    found = [load(str(tmp_path), "cpu", AutoModelForCausalLM)(tokens).logits for load in (load_model, load_offloaded)]
     assert torch.equal(*found)
 
 
 def test_files_that_lack_weights_are_refused_at_once(folder):
     change(folder, lambda weights: weights.pop(next(path for path in weights if "ln_f.weight" in path)))
     with pytest.raises(OSError, match=r"must hold all weights of its model, but .* lacks transformer.ln_f.weight"):
-        load_hollow(str(folder))
+        load_offloaded(str(folder))
     with pytest.raises(OSError, match=r"the files lack transformer.ln_f.weight: load the whole model"):
         opened(folder)
 
 
 def opened(folder):
-    """The hollow model in ``folder``, whose weights nobody compared with its configuration."""
+    """The offloaded model in ``folder``, whose weights nobody compared with its configuration."""
     made = on_meta(str(folder))
-    return open_hollow(made, Checkpoint(folder.glob("*.safetensors"), made))
+    return open_offloaded(made, Checkpoint(folder.glob("*.safetensors"), made))
 
 
 def spoil(folder, broken):
@@ -380,7 +380,7 @@ def spoil(folder, broken):
 def test_weights_of_another_shape_are_refused_at_once(folder):
     spoil(folder, lambda x: x[1:])
     with pytest.raises(OSError, match=r"must have the shapes .* has transformer.ln_f.weight \(\d+,\) for \(\d+,\)"):
-        load_hollow(str(folder), "cpu")
+        load_offloaded(str(folder), "cpu")
     model = opened(folder)
     with pytest.raises(ValueError, match=r"must fit its model, got .*ln_f.weight of \(\d+,\) for \(\d+,\)"):
         model(torch.arange(8)[None])
@@ -388,7 +388,7 @@ def test_weights_of_another_shape_are_refused_at_once(folder):
 
 def test_weights_that_are_not_finite_are_refused_when_they_are_read(folder):
     spoil(folder, lambda x: x / 0)
-    model = load_hollow(str(folder), "cpu")
+    model = load_offloaded(str(folder), "cpu")
     with pytest.raises(ValueError, match="finite"):
         model(torch.arange(8)[None])
 
@@ -398,7 +398,7 @@ def test_an_index_names_files_of_its_own_folder(folder):
     index = {"weight_map": {"a": "../elsewhere.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(OSError, match="model.safetensors.index.json must name files of the folder"):
-        load_hollow(str(folder))
+        load_offloaded(str(folder))
 
 
 # --- The diagnosis ----------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_a_streamed_diagnosis_says_the_same(monkeypatch):
         monkeypatch.setattr(needs, "free_memory", lambda device, free=free: free)
         request = diagnosis.Request(**asked)
         inputs, tokens = diagnosis.load(request)
-        assert is_hollow(inputs.model) == (form == "streamed")
+        assert is_offloaded(inputs.model) == (form == "streamed")
         monkeypatch.setattr(needs, "free_memory", lambda device: 10**12)
         expected = diagnosis.forecast(request, inputs, tokens)
         assert ("; streamed, as the whole form takes" in str(expected)) == (form == "streamed")

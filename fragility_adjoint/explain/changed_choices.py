@@ -10,7 +10,7 @@ from fragility_adjoint.explain.realisations import Realisations
 from fragility_adjoint.predictor.targets import logits
 from fragility_core.numerics.formats import NumberFormat
 
-RIVALS = 32  # tokens that may take the first place
+TOP_K = 32  # tokens that may take the first place
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Competition:
 def next_tokens(
     realisations: Realisations, tokens: Tensor, draws: int, exact: Tensor | None = None
 ) -> Competition:  # fmt: skip
-    """The competition for the next token at every position of ``tokens`` (B, T), among the RIVALS largest logits.
+    """The competition for the next token at every position of ``tokens`` (B, T), among the TOP_K largest logits.
 
     ``exact`` (B, T, vocabulary) are the logits without errors, if they are known. Raises ValueError for fewer than one
     of the ``draws``.
@@ -59,8 +59,8 @@ def next_tokens(
 
 
 def competition(exact: Tensor, drawn: Iterable[Tensor], stored: NumberFormat | None) -> Competition:
-    """The competition among the RIVALS largest of the ``exact`` logits (..., vocabulary), from ``drawn`` logits."""
-    order = exact.topk(min(RIVALS, exact.shape[-1]), -1).indices.sort(-1).values
+    """The competition among the TOP_K largest of the ``exact`` logits (..., vocabulary), from ``drawn`` logits."""
+    order = exact.topk(min(TOP_K, exact.shape[-1]), -1).indices.sort(-1).values
     exact = exact.gather(-1, order)  # (..., k)
     return Competition(exact, torch.stack([logits.gather(-1, order) - exact for logits in drawn]), stored)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.internals import mark_stored, stored_as
-from fragility_adjoint.offload.offloaded import is_hollow
+from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.predictor.leaves import Held, Leaves
@@ -136,7 +136,7 @@ class RealisedArithmetic(LowArithmetic):
     """
 
     def __init__(self, at: LowArithmetic, held: Held, base: str, rounding: Rounding | None):
-        super().__init__(at.recipe, at.tape, held, rounding=at.rounding)
+        super().__init__(at.recipe, at.recorder, held, rounding=at.rounding)
         self.base, self.rounding_by = base, rounding
         self.format = Realised(at.recipe.kernels, rounding)
 
@@ -145,7 +145,7 @@ class RealisedArithmetic(LowArithmetic):
         in_place: bool = False, format: NumberFormat | None = None,
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
-        if not constant and (not self.base or within(self.tape.path[-1], self.base)):
+        if not constant and (not self.base or within(self.recorder.path[-1], self.base)):
             numbers = self.format if format is None else Realised(format, self.rounding_by)
             y.data.copy_(numbers.round(y.data, alike=name == "operand"))
         return self._marked(y)
@@ -159,7 +159,7 @@ class Realisations:
 
     def __init__(self, adjoint: Adjoint, seed: int = 0):
         """``seed`` draws the signs. Raises ValueError for a model that is streamed, part by part."""
-        if is_hollow(adjoint.model):
+        if is_offloaded(adjoint.model):
             raise ValueError("errors are realised for all weights at once, but the model is streamed: load it whole")
         self.adjoint, self.at = adjoint, adjoint.points[-1]
         self.generator = torch.Generator(next(adjoint.model.parameters()).device).manual_seed(seed)
@@ -211,7 +211,7 @@ class Realisations:
         adjoint = self.adjoint
         with adjoint.lock, torch.inference_mode(False), torch.no_grad():
             held = self.at.held if rounding is None else self._held(rounding)
-            adjoint.tape.begin()
+            adjoint.recorder.begin()
             with RealisedArithmetic(self.at, held, base, rounding):
                 return run(adjoint.model)
 

@@ -120,7 +120,9 @@ class Choices:
         self.weights = sum(p.entries for p in stored if p.linear)
         self.fixed_bits = sum(p.entries * p.bits for p in stored if not p.linear)  # of all that has no scheme
         sizes = self._sizes(model)
-        self.bits = np.array([[sum(sizes[p] for p in group) * width(r) for r in recipes.values()] for group in groups])
+        self.bits = np.array(
+            [[sum(sizes[p] for p in group) * bits_per_weight(r) for r in recipes.values()] for group in groups]
+        )
         allowed = np.ones(self.bits.shape, dtype=bool)
         if self.kernels != "fp32" and any(inside):
             allowed[:, -1] = inside
@@ -313,6 +315,6 @@ def identities(places: pd.DataFrame) -> pd.MultiIndex:
     return pd.MultiIndex.from_arrays([*key, places.groupby(key).cumcount()])
 
 
-def width(recipe: Recipe) -> float:
+def bits_per_weight(recipe: Recipe) -> float:
     """Bits of an entry of the linear weights, with its share of the scales."""
     return (recipe.linear.weights or recipe.kernels).bits

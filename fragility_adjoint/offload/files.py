@@ -1,4 +1,4 @@
-"""Hollow models whose parameters are read from memory-mapped safetensors files."""
+"""Offloaded models whose parameters are read from memory-mapped safetensors files."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fragility_adjoint.internals import fill_buffers, is_ignored
-from fragility_adjoint.offload.offloaded import hollow_parameter, load_when_running
+from fragility_adjoint.offload.offloaded import load_when_running, offloaded_parameter
 from fragility_core.models.paths import within
 
 Device = torch.device | str | int
@@ -108,10 +108,10 @@ def device_of(places: Mapping[str, Device], path: str) -> torch.device:
     return torch.device(places[max(around, key=len)])
 
 
-def open_hollow(
+def open_offloaded(
     model: PreTrainedModel, checkpoint: Checkpoint, device: Device | Mapping[str, Device] = "cpu"
 ) -> PreTrainedModel:  # fmt: skip
-    """The fp32 ``model`` on the device "meta", changed in place: a hollow model on ``device`` in eval mode.
+    """The fp32 ``model`` on the device "meta", changed in place: an offloaded model on ``device`` in eval mode.
 
     Its parameters are read from its ``checkpoint`` when they are needed. ``device`` may give several devices by the
     paths of modules, as a ``device_map`` of transformers does; what a part receives is moved to the part's device.
@@ -139,7 +139,7 @@ def open_hollow(
             model.get_submodule(owner).register_buffer(name, read().to(x.dtype))
             continue
         if id(x) not in new:
-            new[id(x)] = hollow_parameter(x.shape, torch.float32, place, read)
+            new[id(x)] = offloaded_parameter(x.shape, torch.float32, place, read)
         setattr(model.get_submodule(owner), name, new[id(x)])
     load_when_running(model)
     return model.eval()

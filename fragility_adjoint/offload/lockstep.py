@@ -1,4 +1,4 @@
-"""Passes that run side by side, so that each part of a hollow model is read once for all of them.
+"""Passes that run side by side, so that each part of an offloaded model is read once for all of them.
 
 Every pass has a thread of its own, and they take turns: a pass runs to the entrance of the next part, and waits there
 until the others have come to it, too. So all numbers are those of passes that run one after the other.
@@ -34,7 +34,7 @@ class LastRead:
         self._held.close()
 
 
-class Ended(BaseException):
+class Cancelled(BaseException):
     """Raised in a pass after an interrupt, or when another one has failed."""
 
 
@@ -64,7 +64,7 @@ class Passes:
                 self._left.remove(number)
                 self._changed.notify_all()
 
-    def meet(self, number: int) -> None:
+    def barrier(self, number: int) -> None:
         """Wait until every other pass has come to an entrance, or has ended."""
         with self._changed:
             self._next(number)
@@ -83,13 +83,13 @@ class Passes:
     def _wait(self, number: int) -> None:
         self._changed.wait_for(lambda: self._failed or self._turn == number)
         if self._failed:
-            raise Ended
+            raise Cancelled
 
 
 _running: ContextVar[tuple[Passes, int] | None] = ContextVar("running", default=None)
 
 
-def meet() -> LastRead | None:
+def barrier() -> LastRead | None:
     """Called at the entrance of a part: wait for the passes beside this one; None if there are none.
 
     Returns what they have read last.
@@ -98,7 +98,7 @@ def meet() -> LastRead | None:
     if running is None:
         return None
     passes, number = running
-    passes.meet(number)
+    passes.barrier(number)
     return passes.last
 
 
@@ -118,6 +118,6 @@ def side_by_side(passes: Sequence[Callable[[], Result]]) -> list[Result]:
             turns.fail()
             raise
     failures = [future.exception() for future in futures]
-    if failure := next((each for each in failures if each is not None and not isinstance(each, Ended)), None):
+    if failure := next((each for each in failures if each is not None and not isinstance(each, Cancelled)), None):
         raise failure
     return [future.result() for future in futures]

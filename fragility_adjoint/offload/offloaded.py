@@ -1,7 +1,7 @@
-"""Hollow models: parameters without memory, which are read when the part that owns them runs, and dropped after it.
+"""Offloaded models: parameters without memory, which are read when the part that owns them runs, and dropped after it.
 
 A part is a block, or a module outside of blocks that owns parameters, such as an embedding, the final norm or the head.
-A hollow model takes the memory of its largest part, and the rest of the project uses it like any other: it can be
+An offloaded model takes the memory of its largest part, and the rest of the project uses it like any other: it can be
 lowered, run, monitored and estimated (``numerics.presence``).
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.internals import own_forward
-from fragility_adjoint.offload.lockstep import meet
+from fragility_adjoint.offload.lockstep import barrier
 from fragility_core.models.paths import block_paths
 from fragility_core.numerics.internals import replace_forward, spreading_hooks
 from fragility_core.numerics.nested import entering
@@ -25,7 +25,7 @@ M_MMAP_THRESHOLD = -3  # its number in malloc.h
 
 
 class Source:
-    """Fills a hollow parameter with what ``read`` returns, while at least one context asks for it."""
+    """Fills an offloaded parameter with what ``read`` returns, while at least one context asks for it."""
 
     def __init__(self, read: Callable[[], Tensor], empty: Tensor):
         self.read, self.empty, self.asked = read, empty, 0
@@ -44,15 +44,15 @@ class Source:
                 parameter.data = self.empty
 
     def another(self, *of) -> nn.Parameter:
-        """``hollow_parameter`` of these arguments."""
-        return hollow_parameter(*of)
+        """``offloaded_parameter`` of these arguments."""
+        return offloaded_parameter(*of)
 
 
-def hollow_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device, read: Callable[[], Tensor]):
+def offloaded_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device, read: Callable[[], Tensor]):
     """A parameter that takes four bytes until ``loaded`` fills it with what ``read`` returns.
 
-    It has its shape, dtype and device at all times. All its entries are NaN while it is hollow, so that a computation
-    with it is noticed.
+    It has its shape, dtype and device at all times. All its entries are NaN while it is offloaded, so that a
+    computation with it is noticed.
     """
     empty = torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
     parameter = nn.Parameter(empty, requires_grad=False)
@@ -72,22 +72,22 @@ def widen(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data.float() if source.asked else source.empty
 
 
-def is_hollow(model: nn.Module) -> bool:
-    """Whether some parameter of ``model`` is hollow."""
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether some parameter of ``model`` is offloaded."""
     return any(source_of(parameter) is not None for parameter in model.parameters())
 
 
 def require_own_places(model: nn.Module) -> None:
-    """Raises ValueError where accelerate moves values between the parts of a hollow ``model``."""
+    """Raises ValueError where accelerate moves values between the parts of an offloaded ``model``."""
     if spreading_hooks(model) and any(isinstance(own_forward(m), Loading) for m in model.modules()):
         raise ValueError(
             "a streamed model must be opened on its devices, but accelerate has spread this one afterwards: give the "
-            "places of its modules to fragility_adjoint.offload.files.open_hollow"
+            "places of its modules to fragility_adjoint.offload.files.open_offloaded"
         )
 
 
 def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:
-    """A copy of ``parameter``; that of a hollow one is hollow, too, and reads the same entries."""
+    """A copy of ``parameter``; that of an offloaded one is offloaded, too, and reads the same entries."""
     source = source_of(parameter)
     if source is None:
         return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
@@ -120,7 +120,7 @@ class Loading:
 
     def __call__(self, *args, **kwargs):
         args, kwargs = entering(self.module, args, kwargs)
-        if (last := meet()) is not None:
+        if (last := barrier()) is not None:
             last.ask(id(self.module), partial(loaded, self.module))
         with loaded(self.module):
             return self.forward(*args, **kwargs)
@@ -136,7 +136,7 @@ def return_freed_memory() -> None:
 
 
 def load_when_running(model: nn.Module) -> None:
-    """Let every part of the hollow ``model`` read its parameters when it runs; read all others now, to stay."""
+    """Let every part of the offloaded ``model`` read its parameters when it runs; read all others now, to stay."""
     return_freed_memory()
     found = parts(model)
     for module in found.values():

@@ -23,11 +23,12 @@ Limits:
 - The prediction is the mean over realisations of the rounding errors. The error of a single pass scatters about it.
 - Errors that are alike add up to more, or less, than independent ones. This happens in a channel that has nearly the
   same large value at every position. For inputs of linear layers that a recipe rounds, errors are summed over positions
-  first (``recorder.Tape.record``); elsewhere they are taken as independent. ``coherence`` says by how much the errors
-  of a pass add up to more or less, and which pairs of sites reinforce each other or cancel; with ``secant`` slopes they
-  add up to the measured error. The standard error does not show this, since it is the scatter of the probes alone. With
-  p probes, the error of the estimate over its standard error follows a t distribution with p - 1 degrees of freedom. -
-  The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in
+  first (``recorder.ErrorRecorder.record``); elsewhere they are taken as independent. ``coherence`` says by how much the
+  errors of a pass add up to more or less, and which pairs of sites reinforce each other or cancel; with ``secant``
+  slopes they add up to the measured error. The standard error does not show this, since it is the scatter of the probes
+  alone. With p probes, the error of the estimate over its standard error follows a t distribution with p - 1 degrees of
+  freedom.
+- The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in
   fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
 - A mixture of experts may choose other experts after rounding, which no derivative sees. ``realisations`` draws errors,
   and so predicts how many choices change, of experts and of next tokens (``flips``).

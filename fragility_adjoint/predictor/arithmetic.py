@@ -20,7 +20,7 @@ from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_st
 from fragility_adjoint.predictor.calls import FunctionCall
 from fragility_adjoint.predictor.leaves import Held
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
-from fragility_adjoint.predictor.recorder import Tape, has_short_range, local_error, stochastic_error
+from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
 from fragility_adjoint.predictor.sites import SUMS
 from fragility_adjoint.predictor.windows import over_windows
 from fragility_adjoint.quantization.operands import storages
@@ -87,7 +87,7 @@ class Through:
 
 
 class LowArithmetic(TorchFunctionMode):
-    """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``tape``.
+    """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``recorder``.
 
     - ``held`` has the fp32 tensors that stand for parameters and buffers.
     - ``stochastic``: recorded is the standard deviation of stochastic rounding, not the error of rounding to nearest.
@@ -96,11 +96,11 @@ class LowArithmetic(TorchFunctionMode):
     """
 
     def __init__(
-        self, recipe: Recipe, tape: Tape, held: Held,
+        self, recipe: Recipe, recorder: ErrorRecorder, held: Held,
         stochastic: bool = False, rounding: bool = True, exact: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.recipe, self.format, self.tape, self.held = recipe, recipe.kernels, tape, held
+        self.recipe, self.format, self.recorder, self.held = recipe, recipe.kernels, recorder, held
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
 
@@ -130,9 +130,9 @@ class LowArithmetic(TorchFunctionMode):
             return self.dtype(args[0])
         call = FunctionCall(func, args, kwargs, self._to_fp32)
         if call.name == "topk":
-            self.tape.mark_module("router")
+            self.recorder.mark_module("router")
         elif call.product == "values":
-            self.tape.mark_module("attention")
+            self.recorder.mark_module("attention")
         if call.product == "weights" and self.held.linear:
             self._round_inputs(call)
         if self.rounding:
@@ -146,8 +146,8 @@ class LowArithmetic(TorchFunctionMode):
 
     def function(self, call: FunctionCall) -> Callable:
         """What computes ``call``: a product, or a lookup in a table, may have gradients that take less time."""
-        if call.name == "embedding" and self.tape.takes_rows(call.args[0]):
-            return partial(look_up_rows, self.tape)
+        if call.name == "embedding" and self.recorder.takes_rows(call.args[0]):
+            return partial(look_up_rows, self.recorder)
         fast = fast_products(call.floating[0].device) if call.product else {}
         return fast.get((call.name, call.product), call.func)
 
@@ -196,7 +196,7 @@ class LowArithmetic(TorchFunctionMode):
         if not low:
             return result
         if call.in_place:
-            if len(self.tape.now.windows) > 1:
+            if len(self.recorder.now.windows) > 1:
                 raise RuntimeError(f"a pass of several windows follows no change in place, got {call.name}")
             self._round_result(call.args[0], call)
             return result
@@ -248,14 +248,14 @@ class LowArithmetic(TorchFunctionMode):
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
-        stream = stream and call.name in SUMS and is_block(self.tape.path[-1])
+        stream = stream and call.name in SUMS and is_block(self.recorder.path[-1])
         return mark_stream(self.round(y, call.name, call.product, stream, constant, call.in_place), stream)
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
         in_place: bool = False, format: NumberFormat | None = None,
     ) -> Tensor:  # fmt: skip
-        """The result ``y`` of the kernel ``name``, rounded in its own memory; its error is recorded on the tape.
+        """The result ``y`` of the kernel ``name``, rounded in its own memory; its error is recorded on the recorder.
 
         ``product`` and ``stream`` are those of ``recorder.Place``. A ``constant`` is rounded without a record.
         ``format`` is that of the context unless given. If ``y`` has no gradient, a tensor that has one is returned for
@@ -267,7 +267,7 @@ class LowArithmetic(TorchFunctionMode):
     def _rounded(
         self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: NumberFormat
     ) -> Tensor:  # fmt: skip
-        windows = len(self.tape.now.windows)
+        windows = len(self.recorder.now.windows)
         if windows > 1 and len(y) == 1 and not constant:  # what windows have in common has a gradient in each of them
             y = y.expand(windows, *y.shape[1:]).contiguous()
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
@@ -276,29 +276,29 @@ class LowArithmetic(TorchFunctionMode):
             if not self.exact:
                 exact.copy_(rounded)
             return y
-        place, error = self.tape.kernel(name, product, stream), local_error(exact, rounded)
+        place, error = self.recorder.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(format):
-            self.tape.record_extremes(place, rounded)
+            self.recorder.record_extremes(place, rounded)
         if self.stochastic:
             error = stochastic_error(error, exact, format)
         if not self.exact:
             exact.copy_(rounded)
         if y.requires_grad and is_view(y) and in_place:
-            self.tape.watch_view(place, y, error)
+            self.recorder.watch_view(place, y, error)
         elif y.requires_grad:
             y = NotAView.apply(y) if is_view(y) else y
-            self.tape.watch(place, y, error)
+            self.recorder.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()
-            self.tape.watch_leaf(place, leaf, lambda gradient: [error * gradient])
-            self.tape.now.leaves.append(leaf)
+            self.recorder.watch_leaf(place, leaf, lambda gradient: [error * gradient])
+            self.recorder.now.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()
         return y
 
     def _stored(self, exact: Tensor, format: NumberFormat) -> Tensor:
         """The numbers ``exact`` of all windows of the pass as ``format`` stores them, in fp32."""
-        if len(self.tape.now.windows) > 1 and not format.elementwise:  # a scale is that of one window
+        if len(self.recorder.now.windows) > 1 and not format.elementwise:  # a scale is that of one window
             return torch.stack([format.round(own) for own in exact]).float()
         return format.round(exact).float()
 

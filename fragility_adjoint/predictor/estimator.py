@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fragility_adjoint.internals import behind, copy_marks, mark_stream, reference_of, version_of, without_vmap_fallback
 from fragility_adjoint.offload.lockstep import side_by_side
-from fragility_adjoint.offload.offloaded import is_hollow
+from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.leaves import Leaves
 from fragility_adjoint.predictor.overflow import first_overflow, with_overflows
 from fragility_adjoint.predictor.prediction import Prediction, predict
 from fragility_adjoint.predictor.probes import backward
-from fragility_adjoint.predictor.recorder import Tape
+from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_adjoint.predictor.secant import SecantArithmetic
 from fragility_adjoint.predictor.sites import Sites
 from fragility_adjoint.predictor.streamed import Stream
@@ -93,7 +93,7 @@ class Adjoint:
             raise ValueError(
                 f'gradients={gradients!r} needs the fp32 reference, and rounding to nearest: use gradients="low"'
             )
-        if gradients == "secant" and is_hollow(low.model):
+        if gradients == "secant" and is_offloaded(low.model):
             raise ValueError(
                 'gradients="secant" needs all values of both passes, but the model is streamed: load it whole'
             )
@@ -102,36 +102,36 @@ class Adjoint:
         self.low, self.recipe, self.target = low, recipe, get_target(target)
         self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails
-        self.batch = 1 if is_hollow(low.model) or gradients == "secant" else batch
+        self.batch = 1 if is_offloaded(low.model) or gradients == "secant" else batch
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
         rounding = self._dtype != torch.float32
         self.model = sharing_copy(low.model)
-        self.tape, self.lock = Tape(), threading.Lock()
+        self.recorder, self.lock = ErrorRecorder(), threading.Lock()
         self._sites = pd.DataFrame()
-        self.leaves = leaves = Leaves(low, self.model, reference, self.tape, self._dtype)
-        self._stream = Stream(self.model, leaves, self.tape) if is_hollow(self.model) else None
+        self.leaves = leaves = Leaves(low, self.model, reference, self.recorder, self._dtype)
+        self._stream = Stream(self.model, leaves, self.recorder) if is_offloaded(self.model) else None
         stays = leaves.tensors if self._stream is None else self._stream.staying
         kept = stays if self._stream is None else []
         self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
         self.points = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
-            held = leaves.make(kept, exact, lambda path, *leaf: self.tape.watch_leaf(*leaf, kept=True))
+            held = leaves.make(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
             if self.secant:
-                self.points.append(SecantArithmetic(self.recipe, self.tape, held, rounding, self.target.between))
+                self.points.append(SecantArithmetic(self.recipe, self.recorder, held, rounding, self.target.between))
             else:
-                self.points.append(LowArithmetic(self.recipe, self.tape, held, stochastic, rounding, exact))
+                self.points.append(LowArithmetic(self.recipe, self.recorder, held, stochastic, rounding, exact))
         self._follow_modules()
         if not (stochastic or self.secant):
             self._recompute(rounding)
 
     def _follow_modules(self) -> None:
-        """Let the tape know which module's forward is running, and mark the residual stream."""
-        tape = self.tape
+        """Let the recorder know which module's forward is running, and mark the residual stream."""
+        recorder = self.recorder
         for path, module in self.model.named_modules():
-            module.register_forward_pre_hook(lambda module, args, path=path: tape.enter(path))
-            module.register_forward_hook(lambda module, args, output: tape.leave())
+            module.register_forward_pre_hook(lambda module, args, path=path: recorder.enter(path))
+            module.register_forward_hook(lambda module, args, output: recorder.leave())
             if is_block(path):
                 module.register_forward_pre_hook(mark_block_input, with_kwargs=True)
 
@@ -143,7 +143,7 @@ class Adjoint:
             register_attention(recomputed.RECOMPUTED_EAGER, recomputed.recomputed_attention)
             self.model.set_attn_implementation(recomputed.RECOMPUTED_EAGER if rounding else "sdpa")
         for module in elementwise_modules(self.model):
-            replace_forward(module, recomputed.Activation(self.low, self.tape, module))
+            replace_forward(module, recomputed.Activation(self.low, self.recorder, module))
 
     @property
     def knows_signs(self) -> bool:
@@ -171,7 +171,7 @@ class Adjoint:
         if any(version_of(parameter) != version for parameter, version in self._versions):
             raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
         with self.lock, torch.inference_mode(False):
-            self.tape.clear()  # a prediction before may have been interrupted
+            self.recorder.clear()  # a prediction before may have been interrupted
             alike = windows_of(tokens, self.seed, seeds, counted, attention_mask)
             single = [window for some in alike for window in some.split(1)]
             if self._stream is None:
@@ -181,8 +181,8 @@ class Adjoint:
                 with self._stream:
                     found = self._passes(single)
             norms, errors = zip(*found)
-            contributions = self.tape.contributions(len(tokens), self.probes)
-            inside, below = self.tape.overflows()
+            contributions = self.recorder.contributions(len(tokens), self.probes)
+            inside, below = self.recorder.overflows()
             for window in below.keys() - inside.keys():  # masks store -inf, too
                 tokens = single[window].tokens
                 if first_overflow(self.low, lambda model, x=tokens: self.target.output(model, x)) is not None:
@@ -198,18 +198,18 @@ class Adjoint:
                 measured = (size / norms) ** (2 if self.target.squared else 1)
                 prediction.windows.insert(3, "measured", measured.numpy())
                 prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
-            places = list(self.tape.places)
+            places = list(self.recorder.places)
             stored = {window: places[place] for window, place in inside.items()}
             return with_overflows(prediction, self.low, [each.tokens for each in single], stored)
 
     def _together(self, windows: Windows) -> list[Size]:
         """As ``_passes`` of ``windows`` that share a pass, or else one by one."""
         if len(windows) > 1:
-            before, at_once = self.tape.mark(), self.at_once
+            before, at_once = self.recorder.mark(), self.at_once
             try:
                 return self._passes([windows])
             except Exception:  # a kernel that does not take several windows, or what a pass of one window raises, too
-                self.tape.rewind(before)
+                self.recorder.rewind(before)
                 self.at_once = at_once
         found = [each for window in windows.split(1) for each in self._passes([window])]
         if len(windows) > 1:
@@ -227,7 +227,7 @@ class Adjoint:
         return sizes
 
     def _passes_at(self, point: LowArithmetic, batches: Sequence[Windows]) -> list[Size]:
-        self.tape.shares = SHARES[len(self.points), point.exact]
+        self.recorder.shares = SHARES[len(self.points), point.exact]
         found = side_by_side([partial(self._forward, point, windows) for windows in batches])
         finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
         signs = [windows.signs(final, self.probes) for windows, final in zip(batches, finals)]
@@ -237,17 +237,17 @@ class Adjoint:
 
     def _forward(self, point: LowArithmetic, windows: Windows) -> tuple[Tensor, list[Tensor]]:
         """The target's output (W, T, ...) for ``windows``, and the leaves from which it was computed."""
-        self.tape.begin(windows.numbers)
+        self.recorder.begin(windows.numbers)
         if len(windows) > 1:
             return self._forward_together(point, windows)
         arithmetic, *ends = [point] if self._stream is None else self._stream.begin(point)
         with arithmetic, torch.enable_grad():
             final = self.target.output(self.model, windows.tokens)
-        return final, [*self.tape.now.leaves, *arithmetic.held.leaves, *ends]
+        return final, [*self.recorder.now.leaves, *arithmetic.held.leaves, *ends]
 
     def _forward_together(self, point: LowArithmetic, windows: Windows) -> tuple[Tensor, list[Tensor]]:
         """As ``_forward``: each window has leaves of its own, in the memory of the point's."""
-        leaves = {id(leaf): self.tape.own_leaf(leaf) for leaf in point.held.leaves}
+        leaves = {id(leaf): self.recorder.own_leaf(leaf) for leaf in point.held.leaves}
 
         def of_one(tokens: Tensor, leaves: dict[int, Tensor]) -> Tensor:
             with point.holding(point.held.replaced(leaves)), point:
@@ -255,7 +255,7 @@ class Adjoint:
 
         with torch.enable_grad(), without_vmap_fallback():
             final = torch.func.vmap(of_one)(windows.tokens[:, None], leaves).squeeze(1)
-        return final, [*self.tape.now.leaves, *leaves.values()]
+        return final, [*self.recorder.now.leaves, *leaves.values()]
 
     def _sizes(self, windows: Windows, final: Tensor, signs: Tensor) -> list[Size]:
         """For each window what ``_passes`` returns."""
@@ -275,31 +275,31 @@ class Adjoint:
     def _backward(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
         """Backward passes from ``finals`` for the probes ``signs`` (P, ...) of each: at once, or else one by one."""
         while self.at_once:
-            before = self.tape.mark()
+            before = self.recorder.mark()
             try:
                 self._backward_once(finals, leaves, signs)
                 return
             except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
-                self.tape.rewind(before)
+                self.recorder.rewind(before)
                 if self._stream is not None and self._stream.at_once:
                     self._stream.at_once = False  # in each part one by one, so that it is read once
                 else:
                     self.at_once = False
         try:
             for probe, each in enumerate(zip(*signs)):
-                self.tape.probe = probe
+                self.recorder.probe = probe
                 self._backward_once(finals, leaves, [gradient[None] for gradient in each])
         finally:
-            self.tape.probe = 0
+            self.recorder.probe = 0
 
     def _backward_once(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
         with nullcontext() if self._stream is None else self._stream.backward():
             backward(finals, leaves, signs, keep_graph=True)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
-        """Tidy tables of ``Tape.contributions`` (2, windows, probes, places) and of the target's norms (windows,)."""
-        if len(self._sites) < len(self.tape.places):
-            self._sites = Sites(self.model, self.tape).table()
+        """Tidy tables of the recorder's ``contributions`` (2, windows, probes, places) and the target's norms (W,)."""
+        if len(self._sites) < len(self.recorder.places):
+            self._sites = Sites(self.model, self.recorder).table()
         c2, signed = contributions
         if not self.knows_signs:
             signed = np.full_like(signed, np.nan)
@@ -309,7 +309,7 @@ class Adjoint:
         rows = pd.concat([rows, sites], axis=1).assign(c2=c2.ravel(), signed=signed.ravel())
         windows = pd.DataFrame({"window": range(len(norms)), "norm": norms.numpy()})
         predicted = predict(rows, windows, self.target.squared)
-        return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.tape.ran))
+        return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.recorder.ran))
 
 
 def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

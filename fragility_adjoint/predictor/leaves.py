@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.internals import mark_stored, refer, stored_as
-from fragility_adjoint.predictor.recorder import LARGE, LookedUp, Tape, expected_error, local_error
+from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, LookedUp, expected_error, local_error
 from fragility_adjoint.quantization.operands import operands_by_storage, owner, stored_weights, weight_schemes
 from fragility_adjoint.quantization.quantized import recipe_of
 from fragility_adjoint.quantization.recipes import Operands
@@ -50,9 +50,14 @@ class Leaves:
     """
 
     def __init__(
-        self, low: LowPrecision, model: nn.Module, reference: nn.Module | None, tape: Tape, dtype: torch.dtype
+        self,
+        low: LowPrecision,
+        model: nn.Module,
+        reference: nn.Module | None,
+        recorder: ErrorRecorder,
+        dtype: torch.dtype,
     ):
-        self.recipe, self.weights_only, self.tape, self.dtype = recipe_of(low), low.weights_only, tape, dtype
+        self.recipe, self.weights_only, self.recorder, self.dtype = recipe_of(low), low.weights_only, recorder, dtype
         self.parameters = {path: p for path, p in model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in self.parameters.values()):
             raise ValueError(f"the model must store parameters as {dtype}, as lower() does, got none")
@@ -64,7 +69,7 @@ class Leaves:
         self.tensors = self.parameters | self.buffers
         self.exact = None if reference is None else exact_tensors(reference, self.tensors)
         for path in filter(self.watched, self.tensors):
-            tape.weight(path)  # numbers the places in this order
+            recorder.weight(path)  # numbers the places in this order
 
     def operands(self, path: str) -> Operands:
         """Those of the linear layer that has the weight at ``path``, by any of its names."""
@@ -104,7 +109,7 @@ class Leaves:
                 leaf = (self.exact[path] if at_reference else rounded).detach()
                 if self.watched(path):
                     leaf.requires_grad_()
-                    watch(path, self.tape.weight(path), leaf, self.weighted(path, rounded))
+                    watch(path, self.recorder.weight(path), leaf, self.weighted(path, rounded))
                     if self.exact is not None and not at_reference:
                         refer(leaf, self.exact[path].detach())
                 made[path] = mark_stored(leaf, "weight") if self.is_low(path) and path in self.parameters else leaf

@@ -18,7 +18,7 @@ from torch.nn import functional
 from fragility_adjoint.internals import behind, mark_stored, outside_of_vmap, stored_as, vmap_level
 from fragility_adjoint.predictor.blockwise import BlockwiseAttention
 from fragility_adjoint.predictor.probes import over_probes
-from fragility_adjoint.predictor.recorder import LARGE, Tape, local_error
+from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, local_error
 from fragility_adjoint.predictor.windows import in_common, over_windows
 from fragility_core.numerics.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.numerics.formats import chunks, get_format, has_native_kernels
@@ -37,14 +37,16 @@ class EagerAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, tape: Tape, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        ctx, recorder: ErrorRecorder, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         """The context (N, T, d_v) of heads (N, T, d), those of one window after those of another."""
         with without_function_modes():
             context, error = blockwise.context(query, key, value)
             ctx.save_for_backward(query, key, value, error)
-        ctx.record, ctx.blockwise = tape.recorder(), blockwise
+        ctx.record, ctx.blockwise = recorder.bound_record(), blockwise
         products = {"scores": "values", "softmax": "", "context": "values"}
-        ctx.places = {name: tape.kernel(name, product) for name, product in products.items()}
+        ctx.places = {name: recorder.kernel(name, product) for name, product in products.items()}
         return context
 
     @staticmethod
@@ -67,7 +69,7 @@ def recomputed_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """``attention.observed_attention`` inside of a ``LowArithmetic``, as one autograd function."""
     arithmetic = current_function_mode()
-    arithmetic.tape.mark_module("attention")
+    arithmetic.recorder.mark_module("attention")
     if stored_as(query) is None:  # kept in fp32
         return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
     require_plain_softmax(dropout, attention_mask, options)
@@ -82,7 +84,7 @@ def recomputed_attention(
         mask = mask if mask is None else mask.flatten(0, -4)
         blockwise = BlockwiseAttention(scaling, mask, causal, arithmetic.format, arithmetic.exact)
         heads = (x.flatten(0, -3) for x in (query, key, value))
-        return EagerAttention.apply(arithmetic.tape, blockwise, *heads).unflatten(0, query.shape[:-2])
+        return EagerAttention.apply(arithmetic.recorder, blockwise, *heads).unflatten(0, query.shape[:-2])
 
     return mark_stored(context(query, key, value, attention_mask)).transpose(1, 2), None
 
@@ -104,9 +106,9 @@ class Tabulated(torch.autograd.Function):
     """Entries of a ``table`` (see ``tabulate``) for the 16-bit numbers ``low``; fp32 ``x`` has the same values."""
 
     @staticmethod
-    def forward(ctx, tape: Tape, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx, recorder: ErrorRecorder, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(low)
-        ctx.tape, ctx.windows, ctx.place, ctx.table = tape, tape.now.windows, place, table
+        ctx.recorder, ctx.windows, ctx.place, ctx.table = recorder, recorder.now.windows, place, table
         with without_function_modes():
             return look_up(table[0], low)
 
@@ -123,7 +125,7 @@ class Tabulated(torch.autograd.Function):
             for (numbers,) in chunks(low_numbers):
                 row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
                 given, out = (x[:, first : first + len(numbers)] for x in (gradients, outs))
-                ctx.tape.record(ctx.place, entries(error, row, found) * given, windows=windows)
+                ctx.recorder.record(ctx.place, entries(error, row, found) * given, windows=windows)
                 torch.mul(entries(slope, row, found), given, out=out)
                 first += len(numbers)
         return None, None, None, None, to_x
@@ -135,8 +137,8 @@ class Activation:
     The module's own forward runs where its input is not of the low dtype.
     """
 
-    def __init__(self, low: LowPrecision, tape: Tape, module: nn.Module):
-        self.low, self.tape, self.function, self.type = low, tape, module.forward, type(module)
+    def __init__(self, low: LowPrecision, recorder: ErrorRecorder, module: nn.Module):
+        self.low, self.recorder, self.function, self.type = low, recorder, module.forward, type(module)
         self.table: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -147,8 +149,8 @@ class Activation:
                 self.table = tabulate(self.low, self.function, x.device)
         with without_function_modes():
             low = x.detach().to(self.low.format.compute_dtype).contiguous()
-            place = self.tape.kernel(self.type.__name__)
-            return mark_stored(over_windows(partial(Tabulated.apply, self.tape, place, self.table))(low, x))
+            place = self.recorder.kernel(self.type.__name__)
+            return mark_stored(over_windows(partial(Tabulated.apply, self.recorder, place, self.table))(low, x))
 
 
 class WeightProduct(torch.autograd.Function):
@@ -204,27 +206,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Lookup(torch.autograd.Function):
-    """Rows (..., d) of a ``table`` (V, d). The tape gets their gradient in place of the table's, which is mostly 0."""
+    """Rows (..., d) of a ``table`` (V, d). The recorder gets their gradient, not the table's, which is mostly 0."""
 
     @staticmethod
-    def forward(ctx, tape: Tape, table: Tensor, indices: Tensor, padding: int) -> Tensor:
-        ctx.tape, ctx.table, ctx.indices, ctx.padding = tape, table, indices, padding
+    def forward(ctx, recorder: ErrorRecorder, table: Tensor, indices: Tensor, padding: int) -> Tensor:
+        ctx.recorder, ctx.table, ctx.indices, ctx.padding = recorder, table, indices, padding
         return functional.embedding(indices, table)
 
     @staticmethod
     @over_probes
     def backward(ctx, gradient: Tensor):
         seen = ctx.indices != ctx.padding
-        ctx.tape.look_up(ctx.table, ctx.indices[seen], gradient[:, seen])
+        ctx.recorder.look_up(ctx.table, ctx.indices[seen], gradient[:, seen])
         return None, None, None, None
 
 
 def look_up_rows(
-    tape: Tape, table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+    recorder: ErrorRecorder, table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As ``torch.embedding``, of a leaf whose rows the ``tape`` takes."""
-    return Lookup.apply(tape, table, indices, padding_idx)
+    """As ``torch.embedding``, of a leaf whose rows the ``recorder`` takes."""
+    return Lookup.apply(recorder, table, indices, padding_idx)
 
 
 class FusedAttention(torch.autograd.Function):

@@ -63,7 +63,7 @@ class Pass:
     again: bool = False  # whether a module runs for the second time
 
 
-class Tape:
+class ErrorRecorder:
     """Records ||gradient * error|| and <gradient, error> for every window, probe and place.
 
     Records stay on the device until ``contributions`` is called. Places are numbered in the order in which they are
@@ -174,7 +174,7 @@ class Tape:
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
-        record = self.recorder()
+        record = self.bound_record()
         result.register_hook(of_probes(lambda gradient: record(place, error * gradient)))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
@@ -245,7 +245,7 @@ class Tape:
 
         leaf.register_hook(hook)
 
-    def recorder(self) -> Callable[..., None]:
+    def bound_record(self) -> Callable[..., None]:
         """``record`` for the windows of the running pass, for use in a backward pass, which may be of several."""
         return partial(self.record, windows=self.now.windows)
 
@@ -318,8 +318,8 @@ class Tape:
 def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
     """``exact`` - ``rounded``, and 0 where that is not finite.
 
-    An overflow is no small error; ``Tape.overflows`` reports it. Where it does no harm (masked scores, a saturated
-    tanh) the gradient is 0, and 0 times infinity would be NaN.
+    An overflow is no small error; ``ErrorRecorder.overflows`` reports it. Where it does no harm (masked scores, a
+    saturated tanh) the gradient is 0, and 0 times infinity would be NaN.
     """
     return (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
 

@@ -36,7 +36,7 @@ from fragility_adjoint.internals import base_of, has_reference, is_view, refer, 
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.calls import FunctionCall, in_place
 from fragility_adjoint.predictor.leaves import Held
-from fragility_adjoint.predictor.recorder import Tape
+from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_adjoint.quantization.operands import storages
 from fragility_adjoint.quantization.recipes import Recipe
 from fragility_core.numerics.kernels import EXACT_FUNCTIONS
@@ -266,13 +266,13 @@ class SecantArithmetic(LowArithmetic):
 
     follows_changes = True  # values may change only in functions that this mode sees (``attention.Hiding``)
 
-    def __init__(self, recipe: Recipe, tape: Tape, held: Held, rounding: bool, between: float):
-        super().__init__(recipe, tape, held, rounding=rounding)
+    def __init__(self, recipe: Recipe, recorder: ErrorRecorder, held: Held, rounding: bool, between: float):
+        super().__init__(recipe, recorder, held, rounding=rounding)
         self.slopes, self.between = SecantSlopes(), between
 
     def call(self, func: Callable, *args, **kwargs) -> Any:
         """The result of ``func``, with its reference and secant slopes."""
-        if func in CUT and has_reference(args[0]) and self.tape.path == [""]:  # outside of the model: in a target
+        if func in CUT and has_reference(args[0]) and self.recorder.path == [""]:  # outside of the model: in a target
             return torch.lerp(reference_of(args[0]), args[0].detach(), self.between)
         return self.slopes.call(func, args, kwargs)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pandas as pd
 from torch import nn
 
-from fragility_adjoint.predictor.recorder import Place, Tape
+from fragility_adjoint.predictor.recorder import ErrorRecorder, Place
 from fragility_core.models.paths import block_of, is_norm, within
 
 SUMS = {"add", "add_", "radd", "sub", "sub_", "rsub", "addcmul"}
@@ -40,15 +40,15 @@ def attention_sites(places: Sequence[Place]) -> list[str]:
 
 
 class Sites:
-    """The sites of all places of ``tape`` in ``model``."""
+    """The sites of all places of ``recorder`` in ``model``."""
 
-    def __init__(self, model: nn.Module, tape: Tape):
-        self.places, self.roles, self.ends = list(tape.places), tape.roles, tape.ends
+    def __init__(self, model: nn.Module, recorder: ErrorRecorder):
+        self.places, self.roles, self.ends = list(recorder.places), recorder.roles, recorder.ends
         self.modules = dict(model.named_modules())
         self.blocks = [block_of(place.module) for place in self.places]
         in_blocks = (i for i, place in enumerate(self.places) if self.blocks[i] and place.kind == "kernel")
         self.first_in_block = next(in_blocks, len(self.places))
-        self.attention_branches = {block_of(path)[::2] for path in tape.roles["attention"] if block_of(path)}
+        self.attention_branches = {block_of(path)[::2] for path in recorder.roles["attention"] if block_of(path)}
         self.branches = [block[::2] if block else None for block in self.blocks]
         branches = defaultdict(list)
         for i, place in enumerate(self.places):

@@ -1,4 +1,4 @@
-"""Differentiated passes of hollow models: one part after the other has its weights and its graph.
+"""Differentiated passes of offloaded models: one part after the other has its weights and its graph.
 
 The forward pass runs each part as the whole pass does, and keeps only what entered it. The backward pass runs each part
 again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth. The
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from fragility_adjoint.internals import copy_marks, is_stream, kernels_counted
-from fragility_adjoint.offload.lockstep import LastRead, meet
+from fragility_adjoint.offload.lockstep import LastRead, barrier
 from fragility_adjoint.offload.offloaded import parts
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.leaves import Held, Leaves, Weighted
 from fragility_adjoint.predictor.probes import backward, over_probes
-from fragility_adjoint.predictor.recorder import Tape
+from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_core.numerics.internals import current_function_mode, replace_forward, without_function_modes
 from fragility_core.numerics.nested import entering, map_tensors, tensors
 
@@ -44,10 +44,10 @@ class Uses:
 
 
 class Stream:
-    """The parts of a hollow ``model`` in differentiated passes."""
+    """The parts of an offloaded ``model`` in differentiated passes."""
 
-    def __init__(self, model: nn.Module, leaves: Leaves, tape: Tape):
-        self.leaves, self.tape = leaves, tape
+    def __init__(self, model: nn.Module, leaves: Leaves, recorder: ErrorRecorder):
+        self.leaves, self.recorder = leaves, recorder
         self.owned: dict[str, list[str]] = {}  # paths of tensors by that of the part
         known = {id(x): path for path, x in leaves.tensors.items()}
         self.parts = parts(model)
@@ -64,11 +64,11 @@ class Stream:
         self.lock = threading.Lock()  # of a backward pass: autograd has a thread for each device
 
     def begin(self, point: LowArithmetic) -> tuple[LowArithmetic, Tensor]:
-        """Start a pass of the tape's window, in the arithmetic that is returned: as at ``point``, with its own leaves.
+        """Start a pass of the recorder's window, in the arithmetic that is returned: at ``point``, with own leaves.
 
         A backward pass must go to the tensor that is returned, so that it reaches all parts.
         """
-        uses = self.uses[self.tape.now.windows] = Uses()
+        uses = self.uses[self.recorder.now.windows] = Uses()
         own = copy.copy(point)
         own.held = self.leaves.make(self.staying, point.exact, self.watch)
         return own, uses.anchor
@@ -81,13 +81,13 @@ class Stream:
         yield
         self.last.close()
         for path in sorted({path for uses in self.uses.values() for path, _ in uses.totals}):
-            place, tensor = self.tape.weight(path), self.leaves.tensors[path]
+            place, tensor = self.recorder.weight(path), self.leaves.tensors[path]
             with self.leaves.read([path]):
                 weighted = self.leaves.weighted(path, tensor.detach().float())
             for windows, uses in self.uses.items():
                 for probe in [probe for found, probe in uses.totals if found == path]:
                     total = uses.totals.pop((path, probe)).to(tensor.device)
-                    self.tape.record_pieces(place, weighted(total), windows, probe - self.tape.probe)
+                    self.recorder.record_pieces(place, weighted(total), windows, probe - self.recorder.probe)
 
     def __enter__(self) -> None:
         """Begin passes, which are forgotten with what they have read at the end of the context."""
@@ -104,11 +104,11 @@ class Stream:
 
     def _meet(self) -> None:
         """Wait for the passes beside this one, and count as many kernels as the one that has run the most."""
-        now, uses = self.tape.now, self.uses[self.tape.now.windows]
+        now, uses = self.recorder.now, self.uses[self.recorder.now.windows]
         uses.entered += 1
         self.reached[uses.entered] = max(self.reached[uses.entered], kernels_counted())
-        meet()
-        self.tape.now = now
+        barrier()
+        self.recorder.now = now
         with without_function_modes(), torch.enable_grad():
             while kernels_counted() < self.reached[uses.entered]:
                 uses.anchor.view_as(uses.anchor)
@@ -119,22 +119,22 @@ class Stream:
         with without_function_modes():
             args, kwargs = entering(self.parts[path], args, kwargs)
         self.read(path)
-        self.uses[self.tape.now.windows].counts.update(self.owned[path])
+        self.uses[self.recorder.now.windows].counts.update(self.owned[path])
         call = PartCall(self, path, forward, args, kwargs)
         with without_function_modes():
             inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
         return call.result(inputs)
 
     def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
-        """As ``Tape.watch_leaf``. Gradients of a tensor that the pass uses several times are first added up."""
-        uses = self.uses[self.tape.now.windows]
+        """As ``ErrorRecorder.watch_leaf``; gradients of a tensor that is used several times are added up first."""
+        uses = self.uses[self.recorder.now.windows]
         if uses.counts[path] > 1:
-            self.tape.hook_leaf(leaf, partial(self._add, uses.totals, path))
+            self.recorder.hook_leaf(leaf, partial(self._add, uses.totals, path))
         else:
-            self.tape.watch_leaf(place, leaf, weighted)
+            self.recorder.watch_leaf(place, leaf, weighted)
 
     def _add(self, totals: dict[tuple[str, int], Tensor], path: str, gradient: Tensor) -> None:
-        key, gradient = (path, self.tape.probe), gradient.cpu()
+        key, gradient = (path, self.recorder.probe), gradient.cpu()
         totals[key] = totals[key] + gradient if key in totals else gradient
 
 
@@ -144,7 +144,7 @@ class PartCall:
     def __init__(self, stream: Stream, path: str, forward: Callable, args: tuple, kwargs: dict):
         self.stream, self.path, self.forward = stream, path, forward
         self.arithmetic = current_function_mode()
-        self.bookmark = stream.tape.bookmark(path)
+        self.bookmark = stream.recorder.bookmark(path)
         self.differentiated: list[bool] = []
         self.devices: list[torch.device] = []
         with without_function_modes():
@@ -180,7 +180,7 @@ class PartCall:
     def result(self, inputs: Sequence[Tensor]) -> Any:
         """The result of the part as one differentiable function of ``inputs``."""
         args, kwargs, _ = self.inputs()
-        with self.stream.tape.setting_leaves_apart(), self.arithmetic.holding(self.held()), torch.enable_grad():
+        with self.stream.recorder.setting_leaves_apart(), self.arithmetic.holding(self.held()), torch.enable_grad():
             returned = self.forward(*args, **kwargs)
         with without_function_modes():
             found = list(tensors(returned))
@@ -197,7 +197,7 @@ class PartCall:
         with self.stream.lock:
             self.stream.read(self.path)
             args, kwargs, inputs = self.inputs()
-            with self.stream.tape.replaying(self.bookmark) as made, torch.enable_grad():
+            with self.stream.recorder.replaying(self.bookmark) as made, torch.enable_grad():
                 held = self.held()
                 with self.arithmetic.holding(held), self.arithmetic:
                     returned = self.forward(*args, **kwargs)
@@ -209,14 +209,14 @@ class PartCall:
 
     def _back(self, outputs: Sequence[Tensor], leaves: list, given: Sequence[Tensor], inputs: list) -> list[Tensor]:
         """``probes.backward``: for all probes at once, or else one by one, from the same graph."""
-        tape = self.stream.tape
+        recorder = self.stream.recorder
         if self.stream.at_once:
             return backward(outputs, leaves, given, inputs)
-        found, first = [], tape.probe
-        for tape.probe in range(first, first + len(given[0])):
-            one = [gradient[tape.probe - first, None] for gradient in given]
+        found, first = [], recorder.probe
+        for recorder.probe in range(first, first + len(given[0])):
+            one = [gradient[recorder.probe - first, None] for gradient in given]
             found.append(backward(outputs, leaves, one, inputs, keep_graph=True))
-        tape.probe = first
+        recorder.probe = first
         return [torch.cat(each) for each in zip(*found)]
 
 

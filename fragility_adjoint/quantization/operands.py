@@ -122,13 +122,13 @@ class RoundedOperands(TorchFunctionMode):
         super().__init__()
         self.kernels, self.paused, self.generator = recipe.kernels, paused, generator
         self.recipe, self.weights = recipe, stored_weights(model, recipe)
-        self.hollow = any(map(source_of, self.weights.values()))
+        self.offloaded = any(map(source_of, self.weights.values()))
         self._layers = operands_by_storage(self.weights, recipe)
 
     @property
     def layers(self) -> dict[int, Operands]:
-        """The operands by the addresses of weights; those of a hollow model are elsewhere whenever they are read."""
-        return operands_by_storage(self.weights, self.recipe) if self.hollow else self._layers
+        """The operands by the addresses of weights, which those of an offloaded model change whenever they are read."""
+        return operands_by_storage(self.weights, self.recipe) if self.offloaded else self._layers
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -18,7 +18,7 @@ from fragility_adjoint.quantization.operands import (
     weight_schemes,
     with_known_layers,
 )
-from fragility_adjoint.quantization.recipes import GIVEN, RECIPES, Recipe, get_recipe
+from fragility_adjoint.quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe
 from fragility_adjoint.quantization.static_scales import needs_calibration
 from fragility_core.models.paths import embedding_paths
 from fragility_core.numerics import lowering
@@ -111,10 +111,10 @@ def lower(model: nn.Module, recipe: str | Recipe | NumberFormat, execution: str 
     return Quantized(low.model, low.format, low.emulation, low.weights_only, chosen)
 
 
-def as_given(rounded: nn.Module) -> Quantized:
+def as_prequantized(rounded: nn.Module) -> Quantized:
     """A model whose weights somebody else has ``rounded``, in fp32 tensors: kernels compute in fp32.
 
-    With the original beside it, ``Adjoint(as_given(rounded), original)`` predicts what the rounding does.
+    With the original beside it, ``Adjoint(as_prequantized(rounded), original)`` predicts what the rounding does.
     """
-    recipe = get_recipe(GIVEN)
+    recipe = get_recipe(PREQUANTIZED)
     return Quantized(rounded, recipe.kernels, None, True, recipe)

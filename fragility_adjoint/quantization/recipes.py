@@ -114,7 +114,7 @@ LINEAR: dict[str, Operands] = {
     "nvfp4-w": weights_only(NVFP4),
     **{name.replace("scaled", "linear"): both(scheme) for name, scheme in POWERS.items()},
 }  # fmt: skip
-GIVEN = "given"  # weights that somebody else has rounded, as they are, beside kernels in fp32
+PREQUANTIZED = "given"  # weights that somebody else has rounded, as they are, beside kernels in fp32
 CACHES: dict[str, NumberFormat] = {
     "kv-fp8": E4M3,
     "kv-int8": TOKEN_INT8,
@@ -123,7 +123,7 @@ RECIPES: dict[str, Recipe] = {
     **{name: Recipe(name, kernels) for name, kernels in (FORMATS | POWERS).items()},
     **{name: Recipe(name, FORMATS["bf16"], linear=operands) for name, operands in LINEAR.items()},
     **{name: Recipe(name, FORMATS["bf16"], cache=cache) for name, cache in CACHES.items()},
-    GIVEN: Recipe(GIVEN, FORMATS["fp32"]),
+    PREQUANTIZED: Recipe(PREQUANTIZED, FORMATS["fp32"]),
 }
 
 

@@ -216,7 +216,7 @@ def require_weights_in_place(model: nn.Module) -> None:
     if any(getattr(hook, "offload", False) for hook in spreading_hooks(model)):
         raise ValueError(
             "weights must stay on their devices, but accelerate has put some on the CPU or the disk: load the model "
-            "with a device_map of GPUs alone, or streamed (fragility_adjoint.offload.files.open_hollow)"
+            "with a device_map of GPUs alone, or streamed (fragility_adjoint.offload.files.open_offloaded)"
         )
 
 

@@ -26,4 +26,4 @@ from fragility_core.theory.layernorm import *
 from fragility_core.theory.unified import *
 from fragility_core.theory.stabilization import *
 from fragility_core.theory.dropout import *
-from fragility_core.theory.ledger import *
+from fragility_core.theory.forced_budget import *

@@ -27,7 +27,7 @@ def require_request(request: dict, names: list[str]) -> None:
     """Raises ValueError or OSError for a ``request`` of models ``names`` that cannot be. Imports PyTorch."""
     from fragility_lab.diagnosis.given import require_same_architecture
     from fragility_lab.diagnosis.request import Request
-    from fragility_lab.inputs.hollow import require_fitting
+    from fragility_lab.inputs.offloaded import require_fitting
 
     target = Request(**request).measured_in
     if request.get("target", target) != target:  # "hidden" is what the request itself takes for not asked

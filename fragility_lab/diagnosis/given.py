@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fragility_adjoint.offload.offloaded import is_hollow
+from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_core.numerics.presence import entries
 from fragility_lab.inputs import checkpoints
-from fragility_lab.inputs.hollow import load_hollow, on_meta
+from fragility_lab.inputs.offloaded import load_offloaded, on_meta
 
 
 def require_same_architecture(model: str, reference: str) -> None:
@@ -51,12 +51,12 @@ def require_same_tokens(model: str, reference: str) -> None:
 
 
 def load_rounded(name: str, original: nn.Module) -> PreTrainedModel:
-    """The fp32 model ``name`` on the device of ``original``, or on its several devices; hollow if that is.
+    """The fp32 model ``name`` on the device of ``original``, or on its several devices; offloaded if that is.
 
     Raises the errors of ``inputs.checkpoints.load_model``, and ValueError if all weights are those of ``original``.
     """
     device = getattr(original, "hf_device_map", None) or str(next(original.parameters()).device)
-    load = load_hollow if is_hollow(original) else checkpoints.load_model
+    load = load_offloaded if is_offloaded(original) else checkpoints.load_model
     rounded = load(name, device, AutoModelForCausalLM)
     pairs = zip(rounded.parameters(), original.parameters(), strict=True)
     if all(torch.equal(entries(a), entries(b)) for a, b in pairs):

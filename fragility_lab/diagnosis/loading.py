@@ -1,4 +1,4 @@
-"""Loading what a request names: the model, whole or hollow, and its windows, checked before any work."""
+"""Loading what a request names: the model, whole or offloaded, and its windows, checked before any work."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from fragility_lab.diagnosis.needs import fits_together, whole_fits
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.settings import require_same_settings
 from fragility_lab.inputs.checkpoints import SPREAD, stored_dtypes
-from fragility_lab.inputs.hollow import on_meta
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
+from fragility_lab.inputs.offloaded import on_meta
 
 
 def load(request: Request) -> tuple[Inputs, Tensor]:
-    """The model with its head and the windows (B, T) on its device; a hollow one in the streamed form.
+    """The model with its head and the windows (B, T) on its device; an offloaded one in the streamed form.
 
     A whole model is spread over all GPUs where it does not fit one of them but all together.
 
@@ -31,16 +31,16 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     name, given = request.reference_model or request.model, bool(request.reference_model)
     if given:
         require_same_architecture(request.model, name)
-    hollow, device = request.form == "streamed", None
-    if not hollow and not whole_fits(request, made := on_meta(name)):
+    offloaded, device = request.form == "streamed", None
+    if not offloaded and not whole_fits(request, made := on_meta(name)):
         device = SPREAD if fits_together(request, made) else None
-        hollow = request.form == "auto" and device is None
-    if hollow and request.target == "flips":
+        offloaded = request.form == "auto" and device is None
+    if offloaded and request.target == "flips":
         raise ValueError(
             "changed tokens are predicted with all weights in memory, but the model is streamed, got TARGET=flips: use "
             "TARGET=kl, or FORM=whole where memory suffices"
         )
-    loaded = load_inputs(name, request.data, [request.length], request.windows, device, AutoModelForCausalLM, hollow)
+    loaded = load_inputs(name, request.data, [request.length], request.windows, device, AutoModelForCausalLM, offloaded)
     set_attention(loaded.model, request)
     _, tokens = loaded.windows(request.length, request.windows, request.seed)
     tokens = tokens.to(loaded.device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_adjoint.offload.lockstep import side_by_side
-from fragility_adjoint.offload.offloaded import is_hollow
+from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_core.models.padding import groups, padded
 from fragility_core.models.paths import block_paths, forward_hook, hidden_and_logits
 from fragility_core.numerics.lowering import LowPrecision
@@ -74,7 +74,7 @@ def observe(
 def each(run: Callable[[Tensor], Result], windows: Tensor, model: PreTrainedModel, low: LowPrecision | None) -> list:
     """What ``run`` returns for each of the ``windows`` (B, T) by itself; if ``model`` is streamed, side by side."""
     passes = [partial(run, window) for window in windows.split(1)]
-    if not is_hollow(model):
+    if not is_offloaded(model):
         return [one() for one in passes]
     with nullcontext() if low is None else low.running():  # settings of the process stay until all have ended
         return side_by_side(passes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.offload.offloaded import is_hollow, parts
+from fragility_adjoint.offload.offloaded import is_offloaded, parts
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_core.models.paths import block_paths
 from fragility_core.numerics.internals import attention_of
@@ -69,7 +69,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     Seconds of a streamed model come from fp32 passes alone, and are good to a factor of two.
     """
     model, count = loaded.model, len(tokens)
-    if not is_hollow(model):
+    if not is_offloaded(model):
         return forecast_whole(request, loaded, tokens)
     plain = min(timed(model, tokens[:1], loaded.device) for _ in range(TRIALS))
     emulated = not request.rounds_weights_alone and loaded.execution(get_recipe(request.format).kernels) == "emulated"

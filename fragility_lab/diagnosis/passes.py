@@ -7,8 +7,8 @@ import pandas as pd
 from torch import Tensor
 
 from fragility_adjoint import predictor
-from fragility_adjoint.offload.offloaded import is_hollow
-from fragility_adjoint.quantization.quantized import as_given, lower
+from fragility_adjoint.offload.offloaded import is_offloaded
+from fragility_adjoint.quantization.quantized import as_prequantized, lower
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_core.numerics.lowering import LowPrecision
@@ -25,7 +25,7 @@ def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> LowPrecision:
     Static scales are measured over ``tokens`` (B, T).
     """
     if loaded.rounded is not None:
-        return as_given(loaded.rounded)
+        return as_prequantized(loaded.rounded)
     recipe = request.schemes[0] if request.mixes else get_recipe(request.format)
     execution = "auto" if request.mixes else request.execution
     return lower(loaded.model, calibrated(loaded.model, recipe, tokens), execution)
@@ -53,7 +53,7 @@ def predict(
         tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
         return replace(found[0], **tables)
 
-    return estimate(0) if is_hollow(model) else steady(estimate)
+    return estimate(0) if is_offloaded(model) else steady(estimate)
 
 
 def measure(

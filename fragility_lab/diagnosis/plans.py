@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choices
-from fragility_adjoint.quantization.recipes import GIVEN
+from fragility_adjoint.quantization.recipes import PREQUANTIZED
 from fragility_core.models.paths import within
 from fragility_core.numerics.formats import get_format
 from fragility_lab import paths
@@ -22,7 +22,7 @@ MANY = 24  # layers of a scheme that a page names
 
 def price(plan: Plan) -> str:
     """What ``plan`` costs, in words."""
-    if plan.format == GIVEN:
+    if plan.format == PREQUANTIZED:
         return "these modules take what they took before they were quantized"
     if plan.label == WHOLE:
         units = [get_format(name).unit_roundoff for name in (WIDE, "fp16")]
@@ -85,7 +85,7 @@ def alternatives(contributions: Contributions, write: Callable[[float], str] = p
     rows = []
     for plan in (contributions.keep(), *(contributions.plan(*budget) for budget in budgets)):
         memory = [quantity(plan.parameter_bytes), quantity(plan.activation_bytes)]
-        costs = [] if plan.format == GIVEN else [*memory, quantity(plan.flops, "FLOP")]
+        costs = [] if plan.format == PREQUANTIZED else [*memory, quantity(plan.flops, "FLOP")]
         rows.append([plan.label, write(plan.predicted), *costs])
     return rows
 

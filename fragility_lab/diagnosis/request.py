@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
-from fragility_adjoint.quantization.recipes import GIVEN, RECIPES, Recipe, get_recipe
+from fragility_adjoint.quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe
 from fragility_lab.inputs.checkpoints import shortened
 
 ATTENTIONS = ("auto", "sdpa", "eager")
@@ -46,9 +46,9 @@ class Request:
     form: str = "auto"
 
     def __post_init__(self):
-        if (self.format == GIVEN) != bool(self.reference_model):
+        if (self.format == PREQUANTIZED) != bool(self.reference_model):
             raise ValueError(
-                f'a reference model goes with the format "{GIVEN}", which compares weights as they are, got '
+                f'a reference model goes with the format "{PREQUANTIZED}", which compares weights as they are, got '
                 f"{self.format!r} and {self.reference_model!r}: leave RECIPE= or REFERENCE_MODEL= away"
             )
         if not (self.reference_model or get_recipe(self.format).rounds):

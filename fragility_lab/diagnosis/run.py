@@ -15,8 +15,8 @@ from fragility_adjoint.explain.realisations import Realisations
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers
 from fragility_adjoint.mixed_precision.plans import protect
-from fragility_adjoint.offload.offloaded import is_hollow
-from fragility_adjoint.quantization.quantized import as_given, lower
+from fragility_adjoint.offload.offloaded import is_offloaded
+from fragility_adjoint.quantization.quantized import as_prequantized, lower
 from fragility_adjoint.quantization.static_scales import calibrated, needs_calibration
 from fragility_core.numerics.internals import attention_of
 from fragility_core.numerics.lowering import LowPrecision, sharing_copy
@@ -46,7 +46,7 @@ class Work:
         self.request, self.loaded, self.model = request, loaded, loaded.model
         self.tokens, self.expected, self.found = tokens, expected, found
         self.groups = tokens.split(expected.together)
-        self.whole = not is_hollow(self.model)
+        self.whole = not is_offloaded(self.model)
         # of whole models no pass is shared, and outputs need memory
         self.measured_groups = tokens.split(1) if self.whole else self.groups
         found.tokenizer, found.opening = loaded.tokenizer, loaded.opening.spelled
@@ -147,7 +147,7 @@ def measure_plan(work: Work) -> None:
             model, found.plan, work.request.execution, tokens if needs_calibration(found.plan.recipe) else None
         )
     else:
-        kept = protect(as_given(sharing_copy(work.loaded.rounded)), model, found.plan)
+        kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, found.plan)
     found.protected, found.protected_drift = measure(kept, model, work.measured_groups, "with the plan")
 
 

@@ -9,7 +9,7 @@ from fragility_lab.diagnosis.needs import BOTH_WAYS, LARGEST, ONCE, readings_a_g
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.trial import ends
 from fragility_lab.inputs.checkpoints import load_config
-from fragility_lab.inputs.hollow import on_meta
+from fragility_lab.inputs.offloaded import on_meta
 from fragility_lab.reporting.tables import duration, quantity
 
 

@@ -189,7 +189,7 @@ def regime(steps: pd.DataFrame, policy: Released, layers: int) -> dict[str, floa
 
 
 def ledger(policy: Released, layers: int, steps: int) -> dict[str, object]:
-    """What the limits of ``policy`` force in a run of ``steps`` on ``layers`` blocks (``theory.ledger``)."""
+    """What the limits of ``policy`` force in a run of ``steps`` on ``layers`` blocks (``theory.forced_budget``)."""
     limits = layers, policy.max_actions_per_step, policy.cooldown_steps, policy.max_total_actions
     forced = theory.forced_protection(*limits)
     count = theory.protected_layer_steps(layers, policy.max_actions_per_step, policy.warmup_steps, steps)

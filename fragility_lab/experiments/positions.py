@@ -42,8 +42,8 @@ class PositionSquares:
     def __init__(self, estimate: Adjoint, length: int):
         self.length = length
         self.found: dict[int, Tensor] = {}
-        self.tape = estimate.tape
-        self.tape.observer = self.observe
+        self.recorder = estimate.recorder
+        self.recorder.observer = self.observe
 
     def observe(self, place: int, products: Tensor) -> None:
         """Add ``products`` (P, ..., T, d) of a kernel, or those of an activation, which are flat, (P, T d).
@@ -52,7 +52,7 @@ class PositionSquares:
         """
         if products.ndim == 2 and products.shape[1] % self.length == 0:
             products = products.unflatten(1, (self.length, -1))
-        if self.tape.kinds[place] == "kernel" and products.ndim > 2 and products.shape[-2] == self.length:
+        if self.recorder.kinds[place] == "kernel" and products.ndim > 2 and products.shape[-2] == self.length:
             squares = products.float().square().sum(-1).reshape(-1, self.length).sum(0).cpu()
             self.found[place] = self.found.get(place, torch.zeros(())) + squares
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from fragility_core.numerics.formats import NumberFormat, has_native_kernels
 from fragility_core.numerics.lowering import as_format
 from fragility_lab.inputs import checkpoints
-from fragility_lab.inputs.hollow import load_hollow, require_fitting
+from fragility_lab.inputs.offloaded import load_offloaded, require_fitting
 from fragility_lab.inputs.stored import weight_files
 from fragility_lab.inputs.text import PLAIN, Opening, load_rows, opening, select_windows, tokenize
 
@@ -24,8 +24,8 @@ class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
     Windows of the stream begin with the ``opening``, as the ``tokenizer`` that made it begins a text. ``rounded`` is
-    the same model with weights that somebody else has rounded, if there is one. The weights of a hollow model stay in
-    ``files`` bytes on the disk, and have no digest, since no run on them is kept. ``dtypes`` says how the weights of
+    the same model with weights that somebody else has rounded, if there is one. The weights of an offloaded model stay
+    in ``files`` bytes on the disk, and have no digest, since no run on them is kept. ``dtypes`` says how the weights of
     each model are stored, by its name.
     """
 
@@ -67,9 +67,9 @@ def load(
     windows: int,
     device: str | None = None,
     auto_class: type = AutoModel,
-    hollow: bool = False,
+    offloaded: bool = False,
 ) -> Inputs:
-    """Load what an experiment needs, and check that it can run. A ``hollow`` model reads its weights when it runs.
+    """Load what an experiment needs, and check that it can run. A ``offloaded`` model reads its weights when it runs.
 
     Raises OSError where the model or text is not found. Raises ValueError for windows longer than the model's context,
     a text with fewer windows than asked for, or a tokenizer of another vocabulary.
@@ -94,10 +94,10 @@ def load(
     found = {
         "tokenizer": tokenizer, "opening": begins, "dtypes": {model: checkpoints.stored_dtypes(model)},
     }  # fmt: skip
-    if hollow:
+    if offloaded:
         folder = Path(checkpoints.located(model, weights=True))
         size = sum(file.stat().st_size for file in weight_files(folder, model))
-        return Inputs(load_hollow(model, device, auto_class), stream, "", files=size, **found)
+        return Inputs(load_offloaded(model, device, auto_class), stream, "", files=size, **found)
     require_fitting(model, auto_class)  # before memory is taken for the sizes that the configuration says
     loaded = checkpoints.load_model(model, device, auto_class)
     return Inputs(loaded, stream, digest(loaded, stream, begins), **found)

@@ -1,4 +1,4 @@
-"""Hollow models by hub name or local path: their weights are read whenever they are needed."""
+"""Offloaded models by hub name or local path: their weights are read whenever they are needed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fragility_adjoint.offload.files import Checkpoint, Device, open_hollow
+from fragility_adjoint.offload.files import Checkpoint, Device, open_offloaded
 from fragility_lab.inputs.checkpoints import (
     default_device,
     load_config,
@@ -69,11 +69,11 @@ def fitted(
     return made, checkpoint
 
 
-def load_hollow(
+def load_offloaded(
     name: str, device: Device | Mapping[str, Device] | None = None, auto_class: type = AutoModelForCausalLM,
     config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The fp32 model ``name`` as a hollow one (``offload.offloaded``), on one ``device`` or on several by module.
+    """The fp32 model ``name`` as an offloaded one (``offload.offloaded``), on one ``device`` or on several by module.
 
     ``config`` is its own unless given.
 
@@ -82,6 +82,6 @@ def load_hollow(
     require_exact_products()
     made, checkpoint = fitted(name, auto_class, config)
     try:
-        return open_hollow(made, checkpoint, default_device() if device is None else device)
+        return open_offloaded(made, checkpoint, default_device() if device is None else device)
     except (OSError, ValueError, SafetensorError) as cause:
         raise not_found("model", name, "MODEL", cause) from cause
