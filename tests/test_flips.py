@@ -11,7 +11,7 @@ from tiny import TINY, random_gpt2
 from torch import nn
 
 from fragility_adjoint.explain.changed_choices import Competition, expected_length, next_tokens
-from fragility_adjoint.explain.realisations import Realisations, with_random_signs
+from fragility_adjoint.explain.error_samples import ErrorSamples, with_random_signs
 from fragility_adjoint.predictor import Adjoint, predict
 from fragility_adjoint.predictor.targets import Target, logits, root_of_count
 from fragility_adjoint.quantization.quantized import lower
@@ -83,7 +83,7 @@ def test_realised_errors_have_the_squares_that_contributions_add_up_to(name, gra
     rows = found.contributions
     head = (rows.site == "head") & (rows.kind == "kernel")  # realisations leave the rounding of logits out
     want = float((predict(rows[~head], found.windows).predicted ** 2).mean())
-    realisations = Realisations(adjoint, seed=3)
+    realisations = ErrorSamples(adjoint, seed=3)
 
     def run(model):
         return logits(model, TOKENS)
@@ -118,7 +118,7 @@ def test_errors_of_weights_move_an_output_as_in_fp64():
 
     model, x = Linear().eval(), normal(1, 5, 16)
     low = lower(model, "w4a16-g32@fp32")
-    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     changes = torch.stack([realisations.draw(lambda m: m(x)) - model(x) for _ in range(4000)])
     error = (model.layers[0].weight - low.model.layers[0].weight).double()
     want = x[0].double().square() @ error.square().mT
@@ -127,10 +127,10 @@ def test_errors_of_weights_move_an_output_as_in_fp64():
 
 def test_flips_of_a_model_are_those_of_all_its_tokens():
     model = random_gpt2(TINY)
-    realisations = Realisations(Adjoint(lower(model, "w4a16-g32"), model, target="flips", gradients="both"))
+    realisations = ErrorSamples(Adjoint(lower(model, "w4a16-g32"), model, target="flips", gradients="both"))
     found = next_tokens(realisations, TOKENS, 8)
     assert found.changes.shape == (8, 2, 24, 32) and found.stored.name == "bf16"
-    again = next_tokens(Realisations(realisations.adjoint), TOKENS, 8)
+    again = next_tokens(ErrorSamples(realisations.adjoint), TOKENS, 8)
     assert torch.equal(found.changes, again.changes)
     assert 0 < found.probabilities(0.2).mean() < found.probabilities().mean() < 1
     with pytest.raises(ValueError, match="at least one realisation of the errors, got 0 draws"):

@@ -14,7 +14,7 @@ from tiny import TINY, random_gpt2
 from transformers import AutoModelForCausalLM
 
 from fragility_adjoint.explain.changed_choices import next_tokens
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.offload.files import device_of
 from fragility_adjoint.offload.offloaded import offloaded_parameter
@@ -117,7 +117,7 @@ def test_stochastic_rounding(models, tokens):
 
 def test_realised_errors(models, tokens):
     apart, whole = (
-        Realisations(Adjoint(lower(m, "bf16", "emulated"), m, target="flips", gradients="fp32")) for m in models
+        ErrorSamples(Adjoint(lower(m, "bf16", "emulated"), m, target="flips", gradients="fp32")) for m in models
     )
     assert torch.equal(*(next_tokens(found, tokens, 2).changes.cpu() for found in (apart, whole)))
 

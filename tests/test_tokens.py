@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import TINY, random_gpt2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_adjoint.explain.realisations import Realisations, Rescaled, scales
+from fragility_adjoint.explain.error_samples import ErrorSamples, Rescaled, scales
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.quantization.quantized import lower
@@ -39,7 +39,7 @@ def sharp_llama(layers: int = 2, factor: float = 128.0, only: int | None = None)
 
 def by_token_of(low, model, tokens, draws, passes):
     """``errors_by_token`` of windows (B, T)."""
-    realisations = Realisations(Adjoint(low, model, target="flips", gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, target="flips", gradients="fp32"))
     return errors_by_token(low, realisations, dict(enumerate(tokens.split(1))), draws, passes)
 
 
@@ -77,7 +77,7 @@ def test_rounding_to_a_rescaled_format_is_as_accurate(name, number, exponent):
 def test_at_scale_1_it_is_the_pass_that_runs_and_at_others_as_far_off(name):
     model = random_gpt2(TINY)
     low = lower(model, get_recipe(name), "emulated")
-    realisations = Realisations(Adjoint(low, model, target="flips", gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, target="flips", gradients="fp32"))
 
     def run(model):
         return logits(model, TOKENS)
@@ -96,7 +96,7 @@ def test_at_scale_1_it_is_the_pass_that_runs_and_at_others_as_far_off(name):
 def test_realisations_need_errors_of_the_fp32_model():
     model = random_gpt2(TINY)
     with pytest.raises(ValueError, match="from the fp32 reference on"):
-        Realisations(Adjoint(lower(model, "bf16"), model)).again(lambda m: logits(m, TOKENS), 1.5)
+        ErrorSamples(Adjoint(lower(model, "bf16"), model)).again(lambda m: logits(m, TOKENS), 1.5)
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         scales(FORMATS["bf16"], 0)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor.targets import logits
 from fragility_core.numerics.formats import NumberFormat
 
@@ -41,7 +41,7 @@ class Competition:
 
 
 def next_tokens(
-    realisations: Realisations, tokens: Tensor, draws: int, exact: Tensor | None = None
+    realisations: ErrorSamples, tokens: Tensor, draws: int, exact: Tensor | None = None
 ) -> Competition:  # fmt: skip
     """The competition for the next token at every position of ``tokens`` (B, T), among the TOP_K largest logits.
 

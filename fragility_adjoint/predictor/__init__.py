@@ -30,8 +30,8 @@ Limits:
   freedom.
 - The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in
   fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
-- A mixture of experts may choose other experts after rounding, which no derivative sees. ``realisations`` draws errors,
-  and so predicts how many choices change, of experts and of next tokens (``flips``).
+- A mixture of experts may choose other experts after rounding, which no derivative sees. ``explain.error_samples``
+  draws errors, and so predicts how many choices change, of experts and of next tokens (``explain.changed_choices``).
 """
 
 from fragility_adjoint.predictor.estimator import Adjoint

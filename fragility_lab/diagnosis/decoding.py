@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.changed_choices import expected_length, next_tokens
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_core.numerics.lowering import LowPrecision
 
 
@@ -32,7 +32,7 @@ def agreed(first: Tensor, second: Tensor) -> Tensor:
     return (first == second).cumprod(1).sum(1)
 
 
-def predicted_length(realisations: Realisations, prompts: Tensor, reference: Tensor, draws: int) -> Tensor:
+def predicted_length(realisations: ErrorSamples, prompts: Tensor, reference: Tensor, draws: int) -> Tensor:
     """The expected number of tokens (B,) for which greedy decoding keeps to the ``reference`` (B, T) after ``prompts``.
 
     The reference is the greedy text in fp32. At T tokens counting ends.

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.changed_choices import Competition
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Prediction
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
@@ -53,7 +53,7 @@ class Flips:
 
 
 def find(
-    low: LowPrecision, model: PreTrainedModel, realisations: Realisations, by_token: ErrorsByToken,
+    low: LowPrecision, model: PreTrainedModel, realisations: ErrorSamples, by_token: ErrorsByToken,
     routed: bool, measured: bool,
 ) -> Flips:  # fmt: skip
     """The choices of ``low`` in the windows of ``by_token``, from as many draws of its errors.

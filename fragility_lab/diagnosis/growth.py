@@ -11,7 +11,7 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.measure import compare, numbered, observe, ratio
@@ -44,9 +44,9 @@ class Growth:
 
 def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     """``measure.compare`` of passes with half of every rounding error with those of ``model`` in fp32, by window."""
-    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     tables = [
-        compare(realisations.dose(lambda model, x=x: observe(model, x), 0.5), observe(model, x), x)[0]
+        compare(realisations.scaled(lambda model, x=x: observe(model, x), 0.5), observe(model, x), x)[0]
         for x in progress(tokens.split(1), desc="half of every error")
     ]
     return numbered(tables)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.numerics.nested import together
@@ -55,7 +55,7 @@ def changed_choices(low: LowPrecision, reference: nn.Module, tokens: Tensor) -> 
     return differing(expert_choices(reference, tokens), rounded, tokens)
 
 
-def predicted_choices(realisations: Realisations, tokens: Tensor, draws: int) -> Tensor:
+def predicted_choices(realisations: ErrorSamples, tokens: Tensor, draws: int) -> Tensor:
     """The share (routers, B, T) of ``draws`` of the errors in which other experts are chosen for ``tokens`` (B, T)."""
 
     def run(model: nn.Module) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fragility_adjoint import predictor
 from fragility_adjoint.explain.coherence import coherence
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers
 from fragility_adjoint.mixed_precision.plans import protect
@@ -59,9 +59,9 @@ class Work:
         return low_model(self.request, self.loaded, self.tokens)
 
     @cached_property
-    def realisations(self) -> Realisations:
+    def realisations(self) -> ErrorSamples:
         """Passes of the model without a plan whose errors are drawn."""
-        return Realisations(predictor.Adjoint(self.low, self.model, target="flips", gradients="fp32"))
+        return ErrorSamples(predictor.Adjoint(self.low, self.model, target="flips", gradients="fp32"))
 
     @property
     def finite_windows(self) -> dict[int, Tensor]:

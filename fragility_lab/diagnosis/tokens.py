@@ -3,7 +3,7 @@
 One pass is one draw of all roundings. Where a few tokens make most of a window's error, its number scatters from draw
 to draw, measured or predicted. So both are means over realisations here: predicted are passes whose errors have random
 signs, measured are passes that round to nearest on another grid, the first of them the pass that runs
-(``explain.realisations``).
+(``explain.error_samples``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.changed_choices import Competition, competition
-from fragility_adjoint.explain.realisations import Realisations, scales
+from fragility_adjoint.explain.error_samples import ErrorSamples, scales
 from fragility_core.models.paths import hidden_and_logits
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.measure import by_token
@@ -105,12 +105,12 @@ class ErrorsByToken:
 
 
 def errors_by_token(
-    low: LowPrecision, realisations: Realisations, windows: Mapping[int, Tensor], draws: int, passes: int
+    low: LowPrecision, realisations: ErrorSamples, windows: Mapping[int, Tensor], draws: int, passes: int
 ) -> ErrorsByToken:  # fmt: skip
     """Predicts and measures the error of ``low`` at each position of the ``windows`` (1, T) by number.
 
     Predicted is the mean over ``draws``. Measured is the mean over ``passes`` realisations (``scales``), or fewer in a
-    format of few numbers; nothing is for 0. Raises the errors of ``Realisations``, and ValueError without windows.
+    format of few numbers; nothing is for 0. Raises the errors of ``ErrorSamples``, and ValueError without windows.
     """
     if not windows or draws < 1:
         raise ValueError(f"errors by token need windows and draws, got {len(windows)} and {draws}")
@@ -149,7 +149,7 @@ def batched(values: Iterable, size: int) -> Iterator[tuple]:
         yield some
 
 
-def as_stored(logits: Tensor, realisations: Realisations) -> Tensor:
+def as_stored(logits: Tensor, realisations: ErrorSamples) -> Tensor:
     """``logits`` as the head stores them."""
     return logits if realisations.stored is None else realisations.stored.round(logits).float()
 

@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fragility_adjoint.explain.realisations import Realisations, scales
+from fragility_adjoint.explain.error_samples import ErrorSamples, scales
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
@@ -94,7 +94,7 @@ def attention_to_first(model, tokens: Tensor) -> np.ndarray:
 def windows_of(inputs: Inputs, precision: str, length: int, half: str, count: int, passes: int) -> Iterator[dict]:
     """A row for each window; prints progress."""
     low = lower(inputs.model, precision, inputs.execution(precision))
-    monitor, realised = Monitor(low), Realisations(Adjoint(low, inputs.model, gradients="both"))
+    monitor, realised = Monitor(low), ErrorSamples(Adjoint(low, inputs.model, gradients="both"))
     for number, start in enumerate(progress(starts(inputs, length, half, count), desc=f"{precision} {length} {half}")):
         tokens = inputs.window(start, length)[None].to(inputs.device)
         row = measured(low, inputs.model, monitor, realised, tokens, passes)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from fragility_adjoint.explain.changed_choices import next_tokens
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.quantization.quantized import lower
@@ -31,10 +31,10 @@ MIXTURES = (
 )
 
 
-def realised(model: PreTrainedModel, recipe: str) -> tuple[LowPrecision, Realisations]:
+def realised(model: PreTrainedModel, recipe: str) -> tuple[LowPrecision, ErrorSamples]:
     """``model`` by ``recipe``, and what draws its errors."""
     low = lower(model, get_recipe(recipe))
-    return low, Realisations(Adjoint(low, model, target="flips", gradients="fp32"))
+    return low, ErrorSamples(Adjoint(low, model, target="flips", gradients="fp32"))
 
 
 @torch.no_grad()

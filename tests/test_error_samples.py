@@ -8,7 +8,7 @@ from tiny import TINY, random_gpt2
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fragility_adjoint.explain.realisations import Realisations
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.quantization.quantized import lower
@@ -33,12 +33,12 @@ def test_without_errors_it_is_the_fp32_pass_and_with_all_the_low_precision_one(n
     model = random_gpt2(TINY)
     model.set_attn_implementation(attention)
     low = lower(model, get_recipe(name), "emulated")
-    realisations = Realisations(Adjoint(low, model, target="kl", gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, target="kl", gradients="fp32"))
     with torch.no_grad(), low.running():
         rounded = run(low.model)
-    assert torch.equal(realisations.dose(run, 0.0), run(model))
-    assert torch.equal(realisations.dose(run, 1.0), rounded)
-    change = realisations.dose(run, 0.5) - run(model)
+    assert torch.equal(realisations.scaled(run, 0.0), run(model))
+    assert torch.equal(realisations.scaled(run, 1.0), rounded)
+    change = realisations.scaled(run, 0.5) - run(model)
     assert 0.3 < float(change.norm() / (rounded - run(model)).norm()) < 0.7
 
 
@@ -52,12 +52,12 @@ def overflowing():
 def test_an_overflow_is_one_at_every_share():
     model = overflowing()
     low = lower(model, "fp16", "emulated")
-    realisations = Realisations(Adjoint(low, model, target="kl", gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, target="kl", gradients="fp32"))
     with torch.no_grad(), low.running():
         rounded = run(low.model)
-    assert rounded.isnan().any() and torch.equal(realisations.dose(run, 0.0), run(model))
-    assert torch.allclose(realisations.dose(run, 1.0), rounded, rtol=0, atol=0, equal_nan=True)
-    assert realisations.dose(run, 0.5).isnan().any()
+    assert rounded.isnan().any() and torch.equal(realisations.scaled(run, 0.0), run(model))
+    assert torch.allclose(realisations.scaled(run, 1.0), rounded, rtol=0, atol=0, equal_nan=True)
+    assert realisations.scaled(run, 0.5).isnan().any()
 
 
 class Shifted(nn.Module):
@@ -77,17 +77,17 @@ class Shifted(nn.Module):
 def test_buffers_have_their_share():
     model, x = Shifted().eval(), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
     low = lower(model, "bf16", "emulated")
-    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     with torch.no_grad(), low.running():
         rounded = low.model(x).float()
-    assert torch.equal(realisations.dose(lambda m: m(x).float(), 1.0), rounded)
-    assert torch.equal(realisations.dose(lambda m: m(x).float(), 0.0), model(x))
+    assert torch.equal(realisations.scaled(lambda m: m(x).float(), 1.0), rounded)
+    assert torch.equal(realisations.scaled(lambda m: m(x).float(), 0.0), model(x))
 
 
 def test_a_model_without_a_head_has_errors_in_all_of_its_modules():
     model = random_gpt2(TINY).transformer
     low = lower(model, "bf16", "emulated")
-    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
 
     def final(model):
         return model(TOKENS).last_hidden_state.float()
@@ -116,17 +116,17 @@ class Linear(nn.Module):
 def test_the_output_of_a_layer_moves_in_proportion_to_the_errors_of_its_weight(share, seed):
     model, x = Linear().eval(), torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed))
     low = lower(model, "w4a16-g32@fp32")
-    realisations = Realisations(Adjoint(low, model, gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     whole = x.double() @ (low.model.layers[0].weight - model.layers[0].weight).double().mT
-    change = realisations.dose(lambda m: m(x), share).double() - x.double() @ model.layers[0].weight.double().mT
+    change = realisations.scaled(lambda m: m(x), share).double() - x.double() @ model.layers[0].weight.double().mT
     assert torch.allclose(change, share * whole, atol=1e-5)
 
 
 def test_a_share_of_errors_needs_those_of_the_fp32_model():
     model = random_gpt2(TINY)
-    realisations = Realisations(Adjoint(lower(model, "bf16"), model))
+    realisations = ErrorSamples(Adjoint(lower(model, "bf16"), model))
     with pytest.raises(ValueError, match='from the fp32 reference on: make the Adjoint with gradients="both"'):
-        realisations.dose(run, 0.5)
+        realisations.scaled(run, 0.5)
 
 
 @pytest.mark.parametrize("target", ["hidden", "kl"])
@@ -165,9 +165,10 @@ class LinearSoftmax(nn.Module):
 def test_small_errors_of_a_linear_layer_have_exponent_2_behind_a_softmax(seed):
     """The KL divergence, in fp64, with errors of int8 weights and products in fp32."""
     model, x = LinearSoftmax().eval(), torch.randn(1, 50, 16, generator=torch.Generator().manual_seed(seed))
-    realisations = Realisations(Adjoint(lower(model, "w8a16-g32@fp32"), model, gradients="fp32"))
+    realisations = ErrorSamples(Adjoint(lower(model, "w8a16-g32@fp32"), model, gradients="fp32"))
     exact = model(x)
     half, whole = (
-        float((exact.exp() * (exact - realisations.dose(lambda m: m(x), share))).sum(-1).mean()) for share in (0.5, 1.0)
+        float((exact.exp() * (exact - realisations.scaled(lambda m: m(x), share))).sum(-1).mean())
+        for share in (0.5, 1.0)
     )
     assert Growth(4 * half / whole, 0.0, 9.0).exponent == pytest.approx(2, abs=0.02)

@@ -1,4 +1,4 @@
-"""Realisations of the rounding errors of a pass: each of the errors that a prediction knows gets a random sign.
+"""ErrorSamples of the rounding errors of a pass: each of the errors that a prediction knows gets a random sign.
 
 A prediction adds up squares, and so says how large an error is on the whole. What a choice depends on, such as the most
 probable next token, differs from position to position: how far the errors of several logits are apart, and which of
@@ -59,7 +59,7 @@ class RandomSigns:
         return leaf + with_random_signs(error, self.generator).view_as(leaf)
 
 
-class Dose:
+class ScaledErrors:
     """Rounding with a share of its error: x + share (Q(x) - x)."""
 
     def __init__(self, share: float):
@@ -80,7 +80,7 @@ class Dose:
         return torch.where(rounded.isfinite(), torch.lerp(exact, rounded, self.share), rounded)
 
 
-class Rescaled(Dose):
+class Rescaled(ScaledErrors):
     """Rounding to the numbers of a format times 1 / ``scale``: as accurate on the whole, but with other errors.
 
     A scale that is a number of the format keeps much of what is exact in it: sums of two numbers, and 1. Weights keep
@@ -101,7 +101,7 @@ class Rescaled(Dose):
         return torch.where(inside, stored.round(x * self.scale).float() / self.scale, rounded)
 
 
-Rounding = RandomSigns | Dose
+Rounding = RandomSigns | ScaledErrors
 
 
 def scales(format: Format, count: int) -> list[float]:
@@ -115,7 +115,7 @@ def scales(format: Format, count: int) -> list[float]:
     return sorted({1 + round((2 ** (i / count) - 1) / step) * step for i in range(count)} - {2.0})
 
 
-class Realised:
+class Sampled:
     """Numbers as ``stored`` rounds them, but with errors by ``rounding``; a stand-in for a format."""
 
     def __init__(self, stored: NumberFormat, rounding: Rounding | None):
@@ -129,7 +129,7 @@ class Realised:
         return x if self.rounding is None else self.rounding(x, self.stored, alike)
 
 
-class RealisedArithmetic(LowArithmetic):
+class SampledArithmetic(LowArithmetic):
     """A context in which kernels compute as ``at`` says, with errors by ``rounding`` (None: without); none is recorded.
 
     Kernels of modules outside of ``base`` round nothing.
@@ -138,7 +138,7 @@ class RealisedArithmetic(LowArithmetic):
     def __init__(self, at: LowArithmetic, held: Held, base: str, rounding: Rounding | None):
         super().__init__(at.recipe, at.recorder, held, rounding=at.rounding)
         self.base, self.rounding_by = base, rounding
-        self.format = Realised(at.recipe.kernels, rounding)
+        self.format = Sampled(at.recipe.kernels, rounding)
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
@@ -146,12 +146,12 @@ class RealisedArithmetic(LowArithmetic):
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
         if not constant and (not self.base or within(self.recorder.path[-1], self.base)):
-            numbers = self.format if format is None else Realised(format, self.rounding_by)
+            numbers = self.format if format is None else Sampled(format, self.rounding_by)
             y.data.copy_(numbers.round(y.data, alike=name == "operand"))
         return self._marked(y)
 
 
-class Realisations:
+class ErrorSamples:
     """Passes of the model of an ``adjoint`` in fp32 with realised errors.
 
     Without errors its weights are those in fp32 if the adjoint takes gradients there, else the rounded ones.
@@ -187,19 +187,19 @@ class Realisations:
         """What ``run`` returns for the low-precision model that rounds to its format's numbers times 1 / ``scale``.
 
         Of all ``scales`` the mean squared error is that of rounding; the pass at scale 1 is the one that is measured.
-        Raises the errors of ``dose``.
+        Raises the errors of ``scaled``.
         """
         self._require_errors()
         return self._run(run, Rescaled(scale), "")
 
-    def dose(self, run: Callable[[nn.Module], Result], share: float) -> Result:
+    def scaled(self, run: Callable[[nn.Module], Result], share: float) -> Result:
         """What ``run`` returns for the model with ``share`` of every error: at 1 as in low precision, at 0 as in fp32.
 
         Raises ValueError where gradients are not taken in fp32: the errors are then not known, or for stochastic
         rounding.
         """
         self._require_errors()
-        return self._run(run, Dose(share), "")
+        return self._run(run, ScaledErrors(share), "")
 
     def _require_errors(self) -> None:
         if not self.at.exact:
@@ -212,7 +212,7 @@ class Realisations:
         with adjoint.lock, torch.inference_mode(False), torch.no_grad():
             held = self.at.held if rounding is None else self._held(rounding)
             adjoint.recorder.begin()
-            with RealisedArithmetic(self.at, held, base, rounding):
+            with SampledArithmetic(self.at, held, base, rounding):
                 return run(adjoint.model)
 
     def _held(self, rounding: Rounding) -> Held:
