@@ -94,7 +94,7 @@ def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 def margins(model: nn.Module, tokens: Tensor) -> Tensor:
     """How far the logit of the most probable next token is above the second, (B, T, 1).
 
-    ``explain.changed_choices`` says how many next tokens change, and what becomes of that where contributions are left out.
+    ``explain.changed_choices`` says how many next tokens change, and how many where contributions are left out.
     """
     z = logits(model, tokens)
     first, second = z.detach().topk(2, -1).indices.split(1, -1)
