@@ -232,7 +232,7 @@ def test_tf32_rounds_factors_of_products_alone():
 
 
 def test_formats_and_executions_are_checked():
-    with pytest.raises(ValueError, match="a recipe must be one of .*, got 'fp4'"):
+    with pytest.raises(ValueError, match="a recipe must be known, got 'fp4'"):
         calibrate_constants("fp4")
     with pytest.raises(ValueError, match="no device computes a whole model in tf32"):
         bound_slack("tf32", execution="native")

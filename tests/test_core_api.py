@@ -146,3 +146,16 @@ def test_a_bare_call_of_a_lowered_model_is_refused_where_it_would_be_wrong(tiny_
 def test_names_of_the_package():
     assert {"observe", "patch", "Controller", "lower", "Monitor", "score"} <= set(fragility_core.__all__)
     assert len(fragility_core.__all__) <= 20
+
+
+def test_formats_are_known_by_torch_s_names_too(tiny_gpt2):
+    assert lower(tiny_gpt2, torch.float16).name == "fp16" and by_recipe(tiny_gpt2, torch.bfloat16).name == "bf16"
+    assert lower(tiny_gpt2, torch.float32).name == "fp32"  # tf32 has the same dtype
+    for low in (lower, by_recipe):
+        for name, meant in (("float16", "fp16"), ("torch.bfloat16", "bf16"), ("half", "fp16")):
+            with pytest.raises(ValueError, match=rf"got '{name}' \(do you mean {meant}\?\)"):
+                low(tiny_gpt2, name)
+        with pytest.raises(ValueError, match="a dtype must be that of a format"):
+            low(tiny_gpt2, torch.int8)
+        with pytest.raises(TypeError, match="a model is lowered, got a str, 'gpt2': load it first"):
+            low("gpt2", "bf16")

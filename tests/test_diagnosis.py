@@ -385,7 +385,7 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("format=fp9", "make diagnose: a recipe must be one of"),
+        ("format=fp9", "make diagnose: a recipe must be known"),
         ("budget=5 bits", "make diagnose: a budget of bits, KL or MB divides"),
         ("windows=many", "make diagnose: windows must be a whole number, got 'many'"),
         ("length=1", "make diagnose: length must be at least 2, got 1"),
@@ -451,7 +451,7 @@ def test_a_bound_on_the_divergence_is_kept_by_the_prediction(mixed):
         ({"budget": "5 bits"}, "the recipe must name the smallest, such as RECIPE=w4a16-g128, .*, got 'bf16'"),
         ({"budget": "KL 0.1", "format": "w4a16-g128+kv-fp8"}, "without a KV cache, got"),
         ({"target": "margin"}, "target must be one of hidden, kl, logprob, flips, got 'margin'"),
-        ({"format": "fp9"}, "a recipe must be one of fp32, .*, got 'fp9'"),
+        ({"format": "fp9"}, "a recipe must be known, got 'fp9': take one of fp32, "),
         ({"budget": "KL low"}, "got 'KL low'"),
         ({"budget": "5 bits", "format": "w4a16-g128", "keep": "residual, tail"}, "keep must name some of .*, got tail"),
         (

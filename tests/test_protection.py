@@ -636,7 +636,7 @@ def test_a_plan_for_weights_alone_is_applied_to_weights_alone(tiny_gpt2, tiny_to
     [
         (Plan("bf16", ("transformer.h.3",)), r"must be one of the model's with parameters, got 'transformer.h.3': see"),
         (Plan("fp32", ("transformer.h.0",)), "needs a format that rounds results, got fp32"),
-        (Plan("bf8"), "a recipe must be one of"),
+        (Plan("bf8"), "a recipe must be known, got 'bf8'"),
     ],
 )
 def test_plans_that_do_not_fit_the_model_are_refused(tiny, chosen, message):

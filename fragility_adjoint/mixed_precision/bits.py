@@ -255,8 +255,10 @@ class Choices:
     def within_bits(self, bits: float) -> Choice:
         """The choice with the least squared error whose weights take at most ``bits`` on average.
 
-        Raises ValueError for a budget below the smallest schemes'.
+        Raises ValueError for a budget below the smallest schemes', and TypeError for words (``budget.parse_budget``).
         """
+        if isinstance(bits, str):
+            raise TypeError(f"bits are a number here, got {bits!r}: Errors.plan takes words")
         if bits < self.least_bits:
             raise ValueError(
                 f"the budget must be at least {self.least_bits:.3g} bits, those of the smallest scheme, got {bits:g}"

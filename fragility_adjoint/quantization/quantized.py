@@ -23,7 +23,7 @@ from fragility_adjoint.quantization.static_scales import needs_calibration
 from fragility_core.models.paths import embedding_paths
 from fragility_core.numerics import lowering
 from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.lowering import LowPrecision, Storing, refuse_bare_calls, stays_fp32
+from fragility_core.numerics.lowering import LowPrecision, Storing, refuse_bare_calls, require_module, stays_fp32
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def how_stored(model: nn.Module, recipe: Recipe, widened: bool = False) -> dict[
     return found
 
 
-def lower(model: nn.Module, recipe: str | Recipe | NumberFormat, execution: str = "auto") -> Quantized:
+def lower(model: nn.Module, recipe: str | Recipe | NumberFormat | torch.dtype, execution: str = "auto") -> Quantized:
     """``model`` in low precision, by a ``recipe`` or its name: native where its device has the kernels, else emulated.
 
     The name of a format, such as "bf16", is that of the recipe that stores all weights and results in it.
@@ -95,6 +95,7 @@ def lower(model: nn.Module, recipe: str | Recipe | NumberFormat, execution: str 
     scales that were not measured, for a streamed model that accelerate has spread; and the errors of
     ``operands.with_known_layers`` for layers of a recipe that the model does not have.
     """
+    require_module(model)
     chosen = with_known_layers(model, get_recipe(recipe))
     if needs_calibration(chosen):
         raise ValueError(

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
+import torch
+
 from fragility_adjoint.quantization.schemes import Scheme
-from fragility_core.numerics.formats import FORMATS, NARROW, Format, NumberFormat
+from fragility_core.numerics.formats import FORMATS, NARROW, Format, NumberFormat, called_by_torch, of_dtype
 
 
 @dataclass(frozen=True)
@@ -127,24 +129,27 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def get_recipe(name: str | Recipe | NumberFormat) -> Recipe:
-    """The recipe called ``name``, or one whose kernels have a format; a recipe is returned as it is.
+def get_recipe(name: str | Recipe | NumberFormat | torch.dtype) -> Recipe:
+    """The recipe called ``name``, or one whose kernels have a format or dtype; a recipe is returned as it is.
 
     "fp8-dynamic+kv-fp8" adds a cache to a recipe, and ``"fp8-dynamic@fp16"`` puts it beside kernels in another format
     than bf16. Raises ValueError for other names.
     """
     if isinstance(name, Recipe):
         return name
+    if isinstance(name, torch.dtype):
+        name = of_dtype(name)
     if not isinstance(name, str):
         return RECIPES.get(name.name, Recipe(name.name, name))
     base, at, kernels = name.partition("@")
     parts = base.split("+")
     if not all(part in RECIPES for part in parts) or not all(part in CACHES for part in parts[1:]):
-        begins = [known for known in RECIPES if name and known.startswith(name.lower())]
-        alike = begins[:3] or get_close_matches(name.lower(), RECIPES)
+        asked = called_by_torch(name)
+        begins = [known for known in RECIPES if name and known.startswith(asked.lower())]
+        alike = begins[:3] or get_close_matches(asked.lower(), RECIPES)
         meant = f" (do you mean {' or '.join(alike)}?)" if alike else ""
         known = f'{", ".join(RECIPES)}, or such as "fp8-dynamic+kv-fp8"'
-        raise ValueError(f"a recipe must be one of {known}, got {name!r}{meant}")
+        raise ValueError(f"a recipe must be known, got {name!r}{meant}: take one of {known}")
     found = RECIPES[parts[0]]
     if len(parts) > 1:
         found = replace(found, name=base, cache=CACHES[parts[-1]])

@@ -225,6 +225,21 @@ def get_format(name: str | Format) -> Format:
     return (FORMATS | NARROW)[name]
 
 
+def called_by_torch(name: str) -> str:
+    """The name here of the format that torch calls ``name``, such as "float16"; other names as they are."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    known = {dtype: format for format, dtype in reversed(DTYPES.items())}
+    return known.get(dtype, name) if isinstance(dtype, torch.dtype) else name
+
+
+def of_dtype(dtype: torch.dtype) -> Format:
+    """The format of the numbers of ``dtype``; raises ValueError for one that has no format here."""
+    for name in FORMATS:
+        if DTYPES.get(name) == dtype:
+            return FORMATS[name]
+    raise ValueError(f"a dtype must be that of a format, {', '.join(map(str, DTYPES.values()))}, got {dtype}")
+
+
 def has_native_kernels(format: NumberFormat, device: torch.device | str) -> bool:
     """Whether ``device`` computes in ``format`` itself, with sums in fp32.
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from fragility_core.numerics.emulation import Emulation
-from fragility_core.numerics.formats import FORMATS, NumberFormat, has_native_kernels
+from fragility_core.numerics.formats import FORMATS, NumberFormat, called_by_torch, has_native_kernels, of_dtype
 from fragility_core.numerics.internals import made_in, names_kept_in_fp32, replace_forward, spreading_hooks
 from fragility_core.numerics.lookup import LookUp, elementwise_modules
 from fragility_core.numerics.presence import filled, source_of
@@ -220,17 +220,30 @@ def require_weights_in_place(model: nn.Module) -> None:
         )
 
 
-def as_format(name: str | NumberFormat) -> NumberFormat:
-    """The format called ``name``, of FORMATS, or one of one's own; raises ValueError for other names."""
+def require_module(model: object) -> None:
+    """Raises TypeError unless ``model`` is a module of torch."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"a model is lowered, got a {type(model).__name__}, {model!r:.60}: load it first, with "
+            "AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32)"
+        )
+
+
+def as_format(name: str | NumberFormat | torch.dtype) -> NumberFormat:
+    """The format called ``name``, of FORMATS, that of a dtype, or one of one's own; raises ValueError for others."""
+    if isinstance(name, torch.dtype):
+        return of_dtype(name)
     if not isinstance(name, str):
         return name
     if name not in FORMATS:
-        raise ValueError(f"a format must be one of {', '.join(FORMATS)}, got {name!r}")
+        meant = f" (do you mean {called_by_torch(name)}?)" if called_by_torch(name) != name else ""
+        raise ValueError(f"a format must be one of {', '.join(FORMATS)}, got {name!r}{meant}")
     return FORMATS[name]
 
 
 def lower(
-    model: nn.Module, format: str | NumberFormat, execution: str = "auto", storing: Mapping[str, Storing] | None = None
+    model: nn.Module, format: str | NumberFormat | torch.dtype, execution: str = "auto",
+    storing: Mapping[str, Storing] | None = None
 ) -> LowPrecision:  # fmt: skip
     """``model`` in low precision, by a ``format`` or its name: native where its device has the kernels, else emulated.
 
@@ -241,6 +254,7 @@ def lower(
     Raises ValueError for an unknown format or execution, for a model without parameters or not in fp32, where native
     kernels are asked for in a format that torch does not compute in, and where accelerate moves weights.
     """
+    require_module(model)
     kernels = as_format(format)
     if other := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
         raise ValueError(
