@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fragility_core.numerics import nested
 from fragility_core.numerics.internals import private, require
 
 PRIVATE = {
@@ -174,6 +176,11 @@ def copy_marks(source: Tensor, x: Tensor) -> Tensor:
     if has_reference(source):
         refer(x, reference_of(source).to(x.device))
     return mark_stream(mark_stored(x, stored_as(source)), is_stream(source))
+
+
+def entering(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """As ``nested.entering``, with what is hidden on the tensors."""
+    return nested.entering(module, args, kwargs, lambda x, device: copy_marks(x, x.to(device)))
 
 
 def own_forward(module: nn.Module) -> Callable:

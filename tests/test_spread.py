@@ -186,7 +186,8 @@ def test_a_streamed_model(recipe, execution, streamed, models, tokens):
 
 
 def test_measured_passes_of_a_streamed_model(streamed, models, tokens):
-    found = [observe_each(lower(m, "bf16").model, tokens[:2], lower(m, "bf16")) for m in (streamed, models[1])]
+    lowered = [lower(m, "bf16") for m in (streamed, models[1])]
+    found = [observe_each(low.model, tokens[:2], low) for low in lowered]
     assert all(torch.equal(a.logits.cpu(), b.logits.cpu()) for a, b in zip(*found, strict=True))
 
 

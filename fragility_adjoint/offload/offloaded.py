@@ -14,11 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import own_forward
+from fragility_adjoint.internals import entering, own_forward
 from fragility_adjoint.offload.lockstep import barrier
 from fragility_core.models.paths import block_paths
 from fragility_core.numerics.internals import replace_forward, spreading_hooks
-from fragility_core.numerics.nested import entering
 from fragility_core.numerics.presence import loaded, set_source, source_of
 
 M_MMAP_THRESHOLD = -3  # its number in malloc.h

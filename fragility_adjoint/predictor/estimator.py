@@ -11,7 +11,15 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import behind, copy_marks, mark_stream, reference_of, version_of, without_vmap_fallback
+from fragility_adjoint.internals import (
+    behind,
+    copy_marks,
+    entering,
+    mark_stream,
+    reference_of,
+    version_of,
+    without_vmap_fallback,
+)
 from fragility_adjoint.offload.lockstep import side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
@@ -32,7 +40,7 @@ from fragility_core.numerics.attention import OBSERVED_EAGER, register_attention
 from fragility_core.numerics.internals import attention_of, replace_forward, without_function_modes
 from fragility_core.numerics.lookup import elementwise_modules
 from fragility_core.numerics.lowering import LowPrecision, require_low, sharing_copy
-from fragility_core.numerics.nested import entering, map_tensors
+from fragility_core.numerics.nested import map_tensors
 
 Size = tuple[Tensor, Tensor | None]  # of a window's output and error, see ``Adjoint._passes``
 GRADIENTS = ("low", "fp32", "both", "secant")  # where gradients are taken

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from fragility_adjoint.internals import copy_marks, is_stream, kernels_counted
+from fragility_adjoint.internals import copy_marks, entering, is_stream, kernels_counted
 from fragility_adjoint.offload.lockstep import LastRead, barrier
 from fragility_adjoint.offload.offloaded import parts
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
@@ -29,7 +29,7 @@ from fragility_adjoint.predictor.leaves import Held, Leaves, Weighted
 from fragility_adjoint.predictor.probes import backward, over_probes
 from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_core.numerics.internals import current_function_mode, replace_forward, without_function_modes
-from fragility_core.numerics.nested import entering, map_tensors, tensors
+from fragility_core.numerics.nested import map_tensors, tensors
 
 
 class Uses:

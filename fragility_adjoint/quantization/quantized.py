@@ -107,7 +107,7 @@ def lower(model: nn.Module, recipe: str | Recipe | NumberFormat | torch.dtype, e
     low = lowering.lower(model, chosen.kernels, execution, storing)
     if chosen.cache is not None and not low.weights_only:
         store_cache(low.model, chosen.cache, chosen.uncached)
-    if low.execution == "native" and not chosen.plain:
+    if low.execution == "native" and (chosen.linear or any(chosen.layers.values())):
         refuse_bare_calls(low.model)
     return Quantized(low.model, low.format, low.emulation, low.weights_only, chosen)
 

@@ -7,7 +7,6 @@ lists and dictionaries are handled here. Caches and other objects that pytree do
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fragility_core.numerics.internals import tree_leaves, tree_map_only
@@ -46,19 +45,13 @@ def together(values: Iterable[Tensor]) -> list[Tensor]:
     return [x.to(values[0].device) for x in values]
 
 
-def moved(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``, with what is attached to it as attributes, tensors among which are moved, too."""
-    found = x.to(device)
-    for name, value in vars(x).items():
-        setattr(found, name, value.to(device) if isinstance(value, Tensor) else value)
-    return found
-
-
-def entering(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def entering(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], move: Callable[..., Tensor] = Tensor.to
+) -> tuple[tuple, dict[str, Any]]:  # fmt: skip
     """A hook before the forward of ``module``: its arguments on its device, where accelerate would move them later.
 
-    The module's other hooks and its children then see the same tensors.
+    The module's other hooks and its children then see the same tensors. ``move`` is given a tensor and the device.
     """
     own = next(module.parameters(), None)
     device = None if own is None else own.device
-    return map_tensors((args, kwargs), lambda x: x if device in (None, x.device) else moved(x, device))
+    return map_tensors((args, kwargs), lambda x: x if device in (None, x.device) else move(x, device))
