@@ -44,12 +44,12 @@ version_of = attrgetter("_version")  # of a tensor: grows with every change in p
 
 
 def can_set_attention(model: nn.Module) -> bool:
-    """Whether ``model`` calls transformers' attention interface, and so can be set to another attention."""
+    """True if ``model`` calls transformers' attention interface, and so can be set to another attention."""
     return hasattr(model, "_can_set_attn_implementation") and model._can_set_attn_implementation()
 
 
 def is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether ``from_pretrained`` takes no notice of a tensor called ``name`` that ``model`` does not have."""
+    """True if ``from_pretrained`` takes no notice of a tensor called ``name`` that ``model`` does not have."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 
@@ -107,12 +107,12 @@ def behind(x: Tensor) -> Tensor:
 
 
 def is_view(x: Tensor) -> bool:
-    """Whether ``x`` shares the memory of another tensor."""
+    """True if ``x`` shares the memory of another tensor."""
     return behind(x)._is_view()
 
 
 def address(x: Tensor) -> int:
-    """Where the memory of ``x`` begins, which its views share."""
+    """Address at which the memory of ``x`` begins, which its views share."""
     return behind(x).untyped_storage().data_ptr()
 
 
@@ -145,7 +145,7 @@ def mark_stored(x: Tensor, kind: str | None = "value") -> Tensor:
 
 
 def is_stream(x: Tensor) -> bool:
-    """Whether ``x`` is the residual stream that a running block reads, or a view of it."""
+    """True if ``x`` is the residual stream that a running block reads, or a view of it."""
     return getattr(x, "_is_stream", False)
 
 
@@ -156,7 +156,7 @@ def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
 
 
 def has_reference(x: Tensor) -> bool:
-    """Whether ``x`` has another value in the fp32 pass that runs beside this one."""
+    """True if ``x`` has another value in the fp32 pass that runs beside this one."""
     return hasattr(x, "_reference")
 
 
@@ -179,7 +179,7 @@ def copy_marks(source: Tensor, x: Tensor) -> Tensor:
 
 
 def entering(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """As ``nested.entering``, with what is hidden on the tensors."""
+    """The same as ``nested.entering``, with what is hidden on the tensors."""
     return nested.entering(module, args, kwargs, lambda x, device: copy_marks(x, x.to(device)))
 
 

@@ -1,4 +1,4 @@
-"""How many choices of the largest rounding changes: most probable next tokens, and when greedy decoding departs."""
+"""Changed choices: most probable next tokens that rounding changes, and the length until greedy decoding departs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TOP_K = 32  # tokens that may take the first place
 
 @dataclass(frozen=True)
 class Competition:
-    """What decides which of several is the largest.
+    """Values among which the largest is chosen, and their errors.
 
     ``exact`` (..., k) has the values, in the order in which ``argmax`` takes the first of equals. ``changes``
     (draws, ..., k) has realised errors of them. Values are compared as they are ``stored``, if that is given.

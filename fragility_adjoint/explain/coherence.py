@@ -36,7 +36,7 @@ MATTERS = 0.01  # share of the squared error from which on a pair matters
 
 @dataclass(frozen=True)
 class Coherence:
-    """What groups of sites do together to the squared error of a target's output, relative to the norm's square.
+    """Joint effects of groups of sites on the squared error of a target's output, relative to the norm's square.
 
     ``groups`` has one row per group, K in all. ``grams`` (W, K, K) has the Gram matrix of every window, mean over
     probes. ``squares`` (W,) is the sum of c^2, the squared error if all errors were independent. ``totals`` (W,) is the
@@ -115,7 +115,7 @@ def in_bands(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | None = None) -> Coherence:
-    """What errors of different sites do together in the passes over ``windows``, tensors of tokens (T,) or (B, T).
+    """Measure joint effects of errors of different sites in passes over ``windows``, tensors of tokens (T,) or (B, T).
 
     Those of one tensor share what is read of a streamed model. It takes as long as a prediction with ``adjoint`` does.
     Each window has sign vectors of its own: with the same ones for all, the error of the estimate would be alike in all

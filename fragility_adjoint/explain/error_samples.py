@@ -173,18 +173,18 @@ class ErrorSamples:
         return self.at.recipe.kernels if self.at.rounding else None
 
     def exact(self, run: Callable[[nn.Module], Result]) -> Result:
-        """What ``run`` returns for the model without random errors."""
+        """The result of ``run`` for the model without random errors."""
         return self._run(run, None)
 
     def draw(self, run: Callable[[nn.Module], Result], head: bool = False) -> Result:
-        """What ``run`` returns for the model with errors of new random signs.
+        """The result of ``run`` for the model with errors of new random signs.
 
         The ``head`` rounds nothing unless asked: its rounding keeps the order of logits.
         """
         return self._run(run, RandomSigns(self.generator, self.at.stochastic), "" if head else self.base)
 
     def again(self, run: Callable[[nn.Module], Result], scale: float) -> Result:
-        """What ``run`` returns for the low-precision model that rounds to its format's numbers times 1 / ``scale``.
+        """The result of ``run`` for the low-precision model that rounds to its format's numbers times 1 / ``scale``.
 
         Of all ``scales`` the mean squared error is that of rounding; the pass at scale 1 is the one that is measured.
         Raises the errors of ``scaled``.
@@ -193,7 +193,7 @@ class ErrorSamples:
         return self._run(run, Rescaled(scale), "")
 
     def scaled(self, run: Callable[[nn.Module], Result], share: float) -> Result:
-        """What ``run`` returns for the model with ``share`` of every error: at 1 as in low precision, at 0 as in fp32.
+        """The result of ``run`` for the model with ``share`` of every error: at 1 as in low precision, at 0 as in fp32.
 
         Raises ValueError where gradients are not taken in fp32: the errors are then not known, or for stochastic
         rounding.
@@ -216,7 +216,7 @@ class ErrorSamples:
                 return run(adjoint.model)
 
     def _held(self, rounding: Rounding) -> Held:
-        """What stands for weights and buffers, with their errors."""
+        """Stand-ins for weights and buffers, with their errors."""
         leaves, weights, buffers = self.adjoint.leaves, dict(self.at.held.weights), dict(self.at.held.buffers)
         for path in filter(leaves.watched, leaves.tensors):
             made, key = weights if path in leaves.parameters else buffers, id(leaves.tensors[path])

@@ -1,4 +1,4 @@
-"""Which parts of a model to keep in fp32 under a budget, what that gains and costs, and how to do it.
+"""Plans: the parts of a model to keep in fp32 under a budget, their gain and price, and how to apply one.
 
 Contributions c^2 to the squared error of a low-precision pass add up (``fragility_adjoint.predictor``). To predict the
 mismatch under a plan, the roundings that vanish are left out of the sum. One prediction is enough for every plan, and

@@ -63,7 +63,7 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
 
 
 def identity(x: Tensor) -> tuple:
-    """What two tensors with the same entries in the same memory share."""
+    """An identity that two tensors with the same entries in the same memory share."""
     return x.data_ptr(), tuple(x.shape), tuple(x.stride())
 
 
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """What each scheme costs and does in each group of linear layers, and what keeping other parts in fp32 does.
+    """Costs and effects of each scheme in each group of linear layers, and of keeping other parts in fp32.
 
     ``errors`` (windows, groups, schemes) are contributions over the square of the target's norm, ``rest`` (windows,
     places) those of all other kernels and weights. ``bits`` (groups, schemes) counts what the weights of a group take.
@@ -197,7 +197,7 @@ class Choices:
         )
 
     def _is_kept(self, scheme: int) -> bool:
-        """Whether a layer with this ``scheme`` is kept in fp32 beside kernels in another format."""
+        """True if a layer with this ``scheme`` is kept in fp32 beside kernels in another format."""
         return self.names[scheme] == "fp32" != self.kernels
 
     def _in_fp32(self, groups: Iterable[Sequence[str]], parts: Iterable[Plan] = ()) -> Plan:
@@ -249,7 +249,7 @@ class Choices:
 
     @cached_property
     def least_bits(self) -> float:
-        """What the weights take if every layer has its smallest scheme, a weight on average."""
+        """Bits of a weight, on average, if every layer has its smallest scheme."""
         return self._knapsack.size(self._knapsack.least_size()) / self.weights
 
     def within_bits(self, bits: float) -> Choice:
@@ -266,7 +266,7 @@ class Choices:
         return self._choice(self._knapsack.least_error(bits * self.weights))
 
     def within_bytes(self, size: int) -> Choice:
-        """As ``within_bits``, with at most ``size`` bytes for the whole model (``stored_bytes``)."""
+        """The same as ``within_bits``, with at most ``size`` bytes for the whole model (``stored_bytes``)."""
         least = (self.least_bits * self.weights + self.fixed_bits) / 8
         if size < least:
             raise ValueError(
@@ -312,7 +312,7 @@ class Choices:
 
 
 def identities(places: pd.DataFrame) -> pd.MultiIndex:
-    """What tells ``places`` apart in predictions for several recipes, in which their numbers may differ."""
+    """Keys of ``places`` that hold in predictions for several recipes, in which their numbers may differ."""
     key = [places.module, places.name, places.kind]
     return pd.MultiIndex.from_arrays([*key, places.groupby(key).cumcount()])
 

@@ -41,7 +41,7 @@ def brief(text: str, most: int = 120) -> str:
 
 
 def mixes_schemes(budget: str, recipe: Recipe) -> bool:
-    """Whether ``budget`` is for a choice of schemes beside ``recipe``, not for what is kept in fp32."""
+    """True if ``budget`` is for a choice of schemes beside ``recipe``, not for what is kept in fp32."""
     unit = parse_budget(budget)[1]
     return unit in ("bits", "kl") or (unit == "bytes" and recipe.linear.weights is not None)
 

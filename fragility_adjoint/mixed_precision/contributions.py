@@ -24,7 +24,7 @@ NEARLY_EXACT = 1 / 8
 
 
 class Contributions:
-    """What every unit of a model that can be kept in fp32 contributes to the predicted mismatch.
+    """Contributions to the predicted mismatch of every unit of a model that can be kept in fp32.
 
     One prediction is enough for all plans and budgets: no further pass is run.
     """
@@ -63,7 +63,7 @@ class Contributions:
         self.kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
 
     def vanishing(self, plan: Plan) -> np.ndarray:
-        """Which places round no longer under ``plan``: booleans in the order of ``structure.places``."""
+        """Booleans, in the order of ``structure.places``: True where nothing is rounded any more under ``plan``."""
         vanishing = np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
             vanishing |= self._vanishing_inside(path, plan.residual)
@@ -185,13 +185,13 @@ class Contributions:
         return self.priced(replace(self.together(chosen), label=", ".join(each.label for each in chosen)))
 
     def size(self, plan: Plan, unit: str) -> int:
-        """How much of a budget of ``unit`` a ``plan`` takes that is no choice among such units: one for each part."""
+        """Share of a budget of ``unit`` that a ``plan`` takes that is no choice among such units: one for each part."""
         if unit == "bytes":
             return self.priced(plan).parameter_bytes + self.stream_bytes * self.length * plan.residual
         return len(plan.modules) + plan.residual + plan.scores
 
     def _names(self, unit: str) -> list:
-        """What ``keep`` calls the blocks or the sites."""
+        """Names that ``keep`` gives to the blocks or the sites."""
         return [*range(len(self.structure.blocks))] if unit == "blocks" else self._sites()
 
     def together(self, units: Sequence[Plan]) -> Plan:
@@ -263,7 +263,7 @@ class Contributions:
 
     @property
     def stream_bytes(self) -> int:
-        """What an fp32 residual stream takes more, per token."""
+        """Bytes that an fp32 residual stream takes more, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
         return (structure.FP32_BITS - self.recipe.kernels.bits) // 8 * width
 

@@ -1,4 +1,4 @@
-"""What a recipe does to a model, in one call: predicted errors, by layer and site, and plans for a budget."""
+"""Errors that a recipe makes in a model, in one call: predicted, by layer and site, and plans for a budget."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +33,7 @@ class ModelPlan:
 
     @property
     def label(self) -> str:
-        """What is kept, or how many bits a weight has."""
+        """The parts that are kept, or the bits of a weight, in words."""
         return self.plan.label
 
     @property
@@ -63,7 +63,7 @@ class ModelPlan:
 
 
 class Errors:
-    """What ``predict`` found: the ``prediction``, and what follows from it without another pass."""
+    """Errors that ``predict`` has found: the ``prediction``, and all that follows from it without another pass."""
 
     def __init__(self, model: PreTrainedModel, windows: Tensor, prediction: Prediction, probes: int):
         self.model, self.tokens, self.prediction, self.probes = model, windows, prediction, probes
@@ -80,11 +80,11 @@ class Errors:
 
     @cached_property
     def contributions(self) -> Contributions:
-        """What each unit that can be kept in fp32 contributes. Raises ValueError where every window overflows."""
+        """Contributions of each unit that can be kept in fp32. Raises ValueError where every window overflows."""
         return Contributions(self.model, self.prediction)
 
     def by(self, *columns: str) -> pd.DataFrame:
-        """What each group of roundings contributes, largest first; ``columns`` of "layer", "site", "module", "kind".
+        """Contributions of each group of roundings, largest first; ``columns`` of "layer", "site", "module", "kind".
 
         ``square`` is the expected squared error that the group makes, mean over windows, in the square of the target's
         unit (KL is a square itself); ``share`` is its share of all. Outside of blocks "layer" is missing. Raises
@@ -137,7 +137,7 @@ def predict(
     model: PreTrainedModel, tokens: Any, recipe: str | Recipe = "bf16", target: str = "hidden", probes: int = 2,
     seed: int = 0,
 ) -> Errors:  # fmt: skip
-    """What ``recipe`` does to the fp32 ``model`` over ``tokens``: the expected error in ``target``, and its causes.
+    """Predict the error of the fp32 ``model`` by ``recipe`` over ``tokens``, in the unit of ``target``, and its causes.
 
     ``tokens`` are windows (B, T) in any form of ``padding.as_windows``; ``target`` is one of ``targets.TARGETS``.
     Gradients are taken at both ends, with ``probes`` random sign vectors (``Adjoint``). Raises the errors of ``lower``

@@ -55,7 +55,7 @@ def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
 
 
 def missing_parts(plan: Plan, library: str) -> list[str]:
-    """What of ``plan`` no configuration of ``library`` can say."""
+    """Parts of ``plan`` that no configuration of ``library`` can say."""
     parts = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
     parts["the KV cache"] = plan.recipe.cache is not None and library != "ModelOpt"
     shown = ", ".join(plan.modules[:MANY]) + (
@@ -116,7 +116,7 @@ def quantizer(stored: NumberFormat, name: str) -> dict[str, Any]:
 
 
 def lost(stored: NumberFormat, library: str, rules: tuple[str, ...]) -> list[str]:
-    """What ``library``, with its ``rules`` for scales, does not keep of how a layer is stored."""
+    """Losses where ``library``, with its ``rules`` for scales, does not keep how a layer is stored."""
     _, scheme = parts(stored)
     found = [] if scheme.rule in rules else [f"{library} has no rule {scheme.rule!r} for the scales of {scheme.name}"]
     return found + ([] if scheme.symmetric else [f"{library} has symmetric integers alone, not {scheme.name}"])

@@ -34,11 +34,11 @@ class Knapsack:
     needs: Sequence[tuple[int, int]] = ()
 
     def error(self, taken: np.ndarray) -> float:
-        """What the decisions ``taken`` (D,), booleans, leave."""
+        """The error that the decisions ``taken`` (D,), booleans, leave."""
         return float(self.errors[taken].sum() + self.weights[~self.covers[taken].any(0)].sum())
 
     def size(self, taken: np.ndarray) -> float:
-        """What the decisions ``taken`` take."""
+        """The size that the decisions ``taken`` take."""
         once = sum(amount for amount, members in self.shared if taken[list(members)].any())
         less = sum(amount for amount, sets in self.saved if all(taken[list(members)].any() for members in sets))
         return float(self.sizes[taken].sum() + once - less)

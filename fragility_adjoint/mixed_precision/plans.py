@@ -41,7 +41,7 @@ NOISE = 1e-6  # relative error of a kept module that is none of rounding, at mos
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep in fp32 in a model that otherwise computes in ``format``, the name of a recipe.
+    """The parts to keep in fp32 in a model that otherwise computes in ``format``, the name of a recipe.
 
     - ``layers``: paths of linear layers that have the operands of another recipe, each with the recipe's name.
     - ``modules``: paths of modules that are kept whole.
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def recipe(self) -> Recipe:
-        """That of ``format``, with the ``layers``."""
+        """The recipe called ``format``, with the ``layers``."""
         recipe = get_recipe(self.format)
         return replace(recipe, layers=dict(recipe.layers) | {p: get_recipe(name).linear for p, name in self.layers})
 

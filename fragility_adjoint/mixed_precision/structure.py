@@ -30,7 +30,7 @@ FP32_BITS = 32
 
 @torch.no_grad()
 def scores_can_be_kept(model: nn.Module) -> bool:
-    """Whether the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
+    """True if the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
     if not (can_set_attention(model) and paths.attention_modules(model)):
         return False
     own, kept = sharing_copy(model).eval(), sharing_copy(model).eval()
@@ -101,7 +101,7 @@ class Structure:
 
     @cached_property
     def stream_can_be_kept(self) -> bool:
-        """Whether the stream begins with an embedding, and every block reads it through norms and then adds to it.
+        """True if the stream begins with an embedding, and every block reads it through norms and then adds to it.
 
         A stream that a norm replaces (after a block, or before the first one) is rounded there in any case. A
         stream that branches read directly is rounded, too.

@@ -72,7 +72,7 @@ def widen(parameter: nn.Parameter) -> None:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether some parameter of ``model`` is offloaded."""
+    """True if some parameter of ``model`` is offloaded."""
     return any(source_of(parameter) is not None for parameter in model.parameters())
 
 

@@ -145,7 +145,7 @@ class LowArithmetic(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def function(self, call: FunctionCall) -> Callable:
-        """What computes ``call``: a product, or a lookup in a table, may have gradients that take less time."""
+        """The function that computes ``call``: for a product or a lookup one whose gradients take less time."""
         if call.name == "embedding" and self.recorder.takes_rows(call.args[0]):
             return partial(look_up_rows, self.recorder)
         fast = fast_products(call.floating[0].device) if call.product else {}

@@ -10,7 +10,7 @@ from fragility_core.numerics.kernels import EXACT_FUNCTIONS, PRODUCTS
 
 
 def in_place(func: Callable) -> bool:
-    """Whether ``func`` changes its first argument in place."""
+    """True if ``func`` changes its first argument in place."""
     name = func.__name__
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
@@ -36,18 +36,18 @@ class FunctionCall:
 
     @property
     def in_place(self) -> bool:
-        """Whether the call changes its first argument in place."""
+        """True if the call changes its first argument in place."""
         return in_place(self.func)
 
     @property
     def product(self) -> str:
-        """What a matrix product multiplies values by, see ``recorder.Place``."""
+        """The other factor of a matrix product of values, "weights" or "values" (``recorder.Place``)."""
         if self.name not in PRODUCTS:
             return ""
         return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
 
     def only_moves(self, y: Tensor) -> bool:
-        """Whether the result ``y`` holds numbers that were stored before."""
+        """True if the result ``y`` holds numbers that were stored before."""
         if self.name in EXACT_FUNCTIONS:
             return all(map(stored_as, self.floating))
         if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):

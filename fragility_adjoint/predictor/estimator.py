@@ -155,7 +155,7 @@ class Adjoint:
 
     @property
     def knows_signs(self) -> bool:
-        """Whether the errors are those that rounding makes, with their signs, or the expected size of some."""
+        """True if errors are those that rounding makes, with their signs; False if some have an expected size alone."""
         return self.leaves.exact is not None and self.low.execution != "stochastic"
 
     def __call__(
@@ -211,7 +211,7 @@ class Adjoint:
             return with_overflows(prediction, self.low, [each.tokens for each in single], stored)
 
     def _together(self, windows: Windows) -> list[Size]:
-        """As ``_passes`` of ``windows`` that share a pass, or else one by one."""
+        """The same as ``_passes`` of ``windows`` that share a pass, or else one by one."""
         if len(windows) > 1:
             before, at_once = self.recorder.mark(), self.at_once
             try:
@@ -254,7 +254,7 @@ class Adjoint:
         return final, [*self.recorder.now.leaves, *arithmetic.held.leaves, *ends]
 
     def _forward_together(self, point: LowArithmetic, windows: Windows) -> tuple[Tensor, list[Tensor]]:
-        """As ``_forward``: each window has leaves of its own, in the memory of the point's."""
+        """The same as ``_forward``: each window has leaves of its own, in the memory of the point's."""
         leaves = {id(leaf): self.recorder.own_leaf(leaf) for leaf in point.held.leaves}
 
         def of_one(tokens: Tensor, leaves: dict[int, Tensor]) -> Tensor:

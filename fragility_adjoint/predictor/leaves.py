@@ -30,11 +30,11 @@ class Held(NamedTuple):
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Those that have a gradient."""
+        """Weights and buffers that have a gradient."""
         return [x for x in {**self.weights, **self.buffers}.values() if x.requires_grad]
 
     def replaced(self, leaves: Mapping[int, Tensor]) -> "Held":
-        """As this one, with ``leaves`` in place of others, by the ``id`` of these."""
+        """A copy with ``leaves`` in place of others, by the ``id`` of these."""
 
         def replaced(held: dict[int, Tensor]) -> dict[int, Tensor]:
             return {key: mark_stored(leaves.get(id(x), x), stored_as(x)) for key, x in held.items()}
@@ -72,22 +72,22 @@ class Leaves:
             recorder.weight(path)  # numbers the places in this order
 
     def operands(self, path: str) -> Operands:
-        """Those of the linear layer that has the weight at ``path``, by any of its names."""
+        """Operands of the linear layer that has the weight at ``path``, by any of its names."""
         key = id(self.tensors[path])
         found = self.recipe.operands(owner(self._names[key])) if key in self._names else Operands()
         return replace(found, weights=self._schemes.get(key))
 
     def is_low(self, path: str) -> bool:
-        """Whether the low-precision model stores the tensor at ``path`` in low precision."""
+        """True if the low-precision model stores the tensor at ``path`` in low precision."""
         return self.tensors[path].dtype == self.dtype or bool(self.operands(path))
 
     def watched(self, path: str) -> bool:
-        """Whether rounding the tensor at ``path`` contributes to the error."""
+        """True if rounding the tensor at ``path`` contributes to the error."""
         stays_fp32 = not (self.operands(path) or self.weights_only or self.recipe.kernels.name != "fp32")
         return (self.is_low(path) or self.exact is not None) and not stays_fp32
 
     def weighted(self, path: str, rounded: Tensor) -> "Weighted":
-        """What weighs the local error of the tensor at ``path``; its low-precision entries are ``rounded``."""
+        """The function that weighs the local error of the tensor at ``path``; its low entries are ``rounded``."""
         if self.exact is None:
             return Weighted(rounded, self.operands(path).weights or self.recipe.kernels)
         return Weighted(rounded, self.exact[path].data)  # fp32 parameters may hold rounded values: norms do

@@ -1,4 +1,4 @@
-"""Where a low-precision pass first leaves the range of its format: the kernel, and the part of the model it belongs to.
+"""The first overflow of a low-precision pass: the kernel, and the part of the model that it belongs to.
 
 The pass itself is watched, kernel by kernel, native or emulated. A kernel leaves the range if its result is not finite
 where all that it reads is. In fp64 the same kernel tells an overflow from a division by zero. Three things are no
@@ -36,7 +36,7 @@ SAYS = {
 
 
 class Overflow(NamedTuple):
-    """Where a pass first leaves the range, in ``words``, with the path of the ``module`` whose forward was running.
+    """The first overflow of a pass in ``words``, with the path of the ``module`` whose forward was running.
 
     ``kind`` is "overflow" where the exact result is a number, "stored" for a parameter beyond the range, "infinite" for
     a division by zero, "nan" for what is no number in any format.
@@ -154,17 +154,17 @@ class Watch(TorchDispatchMode):
 
 
 def finite(values: Any) -> bool:
-    """Whether all floating ``values`` are finite."""
+    """True if all floating ``values`` are finite."""
     return all(bool(x.isfinite().all()) for x in values if x.is_floating_point())
 
 
 def masking(x: Tensor) -> Tensor:
-    """Where ``x`` is an additive mask: minus infinity or the lowest number."""
+    """True where ``x`` is an additive mask: minus infinity or the lowest number."""
     return x <= torch.finfo(x.dtype).min
 
 
 def kind_of(kernel: Callable | None, args: tuple, kwargs: dict, bad: Tensor) -> str:
-    """What ``kernel`` gives in fp64 where its result is ``bad``: "overflow" if a number, else "infinite" or "nan"."""
+    """The kind of a result that is ``bad``, by ``kernel`` in fp64: "overflow" if a number, else "infinite" or "nan"."""
 
     def wide(value: Any) -> Any:
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value

@@ -1,4 +1,4 @@
-"""What an estimate says: tables of contributions and of windows, and the prediction that any of their rows give."""
+"""Predictions: tables of contributions and of windows, and the number that any of their rows give."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from fragility_adjoint.quantization.recipes import Recipe
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one forward pass, and one backward pass per probe, predict for every window.
+    """The prediction for every window, from one forward pass and one backward pass per probe.
 
     ``contributions`` has one row per window, probe and place where values are rounded (``recorder.Place``), with its
     number ``place``, its contribution ``c2`` to the squared error of the target's output, its ``signed`` contribution

@@ -192,14 +192,14 @@ weight_product = over_windows(WeightProduct.apply)
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """As ``torch.addmm``, of a bias, values and weights."""
+    """The same as ``torch.addmm``, of a bias, values and weights."""
     if (beta, alpha) != (1, 1) or input.ndim != 1 or not in_common(input, mat2):
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
     return weight_product(mat1, mat2, input)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``torch.nn.functional.linear``."""
+    """The same as ``torch.nn.functional.linear``."""
     if input.ndim < 2 or not in_common(weight, bias):
         return functional.linear(input, weight, bias)
     return weight_product(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
@@ -225,7 +225,7 @@ def look_up_rows(
     recorder: ErrorRecorder, table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As ``torch.embedding``, of a leaf whose rows the ``recorder`` takes."""
+    """The same as ``torch.embedding``, of a leaf whose rows the ``recorder`` takes."""
     return Lookup.apply(recorder, table, indices, padding_idx)
 
 
@@ -276,7 +276,7 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As ``torch.nn.functional.scaled_dot_product_attention``."""
+    """The same as ``torch.nn.functional.scaled_dot_product_attention``."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
@@ -287,7 +287,7 @@ def scaled_dot_product_attention(
 
 @cache
 def fast_products(device: torch.device) -> dict[tuple[str, str], Callable[..., Tensor]]:
-    """What replaces functions of torch on ``device``, by the name of the function and ``Place.product``."""
+    """Replacements of functions of torch on ``device``, by the name of the function and ``Place.product``."""
     fast: dict[tuple[str, str], Callable[..., Tensor]] = {}
     if has_native_kernels(get_format("bf16"), device):
         fast |= {("addmm", "weights"): addmm, ("linear", "weights"): linear}

@@ -53,7 +53,7 @@ class LookedUp(NamedTuple):
 
 @dataclass
 class Pass:
-    """Where a differentiated pass of ``windows`` is."""
+    """The position of a differentiated pass of ``windows``."""
 
     windows: range
     path: list[str] = field(default_factory=lambda: [""])  # of the modules whose forward is running, outermost first
@@ -94,7 +94,7 @@ class ErrorRecorder:
         self._looked_up.clear()
 
     def mark(self) -> tuple[int, int]:
-        """Where the records of the next pass begin, for ``rewind``."""
+        """The point at which the records of the next pass begin, for ``rewind``."""
         return len(self._records), len(self._extremes)
 
     def rewind(self, mark: tuple[int, int]) -> None:
@@ -124,7 +124,7 @@ class ErrorRecorder:
             self.ends[latest[0]] = path
 
     def bookmark(self, path: str) -> Pass:
-        """Where the pass is, before the forward of the module at ``path``; for ``replaying`` it."""
+        """The position of the pass before the forward of the module at ``path``; for ``replaying`` it."""
         counts = {(module, name): n for (module, name), n in self.now.counts.items() if within(module, path)}
         return Pass(self.now.windows, list(self.path), Counter(counts), again=True)
 
@@ -178,7 +178,7 @@ class ErrorRecorder:
         result.register_hook(of_probes(lambda gradient: record(place, error * gradient)))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
-        """As ``watch``, for a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
+        """Watch as ``watch`` does, for a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
         whole = base_of(view)
         errors = torch.empty_strided(whole.shape, whole.stride(), dtype=error.dtype, device=error.device).zero_()
         first = view.storage_offset() - whole.storage_offset()
@@ -188,7 +188,7 @@ class ErrorRecorder:
     def watch_leaf(
         self, place: int, leaf: Tensor, weighted: Weighing, kept: bool = False
     ) -> None:  # fmt: skip
-        """As ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
+        """The same as ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
 
         ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
         that is ``kept`` is used by the passes of all windows, one after the other; its ``weighted`` also takes the
@@ -202,7 +202,7 @@ class ErrorRecorder:
             self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), windows))
 
     def takes_rows(self, table: Tensor) -> bool:
-        """Whether ``look_up`` takes the gradient of rows of the large ``table`` in place of that of the whole."""
+        """True if ``look_up`` takes the gradient of rows of the large ``table`` in place of that of the whole."""
         large = table.numel() > LARGE and table.ndim == 2
         return large and id(table) in self._kept and vmap_level() is None
 
@@ -263,7 +263,7 @@ class ErrorRecorder:
     def record_pieces(
         self, place: int, pieces: Iterable[Tensor], windows: range | None = None, first: int = 0
     ) -> None:  # fmt: skip
-        """As ``record``, for an error times gradient that is formed piece by piece."""
+        """The same as ``record``, for an error times gradient that is formed piece by piece."""
         share = self.shares[self.kinds[place]]
         if not share:
             return
@@ -325,7 +325,7 @@ def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def has_short_range(format: NumberFormat) -> bool:
-    """Whether a result in fp32 may lie outside of the range of ``format``; bf16 has the range of fp32."""
+    """True if a result in fp32 may lie outside of the range of ``format``; bf16 has the range of fp32."""
     return format.largest < 1e38
 
 

@@ -117,7 +117,7 @@ def logarithmic_mean(x: Tensor, dim: int) -> Tensor:
 
 
 def softmax(function: Callable, input: Tensor, *args, **kwargs) -> Tensor:
-    """What has the secant slopes of ``function``, a softmax or its logarithm."""
+    """A result with the secant slopes of ``function``, a softmax or its logarithm."""
     dim = kwargs.get("dim", args[0] if args else None)
     if dim is None:
         return at_halfway(function, input, *args, **kwargs)
@@ -132,7 +132,7 @@ def normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
 
 
 def layer_norm(input: Tensor, normalized_shape, weight=None, bias=None, eps: float = 1e-5, *options) -> Tensor:
-    """As ``torch.layer_norm``, of elementary functions."""
+    """The same as ``torch.layer_norm``, of elementary functions."""
     dims = tuple(range(-len(normalized_shape), 0))
     y = normalized(input - input.mean(dims, keepdim=True), dims, eps)
     y = y if weight is None else y * weight
@@ -140,14 +140,14 @@ def layer_norm(input: Tensor, normalized_shape, weight=None, bias=None, eps: flo
 
 
 def rms_norm(input: Tensor, normalized_shape, weight=None, eps: float | None = None) -> Tensor:
-    """As ``torch.rms_norm``, of elementary functions."""
+    """The same as ``torch.rms_norm``, of elementary functions."""
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     y = normalized(input, tuple(range(-len(normalized_shape), 0)), eps)
     return y if weight is None else y * weight
 
 
 def quotient(input: Tensor, other: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
-    """As ``torch.div``, of elementary functions."""
+    """The same as ``torch.div``, of elementary functions."""
     if rounding_mode is not None:
         return at_halfway(torch.div, input, other, rounding_mode=rounding_mode)
     return input * (torch.reciprocal(other) if isinstance(other, Tensor) else 1 / other)
@@ -157,7 +157,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As ``torch.nn.functional.scaled_dot_product_attention`` without dropout, of elementary functions."""
+    """The same as ``torch.nn.functional.scaled_dot_product_attention`` without dropout, of elementary functions."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -202,7 +202,7 @@ def refer_to_copy(x: Tensor) -> None:
 
 
 def same_entries(name: str, indices: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Those entries of the reference that a SELECTING function chose in low precision, by ``indices``."""
+    """Entries of the reference that a SELECTING function chose in low precision, by ``indices``."""
     x = reference_of(args[0] if args else kwargs["input"])
     position = 2 if name in ("topk", "kthvalue") else 1
     dim = kwargs.get("dim", args[position] if len(args) > position else -1)
@@ -259,7 +259,7 @@ class SecantSlopes(TorchFunctionMode):
 
 
 class SecantArithmetic(LowArithmetic):
-    """As ``LowArithmetic``, with secant slopes.
+    """The same as ``LowArithmetic``, with secant slopes.
 
     ``between`` says where constants of a target are taken: 0 is the value in fp32, and 1 that in low precision.
     """
@@ -281,7 +281,7 @@ class SecantArithmetic(LowArithmetic):
         return call.func
 
     def round(self, y: Tensor, *args, **kwargs) -> Tensor:
-        """As ``LowArithmetic.round``; the reference of ``y`` is not rounded."""
+        """The same as ``LowArithmetic.round``; the reference of ``y`` is not rounded."""
         reference = reference_of(y) if has_reference(y) else y.detach().clone()
         rounded = super().round(y, *args, **kwargs)
         return refer(rounded, reference) if rounded.requires_grad else rounded  # else it is a constant

@@ -33,7 +33,7 @@ from fragility_core.numerics.nested import map_tensors, tensors
 
 
 class Uses:
-    """What a streamed pass has used."""
+    """Tensors that a streamed pass has used."""
 
     def __init__(self):
         self.entered = 0  # how many parts
@@ -126,7 +126,7 @@ class Stream:
         return call.result(inputs)
 
     def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
-        """As ``ErrorRecorder.watch_leaf``; gradients of a tensor that is used several times are added up first."""
+        """Watch a leaf (``ErrorRecorder.watch_leaf``); gradients of one that is used several times are added up first."""
         uses = self.uses[self.recorder.now.windows]
         if uses.counts[path] > 1:
             self.recorder.hook_leaf(leaf, partial(self._add, uses.totals, path))

@@ -47,7 +47,7 @@ def root_of_count(output: Tensor, counted: Tensor) -> Tensor:
 
 
 def root_of_twice_the_count(output: Tensor, counted: Tensor) -> Tensor:
-    """As ``root_of_count``, for squares that are halved."""
+    """The same as ``root_of_count``, for squares that are halved."""
     return (2 * root_of_count(output, counted) ** 2).sqrt()
 
 
@@ -87,12 +87,12 @@ def log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """What changes as the mean next-token cross entropy does, to first order, (B, 1, 1), in nats."""
+    """A number (B, 1, 1), in nats, that changes as the mean next-token cross entropy does, to first order."""
     return -log_probabilities(model, tokens).mean(1, keepdim=True)
 
 
 def margins(model: nn.Module, tokens: Tensor) -> Tensor:
-    """How far the logit of the most probable next token is above the second, (B, T, 1).
+    """Distance of the logit of the most probable next token from the second, (B, T, 1).
 
     ``explain.changed_choices`` says how many next tokens change, and how many where contributions are left out.
     """

@@ -107,7 +107,7 @@ def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def in_common(*operands: Tensor | None) -> bool:
-    """Whether all windows have the same ``operands``, in the same memory."""
+    """True if all windows have the same ``operands``, in the same memory."""
     if vmap_level() is None:
         return True
     every = [unbatched(x) for x in operands if x is not None]

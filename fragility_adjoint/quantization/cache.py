@@ -25,7 +25,7 @@ class RoundedCache(DynamicCache):
         self.stored, self.kept = stored, kept
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """As ``DynamicCache.update``: all keys and values that are stored now."""
+        """The same as ``DynamicCache.update``: all keys and values that are stored now."""
         if self.stored is not None and layer_idx not in self.kept:
             key_states = round_stored(key_states, "key cache", self.stored)
             value_states = round_stored(value_states, "value cache", self.stored)

@@ -45,7 +45,7 @@ def stored_weights(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
 
 
 def weight_schemes(model: nn.Module, recipe: Recipe) -> dict[int, NumberFormat]:
-    """How ``recipe`` stores matrices that have a scheme, by the ``id`` of the parameter, which tied modules share."""
+    """Schemes of matrices that ``recipe`` gives one, by the ``id`` of the parameter, which tied modules share."""
     operands = ((p, recipe.operands(owner(path))) for path, p in stored_weights(model, recipe).items())
     return {id(p): each.weights for p, each in operands if each.weights is not None}
 

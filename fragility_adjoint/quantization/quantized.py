@@ -34,12 +34,12 @@ class Quantized(LowPrecision):
 
     @property
     def name(self) -> str:
-        """That of the recipe."""
+        """The name of the recipe."""
         return self.recipe.name
 
     @property
     def plain(self) -> bool:
-        """Whether all that happens is the rounding of the results of kernels."""
+        """True if all that happens is the rounding of the results of kernels."""
         return self.recipe.plain
 
     @contextmanager
@@ -60,7 +60,7 @@ def recipe_of(low: LowPrecision) -> Recipe:
 
 
 def how_stored(model: nn.Module, recipe: Recipe, widened: bool = False) -> dict[str, Storing]:
-    """How ``recipe`` stores each parameter of ``model``, by path; ``widened`` tensors are fp32 all the same.
+    """Ways of ``recipe`` to store each parameter of ``model``, by path; ``widened`` tensors are fp32 all the same.
 
     Weights with a scheme are in the dtype of the kernels, unless products run in fp32 (``Operands.wide``). All others
     are as ``lowering.how_stored`` says.

@@ -12,7 +12,7 @@ from fragility_core.numerics.formats import FORMATS, NARROW, Format, NumberForma
 
 @dataclass(frozen=True)
 class Operands:
-    """How a linear layer stores its ``weights`` and reads its ``inputs``; None is as all other kernels do."""
+    """Schemes of a linear layer for its stored ``weights`` and the ``inputs`` it reads; None is as in other kernels."""
 
     weights: NumberFormat | None = None
     inputs: NumberFormat | None = None
@@ -21,7 +21,7 @@ class Operands:
         return self.weights is not None or self.inputs is not None
 
     def wide(self, kernels: NumberFormat) -> bool:
-        """Whether products must run in fp32, since the dtype of ``kernels`` lacks numbers that they multiply.
+        """True if products must run in fp32, since the dtype of ``kernels`` lacks numbers that they multiply.
 
         Devices multiply the stored numbers, and scale the sum. A layer that rounds no inputs reads weights in the
         dtype of the kernels.
@@ -47,17 +47,17 @@ class Recipe:
     uncached: frozenset[str] = frozenset()
 
     def operands(self, path: str) -> Operands:
-        """Those of the linear layer, or of the experts, at ``path``."""
+        """Operands of the linear layer, or of the experts, at ``path``."""
         return self.layers.get(path, self.linear)
 
     @property
     def plain(self) -> bool:
-        """Whether all that happens is the rounding of the results of kernels."""
+        """True if all that happens is the rounding of the results of kernels."""
         return not (self.linear or self.cache or any(self.layers.values()))
 
     @property
     def rounds(self) -> bool:
-        """Whether it changes more than factors of products, as fp32 and tf32 do."""
+        """True if it changes more than factors of products, as fp32 and tf32 do."""
         return self.kernels.name not in ("fp32", "tf32") or not self.plain
 
     def beside(self, kernels: str) -> "Recipe":

@@ -21,7 +21,7 @@ SHRINKS = torch.linspace(1.0, 0.4, 61).tolist()  # of the largest value, tried b
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a tensor is stored in numbers of ``format`` and scales.
+    """A way to store a tensor in numbers of ``format`` and scales.
 
     ``granularity`` says which entries share a scale: the whole "tensor"; a "row", along the dimension over which a
     product sums (a channel of weights, a token of activations); a "group" of ``size`` neighbours in a row; a "block" of
@@ -84,12 +84,12 @@ class Scheme:
 
     @property
     def unit_roundoff(self) -> float:
-        """That of the format."""
+        """The format's own."""
         return self.format.unit_roundoff
 
     @property
     def spacing(self) -> float:
-        """That of the format."""
+        """The format's own."""
         return self.format.spacing
 
     @property
@@ -115,7 +115,7 @@ class Scheme:
         return self.format.bits + ((self.scale_bits + zero) / shared if shared else 0)
 
     def exact_in(self, dtype: torch.dtype) -> bool:
-        """Whether ``dtype`` holds every number that the scheme may give."""
+        """True if ``dtype`` holds every number that the scheme may give."""
         return dtype == torch.float32 or (self.scale == "e8m0" and dtype == torch.bfloat16)
 
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:

@@ -14,13 +14,13 @@ from fragility_core.models.paths import is_linear
 
 
 def is_static(operands: Operands) -> bool:
-    """Whether inputs have a scale that is still to be measured."""
+    """True if inputs have a scale that is still to be measured."""
     inputs = operands.inputs
     return isinstance(inputs, Scheme) and inputs.static and inputs.largest_input is None
 
 
 def needs_calibration(recipe: Recipe) -> bool:
-    """Whether ``recipe`` has static scales that are not measured yet."""
+    """True if ``recipe`` has static scales that are not measured yet."""
     return any(map(is_static, (recipe.linear, *recipe.layers.values())))
 
 

@@ -17,7 +17,7 @@ from fragility_core.bgss.state import Action, Limits, State, raise_epsilons
 
 @dataclass(frozen=True, kw_only=True)
 class Printed(Policy):
-    """What both share: the interval, the target ratio rho_* and the bounds of epsilon."""
+    """Parameters that both printed policies share: the interval, the target ratio rho_* and the bounds of epsilon."""
 
     target_ratio: float
     monitor_interval: int = 1
@@ -36,7 +36,7 @@ class Printed(Policy):
         return Limits(epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max)
 
     def is_due(self, state: State) -> bool:
-        """Whether t mod m = 0. The paper counts its steps t from 1."""
+        """True if t mod m = 0. The paper counts its steps t from 1."""
         return (state.step + 1) % self.monitor_interval == 0
 
     def target(self, state: State, ratio: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ class PrintedBGSS(Printed):
         return Limits(per_step=self.budget, epsilon_min=self.epsilon_min, epsilon_max=self.epsilon_max)
 
     def gates(self, state: State, rows: pd.DataFrame) -> pd.DataFrame:
-        """Which gates each block passes, one row per block. Each gate is tested on its own.
+        """Booleans, one row per block: the gates that it passes. Each gate is tested on its own.
 
         ``risk``: G >= tau_G. ``dominance``: phi >= tau_phi. ``regime``: rho_LN < 1. ``cooldown``: it is over.
         ``eligible``: all four. ``budget``: fewer than B eligible blocks have a larger G, or an equal G and a lower

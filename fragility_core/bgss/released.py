@@ -21,7 +21,7 @@ SEED_OFFSET = 1009  # the random policy's generator has the run's seed plus this
 
 @dataclass(frozen=True, kw_only=True)
 class Released(Policy):
-    """What the three policies share: trigger, budget, cooldown and update.
+    """Base of three policies: trigger, budget, cooldown and update.
 
     The parameters have the names of the release's configuration, without the prefixes.
     """
@@ -75,7 +75,7 @@ class Released(Policy):
         return raise_epsilons(state, chosen, self.updated(state), priority, len(ranked), self.cooldown_steps)
 
     def triggered(self, state: State, signal: float) -> bool:
-        """Whether the warm-up is over and the signal reaches the quantile of its earlier finite values."""
+        """True if the warm-up is over and the signal reaches the quantile of its earlier finite values."""
         if state.step < self.warmup_steps or not state.signals or not math.isfinite(signal):
             return False
         return bool(signal >= np.quantile(state.signals, self.trigger_quantile))

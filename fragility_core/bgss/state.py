@@ -1,4 +1,4 @@
-"""What a controller has done and seen so far, and what it may still do.
+"""The state of a controller: its actions, the signals that it has seen, and what it may still do.
 
 Nothing here touches a model. A ``State`` never changes: ``advance`` returns the state of the next step.
 """
@@ -14,7 +14,7 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Limits:
-    """How many actions a run may take, and between which epsilons. The defaults allow everything."""
+    """Limits on the actions of a run, and on epsilon. The defaults allow everything."""
 
     actions: float = math.inf
     per_step: float = math.inf
@@ -67,19 +67,19 @@ class State:
 
     @property
     def cooled_down(self) -> np.ndarray:
-        """Whether the cooldown of each block is over, (layers,)."""
+        """True if the cooldown of each block is over, (layers,)."""
         until = {action.layer: action.cooldown_until for action in self.actions}
         return np.array([until.get(layer, self.step) <= self.step for layer in range(self.layers)], dtype=bool)
 
     @property
     def available(self) -> np.ndarray:
-        """Whether cooldown, number of actions and largest epsilon allow an action on each block, (layers,)."""
+        """True if cooldown, number of actions and largest epsilon allow an action on each block, (layers,)."""
         below_count = np.array(self.action_counts) < self.limits.per_layer
         return self.cooled_down & below_count & (np.array(self.epsilon) < self.limits.epsilon_max)
 
     @property
     def allowance(self) -> float:
-        """How many actions this step may take."""
+        """The number of actions that this step may take."""
         return min(self.limits.per_step, self.limits.actions - len(self.actions))
 
 

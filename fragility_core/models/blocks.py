@@ -1,4 +1,4 @@
-"""Where the sites of the paper's decomposition lie in a Hugging Face model.
+"""Blocks of a Hugging Face model, with the sites of the paper's decomposition.
 
 Nothing here knows a family by name. One token goes through the model, and ``one_token_pass`` records what each module
 reads and returns. Which module reads the result of which other tells norms, projections and the MLP's layers apart. The
@@ -78,7 +78,7 @@ class Block:
 
     @property
     def shares_norm(self) -> bool:
-        """Whether one norm stands before both sublayers."""
+        """True if one norm stands before both sublayers."""
         one, two = self.norm_1, self.norm_2
         return one is not None and two is not None and one.module is two.module
 
@@ -207,11 +207,11 @@ class _Reading:
         return found[0]
 
     def feeds(self, module: nn.Module, readers: list[nn.Module]) -> bool:
-        """Whether there are ``readers``, and all of them read what ``module`` returned."""
+        """True if there are ``readers``, and all of them read what ``module`` returned."""
         return bool(readers) and all(reads(self.calls[m], self.calls[module].output) for m in readers)
 
     def is_parallel(self, norm_2: Norm | None, *out_norms: Norm | None) -> bool:
-        """Whether the MLP reads the block's input. Raises TypeError unless the residual sums are those of a block."""
+        """True if the MLP reads the block's input. Raises TypeError unless the residual sums are those of a block."""
         h, output = self.calls[self.module].input, self.calls[self.module].output
         ends = [norm.module if norm else out for norm, out in zip(out_norms, (self.projections[-1], self.mlp[-1]))]
         a, m = (self.calls[end].output for end in ends)
@@ -283,7 +283,7 @@ class _Reading:
 
 
 def fused_layouts(features: int, heads: int, width: int) -> list[tuple]:
-    """Where queries, keys and values may lie in a projection to all three: side by side, or head by head."""
+    """Places of queries, keys and values in a projection to all three: side by side, or head by head."""
     queries = heads * width
     keys = (features - queries) // 2
     if keys <= 0 or keys % width:
@@ -329,12 +329,12 @@ def one_token_pass(base: Any, found: list[nn.Module]) -> dict[nn.Module, dict[nn
 
 
 def reads(call: ModuleCall, tensor: Tensor) -> bool:
-    """Whether ``call`` read ``tensor`` or a view of it. Equal values in other memory do not count."""
+    """True if ``call`` read ``tensor`` or a view of it. Equal values in other memory do not count."""
     return call.input.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def agree(x: Tensor, *parts: Tensor) -> bool:
-    """Whether ``x`` is the sum of ``parts`` up to roundings in its dtype. Entries that overflowed are left out."""
+    """True if ``x`` is the sum of ``parts`` up to roundings in its dtype. Entries that overflowed are left out."""
     x, flat = x.flatten(), [part.flatten() for part in parts]
     if any(part.shape != x.shape for part in flat):
         return False

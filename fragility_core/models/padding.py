@@ -22,7 +22,7 @@ class Group:
     end: int
 
     def of(self, x: Tensor) -> Tensor:
-        """What (B, T, ...) holds for the tokens of these windows."""
+        """Entries of ``x`` (B, T, ...) for the tokens of these windows."""
         return x[self.windows, self.first : self.end]
 
 

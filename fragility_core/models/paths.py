@@ -20,7 +20,7 @@ BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its numbe
 
 
 def forward_hook(module: nn.Module, hook: Callable) -> RemovableHandle:
-    """As ``module.register_forward_hook``; the hook does not see passes beside that of the caller."""
+    """Register a forward hook on ``module`` that does not see passes beside that of the caller."""
     caller = threading.get_ident()
     return module.register_forward_hook(lambda *call: hook(*call) if threading.get_ident() == caller else None)
 
@@ -59,19 +59,19 @@ def block_of(path: str) -> tuple[str, int, str] | None:
 
 
 def is_block(path: str) -> bool:
-    """Whether ``path`` is that of a block: a numbered module that is not inside of another."""
+    """True if ``path`` is that of a block: a numbered module that is not inside of another."""
     found = block_of(path)
     return found is not None and found[0] == path
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether all weights of ``module`` are vectors, by which it scales and perhaps shifts, and it has no children."""
+    """True if all weights of ``module`` are vectors, by which it scales and perhaps shifts, and it has no children."""
     parameters = list(module.parameters())
     return not list(module.children()) and bool(parameters) and all(p.ndim == 1 for p in parameters)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` multiplies by a weight matrix: ``nn.Linear``, or GPT-2's ``Conv1D``."""
+    """True if ``module`` multiplies by a weight matrix: ``nn.Linear``, or GPT-2's ``Conv1D``."""
     return isinstance(module, (nn.Linear, Conv1D))
 
 
@@ -81,7 +81,7 @@ def attention_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def within(path: str, module: str) -> bool:
-    """Whether ``path`` is that of ``module`` or of a module inside it."""
+    """True if ``path`` is that of ``module`` or of a module inside it."""
     return path == module or path.startswith(f"{module}.")
 
 

@@ -153,7 +153,7 @@ def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) ->
 
 
 def is_causal(module: nn.Module, options: dict) -> bool:
-    """Whether attention is causal, as transformers' sdpa decides: by the option, the module's attribute, or yes."""
+    """True if attention is causal, as transformers' sdpa decides: by the option, the module's attribute, or yes."""
     asked = options.get("is_causal")
     return getattr(module, "is_causal", True) if asked is None else asked
 

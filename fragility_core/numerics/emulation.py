@@ -19,7 +19,7 @@ from fragility_core.numerics.nested import map_tensors, tensors
 
 
 def fits_in_chunks(kernel: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether ``kernel`` is elementwise, over large contiguous tensors of one shape on the CPU."""
+    """True if ``kernel`` is elementwise, over large contiguous tensors of one shape on the CPU."""
     schema = schema_of(kernel)
     elementwise = torch.Tag.pointwise in kernel.tags and len(schema.returns) == 1 and not schema.is_mutable
     if not elementwise or any(map(torch.is_tensor, kwargs.values())):
@@ -110,7 +110,7 @@ class Emulation(TorchDispatchMode):
         return (self._in_chunks if in_chunks else self._in_fp32)(kernel, args, kwargs)
 
     def _is_low(self, args: tuple, kwargs: dict) -> bool:
-        """Whether the result of a kernel must be rounded."""
+        """True if the result of a kernel must be rounded."""
         operands = deciding(tensors((*args, *kwargs.values())))
         if not operands and self.format.is_storage_only:  # torch.full() and the like
             return kwargs.get("dtype") == self.format.compute_dtype
@@ -141,7 +141,7 @@ class Emulation(TorchDispatchMode):
         return result if requested == torch.float32 else map_tensors(result, self._narrow)
 
     def _in_chunks(self, kernel, args, kwargs):
-        """As ``_in_fp32``, chunk by chunk: the fp32 copy of a chunk stays in cache, that of a tensor would not."""
+        """Compute in fp32 chunk by chunk: the fp32 copy of a chunk stays in cache, that of a tensor would not."""
         whole = next(x for x in tensors(args) if x.ndim)
         flat = (x.view(-1).split(CHUNK_ELEMENTS) if torch.is_tensor(x) and x.ndim else repeat(x) for x in args)
         parts = (self._in_fp32(kernel, chunk, kwargs) for chunk in zip(*flat))

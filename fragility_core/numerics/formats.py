@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 2**17  # elements computed at once on a CPU: 512 KiB in fp32 fi
 
 
 class NumberFormat(Protocol):
-    """What the arithmetic of kernels asks of the numbers in which they store results: a ``Format``, or another rule.
+    """Numbers in which kernels store results: a ``Format``, or another rule of rounding.
 
     A rule that is not ``elementwise`` rounds an entry by others of its tensor, as numbers under shared scales are. One
     that ``is_storage_only`` gives fewer numbers than its ``compute_dtype`` holds.
@@ -94,7 +94,7 @@ class Format:
 
     @cached_property
     def is_storage_only(self) -> bool:
-        """Whether the compute dtype holds more numbers than the format, so that results must be rounded (fp8)."""
+        """True if the compute dtype holds more numbers than the format, so that results must be rounded (fp8)."""
         return self.storage != self.compute_dtype
 
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
@@ -241,7 +241,7 @@ def of_dtype(dtype: torch.dtype) -> Format:
 
 
 def has_native_kernels(format: NumberFormat, device: torch.device | str) -> bool:
-    """Whether ``device`` computes in ``format`` itself, with sums in fp32.
+    """True if ``device`` computes in ``format`` itself, with sums in fp32.
 
     fp8 never counts: devices multiply in it, but add, normalise and exponentiate in other formats.
     """

@@ -72,19 +72,19 @@ tree_map_only = private("torch.utils._pytree.tree_map_only")
 
 @cache
 def is_composite(kernel: Any) -> bool:
-    """Whether ``kernel`` is made of other kernels: autograd unfolds it, inference mode does not."""
+    """True if ``kernel`` is made of other kernels: autograd unfolds it, inference mode does not."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name(), "CompositeImplicitAutograd")
 
 
 def differentiated(x: Tensor) -> bool:
-    """Whether results of ``x`` may be differentiated: backward, forward, or in a transform of ``torch.func``."""
+    """True if results of ``x`` may be differentiated: backward, forward, or in a transform of ``torch.func``."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype``, bf16 or fp16, at full speed (oneDNN's own test)."""
+    """True if this CPU multiplies matrices of ``dtype``, bf16 or fp16, at full speed (oneDNN's own test)."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -132,6 +132,6 @@ def replace_forward(module: nn.Module, forward: Callable) -> None:
 
 
 def spreading_hooks(model: nn.Module) -> list[Any]:
-    """What accelerate has hung on the modules of ``model`` to move values, and perhaps weights, between devices."""
+    """Hooks of accelerate on the modules of ``model``, which move values, and perhaps weights, between devices."""
     found = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
     return [each for hook in found for each in getattr(hook, "hooks", [hook])]  # one may hold several

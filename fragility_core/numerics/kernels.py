@@ -1,4 +1,4 @@
-"""What kernels and functions of torch do to numbers: one table for emulation and for differentiated passes.
+"""Tables of what kernels and functions of torch do to numbers, for emulation and for differentiated passes.
 
 ``emulation.Emulation`` sees kernels (ATen ops). The predictor, ``predictor.arithmetic``, sees the functions that call
 them. Both go by the name without its namespace: ``aten.mm`` and ``torch.mm`` are "mm".
@@ -48,6 +48,6 @@ CASTS = {  # the functions that cast, with the dtype, None where an argument nam
 
 
 def deciding(operands: Iterable[Tensor]) -> list[Tensor]:
-    """Those of ``operands`` whose dtypes decide a result's: floating ones, zero-dimensional ones only if all are."""
+    """Operands whose dtypes decide a result's: floating ones, zero-dimensional ones only if all are."""
     floating = [x for x in operands if x.is_floating_point()]
     return [x for x in floating if x.ndim] or floating

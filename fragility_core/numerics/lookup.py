@@ -25,7 +25,7 @@ def every_number(compute_dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _by_gather(device: torch.device) -> bool:
-    """Whether ``gather`` is faster: with three threads or more, since ``index_select`` of single numbers uses one."""
+    """True if ``gather`` is faster: with three threads or more, since ``index_select`` of single numbers uses one."""
     return device.type == "cpu" and torch.get_num_threads() > 2
 
 

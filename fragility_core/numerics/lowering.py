@@ -26,7 +26,7 @@ TAKING_FP32 = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # most of a GPU
 
 
 class Storing(NamedTuple):
-    """How a parameter is stored: its fp32 entries as ``round`` gives them (None: as they are), as ``dtype``.
+    """A way to store a parameter: its fp32 entries as ``round`` gives them (None: as they are), as ``dtype``.
 
     What is rounded is cast ``through`` a dtype first.
     """
@@ -41,7 +41,7 @@ class Storing(NamedTuple):
 
 
 def how_stored(model: nn.Module, format: NumberFormat, widened: bool = False) -> dict[str, Storing]:
-    """How each parameter of ``model`` is stored in ``format``, by path; ``widened`` tensors are fp32 all the same.
+    """Ways to store each parameter of ``model`` in ``format``, by path; ``widened`` tensors are fp32 all the same.
 
     Those that transformers keeps in fp32, and all in TF32, are in fp32.
     """
@@ -54,7 +54,7 @@ def how_stored(model: nn.Module, format: NumberFormat, widened: bool = False) ->
 
 
 def stays_fp32(model: nn.Module, path: str, dtype: torch.dtype) -> bool:
-    """Whether transformers leaves the tensor at ``path`` in fp32 beside ``dtype``."""
+    """True if transformers leaves the tensor at ``path`` in fp32 beside ``dtype``."""
     return any(re.search(name.replace("*", ".*"), path) for name in names_kept_in_fp32(model, dtype))
 
 
@@ -150,22 +150,22 @@ class LowPrecision:
 
     @property
     def name(self) -> str:
-        """That of the format."""
+        """The format's own."""
         return self.format.name
 
     @property
     def plain(self) -> bool:
-        """Whether all that is rounded is rounded to ``format``."""
+        """True if all that is rounded is rounded to ``format``."""
         return True
 
     def __call__(self, *args, **kwargs) -> Any:
-        """What ``model`` returns for these arguments, inside of ``running``."""
+        """Run ``model`` on these arguments inside of ``running``, and return its result."""
         with self.running():
             return self.model(*args, **kwargs)
 
     @property
     def execution(self) -> str:
-        """How kernels compute: "native", "emulated", "stochastic" (emulated with random rounding), or "weights"."""
+        """The way kernels compute: "native", "emulated", "stochastic" (emulated with random rounding), or "weights"."""
         if self.emulation is None:
             return "weights" if self.weights_only else "native"
         return "emulated" if self.emulation.generator is None else "stochastic"

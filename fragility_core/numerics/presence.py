@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Source(Protocol):
-    """Where the entries of a parameter come from."""
+    """A source of the entries of a parameter."""
 
     def present(self, parameter: nn.Parameter) -> AbstractContextManager:
         """A context in which ``parameter`` has its entries. Contexts may be nested."""

@@ -47,7 +47,7 @@ def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class PassRecord:
-    """What a pass has measured so far: named tensors of every block, and the arguments of the blocks' calls."""
+    """Measurements of a pass so far: named tensors of every block, and the arguments of the blocks' calls."""
 
     def __init__(self, depth: int):
         self.depth = depth

@@ -1,4 +1,4 @@
-"""What monitored passes over a batch of windows have measured."""
+"""Observations: the measurements of monitored passes over a batch of windows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from fragility_core.surrogates.scoring import Estimator, Scores, score
 
 @dataclass(frozen=True)
 class Observation:
-    """What one monitored pass over a batch of windows has measured.
+    """Measurements of one monitored pass over a batch of windows.
 
     ``layers`` has one row per window and block, ``windows`` one row per window, both in order. ``hidden`` is the
     final hidden state (B, T, d_model) after the final norm, on the device. ``unit_roundoff`` is that of the format.

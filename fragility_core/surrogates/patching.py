@@ -95,7 +95,7 @@ class Patching:
             stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
 
     def _patched(self, reference: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
-        """What the fp32 block ``reference`` makes of ``x`` with the other arguments of a low-precision block."""
+        """Result of the fp32 block ``reference`` for ``x``, with the other arguments of a low-precision block."""
         if "position_embeddings" in kwargs:
             kwargs = kwargs | {"position_embeddings": self.positions[id(kwargs["position_embeddings"])][1]}
         with self.low.paused():
@@ -130,7 +130,7 @@ def one_mask(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:
-    """By how much patching block l lowers the mismatch of each window: tidy rows, one per window and block.
+    """Effects of patching block l on the mismatch of each window: tidy rows, one per window and block.
 
     ``patched`` (L + 1, B, T, d_model) are those of ``Patching``, ``reference`` (B, T, d_model) the fp32 hidden states.
     ``exact_reduction`` = ``base_mismatch`` - ``patched_mismatch`` (Section 6.3 (`subsec:e3`)).

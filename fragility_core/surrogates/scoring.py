@@ -28,7 +28,7 @@ DERIVED = (
 
 
 class Estimator(NamedTuple):
-    """Which reading of the LayerNorm term and which transport estimator the score uses."""
+    """Choices of the score: the reading of its LayerNorm term, and the estimator of its transport."""
 
     layernorm: str = "release"
     transport: str = "release"
@@ -56,7 +56,7 @@ def layernorm_term(layers: pd.DataFrame, site: int | str, reading: str) -> pd.Se
 
 
 def out_gain(layers: pd.DataFrame, branch: int) -> pd.Series | float:
-    """By what the norm behind sublayer ``branch`` (1 or 2) multiplies errors of its input at most; 1 without one.
+    """Largest factor of errors through the norm behind sublayer ``branch`` (1 or 2); 1 without one.
 
     This is the bound max|gamma| f(epsilon) of its Jacobian from which M_LN is made (Appendix A.4 (`app:ln-proof`)).
     """

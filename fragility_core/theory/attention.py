@@ -84,7 +84,7 @@ def kappa_score(query_norm, key_norm, score_norm, head_width):
 
 
 class AttentionNorms(NamedTuple):
-    """What the attention bounds need of one exact head; tensors of the leading shape (...)."""
+    """Norms of one exact head that the attention bounds need; tensors of the leading shape (...)."""
 
     query_norm: Tensor
     key_norm: Tensor

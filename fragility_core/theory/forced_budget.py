@@ -1,4 +1,4 @@
-"""What the limits of a controller alone decide; no statement of the paper.
+"""A theorem on what the limits of a controller alone decide; no statement of the paper.
 
 N blocks, at most b actions a step, a cooldown of c steps, a budget of A actions in all. The trigger fires at every step
 from ``first`` on, and every step takes as many actions as it may. P = ceil(N / b) steps then suffice for a round over
@@ -22,7 +22,7 @@ __all__ = ["forced_epsilon", "forced_protection", "protected_layer_steps"]
 
 
 def forced_protection(blocks: int, per_step: int, cooldown: int, budget: int) -> bool:
-    """Whether the limits force which blocks are protected and for how many layer-steps: c >= P and A >= N.
+    """True if the limits force which blocks are protected and for how many layer-steps: c >= P and A >= N.
 
     The condition is not in the paper. Raises ValueError for ``blocks`` or ``per_step`` below 1.
     """
@@ -32,7 +32,7 @@ def forced_protection(blocks: int, per_step: int, cooldown: int, budget: int) ->
 
 
 def forced_epsilon(blocks: int, per_step: int, cooldown: int, budget: int) -> bool:
-    """Whether the limits also force the final epsilon of every block: A is a multiple of N, too.
+    """True if the limits also force the final epsilon of every block: A is a multiple of N, too.
 
     The condition is not in the paper. Raises ValueError for ``blocks`` or ``per_step`` below 1.
     """

@@ -36,7 +36,7 @@ def layernorm_path(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 
 class LayerNormNorms(NamedTuple):
-    """What the LayerNorm bounds need of exact rows; tensors (...), ``gamma_max`` = ||Diag(gamma)||_2 a scalar."""
+    """Norms of exact rows that the LayerNorm bounds need; tensors (...), ``gamma_max`` = ||Diag(gamma)||_2 a scalar."""
 
     gamma_max: Tensor
     variance: Tensor

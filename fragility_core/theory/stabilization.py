@@ -1,4 +1,4 @@
-"""What a larger epsilon does: Proposition 2 (`prop:bgss`) and the update of Algorithm 1 (`alg:bgss`).
+"""Effects of a larger epsilon: Proposition 2 (`prop:bgss`) and the update of Algorithm 1 (`alg:bgss`).
 
 They stand in Section 4.6 (`subsec:bgss_theory`) and Section 5.1 (`subsec:bgss_estimation`). "Frozen" means that
 everything but epsilon is held at its monitored value: x, its variance, the rest of M, the transport and ||X_L||.
