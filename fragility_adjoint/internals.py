@@ -179,7 +179,7 @@ def copy_marks(source: Tensor, x: Tensor) -> Tensor:
 
 
 def entering(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The same as ``nested.entering``, with what is hidden on the tensors."""
+    """A hook that moves arguments as ``nested.entering`` does, with what is hidden on the tensors."""
     return nested.entering(module, args, kwargs, lambda x, device: copy_marks(x, x.to(device)))
 
 

@@ -178,7 +178,7 @@ class ErrorRecorder:
         result.register_hook(of_probes(lambda gradient: record(place, error * gradient)))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
-        """Watch as ``watch`` does, for a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
+        """Watch a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
         whole = base_of(view)
         errors = torch.empty_strided(whole.shape, whole.stride(), dtype=error.dtype, device=error.device).zero_()
         first = view.storage_offset() - whole.storage_offset()

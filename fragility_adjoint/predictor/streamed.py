@@ -126,7 +126,7 @@ class Stream:
         return call.result(inputs)
 
     def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
-        """Watch a leaf (``ErrorRecorder.watch_leaf``); gradients of one that is used several times are added up first."""
+        """Watch a leaf (``ErrorRecorder.watch_leaf``); gradients of one that is used often are added up first."""
         uses = self.uses[self.recorder.now.windows]
         if uses.counts[path] > 1:
             self.recorder.hook_leaf(leaf, partial(self._add, uses.totals, path))

@@ -67,13 +67,13 @@ class State:
 
     @property
     def cooled_down(self) -> np.ndarray:
-        """True if the cooldown of each block is over, (layers,)."""
+        """True where the cooldown of a block is over, (layers,)."""
         until = {action.layer: action.cooldown_until for action in self.actions}
         return np.array([until.get(layer, self.step) <= self.step for layer in range(self.layers)], dtype=bool)
 
     @property
     def available(self) -> np.ndarray:
-        """True if cooldown, number of actions and largest epsilon allow an action on each block, (layers,)."""
+        """True where cooldown, number of actions and largest epsilon allow an action on a block, (layers,)."""
         below_count = np.array(self.action_counts) < self.limits.per_layer
         return self.cooled_down & below_count & (np.array(self.epsilon) < self.limits.epsilon_max)
 
