@@ -169,11 +169,11 @@ test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed d
 
 .PHONY: test-families
 test-families: $(ENVIRONMENT)  ## diagnose 19 families at 2 and 40 blocks in three formats each (15 core-minutes)
-	EVERY=yes $(PYTHON) -m pytest tests/test_diagnosis_families.py $(PARALLEL)
+	EVERY=yes $(PYTHON) -m pytest tests/lab/test_diagnosis_families.py $(PARALLEL)
 
 .PHONY: test-faults
 test-faults: $(ENVIRONMENT)  ## kill E2, E3, E5 and X1 at 50 random moments each, and compare their tables (hours)
-	KILLS=50 $(PYTHON) -m pytest tests/test_faults.py -k killed
+	KILLS=50 $(PYTHON) -m pytest tests/lab/test_faults.py -k killed
 
 .PHONY: browser
 browser: $(ENVIRONMENT)  ## install what test-browser needs, or say what is missing

@@ -13,7 +13,7 @@ c'_gemm = ``c_gemm_out``, c_smx = ``c_softmax``, a_ln) depend on the machine.
 ``fragility_lab.experiments.calibration`` measures them.
 
 Some statements do not hold as printed or need a reading. The docstrings of these functions say what holds instead, and
-``tests/test_theory_readings.py`` has a counterexample for each: ``kappa_softmax``, ``gemm_error_bound``,
+``tests/core/test_theory_readings.py`` has a counterexample for each: ``kappa_softmax``, ``gemm_error_bound``,
 ``softmax_error_bound``, ``attention_error_bound``, ``downstream_transport``, ``layernorm_error_bound``,
 ``layernorm_relative_error_bound``, ``layernorm_ratio``, ``layernorm_surrogate``, ``mismatch_bound``,
 ``epsilon_update``, ``post_update_ratio_bound``, ``dropout_gain_bound`` and ``dropout_kappa_softmax``.

@@ -13,7 +13,7 @@ Corollary. Round r finds the blocks of each step of round r - 1 exactly c steps 
 them again, step by step. After A / N whole rounds all blocks have had equal numbers of actions. If the new epsilon
 depends on a block's own actions alone, all blocks end at the same epsilon, whatever the priorities.
 
-Neither holds without its condition: ``tests/test_ledger.py`` has a counterexample for each.
+Neither holds without its condition: ``tests/core/test_forced_budget.py`` has a counterexample for each.
 """
 
 from math import ceil

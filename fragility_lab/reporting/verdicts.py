@@ -85,7 +85,7 @@ def student(values: pd.Series, confidence: float = CONFIDENCE) -> tuple[float, f
     """Student's interval of the mean of ``values`` without NaNs; NaN for fewer than three or equal ones.
 
     A bootstrap of few values with a heavy tail is too narrow: for E5's largest mismatches it would exclude a mean of 0
-    many times as often as its confidence says (``tests/test_agreement.py``).
+    many times as often as its confidence says (``tests/lab/test_agreement.py``).
     """
     values = values.dropna().to_numpy()
     if len(values) < LEAST or np.ptp(values) == 0:

@@ -8,7 +8,7 @@ import pytest
 from fragility_lab.experiments import e1
 from fragility_lab.reporting.claims import E1_RELEASE
 
-RELEASED = json.loads((Path(__file__).parent / "data" / "e1.json").read_text())
+RELEASED = json.loads((Path(__file__).parents[1] / "data" / "e1.json").read_text())
 FIELDS = {
     "attention": {
         "margin": "margin", "value_scale": "value_scale", "score_norm": "score_norm",

@@ -15,7 +15,7 @@ import pytest
 
 from fragility_lab.paths import NOTEBOOKS, PROJECT
 
-NUMBERS = json.loads((Path(__file__).parent / "data" / "paper_labels.json").read_text())
+NUMBERS = json.loads((Path(__file__).parents[1] / "data" / "paper_labels.json").read_text())
 KINDS = {
     "eq": "Eq. ({})", "thm": "Theorem {}", "lem": "Lemma {}", "cor": "Corollary {}", "prop": "Proposition {}",
     "rem": "Remark {}", "alg": "Algorithm {}", "sec": "Section {}", "subsec": "Section {}", "app": "Appendix {}",

@@ -37,7 +37,7 @@ from fragility_core.bgss.released import Released
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 
-RECORD = Path(__file__).parent / "data" / "e5.json.gz"
+RECORD = Path(__file__).parents[1] / "data" / "e5.json.gz"
 RELEASED = ("random_same_budget", "risk_only_same_budget", "bgss")
 NAMES = tuple(POLICIES)
 REQUIRED = {  # parameters for which the paper gives no values

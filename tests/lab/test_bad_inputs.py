@@ -13,7 +13,7 @@ from fragility_lab.inputs.names import NEEDED
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import execute
 
-TABLE = yaml.safe_load((Path(__file__).parent / "data" / "bad_inputs.yaml").read_text(encoding="utf-8"))
+TABLE = yaml.safe_load((Path(__file__).parents[1] / "data" / "bad_inputs.yaml").read_text(encoding="utf-8"))
 CASES = [(kind, case["given"], case["line"]) for kind, cases in TABLE.items() for case in cases]
 REFUSALS = (SystemExit, ValueError, OSError)  # answered by their message alone (``running.execute``)
 
