@@ -23,7 +23,7 @@ KINDS = {
 }  # fmt: skip
 PAPER = PROJECT.parent / "shared" / "paper" / "paper.tex"
 ROWS = re.findall(
-    r"^\| ([^|]+) \| (?:`([^|`]+)`|–) \| [^|]+ \| `(fragility_[\w.]+)` \| `(tests/\w+\.py)::(\w+)` \| ([^|]+) \|$",
+    r"^\| ([^|]+) \| (?:`([^|`]+)`|–) \| [^|]+ \| `(fragility_[\w.]+)` \| `(tests/[\w/]+\.py)::(\w+)` \| ([^|]+) \|$",
     (PROJECT / "docs" / "paper_to_code.md").read_text(encoding="utf-8"),
     re.M,
 )
