@@ -96,7 +96,7 @@ class Diagnosis:
 
     @property
     def chooses_experts(self) -> bool:
-        """Whether the model is known to choose experts."""
+        """True if the model is known to choose experts."""
         return self.prediction is not None and bool(self.prediction.contributions.site.eq("router").any())
 
     def require_complete(self) -> None:

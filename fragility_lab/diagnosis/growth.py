@@ -38,7 +38,7 @@ class Growth:
 
     @property
     def in_proportion(self) -> bool:
-        """Whether the interval does not show that the ratio is off by more than TOLERANCE."""
+        """True if the interval does not show that the ratio is off by more than TOLERANCE."""
         return not (self.high < 1 - TOLERANCE or self.low > 1 + TOLERANCE)
 
 

@@ -82,7 +82,7 @@ def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
 
 
 def helps(diagnosis: Diagnosis) -> bool | None:
-    """Whether the measured error is smaller with the plan, mean over windows; None if it was not measured."""
+    """True if the measured error is smaller with the plan, mean over windows; None if it was not measured."""
     if diagnosis.protected is None or diagnosis.measured is None:
         return None
     column = TARGETS[diagnosis.request.measured_in][1]

@@ -81,7 +81,7 @@ def each(run: Callable[[Tensor], Result], windows: Tensor, model: PreTrainedMode
 
 
 def observe_each(model: PreTrainedModel, windows: Tensor, low: LowPrecision | None = None) -> list[ObservedPass]:
-    """As ``observe``, for ``each`` of the ``windows`` (B, T)."""
+    """The same as ``observe``, for ``each`` of the ``windows`` (B, T)."""
     return each(lambda window: observe(model, window, low), windows, model, low)
 
 

@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the free memory suffices, as far as it is known."""
+        """True if the free memory suffices, as far as it is known."""
         return self.free is None or self.memory < self.free
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
 
 
 def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
-    """As ``forecast``, for a model that is in memory."""
+    """The same as ``forecast``, for a model that is in memory."""
     model, count = loaded.model, len(tokens)
     devices, free = free_on_devices(model)
     fits = free is None or memory(request, model) < free
@@ -161,13 +161,13 @@ def whole(request: Request, model: nn.Module) -> int:
 
 
 def whole_fits(request: Request, model: nn.Module) -> bool:
-    """Whether the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
+    """True if the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
     free = free_memory(torch.device(default_device()))
     return free is None or whole(request, model) < free
 
 
 def secants_fit(request: Request, model: nn.Module) -> bool:
-    """Whether secant slopes fit into what is free now.
+    """True if secant slopes fit into what is free now.
 
     They keep three times as much as a backward pass does, halves of weights, and up to 28 numbers a score of attention.
     """
@@ -179,7 +179,7 @@ def secants_fit(request: Request, model: nn.Module) -> bool:
 
 
 def fits_together(request: Request, model: nn.Module) -> bool:
-    """Whether the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs together.
+    """True if the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs together.
 
     Each gets an equal share, and up to one part more, since parts are not divided.
     """
@@ -219,7 +219,7 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
 
 
 def windows_together(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
-    """How many of ``count`` windows run together, if so many take so much memory of all ``devices``.
+    """The number of of ``count`` windows run together, if so many take so much memory of all ``devices``.
 
     All but one of them take half of what that one leaves ``free``; of several devices, half of an equal share.
     """
@@ -229,7 +229,7 @@ def windows_together(takes: Callable[[int], int], count: int, free: int | None, 
 
 
 def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
-    """How many windows save time in a pass of the whole form, if memory allows; 0 for long ones."""
+    """The number of windows save time in a pass of the whole form, if memory allows; 0 for long ones."""
     if device.type != "cpu":
         return GPU_TOKENS // request.length
     largest = max(p.numel() for p in model.parameters())
@@ -247,7 +247,7 @@ def readings_a_group(request: Request, model: nn.Module) -> int:
 
 
 def chooses_experts(model: nn.Module) -> bool:
-    """Whether ``model`` is a mixture of experts."""
+    """True if ``model`` is a mixture of experts."""
     return getattr(model.config.get_text_config(), "num_experts_per_tok", None) is not None
 
 

@@ -87,7 +87,7 @@ class Request:
 
     @property
     def rounds_weights_alone(self) -> bool:
-        """Whether computing is in fp32."""
+        """True if computing is in fp32."""
         return self.weights_only or bool(self.reference_model)
 
     @property
@@ -104,7 +104,7 @@ class Request:
 
     @property
     def mixes(self) -> bool:
-        """Whether the budget is for a choice of schemes, not for what is kept in fp32."""
+        """True if the budget is for a choice of schemes, not for what is kept in fp32."""
         return mixes_schemes(self.budget, get_recipe(self.format))
 
     @property

@@ -119,7 +119,7 @@ def predict_mended(work: Work) -> None:
 
 
 def may_be_mended(work: Work) -> bool:
-    """Whether windows overflow in a model whose kernels round, where another plan of kernels may mend that."""
+    """True if windows overflow in a model whose kernels round, where another plan of kernels may mend that."""
     return len(work.finite_windows) < len(work.tokens) and not work.low.weights_only
 
 

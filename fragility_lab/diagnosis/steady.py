@@ -32,7 +32,7 @@ def probes_of(prediction: Prediction) -> int:
 
 
 def scatters(prediction: Prediction) -> bool:
-    """Whether a window's prediction is uncertain by more than SCATTER of it."""
+    """True if a window's prediction is uncertain by more than SCATTER of it."""
     windows = prediction.windows
     relative = windows.standard_error / windows.predicted
     return bool((relative[np.isfinite(relative)] > SCATTER).any())

@@ -163,7 +163,7 @@ def firing_steps(policy: Released, signals: np.ndarray) -> list[int]:
 
 
 def regime(steps: pd.DataFrame, policy: Released, layers: int) -> dict[str, float]:
-    """Whether runs of policy ``none`` leave ``policy`` the occasions that the controllers have in the paper.
+    """True if runs of policy ``none`` leave ``policy`` the occasions that the controllers have in the paper.
 
     ``steps`` are rows of ``step_rows``; ``layers`` is the number of blocks. Counts of runs: the trigger fires at each
     of the first steps, up to a round over all blocks; the loss falls; the run ended early. Means over runs: firing

@@ -63,7 +63,7 @@ class Specification(ABC):
         return {"versions": versions(), "code": code_digest(type(self))}
 
     def is_current(self, record: dict) -> bool:
-        """Whether the ``provenance`` in ``record`` is this one, so that its numbers hold here."""
+        """True if the ``provenance`` in ``record`` is this one, so that its numbers hold here."""
         then, now = record.get("versions", {}), versions()
         return record.get("code") == code_digest(type(self)) and all(then.get(name) == now[name] for name in NUMERICAL)
 
@@ -111,7 +111,7 @@ class RunStore:
         return rows if spec.is_current(record) or keeps_stale() else None
 
     def is_stale(self, spec: Specification) -> bool:
-        """Whether the run of ``spec`` is finished, but was computed by other code or other versions of packages."""
+        """True if the run of ``spec`` is finished, but was computed by other code or other versions of packages."""
         try:
             record = self.metadata(spec)
         except UNREADABLE:

@@ -49,7 +49,7 @@ class PlanSpec(DerivedSpec):
 
     @property
     def windows(self) -> int:
-        """How many windows every plan runs on."""
+        """The number of windows every plan runs on."""
         return min(self.tokens // self.source.length, self.source.windows)
 
     @property
@@ -128,7 +128,7 @@ class Trial:
         return self._measured[kept_by(plan)]
 
     def measure_blocks(self, choices: Sequence[Blocks]) -> list[float]:
-        """As ``measure``, for the plans that keep these ``choices`` of blocks; all of them run at once."""
+        """The same as ``measure``, for the plans that keep these ``choices`` of blocks; all of them run at once."""
         kept = {choice: kept_by(self.contributions.keep(blocks=choice)) for choice in choices}
         new = [choice for choice in kept if kept[choice] not in self._measured]
         if new:

@@ -1,4 +1,4 @@
-"""Whether the weights in files are those of the model that a configuration describes."""
+"""True if the weights in files are those of the model that a configuration describes."""
 
 from collections.abc import Iterable
 

@@ -44,12 +44,12 @@ def local(name: str, kind: str = "model") -> Path | None:
 
 
 def named_as_path(name: str) -> bool:
-    """Whether ``name`` cannot be that of a hub's repository, "name" or "owner/name"."""
+    """True if ``name`` cannot be that of a hub's repository, "name" or "owner/name"."""
     return re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", name) is None or len(name) > 96
 
 
 def named_as_file(name: str) -> bool:
-    """Whether ``name`` is that of a GGUF file, which may not be there."""
+    """True if ``name`` is that of a GGUF file, which may not be there."""
     return name.lower().endswith(".gguf")
 
 

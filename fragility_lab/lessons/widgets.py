@@ -124,7 +124,7 @@ class Exercise:
             raise ValueError(f"the solution must be one of the options {self.options}, got {self.solution!r}")
 
     def is_right(self, answer: str) -> bool:
-        """Whether ``answer`` is right; raises ValueError if it should be a number and is none."""
+        """True if ``answer`` is right; raises ValueError if it should be a number and is none."""
         if self.options:
             return answer == self.solution
         return any(abs(value - self.solution) <= self.tolerance * abs(self.solution) for value in numbers(answer))

@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def keeps_stale() -> bool:
-    """Whether stale runs are taken as they are; raises ValueError for a setting that is not known."""
+    """True if stale runs are taken as they are; raises ValueError for a setting that is not known."""
     if (asked := os.environ.get(STALE, "")) not in ("", "keep"):
         raise ValueError(f"STALE must be keep or unset, got {asked!r}: leave it out to compute stale runs again")
     return asked == "keep"

@@ -1,4 +1,4 @@
-"""How many threads PyTorch computes with beside other programs.
+"""The number of threads PyTorch computes with beside other programs.
 
 How long a thread waits busily for the others is decided before PyTorch is loaded: see GOMP_SPINCOUNT in the Makefile.
 """
@@ -14,7 +14,7 @@ WATCHED = 0.2  # seconds
 
 
 def free_cores() -> int:
-    """How many cores that this process may use are free now, to the nearest whole number. Takes WATCHED seconds."""
+    """Count the cores that this process may use and that are free now, to the nearest one. Takes WATCHED seconds."""
     shares = psutil.cpu_percent(WATCHED, percpu=True)
     process = psutil.Process()
     ours = process.cpu_affinity() if hasattr(process, "cpu_affinity") else range(len(shares))
