@@ -197,7 +197,7 @@ notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and
 
 .PHONY: bench
 bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
-	$(PYTHON) -m fragility_lab.running.bench
+	$(PYTHON) -m fragility_lab.experiments.bench
 
 .PHONY: lab
 lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab

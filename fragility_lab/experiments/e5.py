@@ -27,11 +27,11 @@ from fragility_core.models.blocks import blocks
 from fragility_core.numerics.lowering import as_format
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.realisations import moved
-from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.running.environment import keeps_stale
 from fragility_lab.running.files import read_sealed, write_sealed
+from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Advance, Worker
 
 

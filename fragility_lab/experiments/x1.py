@@ -24,8 +24,8 @@ from fragility_lab.experiments.agreement import by_run, signal_agreement
 from fragility_lab.experiments.e2 import DerivedSpec, DerivedWorker, window_rows
 from fragility_lab.experiments.e3 import WINDOW, by_block
 from fragility_lab.experiments.realisations import moved
-from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
+from fragility_lab.running.runs import RunStore
 from fragility_lab.running.task import Advance
 
 SITE_COLUMNS = ["site", "layer", "block_output"]

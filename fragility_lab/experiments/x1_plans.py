@@ -25,8 +25,8 @@ from fragility_lab.experiments import baselines
 from fragility_lab.experiments.baselines import Blocks
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
 from fragility_lab.experiments.kept_blocks import KeptBlocks
-from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, require_at_least
+from fragility_lab.running.runs import RunStore
 from fragility_lab.running.task import Advance
 
 

@@ -7,11 +7,11 @@ from functools import cache
 import pandas as pd
 from torch import Tensor
 
-from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.experiments.x2 import QUANTITIES, Setting, coherence_rows, growth_rows, layer_rows, recipe_rows
 from fragility_lab.experiments.x2_flips import changed_rows, greedy_texts, length_rows
 from fragility_lab.experiments.x2_plans import plan_rows
 from fragility_lab.inputs.loading import Inputs, require_at_least
+from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Advance, Worker
 
 

@@ -14,8 +14,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fragility_lab.experiments.runs import METADATA_KEY
 from fragility_lab.paths import RECORDED_RUNS
+from fragility_lab.running.runs import METADATA_KEY
 
 # fp64 as recorded, so that a replay decides as the run did. rho_LN is computed from variance, epsilon and width.
 COLUMNS = [

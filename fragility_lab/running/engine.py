@@ -13,9 +13,9 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import keeps_stale, named_scheduler, progress
+from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Standing, Worker, compute
 
 

@@ -14,7 +14,7 @@ import torch
 from distributed import Worker as DaskWorker
 from distributed import get_worker
 
-from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Standing, Worker, compute
 
 INTERVAL = 0.2  # seconds between two messages about one run

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from distributed import Future, KilledWorker
 
-from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.cluster import connected
 from fragility_lab.running.environment import named_scheduler
 from fragility_lab.running.remote import Order, carry_out, held
+from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Standing
 
 INTERVAL = 0.5  # seconds between two looks at the workers

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pandas as pd
 import torch
 
-from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import device_name
+from fragility_lab.running.runs import RunStore, Specification
 
 Advance = Callable[[int], None]
 Report = Callable[["Standing"], None]

@@ -13,9 +13,9 @@ from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3
 from fragility_lab.experiments.e2 import window_rows
-from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running.engine import complete
+from fragility_lab.running.runs import RunStore
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
 OPTIONS = {"windows": 4, "noisy_windows": 1, "realisations": 2}

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fragility_core.bgss import get_policy
-from fragility_lab.experiments import e5, evidence, outcomes, runs
+from fragility_lab.experiments import e5, evidence, outcomes
 from fragility_lab.experiments.outcomes import SpikeRule
 from fragility_lab.inputs.loading import Inputs, digest
+from fragility_lab.running import runs
 from fragility_lab.running.engine import complete
 from fragility_lab.running.files import write_sealed
 

@@ -16,12 +16,11 @@ import psutil
 import pytest
 import torch
 
-from fragility_lab.experiments import runs
-from fragility_lab.experiments.runs import RunStore, Specification
 from fragility_lab.paths import PROJECT
-from fragility_lab.running import engine
+from fragility_lab.running import engine, runs
 from fragility_lab.running.cluster import connected
 from fragility_lab.running.environment import STALE
+from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.spread import LostWorkersError
 from fragility_lab.running.task import Worker
 

@@ -18,11 +18,11 @@ from fragility_core import theory
 from fragility_core.bgss import get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.experiments import e5
-from fragility_lab.experiments.runs import METADATA_KEY, RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.lessons import controller, record
 from fragility_lab.paths import ASSETS, RECORDED_RUNS
 from fragility_lab.running.engine import complete
+from fragility_lab.running.runs import METADATA_KEY, RunStore
 
 SETTING = e5.Setting("tiny", "tiny", length=16, windows=4, steps=3, learning_rate=2e-3, warmup_steps=1)
 OPEN = {"risk_threshold": 1.0, "dominance_threshold": 1e-4, "target_ratio": 0.5}

@@ -9,10 +9,10 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from fragility_lab.experiments import runs
 from fragility_lab.experiments.e2 import RunSpec, window_rows
-from fragility_lab.experiments.runs import RunStore, Specification
+from fragility_lab.running import runs
 from fragility_lab.running.environment import STALE, versions
+from fragility_lab.running.runs import RunStore, Specification
 
 VERSIONS = versions()
 SPEC = RunSpec("embedded", "embedded", "bf16", 64, 0, 4, 2, "cpu", "emulated")

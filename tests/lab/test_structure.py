@@ -70,6 +70,21 @@ def test_no_import_goes_in_a_circle():
     assert not left, f"these modules import one another, or a module that does: {sorted(left)}"
 
 
+@pytest.mark.parametrize("package", PACKAGES[:2])
+def test_no_import_goes_in_a_circle_among_folders(package):
+    def folder(name: str) -> str:
+        return ".".join(name.split(".")[:2])
+
+    names = [name for name in SOURCES if name.startswith(f"{package}.") and name.count(".") > 1]
+    left = {folder(name): set() for name in names}
+    for name in names:
+        left[folder(name)] |= {folder(target) for target in GRAPH[name]} & left.keys() - {folder(name)}
+    assert len(left) == 5
+    while free := {name for name, targets in left.items() if not targets & left.keys()}:
+        left = {name: targets for name, targets in left.items() if name not in free}
+    assert not left, f"these folders import one another: {left}"
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_no_file_is_longer_than_350_lines(name):
     assert len(SOURCES[name].read_text().splitlines()) <= 350

@@ -16,9 +16,9 @@ from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3, x1, x1_plans
 from fragility_lab.experiments.e2 import window_rows
-from fragility_lab.experiments.runs import RunStore
 from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running.engine import complete
+from fragility_lab.running.runs import RunStore
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16,), (0,), windows=6, batch_tokens=48)
 RUN = ["precision", "length", "seed"]
