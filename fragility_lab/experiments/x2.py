@@ -4,7 +4,7 @@ Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. `
 ``x2_plans`` plans that mix schemes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from fragility_lab.diagnosis.growth import half_errors, squared
 from fragility_lab.diagnosis.measure import ObservedPass, compare, observe, ratio
 from fragility_lab.inputs.loading import require_at_least
 
+KEPT = 2**31  # bytes of logits in fp32 that stay in memory
 QUANTITIES = ("kl", "logprob")  # targets, and columns of ``measure.compare``
 
 
@@ -40,11 +41,18 @@ class Setting:
     @cached_property
     def exact(self) -> list[ObservedPass]:
         """The fp32 pass of every window."""
-        return [observe(self.model, window[None]) for window in self.windows]
+        return [*self._passes()]
+
+    def _passes(self) -> Iterator[ObservedPass]:
+        return (observe(self.model, window[None]) for window in self.windows)
 
     def measure(self, low: LowPrecision) -> pd.DataFrame:
-        """``measure.compare`` of ``low`` with the fp32 passes: one row per window."""
-        pairs = zip(self.windows[:, None], self.exact)
+        """``measure.compare`` of ``low`` with the fp32 passes: one row per window.
+
+        The fp32 passes are kept for other recipes, where their logits do not take too much memory.
+        """
+        logits = 4 * self.windows.numel() * self.model.config.get_text_config().vocab_size
+        pairs = zip(self.windows[:, None], self.exact if logits <= KEPT else self._passes())
         return pd.concat([compare(observe(low.model, tokens, low), exact, tokens)[0] for tokens, exact in pairs])
 
     def predict(self, recipe: Recipe, target: str) -> Prediction:

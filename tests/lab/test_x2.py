@@ -40,6 +40,14 @@ def test_the_interval_of_a_ratio_covers_it():
     assert np.isnan(x2.ratio(np.ones(1), np.ones(1))["low"])
 
 
+def test_fp32_passes_that_take_much_memory_are_not_kept(setting, monkeypatch):
+    low = lower(setting.model, "w4a16-g32")
+    want = setting.measure(low)
+    monkeypatch.setattr(x2, "KEPT", 0)
+    fresh = replace(setting)
+    assert fresh.measure(low).equals(want) and "exact" not in vars(fresh)
+
+
 def test_one_layer_alone_is_quantized(setting):
     rows = x2.layer_rows(setting, "w4a16-g32")
     by_hand = random_gpt2(TINY)
