@@ -1,4 +1,4 @@
-"""ErrorSamples of the rounding errors of a pass: each of the errors that a prediction knows gets a random sign.
+"""Samples of the rounding errors of a pass: each of the errors that a prediction knows gets a random sign.
 
 A prediction adds up squares, and so says how large an error is on the whole. What a choice depends on, such as the most
 probable next token, differs from position to position: how far the errors of several logits are apart, and which of

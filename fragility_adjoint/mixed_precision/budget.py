@@ -55,7 +55,7 @@ def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
     if recipe.linear.weights is None or recipe.cache is not None:
         raise ValueError(
             "a budget of bits, KL or MB divides the weights between schemes, so the recipe must name the smallest, "
-            f"such as RECIPE=w4a16-g128, without a KV cache, got {name!r}"
+            f"such as w4a16-g128, without a KV cache, got {name!r}"
         )
     names = [name.partition("@")[0]]
     if recipe.linear.weights.bits < 8:

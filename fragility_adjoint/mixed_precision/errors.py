@@ -17,9 +17,10 @@ from fragility_adjoint.mixed_precision.plans import Plan, apply
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.quantization.quantized import Quantized, lower
 from fragility_adjoint.quantization.recipes import Recipe, get_recipe
-from fragility_adjoint.quantization.static_scales import calibrated
+from fragility_adjoint.quantization.static_scales import calibrated, needs_calibration
 from fragility_core.models.padding import as_windows
 
+GROUPED = ("layer", "site", "module", "kind", "name")  # columns of ``sites.Sites.table``
 UNITS = {"kl": "KL (nats a token)", "logprob": "change of log-probability (nats)", "hidden": "relative error"}
 
 
@@ -65,8 +66,9 @@ class ModelPlan:
 class Errors:
     """Errors that ``predict`` has found: the ``prediction``, and all that follows from it without another pass."""
 
-    def __init__(self, model: PreTrainedModel, windows: Tensor, prediction: Prediction, probes: int):
-        self.model, self.tokens, self.prediction, self.probes = model, windows, prediction, probes
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, prediction: Prediction, **how):
+        """``how`` are the arguments of ``bits.predictions`` with which ``prediction`` was made."""
+        self.model, self.tokens, self.prediction, self.how = model, tokens, prediction, how
 
     @property
     def windows(self) -> pd.DataFrame:
@@ -84,15 +86,14 @@ class Errors:
         return Contributions(self.model, self.prediction)
 
     def by(self, *columns: str) -> pd.DataFrame:
-        """Contributions of each group of roundings, largest first; ``columns`` of "layer", "site", "module", "kind".
+        """Contributions of each group of roundings, largest first; ``columns`` are some of GROUPED.
 
         ``square`` is the expected squared error that the group makes, mean over windows, in the square of the target's
         unit (KL is a square itself); ``share`` is its share of all. Outside of blocks "layer" is missing. Raises
         ValueError for other columns.
         """
-        known = ("layer", "site", "module", "kind", "name")
-        if not columns or not set(columns) <= set(known):
-            raise ValueError(f"errors are grouped by some of {', '.join(known)}, got {', '.join(columns) or 'none'}")
+        if not columns or not set(columns) <= set(GROUPED):
+            raise ValueError(f"errors are grouped by some of {', '.join(GROUPED)}, got {', '.join(columns) or 'none'}")
         places = self.contributions.structure.places.assign(square=self.contributions.relative)
         table = places.groupby([*columns], dropna=False)["square"].sum().sort_values(ascending=False).reset_index()
         return table.assign(share=table.square / table.square.sum())
@@ -127,7 +128,7 @@ class Errors:
     def _choices(self) -> Choices:
         own, target = self.prediction.recipe.name, self.prediction.target
         others = schemes_beside(own)[1:]
-        found = {own: self.prediction, **predictions(self.model, others, self.tokens, target, probes=self.probes)}
+        found = {own: self.prediction, **predictions(self.model, others, self.tokens, target, **self.how)}
         finite = set.intersection(*(each.finite for each in found.values()))
         found = {name: each.of(finite) for name, each in found.items()}
         return Choices(self.model, found, fused_layers(self.model, self.tokens[:1]))
@@ -144,6 +145,9 @@ def predict(
     and ``Adjoint``.
     """
     windows, mask = as_windows(tokens, next(model.parameters()).device)
-    chosen = calibrated(model, get_recipe(recipe), windows)
-    estimate = Adjoint(lower(model, chosen), model, probes, seed, target, gradients="both")
-    return Errors(model, windows, estimate(windows, attention_mask=mask), probes)
+    chosen = get_recipe(recipe)
+    if needs_calibration(chosen) and mask is not None:
+        raise ValueError(f"static scales are measured over windows without padding, got a mask beside {chosen.name}")
+    low = lower(model, calibrated(model, chosen, windows))
+    prediction = Adjoint(low, model, probes, seed, target, gradients="both")(windows, attention_mask=mask)
+    return Errors(model, windows, prediction, probes=probes, seed=seed, attention_mask=mask)

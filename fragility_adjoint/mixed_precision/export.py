@@ -116,7 +116,7 @@ def quantizer(stored: NumberFormat, name: str) -> dict[str, Any]:
 
 
 def lost(stored: NumberFormat, library: str, rules: tuple[str, ...]) -> list[str]:
-    """Losses where ``library``, with its ``rules`` for scales, does not keep how a layer is stored."""
+    """Properties of how a layer is stored that ``library``, with its ``rules`` for scales, loses."""
     _, scheme = parts(stored)
     found = [] if scheme.rule in rules else [f"{library} has no rule {scheme.rule!r} for the scales of {scheme.name}"]
     return found + ([] if scheme.symmetric else [f"{library} has symmetric integers alone, not {scheme.name}"])

@@ -47,7 +47,7 @@ class Structure:
     """The units of ``model``. ``ran`` has the paths of the modules that ran in a prediction; only these count.
 
     ``places`` has one row per place where values are rounded, in the order of their numbers, with the columns of
-    ``adjoint.Prediction.contributions`` that are the same for all windows.
+    ``predictor.Prediction.contributions`` that are the same for all windows.
     """
 
     def __init__(self, model: nn.Module, places: pd.DataFrame, ran: frozenset[str]):

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import entering, own_forward
+from fragility_adjoint.internals import entering
 from fragility_adjoint.offload.lockstep import barrier
 from fragility_core.models.paths import block_paths
-from fragility_core.numerics.internals import replace_forward, spreading_hooks
+from fragility_core.numerics.internals import replace_forward
 from fragility_core.numerics.presence import loaded, set_source, source_of
 
 M_MMAP_THRESHOLD = -3  # its number in malloc.h
@@ -74,15 +74,6 @@ def widen(parameter: nn.Parameter) -> None:
 def is_offloaded(model: nn.Module) -> bool:
     """True if some parameter of ``model`` is offloaded."""
     return any(source_of(parameter) is not None for parameter in model.parameters())
-
-
-def require_own_places(model: nn.Module) -> None:
-    """Raises ValueError where accelerate moves values between the parts of an offloaded ``model``."""
-    if spreading_hooks(model) and any(isinstance(own_forward(m), Loading) for m in model.modules()):
-        raise ValueError(
-            "a streamed model must be opened on its devices, but accelerate has spread this one afterwards: give the "
-            "places of its modules to fragility_adjoint.offload.files.open_offloaded"
-        )
 
 
 def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:

@@ -92,7 +92,7 @@ def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def margins(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Distance of the logit of the most probable next token from the second, (B, T, 1).
+    """Margins (B, T, 1): how far the logit of the most probable next token is above the second.
 
     ``explain.changed_choices`` says how many next tokens change, and how many where contributions are left out.
     """

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from fragility_adjoint.offload.offloaded import require_own_places
 from fragility_adjoint.quantization.cache import store_cache
 from fragility_adjoint.quantization.operands import (
     RoundedOperands,
@@ -102,7 +101,6 @@ def lower(model: nn.Module, recipe: str | Recipe | NumberFormat | torch.dtype, e
             f"static scales must be measured before a model is lowered, got {chosen.name}: calibrate it over windows "
             "with fragility_adjoint.quantization.static_scales.calibrated(model, recipe, tokens)"
         )
-    require_own_places(model)
     storing = how_stored(model, chosen, widened=execution == "weights")
     low = lowering.lower(model, chosen.kernels, execution, storing)
     if chosen.cache is not None and not low.weights_only:

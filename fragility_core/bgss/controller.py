@@ -1,5 +1,6 @@
 """A controller of LayerNorm's epsilon for a training loop of one's own (Algorithm 1 (`alg:bgss`))."""
 
+from contextlib import ExitStack
 from dataclasses import fields
 
 from torch import Tensor
@@ -53,12 +54,11 @@ class Controller:
         """
         if tokens.ndim != 2 or len(tokens) != 1:
             raise ValueError(f"a controller observes one window (1, T) a step, got shape {tuple(tokens.shape)}")
-        training = self.model.training
-        self.model.eval()
-        try:
+        with ExitStack() as stack:
+            for module in self.model.modules():
+                stack.callback(setattr, module, "training", module.training)
+            self.model.eval()
             scores = self.shadow.observe(tokens)
-        finally:
-            self.model.train(training)
         signal = float(scores.windows.combined.iloc[0])
         actions = self.policy.decide(self.state, scores.layers, signal)
         self.state = advance(self.state, signal, actions)

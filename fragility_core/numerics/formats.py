@@ -237,7 +237,9 @@ def of_dtype(dtype: torch.dtype) -> Format:
     for name in FORMATS:
         if DTYPES.get(name) == dtype:
             return FORMATS[name]
-    raise ValueError(f"a dtype must be that of a format, {', '.join(map(str, DTYPES.values()))}, got {dtype}")
+    raise ValueError(
+        f"a dtype must be that of a format, {', '.join(map(str, dict.fromkeys(DTYPES.values())))}, got {dtype}"
+    )
 
 
 def has_native_kernels(format: NumberFormat, device: torch.device | str) -> bool:

@@ -1,4 +1,4 @@
-"""The private names of torch and transformers that the core uses, and what the core hides on objects of theirs.
+"""The private names of torch and transformers that the core uses.
 
 No other file of the core uses a private name (``tests/core/test_internals.py``). A library may drop one without notice.
 ``PRIVATE`` says why each is needed. The import of this module names one of torch's that is gone. Those of transformers,

@@ -118,7 +118,7 @@ def require_running(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> N
     Embeddings in place of tokens are given by those who ask what modules read, not for numbers.
     """
     bare = vars(module)["_called_in_running"] == id(module) and id(module) not in _running.get()
-    if bare and "inputs_embeds" not in kwargs:
+    if bare and kwargs.get("inputs_embeds") is None:
         raise RuntimeError(
             "a lowered model computes in its numbers inside of `with low.running():` alone, got a bare call of "
             "low.model: call low(tokens), or enter the context"
@@ -212,8 +212,14 @@ def require_low(low: object) -> None:
 
 
 def require_weights_in_place(model: nn.Module) -> None:
-    """Raises ValueError where accelerate moves weights of ``model`` from elsewhere whenever they are read."""
-    if any(getattr(hook, "offload", False) for hook in spreading_hooks(model)):
+    """Raises ValueError where accelerate moves weights of ``model``, or values between parts that read their own."""
+    hooks = spreading_hooks(model)
+    if hooks and any(source_of(parameter) is not None for parameter in model.parameters()):
+        raise ValueError(
+            "a streamed model must be opened on its devices, but accelerate has spread this one afterwards: give the "
+            "places of its modules to fragility_adjoint.offload.files.open_offloaded"
+        )
+    if any(getattr(hook, "offload", False) for hook in hooks):
         raise ValueError(
             "weights must stay on their devices, but accelerate has put some on the CPU or the disk: load the model "
             "with a device_map of GPUs alone, or streamed (fragility_adjoint.offload.files.open_offloaded)"
@@ -234,10 +240,14 @@ def as_format(name: str | NumberFormat | torch.dtype) -> NumberFormat:
     if isinstance(name, torch.dtype):
         return of_dtype(name)
     if not isinstance(name, str):
+        if not (hasattr(name, "compute_dtype") and hasattr(name, "round")):
+            raise TypeError(f"a format is needed, got a {type(name).__name__}: fragility_adjoint.lower takes recipes")
         return name
     if name not in FORMATS:
         meant = f" (do you mean {called_by_torch(name)}?)" if called_by_torch(name) != name else ""
-        raise ValueError(f"a format must be one of {', '.join(FORMATS)}, got {name!r}{meant}")
+        raise ValueError(
+            f"a format must be one of {', '.join(FORMATS)}, got {name!r}{meant}; fragility_adjoint.lower takes recipes"
+        )
     return FORMATS[name]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from fragility_core.models.blocks import blocks
@@ -42,7 +42,9 @@ class Patching:
                 f'model with {implementation} attention: call model.set_attn_implementation("sdpa")'
             )
         self.model, self.low = model, low
-        self.pairs = [(b.module, fp32.module) for b, fp32 in zip(blocks(low.model), blocks(model), strict=True)]
+        with low.paused():  # blocks are found by what modules compute
+            found = zip(blocks(low.model), blocks(model), strict=True)
+        self.pairs = [(block.module, fp32.module) for block, fp32 in found]
         self.positions: dict[int, tuple] = {}  # rotary embeddings, and the same in fp32, by the id of the former
 
     def stochastic(self, seed: int) -> "Patching":
@@ -95,7 +97,14 @@ class Patching:
             stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
 
     def _patched(self, reference: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
-        """Result of the fp32 block ``reference`` for ``x``, with the other arguments of a low-precision block."""
+        """Result of the fp32 block ``reference`` for ``x``, with the other arguments of a low-precision block.
+
+        A cache of keys and values is that of the low-precision pass, and must hold nothing of passes before.
+        """
+        if any(isinstance(each, Cache) and each.get_seq_length() > x.shape[1] for each in (*args, *kwargs.values())):
+            raise ValueError("a patched pass needs all tokens at once, got a cache that other passes have filled")
+        args = tuple(None if isinstance(each, Cache) else each for each in args)
+        kwargs = {name: None if isinstance(each, Cache) else each for name, each in kwargs.items()}
         if "position_embeddings" in kwargs:
             kwargs = kwargs | {"position_embeddings": self.positions[id(kwargs["position_embeddings"])][1]}
         with self.low.paused():
@@ -148,7 +157,7 @@ def patch(low: LowPrecision, model: PreTrainedModel, block: int) -> AbstractCont
     """A context in which block number ``block`` of ``low`` is that of the fp32 ``model``.
 
         with patch(low, model, block=3):
-            hidden = low(tokens).logits
+            logits = low(tokens).logits
 
     Raises IndexError for a block that is not there, and the errors of ``Patching``.
     """

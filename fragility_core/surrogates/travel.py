@@ -57,7 +57,7 @@ def stream_norms(low: LowPrecision, tokens: Tensor) -> StreamNorms:
     """The norms of one low-precision pass over ``tokens`` (B, T), with the attention of a monitored pass.
 
     Raises TypeError for a model that was not lowered and for an architecture whose blocks are not known
-    (``architectures.blocks``).
+    (``models.blocks.blocks``).
     """
     require_low(low)
     model, found = low.model, blocks(low.model)

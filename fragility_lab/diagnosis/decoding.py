@@ -28,7 +28,7 @@ def greedy(model: PreTrainedModel, prompts: Tensor, count: int, low: LowPrecisio
 
 
 def agreed(first: Tensor, second: Tensor) -> Tensor:
-    """The number of tokens (B,) of two texts (B, T) agree before the first that does not."""
+    """The number of tokens (B,) in which two texts (B, T) agree before the first that differs."""
     return (first == second).cumprod(1).sum(1)
 
 

@@ -219,7 +219,7 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
 
 
 def windows_together(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
-    """The number of of ``count`` windows run together, if so many take so much memory of all ``devices``.
+    """The number of ``count`` windows that run together, if so many take so much memory of all ``devices``.
 
     All but one of them take half of what that one leaves ``free``; of several devices, half of an equal share.
     """
@@ -229,7 +229,7 @@ def windows_together(takes: Callable[[int], int], count: int, free: int | None, 
 
 
 def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
-    """The number of windows save time in a pass of the whole form, if memory allows; 0 for long ones."""
+    """The number of windows that save time in a pass of the whole form, if memory allows; 0 for long ones."""
     if device.type != "cpu":
         return GPU_TOKENS // request.length
     largest = max(p.numel() for p in model.parameters())

@@ -53,7 +53,7 @@ def snippet(request: Request, plan: Plan, attention: str) -> str:
 
 
 def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
-    """The number of layers and weights have each scheme, and which layers, smallest scheme first."""
+    """Numbers of layers and weights that have each scheme, and which layers, smallest scheme first."""
     given, rows = dict(plan.layers), []
     given |= {path: "fp32" for group in choices.groups for path in group if any(within(path, m) for m in plan.modules)}
     for name in choices.names:

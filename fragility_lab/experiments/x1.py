@@ -218,7 +218,7 @@ def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFram
 def realisation_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
     """Spearman with effects averaged over 1, 2, 4 ... realisations; tidy, one row per window, count and ranking.
 
-    ErrorSamples are split into disjoint groups of the count, and the Spearman values of all groups are averaged.
+    Realisations are split into disjoint groups of the count, and the Spearman values of all groups are averaged.
     ``ranked_by`` is "adjoint", "score" or "measurement", the average of another group. A ranking that beats
     "measurement" is worth more than measuring as often once more.
     """

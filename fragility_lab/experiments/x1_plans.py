@@ -49,7 +49,7 @@ class PlanSpec(DerivedSpec):
 
     @property
     def windows(self) -> int:
-        """The number of windows every plan runs on."""
+        """The number of windows that every plan runs on."""
         return min(self.tokens // self.source.length, self.source.windows)
 
     @property

@@ -1,4 +1,4 @@
-"""True if the weights in files are those of the model that a configuration describes."""
+"""A check that the weights in files are those of the model that a configuration describes."""
 
 from collections.abc import Iterable
 

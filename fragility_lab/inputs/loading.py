@@ -69,7 +69,7 @@ def load(
     auto_class: type = AutoModel,
     offloaded: bool = False,
 ) -> Inputs:
-    """Load what an experiment needs, and check that it can run. A ``offloaded`` model reads its weights when it runs.
+    """Load what an experiment needs, and check that it can run. An ``offloaded`` model reads its weights when it runs.
 
     Raises OSError where the model or text is not found. Raises ValueError for windows longer than the model's context,
     a text with fewer windows than asked for, or a tokenizer of another vocabulary.

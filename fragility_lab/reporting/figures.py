@@ -195,8 +195,8 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
     pooled = bins[together]
     sns.lineplot(bins[~together], x="combined", y="mismatch", hue="precision", style="precision", markers=True, ax=axes)
     if bins[~together].precision.nunique() > 1:
-        offloaded = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
-        axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **offloaded)
+        hollow = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
+        axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **hollow)
     labels = ("predicted risk (mean of bin)", "mismatch (mean of bin)", "E2: mismatch over predicted risk")
     return finished(axes, *labels, log=True, inside=True)
 

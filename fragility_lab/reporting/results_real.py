@@ -47,7 +47,7 @@ def measured(label: str, tables: Tables) -> dict[str, object]:
 
 
 def left_out(tables: Tables) -> dict[str, object]:
-    """The number of windows of E2's runs overflowed, by format, in words."""
+    """The number of windows of E2's runs that overflowed, by format, in words."""
     counts = tables["e2_runs"].groupby("precision")[["windows", "overflowed"]].sum()
     over = [f"{row.overflowed} of {row.windows + row.overflowed} in {name}" for name, row in counts.iterrows()
             if row.overflowed]  # fmt: skip
@@ -61,7 +61,7 @@ def verdicts(tables: Tables) -> pd.DataFrame:
 
 
 def windows_of(table: str, models: Mapping[str, Tables]) -> str:
-    """The number of windows the runs of a ``table`` have, in words; those of all ``models`` that have it."""
+    """The number of windows that the runs of a ``table`` have, in words; those of all ``models`` that have it."""
     known = [tables[table] for tables in models.values() if table in tables]
     counts = sorted({count for runs in known for count in runs.windows + runs.overflowed})
     return " or ".join(map(str, counts)) or "no"

@@ -1,4 +1,4 @@
-"""The number of threads PyTorch computes with beside other programs.
+"""The number of threads that PyTorch computes with beside other programs.
 
 How long a thread waits busily for the others is decided before PyTorch is loaded: see GOMP_SPINCOUNT in the Makefile.
 """

@@ -112,3 +112,15 @@ def test_names_of_the_package():
         fragility_adjoint.__all__
     )
     assert len(fragility_adjoint.__all__) <= 20
+
+
+def test_padding_and_seed_reach_all_schemes(known):
+    """A plan over padded windows is that over the tokens alone, with the same probes for every scheme."""
+    model, tokens, _ = known
+    padded = torch.cat([torch.zeros_like(tokens[:, :5]), tokens], 1)
+    given = {"input_ids": padded, "attention_mask": (torch.arange(25) >= 5).long().expand(3, -1)}
+    plans = [predict(model, each, "w4a16-g32", "kl", seed=3).plan("6 bits") for each in (given, tokens)]
+    assert plans[0].plan.layers == plans[1].plan.layers
+    assert plans[0].predicted == pytest.approx(plans[1].predicted, rel=1e-4)
+    with pytest.raises(ValueError, match="static scales are measured over windows without padding"):
+        predict(model, given, "fp8-static")

@@ -251,7 +251,7 @@ def test_modules_that_return_mappings_are_kept(tiny_tokens):
     known = contributions(wrapper, tiny_tokens)
     assert known.keep(sites=["residual"]).activation_bytes == 2 * 32  # of the model inside
     low = apply(wrapper, known.keep(["inner"]))
-    assert low.model(tiny_tokens).dtype == torch.bfloat16
+    assert low(tiny_tokens).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"must run itself, got 'inner.layers', which only holds others: name"):
         known.keep(["inner.layers"])
 
@@ -292,7 +292,7 @@ def test_named_tuples_are_cast(tiny_tokens):
     seen = []
     low.model.twice.register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
     with low.running():
-        assert low.model(tiny_tokens).dtype == torch.bfloat16
+        assert low(tiny_tokens).dtype == torch.bfloat16
     assert [type(x) for x in seen] == [Pair, Pair] and seen[0].first.dtype == torch.float32
     assert low.model.twice.linear.weight.dtype == torch.float32 and seen[1].first.dtype == torch.bfloat16
 
@@ -503,7 +503,7 @@ def test_kept_parameters_are_the_models_and_the_rest_is_rounded(tiny):
         assert value.dtype == (torch.float32 if kept else torch.bfloat16), name
         assert torch.equal(value, exact[name] if kept else exact[name].bfloat16()), name
     with torch.no_grad():
-        assert low.model(tokens).logits.dtype == torch.float32
+        assert low(tokens).logits.dtype == torch.float32
     assert model.transformer.wte.weight is model.lm_head.weight
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert not model.transformer.h[0].ln_1._forward_hooks

@@ -9,9 +9,11 @@ from transformers import BatchEncoding
 
 import fragility_core
 from fragility_adjoint.quantization.quantized import lower as by_recipe
+from fragility_adjoint.quantization.recipes import RECIPES
 from fragility_core import Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
 from fragility_core.bgss import action_table
 from fragility_core.models.padding import as_windows
+from fragility_core.numerics.attention import observing_attention
 from fragility_core.surrogates.patching import Patching
 
 
@@ -63,20 +65,25 @@ def test_other_windows_are_refused(tiny_gpt2, tokens, error, line):
 @pytest.mark.parametrize(("format", "execution"), [("bf16", "native"), ("bf16", "emulated"), ("fp8_e4m3", "emulated")])
 def test_a_patched_block_is_that_of_patching(tiny_gpt2, tiny_tokens, format, execution):
     low = lower(tiny_gpt2, format, execution)
-    exact = final_hidden(tiny_gpt2, tiny_tokens)
-    with torch.no_grad(), low.running():
-        base = mismatch(final_hidden(low.model, tiny_tokens), exact)
     stacked = Patching(tiny_gpt2, low)(tiny_tokens)
-    for block in range(3):
-        with torch.no_grad(), patch(low, tiny_gpt2, block), low.running():
-            patched = final_hidden(low.model, tiny_tokens)
-        want = mismatch(stacked[block + 1], exact)
-        assert mismatch(patched, exact).tolist() == pytest.approx(want.tolist(), rel=0.25)  # another attention
-        assert not torch.equal(mismatch(patched, exact), base)
-    with torch.no_grad(), low.running():
-        assert mismatch(final_hidden(low.model, tiny_tokens), exact).equal(base)  # nothing is left behind
+    with torch.no_grad(), observing_attention(low.model), low.running():  # as the stacked passes
+        for block in range(3):
+            with patch(low, tiny_gpt2, block):
+                assert final_hidden(low.model, tiny_tokens).equal(stacked[block + 1])
+        assert final_hidden(low.model, tiny_tokens).equal(stacked[0])  # nothing is left behind
     with pytest.raises(IndexError, match="block must be one of 0 to 2, got 3"):
         patch(low, tiny_gpt2, 3)
+
+
+def test_a_patched_block_reads_its_own_keys_and_values(tiny_gpt2, tiny_tokens):
+    """With the cache that a model fills by default, and without one; a cache of passes before is refused."""
+    low = lower(tiny_gpt2, "fp8_e5m2")
+    with torch.no_grad(), patch(low, tiny_gpt2, 1):
+        want = low(tiny_tokens, use_cache=False).logits
+        found = low(tiny_tokens, use_cache=True)
+        assert found.logits.equal(want) and found.past_key_values.get_seq_length() == tiny_tokens.shape[1]
+        with pytest.raises(ValueError, match="all tokens at once, got a cache that other passes have filled"):
+            low(tiny_tokens[:, :1], past_key_values=found.past_key_values)
 
 
 def test_all_blocks_patched_leave_the_ends(tiny_gpt2, tiny_tokens):
@@ -122,6 +129,9 @@ def test_a_controller_raises_epsilons_in_a_loop(tiny_gpt2, tiny_tokens):
     assert action_table(quiet.state).empty and quiet.model.transformer.h[0].ln_1.eps == 1e-5
     with pytest.raises(ValueError, match="one window"):
         quiet.step(tiny_tokens)
+    quiet.model.transformer.h[0].eval()  # frozen, as the rest trains
+    quiet.step(tiny_tokens[:1])
+    assert quiet.model.training and not quiet.model.transformer.h[0].mlp.training
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "w8a8-int8", "kv-fp8", "bf16"])
@@ -136,6 +146,8 @@ def test_a_bare_call_of_a_lowered_model_is_refused_where_it_would_be_wrong(tiny_
             if name in ("bf16", "kv-fp8") and low.execution == "native":
                 assert torch.isin(call().sum(), torch.stack([want.sum(), inside.sum()])).item()
             else:
+                with pytest.raises(RuntimeError, match="bare call"):
+                    low.model(tiny_tokens, inputs_embeds=None)
                 with pytest.raises(RuntimeError, match=r"with low.running\(\).*call low\(tokens\)"):
                     call()
         copied = copy.deepcopy(low.model)
@@ -159,3 +171,6 @@ def test_formats_are_known_by_torch_s_names_too(tiny_gpt2):
             low(tiny_gpt2, torch.int8)
         with pytest.raises(TypeError, match="a model is lowered, got a str, 'gpt2': load it first"):
             low("gpt2", "bf16")
+    for recipe, error in (("w8a8-int8", ValueError), (RECIPES["w8a8-int8"], TypeError)):
+        with pytest.raises(error, match="fragility_adjoint.lower takes recipes"):
+            lower(tiny_gpt2, recipe)

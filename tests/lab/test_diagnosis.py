@@ -448,7 +448,7 @@ def test_a_bound_on_the_divergence_is_kept_by_the_prediction(mixed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"budget": "5 bits"}, "the recipe must name the smallest, such as RECIPE=w4a16-g128, .*, got 'bf16'"),
+        ({"budget": "5 bits"}, "the recipe must name the smallest, such as w4a16-g128, .*, got 'bf16'"),
         ({"budget": "KL 0.1", "format": "w4a16-g128+kv-fp8"}, "without a KV cache, got"),
         ({"target": "margin"}, "target must be one of hidden, kl, logprob, flips, got 'margin'"),
         ({"format": "fp9"}, "a recipe must be known, got 'fp9': take one of fp32, "),

@@ -176,8 +176,10 @@ def test_positions_and_middles_of_windows():
     assert list(rows.positions) == list(positions.GROUPS) and rows.tokens.sum() == pytest.approx(1)
     assert (rows.attention + rows.other).sum() == pytest.approx(1) and rows.measured.sum() == pytest.approx(1)
     middle = pd.DataFrame(positions.middle_rows(inputs, low, windows))
-    with torch.no_grad(), observing_attention(low.model):  # as a monitored pass
-        exact, rounded = (final_hidden(model, windows)[:, 32:].double() for model in (inputs.model, low.model))
+    with torch.no_grad():
+        exact = final_hidden(inputs.model, windows)[:, 32:].double()
+        with observing_attention(low.model), low.running():  # as a monitored pass
+            rounded = final_hidden(low.model, windows)[:, 32:].double()
     apart = [float((a - b).norm() / a.norm()) for a, b in zip(exact, rounded)]
     assert middle.mismatch.tolist() == pytest.approx(apart, rel=0.05)
     assert (1 / middle.norm_only_counted).tolist() == pytest.approx([float(x.norm()) for x in exact], rel=0.02)
