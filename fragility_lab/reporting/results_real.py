@@ -75,6 +75,23 @@ def claims(models: Mapping[str, Tables]) -> pd.DataFrame:
     return both.reset_index()
 
 
+def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """KL under each recipe of X2, one row per model and recipe: predicted, measured, their ratio, and half the errors.
+
+    ``halves`` is four times the KL with half of every error, over the whole (``x2_growth``); missing where not run.
+    """
+    found = []
+    for label, tables in models.items():
+        if "x2_recipes" in tables:
+            rows = tables["x2_recipes"].query("quantity == 'kl'").assign(model=label)
+            rows["interval"] = [f"{row.low:.2f} to {row.high:.2f}" for row in rows.itertuples()]
+            growth = tables.get("x2_growth", pd.DataFrame({"recipe": [], "quantity": [], "ratio": []}))
+            halves = growth[growth.quantity == "kl"].set_index("recipe").ratio
+            rows["windows"] = rows.get("windows")  # tables of older code have none
+            found.append(rows.assign(halves=rows.recipe.map(halves).astype(float)))
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+
+
 def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[str, object]:
     """The numbers of the real models beside those of the two small ones; ``real`` is empty where none was run."""
     named = {LABELS[name]: found for name, found in real.items()}
@@ -91,6 +108,7 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
             for label, found in named.items()
         ],
         "real_rows": rows,
+        "real_recipes": recipes(named),
         "real_windows": {name: windows_of(f"{name}_runs", named) for name in ("e2", "x1")},
         "real_claims": claims(named) if named else pd.DataFrame(),
     }  # fmt: skip

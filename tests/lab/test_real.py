@@ -144,6 +144,18 @@ def test_documents_say_what_came_out_on_real_models():
     assert results_real.values(tables, tables, {})["real"] == []
 
 
+def test_recipes_of_real_models_have_a_table():
+    """Predicted and measured KL as they are; half of every error where it was run."""
+    tables = read_tables("embedded")
+    few = {"x2_recipes": tables["x2_recipes"], "x2_growth": tables["x2_growth"].query("recipe == 'bf16'")}
+    rows = results_real.recipes({"A": few, "B": {}}).set_index("recipe")
+    want = tables["x2_recipes"].query("quantity == 'kl'").set_index("recipe")
+    assert rows.ratio.equals(want.ratio) and (rows.model == "A").all()
+    halves = tables["x2_growth"].query("quantity == 'kl'").set_index("recipe").ratio
+    assert rows.halves["bf16"] == halves["bf16"] and rows.halves.drop("bf16").isna().all()
+    assert results_real.recipes({"B": {}}).empty
+
+
 @pytest.mark.parametrize("template", ["findings.md.jinja", "page.md.jinja"])
 def test_tables_of_the_documents_have_a_column_for_each_real_model(template):
     tables, second, other = map(read_tables, ("embedded", "embedded-llama", "embedded-amx"))
