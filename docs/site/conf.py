@@ -16,7 +16,8 @@ author = "The fragility-core authors"
 extensions = ["sphinx.ext.autodoc", "autoapi.extension", "myst_nb", "sphinx_copybutton", "sphinx-mathjax-offline"]
 root_doc = "README"
 include_patterns = [
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "notebooks/*.ipynb", "notebooks/theory/*.ipynb", "outputs/README.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "notebooks/*.ipynb", "notebooks/theory/*.ipynb",
+    "outputs/README.md",
     "fragility_lab/assets/README.md", "autoapi/**",
 ]  # fmt: skip
 

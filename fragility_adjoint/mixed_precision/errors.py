@@ -106,10 +106,11 @@ class Errors:
         table = self.by(column)
         if column == "layer":
             table = table.sort_values("layer", na_position="last")
-        shares = table.set_index(table[column].astype("string").fillna("outside")).share
+        # A frame is drawn on axes of its own, a series on the current ones.
+        shares = table.set_index(table[column].astype("string").fillna("outside"))[["share"]]
         unit = UNITS.get(self.prediction.target.name, self.prediction.target.name)
         labels = {"title": self.prediction.recipe.name, "xlabel": column, "ylabel": f"share of the squared {unit}"}
-        return shares.plot.bar(**labels | options)
+        return shares.plot.bar(**{"legend": False} | labels | options)
 
     def plan(self, budget: str = "2 blocks") -> ModelPlan:
         """The plan with the least predicted error for a ``budget`` in words (``budget.parse_budget``).

@@ -2,6 +2,7 @@
 
 import json
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
@@ -47,10 +48,13 @@ def test_groups_of_errors_add_up_to_the_squared_prediction(known, target):
 
 def test_a_plot_has_a_bar_for_each_group(known):
     *_, errors = known
+    _, other = plt.subplots()  # the current axes stay as they are
     ax = errors.plot()
+    assert ax is not other and not other.patches and ax.get_xlabel() == "layer" and ax.get_legend() is None
     table = errors.by("layer")
     assert sorted(bar.get_height() for bar in ax.patches) == pytest.approx(sorted(table.share))
     assert errors.plot("site", ax=ax) is ax
+    plt.close("all")
 
 
 def test_a_plan_of_blocks_is_that_of_contributions(known):
