@@ -27,7 +27,7 @@ package imports fragility_core, never the other way round. Importing it imports 
 when it is first used.
 """
 
-from importlib import import_module
+from fragility_core import lazily
 
 _NAMES = {
     "quantization.recipes": ("RECIPES",),
@@ -37,19 +37,4 @@ _NAMES = {
     "mixed_precision.errors": ("predict",),
     "mixed_precision.bits": ("Choices", "fused_layers", "predictions"),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = sorted(_MODULES)
-
-
-def __getattr__(name: str):
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    try:
-        return import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__all__, __getattr__, __dir__ = lazily(__name__, _NAMES)

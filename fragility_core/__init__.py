@@ -37,6 +37,8 @@ The formulas of the paper are in ``fragility_core.theory``. "Protocol section N"
 docs/protocol.md. Importing this package imports nothing heavy: each name is looked up when it is first used.
 """
 
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 __version__ = "0.1.0"
@@ -53,19 +55,21 @@ _NAMES = {
     "models.paths": ("final_hidden",),
     "theory": ("mismatch",),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = sorted(_MODULES)
 
 
-def __getattr__(name: str):
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    try:
-        return import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+def lazily(package: str, names: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable, Callable]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a ``package`` whose ``names``, by module, load when used."""
+    modules = {name: module for module, offered in names.items() for name in offered}
+
+    def look_up(name: str):
+        if name in modules:
+            return getattr(import_module(f"{package}.{modules[name]}"), name)
+        try:
+            return import_module(f"{package}.{name}")
+        except ModuleNotFoundError:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+
+    return sorted(modules), look_up, lambda: sorted({*vars(sys.modules[package]), *modules})
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__all__, __getattr__, __dir__ = lazily(__name__, _NAMES)

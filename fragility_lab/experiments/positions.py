@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from scipy import stats
 from torch import Tensor
 
 from fragility_adjoint.predictor.estimator import Adjoint
@@ -24,7 +23,7 @@ from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.travel import StreamNorms, stream_norms
 from fragility_core.theory import mismatch
-from fragility_lab.experiments.sinks import RESAMPLES, starts
+from fragility_lab.experiments.sinks import RESAMPLES, correlation, starts
 from fragility_lab.inputs.loading import Inputs, load
 from fragility_lab.paths import output_folder
 from fragility_lab.reporting.tables import save_table
@@ -120,15 +119,11 @@ def middle_rows(inputs: Inputs, low: LowPrecision, windows: Tensor) -> Iterator[
 def correlations(windows: pd.DataFrame) -> pd.DataFrame:
     """Pearson of each signal with the mismatch, and the middle 95 % of RESAMPLES draws of windows."""
     own = windows[np.isfinite(windows.mismatch)]
-    drawn = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
-    chosen = [each for each in drawn if len({*each}) > 1]  # one window many times has no correlation
-    rows = []
-    for signal in SIGNALS:
-        x, y = own[signal].to_numpy(), own.mismatch.to_numpy()
-        low, high = np.nanquantile([np.corrcoef(x[i], y[i])[0, 1] for i in chosen], [0.025, 0.975])
-        rows.append(
-            {"signal": signal, "windows": len(own), "pearson": stats.pearsonr(x, y).statistic, "low": low, "high": high}
-        )
+    draws = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
+    rows = [
+        {"signal": signal, "windows": len(own), **correlation(own[signal].to_numpy(), own.mismatch.to_numpy(), draws)}
+        for signal in SIGNALS
+    ]
     return pd.DataFrame(rows)
 
 

@@ -103,6 +103,13 @@ def windows_of(inputs: Inputs, precision: str, length: int, half: str, count: in
         yield {"precision": precision, "length": length, "half": half, "start": start} | row
 
 
+def correlation(x: np.ndarray, y: np.ndarray, draws: np.ndarray) -> dict[str, float]:
+    """Pearson of ``x`` and ``y`` (N,), with ``low`` and ``high``, the middle 95 % over ``draws`` of windows (D, N)."""
+    drawn = [np.corrcoef(x[i], y[i])[0, 1] for i in draws if len({*i}) > 1]  # one window many times has none
+    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    return {"pearson": stats.pearsonr(x, y).statistic, "low": low, "high": high}
+
+
 def agreement(windows: pd.DataFrame) -> pd.DataFrame:
     """Pearson with the mean mismatch over realisations and with that of one pass, by setting and signal, and intervals.
 
@@ -116,12 +123,10 @@ def agreement(windows: pd.DataFrame) -> pd.DataFrame:
         chosen = generator.integers(len(own), size=(RESAMPLES, len(own)))
         for signal in (*SIGNALS, *VARIANTS):
             x, y = own[signal].to_numpy(), own.mismatch_mean.to_numpy()
-            drawn = [np.corrcoef(x[i], y[i])[0, 1] for i in chosen]
-            low, high = np.nanquantile(drawn, [0.025, 0.975])
             rows.append(
                 dict(zip(("precision", "length", "half"), setting)) | {
-                    "signal": signal, "windows": len(own), "pearson": stats.pearsonr(x, y).statistic, "low": low,
-                    "high": high, "spearman": stats.spearmanr(x, y).statistic,
+                    "signal": signal, "windows": len(own), **correlation(x, y, chosen),
+                    "spearman": stats.spearmanr(x, y).statistic,
                     "one_pass": stats.pearsonr(x, own.mismatch).statistic,
                     "passes_agree": stats.pearsonr(own.mismatch, y).statistic,
                 }
