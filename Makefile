@@ -94,9 +94,9 @@ reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures un
 	@printf '%s\n' "" "tables: outputs/$$RESULTS/tables" "figures: outputs/$$RESULTS/figures" \
 	    "report: outputs/$$RESULTS/report.html"
 
-.PHONY: calibrate
-calibrate: $(ENVIRONMENT)  ## X1: the calibrated predictor on E2's and E3's windows, and the report
-	@$(EXECUTE) x1_calibrated_predictor $(GIVEN)
+.PHONY: predictor
+predictor: $(ENVIRONMENT)  ## X1: the adjoint predictor on E2's and E3's windows, and the report
+	@$(EXECUTE) x1_adjoint_predictor $(GIVEN)
 	@$(EXECUTE) report $(GIVEN)
 
 .PHONY: recipes

@@ -1,4 +1,4 @@
-"""The calibrated predictor: the expected forward error of a low-precision pass, from one forward and one backward pass.
+"""The adjoint predictor: the expected forward error of a low-precision pass, from one forward and one backward pass.
 
 Every rounding of the pass changes a value y_i by a local error e_i. The errors are taken to be independent. To first
 order the error of the final hidden state X_L is E_L = sum_i (dX_L/dy_i) e_i, so that

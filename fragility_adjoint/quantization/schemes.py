@@ -39,8 +39,8 @@ class Scheme:
     - "mse": m times the factor, of SHRINKS, with the least squared error of the group.
 
     With ``symmetric`` False, integers run from the smallest to the largest entry of the group, 0 included. ``static``
-    schemes have one scale for all inputs, from their ``largest_input`` (``calibration.calibrated``). Raises ValueError
-    for other values.
+    schemes have one scale for all inputs, from their ``largest_input`` (``static_scales.calibrated``). Raises
+    ValueError for other values.
     """
 
     format: Format

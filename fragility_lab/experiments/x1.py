@@ -1,4 +1,4 @@
-"""X1: the calibrated predictor (``fragility_adjoint.predictor``) on the windows of E2 and E3; not in the paper.
+"""X1: the adjoint predictor (``fragility_adjoint.predictor``) on the windows of E2 and E3; not in the paper.
 
 Like the score, the predictor needs the low-precision pass alone: no full-precision weights, no second pass.
 """

@@ -5,7 +5,13 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from fragility_lab.experiments import calibration
+from fragility_lab.experiments.constants import (
+    CONSTANTS,
+    a_priori_constants,
+    bound_slack,
+    constant_values,
+    measure_constants,
+)
 from fragility_lab.lessons.pictures import HERE, SMALL_BESIDE, Picture, finish, panels, strength
 
 FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -19,21 +25,21 @@ def constants() -> pd.DataFrame:
     """The constants of the emulated kernels by name and format, measured and a priori."""
     columns = {}
     for name in FORMATS:
-        calibrated = calibration.calibrate_constants(name, execution="emulated")
-        columns[name, "measured"] = calibration.constant_values(calibrated)
-        columns[name, "a priori"] = calibration.a_priori_constants(name, **LARGEST)
-    return pd.DataFrame(columns).loc[list(calibration.CONSTANTS)]
+        found = measure_constants(name, execution="emulated")
+        columns[name, "measured"] = constant_values(found)
+        columns[name, "a priori"] = a_priori_constants(name, **LARGEST)
+    return pd.DataFrame(columns).loc[list(CONSTANTS)]
 
 
 @cache
 def slack_rows(format: str) -> pd.DataFrame:
-    """``calibration.bound_slack`` of the emulated kernels with the a priori constants."""
-    known = calibration.a_priori_constants(format, **LARGEST)
-    rows = calibration.bound_slack(format, execution="emulated", constants=known)
+    """``bound_slack`` of the emulated kernels with the a priori constants."""
+    known = a_priori_constants(format, **LARGEST)
+    rows = bound_slack(format, execution="emulated", constants=known)
     return rows.assign(statement=rows.statement.replace(STATEMENTS))
 
 
-# The statements of the table (``calibration.bound_slack``) and the names that readers see.
+# The statements of the table (``bound_slack``) and the names that readers see.
 STATEMENTS = {
     "Lemma 1": "Lemma 1 (scores)",
     "Lemma 2": "Lemma 2 (product PV)",

@@ -15,7 +15,7 @@ SMALL_SHARE = 0.02
 
 
 @style()
-def x1_calibration(windows: pd.DataFrame) -> Axes:
+def x1_predicted(windows: pd.DataFrame) -> Axes:
     """Predicted against measured mismatch of every window: one panel a format, with the line where they are equal."""
     kept = with_length(windows[~windows.overflow])
     grid = sns.relplot(

@@ -126,7 +126,7 @@ def ratio_text(rows: pd.DataFrame) -> list[str]:
     return [f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f})" for r in rows.itertuples()]
 
 
-def calibrated(tables: Tables, second: Tables) -> dict[str, object]:
+def predictor(tables: Tables, second: Tables) -> dict[str, object]:
     """X1 on the second trained family beside the first; the second has some of the window lengths."""
     lengths = second["x1_runs"].length.unique()
     mine = tables["x1_runs"][tables["x1_runs"].length.isin(lengths)]
@@ -235,7 +235,7 @@ def values(tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tab
             "second_signal": second["e2_signals"].set_index("signal"),
             "families": families(tables, second),
             "independent": independent(),
-            "calibrated": calibrated(tables, second),
+            "predictor": predictor(tables, second),
             "realisation": realisation(tables),
         }
         | quantization(tables, second)

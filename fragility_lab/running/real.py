@@ -15,7 +15,7 @@ from fragility_lab.running import execute
 
 PROFILE = "real"
 STEPS = (
-    "e2_predictor", "e3_patching", "x1_calibrated_predictor", "x2_recipes", "diagnose_my_model", "report",
+    "e2_predictor", "e3_patching", "x1_adjoint_predictor", "x2_recipes", "diagnose_my_model", "report",
 )  # fmt: skip
 
 

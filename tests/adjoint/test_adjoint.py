@@ -1,4 +1,4 @@
-"""The calibrated predictor against exact Jacobians, many random roundings, and measured mismatches."""
+"""The adjoint predictor against exact Jacobians, many random roundings, and measured mismatches."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

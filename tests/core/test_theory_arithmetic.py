@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fragility_core import theory
 from fragility_core.numerics.formats import get_format
-from fragility_lab.experiments.calibration import a_priori_constants, attention_terms, gamma_n
+from fragility_lab.experiments.constants import a_priori_constants, attention_terms, gamma_n
 from fragility_lab.experiments.kernel_samples import (
     HEADS,
     arithmetic,

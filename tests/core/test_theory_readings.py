@@ -13,7 +13,7 @@ from scipy.linalg import hadamard
 
 from fragility_core import theory
 from fragility_core.numerics.formats import get_format
-from fragility_lab.experiments.calibration import a_priori_constants
+from fragility_lab.experiments.constants import a_priori_constants
 from fragility_lab.experiments.kernel_samples import (
     arithmetic,
     observe_layernorm,

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 
 from fragility_core import theory
 from fragility_core.numerics.formats import get_format
-from fragility_lab.lessons import attention_error, calibrated, floating_point, residual_depth
+from fragility_lab.lessons import adjoint_predictor, attention_error, floating_point, residual_depth
 from fragility_lab.lessons.attention_error import DRAWS, KEYS, WIDTH
 from fragility_lab.lessons.widgets import exercises
 
@@ -233,7 +233,7 @@ SOLUTIONS = {
     ("controller", 3): lambda: theory.layernorm_ratio(0.01, 1e-5, 128, 2**-11),
     ("controller", 4): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
     ("controller", 6): lambda: 11 + math.ceil(math.log2(96_000)),
-    ("calibrated", 1): lambda: 0.1 * np.linalg.norm(calibrated.gradients(np.array(1.0))),
+    ("adjoint_predictor", 1): lambda: 0.1 * np.linalg.norm(adjoint_predictor.gradients(np.array(1.0))),
     ("window", 4): lambda: theory.layernorm_magnitude(1.2, 20.0, 1e-5, 400.0),
     ("window", 5): lambda: theory.downstream_transport(torch.tensor([0.0, 0.5, 0.2]))[0],
 }

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 
 from fragility_core import theory
 from fragility_core.numerics.formats import get_format
-from fragility_lab.experiments.calibration import CONSTANTS
+from fragility_lab.experiments.constants import CONSTANTS
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 from fragility_lab.lessons import embedded, kernel_constants, layernorm_epsilon, rows

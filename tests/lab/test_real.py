@@ -100,8 +100,8 @@ def test_every_model_goes_through_every_step(notebooks):
 
 def test_what_stops_leaves_the_rest_to_go_on(notebooks):
     calls, stop, run = notebooks
-    stop["x1_calibrated_predictor"] = "ValueError: no"
-    assert run(["models/third"]) == ["x1_calibrated_predictor of models/third"]
+    stop["x1_adjoint_predictor"] = "ValueError: no"
+    assert run(["models/third"]) == ["x1_adjoint_predictor of models/third"]
     assert [call[0] for call in calls] == [*real.STEPS] and "model=models/third" in calls[0]
     stop["e3_patching"] = 130  # an interrupt ends all
     with pytest.raises(SystemExit):

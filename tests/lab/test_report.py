@@ -388,8 +388,8 @@ def test_page_is_accessible(html):
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_calibrated_predictor_is_shown_where_it_was_run(html, complete, figures):
-    assert "make calibrate" in html
+def test_adjoint_predictor_is_shown_where_it_was_run(html, complete, figures):
+    assert "make predictor" in html
     tables = complete | {
         "x1_runs": pd.DataFrame(
             {
@@ -408,7 +408,7 @@ def test_calibrated_predictor_is_shown_where_it_was_run(html, complete, figures)
     for stated in ("0.991 to 1.017", "correlate at 0.75", "a correlation of 0.85", "has 0.80"):
         assert stated in text
     assert "E2: Pearson with the mismatch 0.901 ± 0.030 0.407 ± 0.166 18 18" in text
-    assert "make calibrate" not in text
+    assert "make predictor" not in text
 
 
 def test_page_says_what_was_run(html):

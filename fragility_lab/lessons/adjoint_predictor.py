@@ -17,7 +17,7 @@ from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
 
-EXERCISES = exercises("calibrated")
+EXERCISES = exercises("adjoint_predictor")
 FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2")
 DRAWS, MOST = 400, 64
 WINDOWS, LENGTH = 4, 64

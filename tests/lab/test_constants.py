@@ -8,14 +8,14 @@ import torch
 
 from fragility_core import theory
 from fragility_core.numerics.formats import FORMATS, get_format
-from fragility_lab.experiments.calibration import (
+from fragility_lab.experiments.constants import (
     CONSTANTS,
     a_priori_constants,
     attention_terms,
     bound_slack,
-    calibrate_constants,
     constant_values,
     gamma_n,
+    measure_constants,
     summarize_slack,
 )
 from fragility_lab.experiments.kernel_samples import (
@@ -33,7 +33,7 @@ from fragility_lab.experiments.kernel_samples import (
     underflow,
 )
 
-TRANSFER = 1.5  # how far a fresh sample may exceed calibrated constants: each is the maximum of a finite sample
+TRANSFER = 1.5  # how far a fresh sample may exceed measured constants: each is the maximum of a finite sample
 KERNELS = list(CONSTANTS.values())
 
 
@@ -146,30 +146,30 @@ def format(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def calibrated(format) -> pd.DataFrame:
-    return calibrate_constants(format, seed=0)
+def measured(format) -> pd.DataFrame:
+    return measure_constants(format, seed=0)
 
 
 @pytest.fixture(scope="module")
-def slack(format, calibrated) -> pd.DataFrame:
-    return bound_slack(format, seed=1, constants=constant_values(calibrated))
+def slack(format, measured) -> pd.DataFrame:
+    return bound_slack(format, seed=1, constants=constant_values(measured))
 
 
-def test_calibrated_constants_are_those_of_kernels_that_round_once(format, calibrated):
+def test_measured_constants_are_those_of_kernels_that_round_once(format, measured):
     """Positive, and at most what the error model allows for the largest shapes of the sample."""
-    assert calibrated.constant.tolist() == list(CONSTANTS)
+    assert measured.constant.tolist() == list(CONSTANTS)
     largest = [max(shape[axis] for shape in ATTENTION_SHAPES) for axis in range(3)]
     allowed = a_priori_constants(format, keys=largest[1], head_width=largest[2], features=max(FEATURES))
-    for row in calibrated.itertuples():
+    for row in measured.itertuples():
         assert 0.2 < row.value <= allowed[row.constant], row.constant
         assert row.statement == CONSTANTS[row.constant] and row.format == format and row.device == "cpu"
         assert row.execution == arithmetic(format).execution and row.sample > 10_000
 
 
-def test_calibrated_constants_are_the_smallest_that_hold(format, calibrated):
+def test_measured_constants_are_the_smallest_that_hold(format, measured):
     low = arithmetic(format)
     terms = attention_terms(sample_attention(low, 0), low.format)
-    for row in calibrated.itertuples():
+    for row in measured.itertuples():
         if row.constant == "a_ln":
             continue
         own = terms[terms.constant == row.constant]
@@ -179,15 +179,15 @@ def test_calibrated_constants_are_the_smallest_that_hold(format, calibrated):
         assert (attained.family, attained["shape"]) == (row.family, row.shape)
 
 
-def test_calibrated_constants_hold_on_a_fresh_sample(slack):
+def test_measured_constants_hold_on_a_fresh_sample(slack):
     kernels = slack[slack.statement.isin(KERNELS)]
     assert set(kernels.statement) == set(KERNELS)
     assert kernels.slack.min() > 1 / TRANSFER
 
 
-def test_a_constant_set_too_low_is_found_out(format, calibrated, slack):
+def test_a_constant_set_too_low_is_found_out(format, measured, slack):
     """Each of the four constants, halved, fails on the fresh sample."""
-    halved = bound_slack(format, seed=1, constants=(calibrated.set_index("constant").value / 2).to_dict())
+    halved = bound_slack(format, seed=1, constants=(measured.set_index("constant").value / 2).to_dict())
     assert (halved[halved.statement.isin(KERNELS)].groupby("statement").slack.min() < 0.95).all()
     assert (slack[slack.statement.isin(KERNELS)].groupby("statement").slack.min() > 1 / TRANSFER).all()
 
@@ -208,9 +208,9 @@ def test_slack_is_bound_over_observed(slack):
     assert (slack.slack[slack.observed == 0] == math.inf).all()
 
 
-def test_slack_calibrates_by_itself():
+def test_slack_measures_its_constants_by_itself():
     rows = bound_slack("fp16", seed=0)
-    assert rows[rows.statement.isin(KERNELS)].slack.min() == pytest.approx(1, abs=1e-12)  # the calibration's own sample
+    assert rows[rows.statement.isin(KERNELS)].slack.min() == pytest.approx(1, abs=1e-12)  # the sample of the constants
 
 
 def test_summary_of_slack_by_hand():
@@ -226,13 +226,13 @@ def test_summary_of_slack_by_hand():
 
 
 def test_tf32_rounds_factors_of_products_alone():
-    constants = constant_values(calibrate_constants("tf32"))
+    constants = constant_values(measure_constants("tf32"))
     assert 0.5 < constants["c_gemm_out"] < 1.1
     assert constants["c_gemm"] == 0 and 0 < max(constants["c_softmax"], constants["a_ln"]) < 0.01
 
 
 def test_formats_and_executions_are_checked():
     with pytest.raises(ValueError, match="a recipe must be known, got 'fp4'"):
-        calibrate_constants("fp4")
+        measure_constants("fp4")
     with pytest.raises(ValueError, match="no device computes a whole model in tf32"):
         bound_slack("tf32", execution="native")

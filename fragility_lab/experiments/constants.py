@@ -81,7 +81,7 @@ def _kernel_terms(low: LowPrecision, attention: pd.DataFrame, seed: int) -> pd.D
     return pd.concat([attention_terms(attention, low.format), layernorm], ignore_index=True)
 
 
-def calibrate_constants(format: str, device: str = "cpu", execution: str = "auto", seed: int = 0) -> pd.DataFrame:
+def measure_constants(format: str, device: str = "cpu", execution: str = "auto", seed: int = 0) -> pd.DataFrame:
     """The smallest kernel constants that hold over a seeded sample (Appendix A.7 (`app:estimation`)).
 
     One row for each constant: constant, statement, format, execution ("native" or "emulated"), device, value,
@@ -99,9 +99,9 @@ def calibrate_constants(format: str, device: str = "cpu", execution: str = "auto
     return table.assign(device=str(device_of(low))).reset_index()[columns]
 
 
-def constant_values(calibrated: pd.DataFrame) -> dict[str, float]:
-    """The values of a ``calibrate_constants`` table by name, as the theory's keyword arguments take them."""
-    return calibrated.set_index("constant").value.to_dict()
+def constant_values(measured: pd.DataFrame) -> dict[str, float]:
+    """The values of a ``measure_constants`` table by name, as the theory's keyword arguments take them."""
+    return measured.set_index("constant").value.to_dict()
 
 
 def bound_slack(
@@ -110,14 +110,14 @@ def bound_slack(
     """How loose each statement is: the bound over the observed error, for each draw of a seeded sample.
 
     Columns: statement, format, execution, family, shape, observed, bound, slack = bound / observed (inf where
-    nothing was rounded). ``constants`` are by default those of ``calibrate_constants`` with seed 0.
+    nothing was rounded). ``constants`` are by default those of ``measure_constants`` with seed 0.
 
     The statements of the four kernels include underflow. "Theorem 1" is the printed first-order bound of Theorem 1
     (`thm:attn`), whose slack may fall below 1 where O(u^2) or underflow counts. "Theorem 1 with remainder" drops
     nothing. "Theorem 3" is Theorem 3 (`thm:unified`) for the linear stacks of ``kernel_samples.observe_stack``.
     """
     low = arithmetic(format, device, execution)
-    constants = constants or constant_values(calibrate_constants(format, device, execution))
+    constants = constants or constant_values(measure_constants(format, device, execution))
     attention, stacks = sample_attention(low, seed), sample_stacks(low, seed)
     terms = _kernel_terms(low, attention, seed)
     kernels = terms[["family", "shape", "observed"]].assign(
