@@ -12,6 +12,7 @@ from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow
 from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.recipes import Recipe
 from fragility_adjoint.quantization.static_scales import needs_calibration
 from fragility_core.models.paths import block_of, hidden_and_logits, is_norm, within
 from fragility_core.numerics.formats import get_format
@@ -113,6 +114,11 @@ def with_remedy(
     return alone if ladder.left(ladder.applied(plan)) else plan
 
 
+def execution_of(plan: Plan, recipe: Recipe, execution: str) -> str:
+    """The execution of a ``plan`` beside a model in ``recipe``: another format may have kernels where that has none."""
+    return execution if plan.format == recipe.name or execution == "weights" else "auto"
+
+
 class Ladder:
     """Plans for the model of ``contributions`` from cheap to dear, each run over ``windows`` that overflow."""
 
@@ -177,7 +183,7 @@ class Ladder:
         if not format:
             plan = replace(self.contributions.priced(plan), predicted=None)
         try:
-            low = self.applied(plan, "auto" if format else self.execution)
+            low = self.applied(plan, execution_of(plan, self.contributions.recipe, self.execution))
         except ValueError:  # the plan is not in force in this model
             return
         yield Attempt(plan, self.left(low))

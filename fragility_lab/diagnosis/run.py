@@ -107,9 +107,8 @@ def predict_mended(work: Work) -> None:
     found, request, plan = work.found, work.request, work.found.remedy.plan
     numbers = [*found.remedy.places]
     tokens = work.tokens[numbers]
-    same = plan.format == found.prediction.recipe.name
     calibrating = work.tokens if needs_calibration(plan.recipe) else None
-    mended = apply(work.model, plan, request.execution if same else "auto", calibrating)
+    mended = apply(work.model, plan, remedy.execution_of(plan, work.low.recipe, request.execution), calibrating)
     target = "hidden" if request.measured_in == "hidden" else "kl"
     prediction = predict(mended, work.model, tokens.split(len(work.groups[0])), request.probes, target)
     found.mended = pd.DataFrame({"window": numbers, "predicted": prediction.windows.predicted.to_numpy()})
@@ -119,8 +118,8 @@ def predict_mended(work: Work) -> None:
 
 
 def may_be_mended(work: Work) -> bool:
-    """True if windows overflow in a model whose kernels round, where another plan of kernels may mend that."""
-    return len(work.finite_windows) < len(work.tokens) and not work.low.weights_only
+    """True if windows overflow where the project rounds: what came rounded has no other form to try."""
+    return len(work.finite_windows) < len(work.tokens) and work.loaded.rounded is None
 
 
 def choose_plan(work: Work) -> None:

@@ -684,6 +684,19 @@ def test_page_of_a_model_that_overflows(tiny_tokens):
         assert f"{words} as <b>{' '.join(percent(found.mended[known].mean()).split())}" in told
 
 
+@pytest.mark.parametrize("module", ["transformer.h.1.mlp.c_proj", "lm_head", "transformer.ln_f"])
+def test_a_weight_beyond_the_format_is_mended_where_weights_alone_are_rounded(tiny_tokens, module):
+    model = random_gpt2(TINY)
+    model.get_submodule(module).weight[0] = 1e5  # beyond fp16, but no result of the fp32 kernels is
+    target = "kl" if module == "lm_head" else "hidden"  # the final hidden state does not read the head
+    found = diagnose(model, tiny_tokens, format="fp16", weights_only=True, target=target)
+    assert found.prediction.windows.overflow.ne("").all() and not found.failed
+    assert module in found.remedy.plan.modules or found.remedy.plan.format == "bf16"
+    assert found.mended.mismatch.between(0, 0.05).all()
+    assert found.mended.predicted.between(0, 1).all()
+    assert found.remedy.plan.label in page.page(found)
+
+
 def test_page_of_a_plan_that_leaves_an_overflow(found):
     """All means are over the windows that are finite without and with the plan."""
     measured, protected = found.measured.copy(), found.protected.copy()
