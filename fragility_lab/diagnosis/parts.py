@@ -37,7 +37,7 @@ MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large
 
 
 def verdict(measured: pd.DataFrame) -> str:
-    """What rounding does to the model, in words, from rows of ``measure.compare``."""
+    """What rounding does to the model, in words, from rows of ``comparison.compare``."""
     kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
     if not np.isfinite([kl, loss, exact]).all():
         return "The low-precision pass gives no finite probabilities."
@@ -66,7 +66,7 @@ def command(request: Request, results: str) -> str:
 
 
 def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
-    """What rounding does to the tokens, without and with the plan: rows of ``measure.compare`` as texts."""
+    """What rounding does to the tokens, without and with the plan: rows of ``comparison.compare`` as texts."""
     plans, rows = {"none": measured, "recommended": protected}, []
     for name, table in plans.items():
         if table is not None:

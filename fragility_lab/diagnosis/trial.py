@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fragility_lab.diagnosis.flips import DECODED
-from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.diagnosis.passes import estimator, low_model
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.comparison import compare, observe
 
 TRIALS = 3  # timed passes, of which the fastest counts: beside other work some take longer
 

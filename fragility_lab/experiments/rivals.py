@@ -27,11 +27,11 @@ from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.paths import PROJECT
 from fragility_lab.rivals.ladders import Ladder, get_ladder
 from fragility_lab.rivals.own import best_plans
-from fragility_lab.rivals.tasks import NO_RUNG, OURS, by_layer, carry_out, layer_paths, linear_model
+from fragility_lab.rivals.tasks import NO_RUNG, ORACLE, OURS, by_layer, carry_out, layer_paths, linear_model
 from fragility_lab.running.environment import progress
 
 PEERS = PROJECT / ".peers" / "bin" / "python"
-ORACLE, RANDOM = "oracle", "random"
+RANDOM = "random"  # the method that draws plans
 
 
 def split_windows(inputs: Inputs, length: int, calibration: int, held: int, seed: int) -> tuple[Tensor, Tensor]:

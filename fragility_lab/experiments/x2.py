@@ -19,12 +19,12 @@ from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import Operands, Recipe, get_recipe
 from fragility_core.numerics.lowering import LowPrecision
-from fragility_lab.diagnosis.growth import half_errors, squared
-from fragility_lab.diagnosis.measure import ObservedPass, compare, observe, ratio
 from fragility_lab.inputs.loading import require_at_least
+from fragility_lab.measurement.comparison import ObservedPass, compare, observe, ratio
+from fragility_lab.measurement.growth import half_errors, squared
 
 KEPT = 2**31  # bytes of logits in fp32 that stay in memory
-QUANTITIES = ("kl", "logprob")  # targets, and columns of ``measure.compare``
+QUANTITIES = ("kl", "logprob")  # targets, and columns of ``comparison.compare``
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Setting:
         return (observe(self.model, window[None]) for window in self.windows)
 
     def measure(self, low: LowPrecision) -> pd.DataFrame:
-        """``measure.compare`` of ``low`` with the fp32 passes: one row per window.
+        """``comparison.compare`` of ``low`` with the fp32 passes: one row per window.
 
         The fp32 passes are kept for other recipes, where their logits do not take too much memory.
         """

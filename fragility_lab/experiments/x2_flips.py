@@ -15,9 +15,9 @@ from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_core.numerics.lowering import LowPrecision
-from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
-from fragility_lab.diagnosis.routing import changed_choices, predicted_choices
 from fragility_lab.experiments.x2 import row
+from fragility_lab.measurement.decoding import agreed, greedy, predicted_length
+from fragility_lab.measurement.routing import changed_choices, predicted_choices
 from fragility_lab.running.environment import progress
 
 TOGETHER = 64  # prompts that are decoded at once

@@ -8,9 +8,9 @@ import pandas as pd
 from fragility_adjoint.explain.changed_choices import Competition, next_tokens
 from fragility_adjoint.mixed_precision import apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers, predictions
-from fragility_lab.diagnosis.measure import ratio
 from fragility_lab.experiments.x2 import Setting
 from fragility_lab.experiments.x2_flips import realised
+from fragility_lab.measurement.comparison import ratio
 
 DRAWS = 4  # of the errors of a ladder's first recipe
 

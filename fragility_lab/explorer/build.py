@@ -13,7 +13,6 @@ from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.quantization.quantized import lower
 from fragility_lab import paths
-from fragility_lab.diagnosis.explore import found
 from fragility_lab.experiments.x2 import Setting
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
@@ -56,7 +55,7 @@ def keeping(model: PreTrainedModel, windows: Tensor, recipe: str = "bf16") -> di
     """The view of parts in fp32 beside ``recipe``, in the mismatch and in KL, with measured plans."""
     known = [Contributions(model, predict(model, windows, recipe, target)) for target in TARGETS]
     setting = Setting(model, windows)
-    plans = [(plan, found(setting.measure(apply(model, plan)))) for plan in plans_of(known[0])]
+    plans = [(plan, terms.measured_means(setting.measure(apply(model, plan)))) for plan in plans_of(known[0])]
     return terms.keeping(known, plans)
 
 
@@ -65,7 +64,7 @@ def choosing(model: PreTrainedModel, windows: Tensor, schemes: Iterable[str] = S
     known = {name: predict(model, windows, name, "kl") for name in schemes}
     choices = Choices(model, known, fused_layers(model, windows[:1]))
     setting, best = Setting(model, windows), [choices.within_bits(bits) for bits in MEASURED_BITS]
-    measured = [(choice, found(setting.measure(apply(model, choices.plan(choice))))) for choice in best]
+    measured = [(choice, terms.measured_means(setting.measure(apply(model, choices.plan(choice))))) for choice in best]
     return terms.choosing(choices, measured)
 
 

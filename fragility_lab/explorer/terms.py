@@ -23,8 +23,15 @@ DIGITS = 6  # significant digits of the numbers that a page carries
 PARENTS = {"norm": "norms", "mlp": "mlp", "router": "mlp", "residual": "residual", "embedding": "embedding"}
 PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
 BUDGETS = 25  # of bits, along a curve
+MEASURES = {"hidden": "mismatch", "kl": "kl", "logprob": "logprob"}  # columns of ``comparison.compare`` by target
 
 Measured = Iterable[tuple[Plan | Choice, Mapping[str, float]]]
+
+
+def measured_means(windows: pd.DataFrame) -> dict[str, float]:
+    """The means over ``windows``, a table of ``comparison.compare``, by target; infinities are left out."""
+    finite = windows.replace(np.inf, np.nan)
+    return {target: float(finite[column].mean()) for target, column in MEASURES.items()}
 
 
 def rounded(values) -> list:

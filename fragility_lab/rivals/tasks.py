@@ -32,6 +32,7 @@ from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.rivals.ladders import get_ladder
 
 OURS = "ours"  # the method of this project, on any ladder
+ORACLE = "oracle"  # the method that knows the measured KL of every layer alone
 NO_RUNG = -1
 BATCH = 8  # windows a pass
 

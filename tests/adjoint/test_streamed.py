@@ -41,10 +41,10 @@ from fragility_core.numerics.presence import entries, loaded, source_of
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import needs, streaming
-from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.diagnosis.parts import command
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
+from fragility_lab.measurement.comparison import observe_each
 from fragility_lab.paths import CHECKPOINTS
 
 BASE = {

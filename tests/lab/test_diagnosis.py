@@ -41,12 +41,12 @@ from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.diagnosis import causes, means, needs, page, parts, plans, trial
-from fragility_lab.diagnosis.growth import Growth
-from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.comparison import ObservedPass, Ranges, compare, observe
+from fragility_lab.measurement.growth import Growth
 from fragility_lab.reporting.tables import percent, quantity
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)

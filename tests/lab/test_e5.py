@@ -13,6 +13,7 @@ from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, evidence, outcomes
 from fragility_lab.experiments.outcomes import SpikeRule
 from fragility_lab.inputs.loading import Inputs, digest
+from fragility_lab.reporting.tables import policy_summary
 from fragility_lab.running import runs
 from fragility_lab.running.engine import complete
 from fragility_lab.running.files import write_sealed
@@ -274,7 +275,7 @@ def test_summaries_by_hand():
     lenient = outcomes.run_summary(steps, SpikeRule(10)).iloc[0]
     assert (lenient.onset_ratio, lenient.onsets, lenient.onsets_release_ratio) == (10, 0, 1)
     both = pd.concat([steps, steps.assign(seed=1, mismatch=1.0)])
-    summary = outcomes.policy_summary(outcomes.run_summary(both, SpikeRule(1.5))).loc["none"]
+    summary = policy_summary(outcomes.run_summary(both, SpikeRule(1.5))).loc["none"]
     assert (summary.onsets, summary.final_mismatch, summary.max_mismatch) == (0.5, 1.5, 5.0)
     assert summary.onsets_sd == pytest.approx(0.5**0.5)
     assert outcomes.chosen_ratio(both, target=0.5) > 1

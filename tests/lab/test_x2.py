@@ -13,11 +13,11 @@ from fragility_adjoint.quantization.operands import linear_weights, owner, round
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import LINEAR, NARROW, get_recipe
 from fragility_adjoint.quantization.schemes import Scheme
-from fragility_lab.diagnosis.decoding import greedy
-from fragility_lab.diagnosis.growth import growth
 from fragility_lab.experiments import x2, x2_flips, x2_plans
 from fragility_lab.experiments.x2_runs import PARTS, Parts, Recipes
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.decoding import greedy
+from fragility_lab.measurement.growth import growth
 from fragility_lab.reporting import figures_x2
 from fragility_lab.running.engine import complete
 

@@ -129,7 +129,7 @@ def main(seed: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        prog="python -m fragility_lab.reporting.verify", description=__doc__.splitlines()[0]
+        prog="python -m fragility_lab.experiments.verify", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--seed", type=int, default=0, help="draws the runs that are computed again")
     sys.exit(main(parser.parse_args().seed))
