@@ -33,7 +33,7 @@ class Failure:
 
 
 class IncompleteError(RuntimeError):
-    """Raised after the page is written, where parts of it failed."""
+    """Raised after the page is written, where sections of it failed."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Diagnosis:
         return self.prediction is not None and bool(self.prediction.contributions.site.eq("router").any())
 
     def require_complete(self) -> None:
-        """Raises IncompleteError, which names them, if steps or parts of the page failed."""
+        """Raises IncompleteError, which names them, if steps or sections of the page failed."""
         if self.failed:
             told = "; ".join(f"{failure.what} ({failure.error})" for failure in self.failed.values())
             raise IncompleteError(

@@ -45,7 +45,7 @@ class Work:
     def __init__(self, request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast, found: Diagnosis):
         self.request, self.loaded, self.model = request, loaded, loaded.model
         self.tokens, self.expected, self.found = tokens, expected, found
-        self.groups = tokens.split(expected.together)
+        self.groups = tokens.split(expected.batch)
         self.whole = not is_offloaded(self.model)
         # of whole models no pass is shared, and outputs need memory
         self.measured_groups = tokens.split(1) if self.whole else self.groups
@@ -228,7 +228,7 @@ STEPS = (
         asked=lambda work: work.whole and bool(work.finite_windows),
     ),
     Step("choices", "predicting changed choices", choose_tokens, ("by_token",)),
-    Step("together", "finding errors that act together", add_up_signs, ("contributions",)),
+    Step("coherence", "finding errors that act together", add_up_signs, ("contributions",)),
     Step("growth", "halving every error", halve_errors, ("measured",), lambda work: work.whole),
 )  # fmt: skip
 

@@ -66,7 +66,7 @@ class Trial(NamedTuple):
             "experts": 0.93 * passes,
             "tokens": passes * (2.6 + 1.55 * probes),
             "choices": min(DECODED, count) * self.measurement * (2.3 + 3.6 * probes),
-            "together": 2.1 * prediction,
+            "coherence": 2.1 * prediction,
             "growth": 1.75 * passes,
         }
 

@@ -19,7 +19,7 @@ from fragility_lab.running.engine import complete
 from fragility_lab.running.files import write_sealed
 
 RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
-SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
+SETTING = e5.TrainingSetting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
 EAGER = {"warmup_steps": 2, "cooldown_steps": 2, "trigger_quantile": 0.0, "max_total_actions": 7}
 
 
@@ -359,7 +359,7 @@ def test_windows_are_selected_then_shuffled(inputs):
 )
 def test_impossible_settings_are_refused_before_any_work(change, message):
     with pytest.raises(ValueError, match=message):
-        e5.load_inputs(replace(e5.Setting("embedded", "embedded"), **change))
+        e5.load_inputs(replace(e5.TrainingSetting("embedded", "embedded"), **change))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the parts of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
+"""What the sections of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
 
 import shlex
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fragility_adjoint.quantization.recipes import get_recipe
-from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, largest, shares, together
+from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, coherence_summary, largest, shares
 from fragility_lab.diagnosis.explore import explorer
 from fragility_lab.diagnosis.found import Diagnosis
 from fragility_lab.diagnosis.means import (
@@ -99,7 +99,7 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def common(diagnosis: Diagnosis, results: str) -> dict:
-    """What all parts of the page take, for the folder ``results`` under outputs."""
+    """What all sections of the page take, for the folder ``results`` under outputs."""
     request, recipe = diagnosis.request, get_recipe(diagnosis.request.format)
     kept, found = means(diagnosis)
     measured, protected = (
@@ -153,9 +153,9 @@ def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
     return {"images": pictures(diagnosis), "modules": largest(diagnosis.contributions)}
 
 
-def of_signs(diagnosis: Diagnosis, known: dict) -> dict:
+def of_coherence(diagnosis: Diagnosis, known: dict) -> dict:
     """Which errors act together."""
-    return {"together": together(diagnosis.coherence)}
+    return {"coherence": coherence_summary(diagnosis.coherence)}
 
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:
