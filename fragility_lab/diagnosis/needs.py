@@ -16,7 +16,7 @@ from fragility_core.models.paths import block_paths
 from fragility_core.numerics.internals import attention_of
 from fragility_core.numerics.presence import loaded as read
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.trial import TRIALS, Trial, ends, seconds, timed
+from fragility_lab.diagnosis.timing import REPEATS, Timing, ends, seconds, timed
 from fragility_lab.inputs.checkpoints import default_device
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
@@ -71,7 +71,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     model, count = loaded.model, len(tokens)
     if not is_offloaded(model):
         return forecast_whole(request, loaded, tokens)
-    plain = min(timed(model, tokens[:1], loaded.device) for _ in range(TRIALS))
+    plain = min(timed(model, tokens[:1], loaded.device) for _ in range(REPEATS))
     emulated = not request.rounds_weights_alone and loaded.execution(get_recipe(request.format).kernels) == "emulated"
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
     if request.mixes:
@@ -100,7 +100,7 @@ def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast
     model, count = loaded.model, len(tokens)
     devices, free = free_on_devices(model)
     fits = free is None or memory(request, model) < free
-    steps = Trial.of(request, loaded, tokens, fits).by_step(request, count)
+    steps = Timing.of(request, loaded, tokens, fits).by_step(request, count)
     if not chooses_experts(model):
         del steps["experts"]
     takes = quantity(whole(request, model))

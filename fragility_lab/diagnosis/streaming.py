@@ -7,7 +7,7 @@ import torch
 
 from fragility_lab.diagnosis.needs import BOTH_WAYS, LARGEST, ONCE, reads_a_batch, streamed_memory, whole
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.trial import ends
+from fragility_lab.diagnosis.timing import ends
 from fragility_lab.inputs.checkpoints import load_config
 from fragility_lab.inputs.offloaded import on_meta
 from fragility_lab.reporting.tables import duration, quantity

@@ -40,7 +40,7 @@ from fragility_core.numerics.internals import attention_of
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
-from fragility_lab.diagnosis import causes, means, needs, page, plans, sections, trial
+from fragility_lab.diagnosis import causes, means, needs, page, plans, sections, timing
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
@@ -126,15 +126,15 @@ def test_forecast_of_the_embedded_checkpoint():
 def test_a_forecast_is_made_of_trials(monkeypatch):
     """Of an estimate and a measurement of one window; of fp32 passes where that does not fit or is refused."""
     loaded, tokens = diagnosis.load(replace(ASKED, windows=2))
-    made = needs.Trial(making=1.0, estimate=2.0, measurement=3.0)
+    made = needs.Timing(making=1.0, estimate=2.0, measurement=3.0)
     steps = made.by_step(ASKED, count=4)
     assert (steps["prediction"], steps["measurement"], steps["plan"]) == (9.0, 18.0, 0.0)
     assert made.by_step(replace(ASKED, probes=4), 4)["tokens"] > steps["tokens"]
-    monkeypatch.setattr(needs.Trial, "run", lambda *asked: made)
+    monkeypatch.setattr(needs.Timing, "run", lambda *asked: made)
     known = diagnosis.forecast(ASKED, loaded, tokens)
     assert known.steps["prediction"] == 5.0 and "experts" not in known.steps
     assert known.seconds == sum(known.steps.values())
-    for module, *change in ((needs, "free_memory", lambda device: 1), (trial, "estimator", None)):
+    for module, *change in ((needs, "free_memory", lambda device: 1), (timing, "estimator", None)):
         monkeypatch.undo()
         monkeypatch.setattr(module, *change)
         guess = diagnosis.forecast(ASKED, loaded, tokens).steps
