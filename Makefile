@@ -155,7 +155,7 @@ compare: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH
 
 .PHONY: verify
 verify: $(ENVIRONMENT)  ## compute a sample of the committed results again, and compare (SEED= draws it; three minutes)
-	@$(PYTHON) -m fragility_lab.reporting.verify $${SEED:+--seed "$$SEED"}
+	@$(PYTHON) -m fragility_lab.experiments.verify $${SEED:+--seed "$$SEED"}
 
 .PHONY: pretrain
 pretrain: $(ENVIRONMENT)  ## train an embedded checkpoint again (two hours on two CPU cores; STEPS= for fewer)
@@ -206,7 +206,7 @@ lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
 .PHONY: docs
 docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md and README's findings from the tables in outputs
 	$(PYTHON) -m fragility_lab.reporting.results
-	$(PYTHON) -m fragility_lab.reporting.sinks
+	$(PYTHON) -m fragility_lab.reporting.results_sinks
 
 .PHONY: site
 site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API as one static website

@@ -19,15 +19,15 @@ from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running import engine
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 32), (0, 1), windows=16, batch_tokens=128)
-SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=24, learning_rate=2e-3, warmup_steps=4)
+SETTING = e5.TrainingSetting("tiny", "tiny", length=16, windows=12, steps=24, learning_rate=2e-3, warmup_steps=4)
 POLICIES = ("none", "static_global", "random_same_budget", "bgss")
 
 
 # Classes of this module, so that each process that computes imports it.
-Passes, Patches, Mitigation, Estimates = (
+MonitoredPasses, Patches, Mitigation, Estimates = (
     type(name, (kind,), {"__module__": __name__})
     for name, kind in {
-        "Passes": e2.Passes,
+        "MonitoredPasses": e2.MonitoredPasses,
         "Patches": e3.Patches,
         "Mitigation": e5.Mitigation,
         "Estimates": x1.Estimates,
@@ -58,7 +58,7 @@ def sweep(name: str, folder: Path, workers: int) -> pd.DataFrame:
         specs = e5.specifications(SETTING, policies, (0, 1), inputs)
         return engine.complete(Mitigation, specs, inputs, folder / "e5", workers, checkpoint_interval=3)
     sources = e2.specifications(GRID, inputs)
-    rows = engine.complete(Passes, sources, inputs, folder / "e2", workers)
+    rows = engine.complete(MonitoredPasses, sources, inputs, folder / "e2", workers)
     if name == "E2":
         return rows
     kind, specs = {

@@ -1,6 +1,6 @@
 """Diagnosis of one's own model in a number format: drift, its causes, its effect on tokens, and what to keep in fp32.
 
-``request`` says what is asked, ``loading`` loads it, ``needs`` says what it will take, ``measure`` compares passes,
+``request`` says what is asked, ``loading`` loads it, ``needs`` says what it will take, ``measurement`` compares passes,
 ``run`` does the work in steps, ``found`` is what they have found, and ``page`` writes it, part by part.
 """
 

@@ -1,20 +1,9 @@
 """The explorer of plans for the model of a diagnosis."""
 
-import numpy as np
-import pandas as pd
-
 from fragility_adjoint.mixed_precision.bits import Choice
 from fragility_lab.diagnosis.found import Diagnosis
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
-
-MEASURED = {"hidden": "mismatch", "kl": "kl", "logprob": "logprob"}  # columns of ``measure.compare`` by target
-
-
-def found(table: pd.DataFrame) -> dict[str, float]:
-    """The means over windows of a table of ``measure.compare``, by target; infinities are left out."""
-    finite = table.replace(np.inf, np.nan)
-    return {target: float(finite[column].mean()) for target, column in MEASURED.items()}
 
 
 def explorer(diagnosis: Diagnosis) -> str:
@@ -22,8 +11,8 @@ def explorer(diagnosis: Diagnosis) -> str:
     known, choices, plan = diagnosis.contributions, diagnosis.choices, diagnosis.plan
     if known is None:
         return ""
-    without = [] if diagnosis.measured is None else [found(diagnosis.measured)]
-    with_plan = [] if diagnosis.protected is None else [found(diagnosis.protected)]
+    without = [] if diagnosis.measured is None else [terms.measured_means(diagnosis.measured)]
+    with_plan = [] if diagnosis.protected is None else [terms.measured_means(diagnosis.protected)]
     nothing = [(known.keep(), each) for each in without]
     if choices is None:
         return Component(terms.keeping([known], nothing + [(plan, each) for each in with_plan])).html

@@ -11,10 +11,10 @@ from fragility_adjoint.explain.coherence import Coherence
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choice, Choices
 from fragility_lab.diagnosis.flips import Flips
-from fragility_lab.diagnosis.growth import Growth
 from fragility_lab.diagnosis.remedy import Remedy
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.tokens import ErrorsByToken
+from fragility_lab.measurement.growth import Growth
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Failure:
 
 
 class IncompleteError(RuntimeError):
-    """Raised after the page is written, where parts of it failed."""
+    """Raised after the page is written, where sections of it failed."""
 
 
 @dataclass
@@ -47,14 +47,14 @@ class Diagnosis:
 
     ``prediction`` is for the model without a plan. ``contributions`` says what each unit contributes to it; it is None,
     like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
-    reference, ``measured`` and ``protected`` are the windows of ``measure.compare`` without and with the plan;
+    reference, ``measured`` and ``protected`` are the windows of ``comparison.compare`` without and with the plan;
     ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
     rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
     ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
     form ``by_token`` has the error by token, with the ``origins`` of the tail by the rows of its table, and ``flips``
     predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
     ``remedy`` is looked for where windows overflow. With its plan, ``mended`` has their prediction, of KL if that is
-    what errors are measured in or near it, else of the mismatch, and the columns of ``measure.compare``.
+    what errors are measured in or near it, else of the mismatch, and the columns of ``comparison.compare``.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``opening`` is what
     each window begins with. ``attention`` is the implementation that ran, ``referenced`` says whether fp32 passes are
     measured, and ``seconds`` has the time of each step.
@@ -100,7 +100,7 @@ class Diagnosis:
         return self.prediction is not None and bool(self.prediction.contributions.site.eq("router").any())
 
     def require_complete(self) -> None:
-        """Raises IncompleteError, which names them, if steps or parts of the page failed."""
+        """Raises IncompleteError, which names them, if steps or sections of the page failed."""
         if self.failed:
             told = "; ".join(f"{failure.what} ({failure.error})" for failure in self.failed.values())
             raise IncompleteError(

@@ -10,7 +10,7 @@ from fragility_adjoint.mixed_precision import KEEPABLE_SITES
 from fragility_core.models.paths import block_paths
 from fragility_core.numerics.internals import attention_of
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
-from fragility_lab.diagnosis.needs import fits_together, whole_fits
+from fragility_lab.diagnosis.needs import fits_several_gpus, whole_fits
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.settings import require_same_settings
 from fragility_lab.inputs.checkpoints import SPREAD, stored_dtypes
@@ -33,7 +33,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
         require_same_architecture(request.model, name)
     offloaded, device = request.form == "streamed", None
     if not offloaded and not whole_fits(request, made := on_meta(name)):
-        device = SPREAD if fits_together(request, made) else None
+        device = SPREAD if fits_several_gpus(request, made) else None
         offloaded = request.form == "auto" and device is None
     if offloaded and request.target == "flips":
         raise ValueError(

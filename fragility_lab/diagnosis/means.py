@@ -11,7 +11,7 @@ from fragility_lab.reporting.tables import number, percent
 from fragility_lab.reporting.verdicts import student
 
 TOLERATED = 1.1  # ratio of predicted to measured mismatch
-# By target: what it is, the column of ``measure.compare`` that measures it, and where the first order ends.
+# By target: what it is, the column of ``comparison.compare`` that measures it, and where the first order ends.
 TARGETS = {
     "hidden": ("mismatch ‖X̃ − X‖ / ‖X‖ of the final hidden state", "mismatch", 0.2),
     "kl": ("KL divergence from the fp32 next-token distribution, in nats a token", "kl", 0.4),

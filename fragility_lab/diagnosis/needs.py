@@ -16,17 +16,17 @@ from fragility_core.models.paths import block_paths
 from fragility_core.numerics.internals import attention_of
 from fragility_core.numerics.presence import loaded as read
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.trial import TRIALS, Trial, ends, seconds, timed
+from fragility_lab.diagnosis.timing import REPEATS, Timing, ends, seconds, timed
 from fragility_lab.inputs.checkpoints import default_device
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 from fragility_lab.running.threads import on_free_cores
 
-ONCE = 9  # readings of a streamed model that do not depend on the windows: checks, trials, the forecast itself
-BOTH_WAYS = 2  # readings of a pass forward and back
-MEASURED = 4  # readings by measured passes: of two models, without and with a plan
-LARGEST = 32  # windows that share a reading, or a pass
-STACK = 2**23  # bytes of a thread; each of the windows that share a reading has as many as torch computes with
+ONCE = 9  # reads of a streamed model that do not depend on the windows: checks, trials, the forecast itself
+BOTH_WAYS = 2  # reads of a pass forward and back
+MEASURED = 4  # reads by measured passes: of two models, without and with a plan
+LARGEST = 32  # windows that share a read, or a pass
+STACK = 2**23  # bytes of a thread; each of the windows that share a read has as many as torch computes with
 # Tokens that share a pass at most. On a CPU more of them save no time (`make bench`); on a GPU that was not measured.
 TOKENS, GPU_TOKENS = 2**11, 2**15
 CACHED = 2**25  # bytes, about a CPU's cache: where gradients of a weight take more, as at GPT-2's size, none is saved
@@ -37,7 +37,7 @@ class Forecast:
     """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device. ``together`` windows share a reading, or an estimate's pass. ``steps`` are
+    is empty for a whole model on one device. ``batch`` windows share a read, or an estimate's pass. ``steps`` are
     the seconds of the steps of ``run.STEPS``, by name, for a whole model.
     """
 
@@ -45,7 +45,7 @@ class Forecast:
     memory: int
     free: int | None
     form: str = ""
-    together: int = 1
+    batch: int = 1
     steps: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, step: str) -> str:
@@ -71,7 +71,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     model, count = loaded.model, len(tokens)
     if not is_offloaded(model):
         return forecast_whole(request, loaded, tokens)
-    plain = min(timed(model, tokens[:1], loaded.device) for _ in range(TRIALS))
+    plain = min(timed(model, tokens[:1], loaded.device) for _ in range(REPEATS))
     emulated = not request.rounds_weights_alone and loaded.execution(get_recipe(request.format).kernels) == "emulated"
     passes = 1 + 2 * (2 + 2 * emulated) + 4 + 4 * request.probes + 2 * emulated  # reference, two low, the estimate
     if request.mixes:
@@ -81,18 +81,18 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
     for part in parts(model).values():
         with read(part):
             pass
-    reading = seconds(loaded.device) - start
-    together = windows_together(partial(streamed_memory, request, model), count, free)
-    readings = ONCE + readings_a_group(request, model) * -(-count // together)
+    read_seconds = seconds(loaded.device) - start
+    batch = batch_size(partial(streamed_memory, request, model), count, free)
+    reads = ONCE + reads_a_batch(request, model) * -(-count // batch)
     why = (
         "it was asked for" if request.form == "streamed" else f"the whole form takes {quantity(whole(request, model))}"
     )
-    shared = f", {together} windows at a time" if together > 1 else ""
-    form = f"; streamed, as {why}: reads {readings} times {quantity(loaded.files)} from the disk{shared}"
+    shared = f", {batch} windows at a time" if batch > 1 else ""
+    form = f"; streamed, as {why}: reads {reads} times {quantity(loaded.files)} from the disk{shared}"
     passes += 3 + 3 + 4 * request.probes  # an estimate runs forward twice, and one more says which errors act together
-    computing = max(plain - reading, 0) * passes * count
-    takes = streamed_memory(request, model, together)
-    return Forecast(computing + reading * readings, takes, free, form, together)
+    computing = max(plain - read_seconds, 0) * passes * count
+    takes = streamed_memory(request, model, batch)
+    return Forecast(computing + read_seconds * reads, takes, free, form, batch)
 
 
 def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
@@ -100,15 +100,15 @@ def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast
     model, count = loaded.model, len(tokens)
     devices, free = free_on_devices(model)
     fits = free is None or memory(request, model) < free
-    steps = Trial.of(request, loaded, tokens, fits).by_step(request, count)
+    steps = Timing.of(request, loaded, tokens, fits).by_step(request, count)
     if not chooses_experts(model):
         del steps["experts"]
     takes = quantity(whole(request, model))
     spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
     most = min(count, worthwhile(request, model, loaded.device))
-    together = windows_together(partial(memory, request, model), most, free, len(devices))
+    batch = batch_size(partial(memory, request, model), most, free, len(devices))
     form = spread if len(devices) > 1 else ""
-    return Forecast(sum(steps.values()), memory(request, model, together), free, form, together, steps)
+    return Forecast(sum(steps.values()), memory(request, model, batch), free, form, batch, steps)
 
 
 def free_on_devices(model: nn.Module) -> tuple[set[torch.device], int | None]:
@@ -133,17 +133,17 @@ def activations(request: Request, model: nn.Module) -> tuple[int, int]:
     return request.length * kept_a_token, request.length * 6 * 4 * config.vocab_size
 
 
-def memory(request: Request, model: nn.Module, together: int = 1) -> int:
+def memory(request: Request, model: nn.Module, batch: int = 1) -> int:
     """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps.
 
-    Of several windows ``together`` in a pass each has gradients of its own: those of weights, one weight at a time in
+    Of several windows, a ``batch``, each has gradients of its own: those of weights, one weight at a time in
     two copies, and those of what lies between kernels, the widest of it in four.
     """
     sizes = [p.numel() for p in model.parameters()]
     copies = sum(sizes) * (2 * stored_dtype(request).itemsize + 4 * ends(request))
     of_blocks, of_head = activations(request, model)
     one = copies + of_blocks + of_head
-    if together == 1:
+    if batch == 1:
         return one
     in_blocks = (p for path in block_paths(model) for p in model.get_submodule(path).parameters())
     widest = max((size for p in in_blocks for size in p.shape), default=1)
@@ -152,7 +152,7 @@ def memory(request: Request, model: nn.Module, together: int = 1) -> int:
     else:
         widest = max(widest, model.config.get_text_config().vocab_size)
     own = 4 * request.probes * (2 * max(sizes) + 4 * request.length * widest)
-    return one + (together - 1) * (of_blocks + of_head) + together * own
+    return one + (batch - 1) * (of_blocks + of_head) + batch * own
 
 
 def whole(request: Request, model: nn.Module) -> int:
@@ -178,8 +178,8 @@ def secants_fit(request: Request, model: nn.Module) -> bool:
     return free is None or takes < free
 
 
-def fits_together(request: Request, model: nn.Module) -> bool:
-    """True if the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs together.
+def fits_several_gpus(request: Request, model: nn.Module) -> bool:
+    """True if the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs.
 
     Each gets an equal share, and up to one part more, since parts are not divided.
     """
@@ -191,11 +191,11 @@ def fits_together(request: Request, model: nn.Module) -> bool:
     return takes / count + takes * max(sizes) / sum(sizes) < least
 
 
-def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> int:
+def streamed_memory(request: Request, model: nn.Module, batch: int = 1) -> int:
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
-    formed for all probes, in two copies. Each of the windows ``together`` keeps its stream, what the target makes of
+    formed for all probes, in two copies. Each window of the ``batch`` keeps its stream, what the target makes of
     its logits, signs and gradients of these, and gradients of tied matrices, which wait for the embedding; or two
     streams and logits to compare. All but one have threads of their own.
     """
@@ -214,12 +214,12 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
     stream, logits = (4 * request.length * size for size in (config.hidden_size * len(blocks), config.vocab_size))
     estimated = stream + (of_head + 2 * request.probes * logits + waiting if request.measured_in != "hidden" else 0)
     compared = 2 * (stream + logits)
-    threads = (together - 1) * STACK * torch.get_num_threads()
-    return max(in_blocks, elsewhere) + together * max(estimated, compared) + threads
+    threads = (batch - 1) * STACK * torch.get_num_threads()
+    return max(in_blocks, elsewhere) + batch * max(estimated, compared) + threads
 
 
-def windows_together(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
-    """The number of ``count`` windows that run together, if so many take so much memory of all ``devices``.
+def batch_size(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
+    """The number of ``count`` windows that run in a batch, if so many take so much memory of all ``devices``.
 
     All but one of them take half of what that one leaves ``free``; of several devices, half of an equal share.
     """
@@ -236,8 +236,8 @@ def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
     return min(TOKENS // request.length, CACHED // (4 * request.probes * largest))
 
 
-def readings_a_group(request: Request, model: nn.Module) -> int:
-    """How often the streamed form reads the model for windows that share a reading, if fp32 passes are measured.
+def reads_a_batch(request: Request, model: nn.Module) -> int:
+    """How often the streamed form reads the model for windows that share a read, if fp32 passes are measured.
 
     An estimate reads it forward and backward at each end; one more, at one end, says which errors act together. Choices
     of experts are compared in two passes.

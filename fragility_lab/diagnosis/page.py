@@ -9,18 +9,18 @@ from fragility_lab import paths
 from fragility_lab.diagnosis.bulk import of_bulk
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.means import estimate, means, writer
-from fragility_lab.diagnosis.parts import (
+from fragility_lab.diagnosis.plans import of_plan, title_of_plan
+from fragility_lab.diagnosis.run import STEPS
+from fragility_lab.diagnosis.sections import (
     common,
     of_causes,
+    of_coherence,
     of_explorer,
     of_range,
     of_run,
-    of_signs,
     of_summary,
     of_tokens,
 )
-from fragility_lab.diagnosis.plans import of_plan, title_of_plan
-from fragility_lab.diagnosis.run import STEPS
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import template
 from fragility_lab.reporting.tables import number, percent
@@ -28,8 +28,8 @@ from fragility_lab.running.files import write_whole
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the page, in a template of its ``name``.
+class Section:
+    """A section of the page, in a template of its ``name``.
 
     It is ``shown`` where its values are known. A step of its ``steps`` that has failed, or is to come, is told in its
     place. ``values`` are those that its template takes beside the ones of ``common``.
@@ -43,55 +43,55 @@ class Part:
 
 
 WRITING = "page: "  # what failed when the page was written, in ``Diagnosis.failed``
-PARTS = (
-    Part("summary", "In short", of_summary),
-    Part(
+SECTIONS = (
+    Section("summary", "In short", of_summary),
+    Section(
         "tokens", "What it does to the tokens", of_tokens,
         lambda d: d.measured is not None and means(d)[0].any(), ("measurement", "experts", "choices", "growth"),
     ),
-    Part("by_token", "Which tokens", of_bulk, lambda d: d.by_token is not None, ("tokens",)),
-    Part("where", "Where it comes from", of_causes, lambda d: d.contributions is not None, ("prediction",)),
-    Part("together", "Errors that act together", of_signs, lambda d: d.coherence is not None, ("together",)),
-    Part("range", "Range", of_range, lambda d: d.ranges is not None, ("remedy", "mended")),
-    Part("plan", title_of_plan, of_plan, lambda d: d.plan is not None, ("plan", "plan measured")),
-    Part("explore", "Other plans", of_explorer, lambda d: d.contributions is not None),
-    Part("words", "Words"),
-    Part("run", "How this page was made", of_run),
+    Section("by_token", "Which tokens", of_bulk, lambda d: d.by_token is not None, ("tokens",)),
+    Section("where", "Where it comes from", of_causes, lambda d: d.contributions is not None, ("prediction",)),
+    Section("coherence", "Errors that act together", of_coherence, lambda d: d.coherence is not None, ("coherence",)),
+    Section("range", "Range", of_range, lambda d: d.ranges is not None, ("remedy", "mended")),
+    Section("plan", title_of_plan, of_plan, lambda d: d.plan is not None, ("plan", "plan measured")),
+    Section("explore", "Other plans", of_explorer, lambda d: d.contributions is not None),
+    Section("words", "Words"),
+    Section("run", "How this page was made", of_run),
 )  # fmt: skip
 
 
-def rendered(part: Part, diagnosis: Diagnosis, known: dict) -> dict | None:
-    """The ``part`` as the page takes it, with the failures of its steps and its own; None if it is not shown."""
-    failures = [diagnosis.failed[step] for step in part.steps if step in diagnosis.failed]
-    pending = [step.doing for step in STEPS if step.name in part.steps and step.name in diagnosis.pending]
+def rendered(section: Section, diagnosis: Diagnosis, known: dict) -> dict | None:
+    """The ``section`` as the page takes it, with the failures of its steps and its own; None if it is not shown."""
+    failures = [diagnosis.failed[step] for step in section.steps if step in diagnosis.failed]
+    pending = [step.doing for step in STEPS if step.name in section.steps and step.name in diagnosis.pending]
     html = ""
     try:
-        if part.shown(diagnosis):
+        if section.shown(diagnosis):
             filters = {
                 "number": number, "percent": percent,
                 "estimate": partial(estimate, write=writer(diagnosis.request)),
             }  # fmt: skip
-            values = known | part.values(diagnosis, known)
-            html = template(f"diagnosis/parts/{part.name}.html.jinja", **filters).render(values)
-    except Exception as error:  # the page has all other parts
-        failures.append(Failure.of(f"writing “{part.name}”", error))
-        diagnosis.failed[WRITING + part.name] = failures[-1]
+            values = known | section.values(diagnosis, known)
+            html = template(f"diagnosis/sections/{section.name}.html.jinja", **filters).render(values)
+    except Exception as error:  # the page has all other sections
+        failures.append(Failure.of(f"writing “{section.name}”", error))
+        diagnosis.failed[WRITING + section.name] = failures[-1]
     if not (html or failures or pending):
         return None
-    title = part.title if isinstance(part.title, str) else part.title(diagnosis)
-    return {"name": part.name, "title": title, "html": html, "failures": failures, "pending": pending}
+    title = section.title if isinstance(section.title, str) else section.title(diagnosis)
+    return {"name": section.name, "title": title, "html": html, "failures": failures, "pending": pending}
 
 
 def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     """The page as HTML, for the folder ``results`` under outputs, as far as the diagnosis has come.
 
-    A part that fails says so in its place, and is in ``Diagnosis.failed``.
+    A section that fails says so in its place, and is in ``Diagnosis.failed``.
     """
     diagnosis.failed = {name: each for name, each in diagnosis.failed.items() if not name.startswith(WRITING)}
     known = common(diagnosis, results)
-    parts = [rendered(part, diagnosis, known) for part in reversed(PARTS)]  # the summary tells what failed in others
-    shown = [part for part in reversed(parts) if part is not None]
-    return template("diagnosis/page.html.jinja").render(**known, parts=shown)
+    found = [rendered(each, diagnosis, known) for each in reversed(SECTIONS)]  # the summary tells what failed in others
+    sections = [section for section in reversed(found) if section is not None]
+    return template("diagnosis/page.html.jinja").render(**known, sections=sections)
 
 
 def write(diagnosis: Diagnosis, profile: str) -> Path:

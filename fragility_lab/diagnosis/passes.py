@@ -12,10 +12,10 @@ from fragility_adjoint.quantization.quantized import as_prequantized, lower
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_core.numerics.lowering import LowPrecision
-from fragility_lab.diagnosis.measure import compare, numbered, observe_each
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.steady import steady
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.comparison import compare, numbered, observe_each
 from fragility_lab.running.environment import progress
 
 
@@ -59,7 +59,7 @@ def predict(
 def measure(
     low: LowPrecision, model, groups: Sequence[Tensor], name: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
-    """``measure.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
+    """``comparison.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
     tables = [
         compare(*window)
         for windows in progress(groups, desc=f"measuring {name}")

@@ -1,4 +1,4 @@
-"""The remedy of an overflow: the cheapest of a ladder of plans that brings every window back, tried by running it."""
+"""The remedy of an overflow: the cheapest of some plans that brings every window back, tried by running it."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,8 +64,8 @@ def find(
         return Remedy({}, [], None)
     windows = tokens[list(places)].split(1)
     contributions, tried = whatever_contributes(model, prediction), []
-    ladder = Ladder(contributions, windows, execution, tokens if needs_calibration(low.recipe) else None)
-    for attempt in ladder.attempts(next(iter(places.values()))):
+    candidates = CandidatePlans(contributions, windows, execution, tokens if needs_calibration(low.recipe) else None)
+    for attempt in candidates.attempts(next(iter(places.values()))):
         tried.append(attempt)
         if attempt.left is None:
             break
@@ -110,8 +110,8 @@ def with_remedy(
         return alone
     plan = contributions.plan(*budget, beside=alone)
     calibrating = tokens if needs_calibration(contributions.recipe) else None
-    ladder = Ladder(contributions, tokens[list(remedy.places)].split(1), execution, calibrating)
-    return alone if ladder.left(ladder.applied(plan)) else plan
+    candidates = CandidatePlans(contributions, tokens[list(remedy.places)].split(1), execution, calibrating)
+    return alone if candidates.left(candidates.applied(plan)) else plan
 
 
 def execution_of(plan: Plan, recipe: Recipe, execution: str) -> str:
@@ -119,7 +119,7 @@ def execution_of(plan: Plan, recipe: Recipe, execution: str) -> str:
     return execution if plan.format == recipe.name or execution == "weights" else "auto"
 
 
-class Ladder:
+class CandidatePlans:
     """Plans for the model of ``contributions`` from cheap to dear, each run over ``windows`` that overflow."""
 
     def __init__(

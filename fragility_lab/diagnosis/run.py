@@ -22,15 +22,15 @@ from fragility_core.numerics.internals import attention_of
 from fragility_core.numerics.lowering import LowPrecision, sharing_copy
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure
-from fragility_lab.diagnosis.growth import growth
-from fragility_lab.diagnosis.measure import Ranges, each, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.passes import low_model, measure, predict
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.diagnosis.tails import origins
 from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.comparison import Ranges, each, observe_each
+from fragility_lab.measurement.growth import growth
+from fragility_lab.measurement.routing import changed_choices
 from fragility_lab.reporting.tables import duration
 from fragility_lab.running.environment import progress
 from fragility_lab.running.threads import on_free_cores
@@ -45,7 +45,7 @@ class Work:
     def __init__(self, request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast, found: Diagnosis):
         self.request, self.loaded, self.model = request, loaded, loaded.model
         self.tokens, self.expected, self.found = tokens, expected, found
-        self.groups = tokens.split(expected.together)
+        self.groups = tokens.split(expected.batch)
         self.whole = not is_offloaded(self.model)
         # of whole models no pass is shared, and outputs need memory
         self.measured_groups = tokens.split(1) if self.whole else self.groups
@@ -227,7 +227,7 @@ STEPS = (
         asked=lambda work: work.whole and bool(work.finite_windows),
     ),
     Step("choices", "predicting changed choices", choose_tokens, ("by_token",)),
-    Step("together", "finding errors that act together", add_up_signs, ("contributions",)),
+    Step("coherence", "finding errors that act together", add_up_signs, ("contributions",)),
     Step("growth", "halving every error", halve_errors, ("measured",), lambda work: work.whole),
 )  # fmt: skip
 

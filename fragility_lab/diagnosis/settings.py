@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fragility_adjoint.offload.offloaded import is_offloaded
-from fragility_lab.diagnosis.measure import compare, observe_each
 from fragility_lab.inputs.checkpoints import load_config, load_model
 from fragility_lab.inputs.offloaded import load_offloaded
+from fragility_lab.measurement.comparison import compare, observe_each
 
 # Entries of a configuration that no pass in evaluation mode reads. All others count, those of the future as well.
 ASIDE = re.compile(
@@ -76,7 +76,7 @@ def require_same_settings(name: str, reference: str, original: PreTrainedModel, 
 
 
 def effect(name: str, reference: str, original: PreTrainedModel, windows: Tensor) -> pd.DataFrame:
-    """The table of ``measure.compare`` for the weights of ``reference`` with the configuration of ``name``."""
+    """The table of ``comparison.compare`` for the weights of ``reference`` with the configuration of ``name``."""
     load = load_offloaded if is_offloaded(original) else load_model
     device = getattr(original, "hf_device_map", None) or str(next(original.parameters()).device)
     other = load(reference, device, AutoModelForCausalLM, load_config(name))

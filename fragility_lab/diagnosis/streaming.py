@@ -5,9 +5,9 @@ import sys
 
 import torch
 
-from fragility_lab.diagnosis.needs import BOTH_WAYS, LARGEST, ONCE, readings_a_group, streamed_memory, whole
+from fragility_lab.diagnosis.needs import BOTH_WAYS, LARGEST, ONCE, reads_a_batch, streamed_memory, whole
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.trial import ends
+from fragility_lab.diagnosis.timing import ends
 from fragility_lab.inputs.checkpoints import load_config
 from fragility_lab.inputs.offloaded import on_meta
 from fragility_lab.reporting.tables import duration, quantity
@@ -20,14 +20,14 @@ def streaming(request: Request, name: str, disk: float, bus: float) -> str:
     """
     model, dtype = on_meta(name), load_config(name).dtype or torch.float32
     parameters = sum(p.numel() for p in model.parameters())
-    size, together = parameters * dtype.itemsize, min(request.windows, LARGEST)
-    memory, estimate = streamed_memory(request, model, together), BOTH_WAYS * ends(request)
+    size, batch = parameters * dtype.itemsize, min(request.windows, LARGEST)
+    memory, estimate = streamed_memory(request, model, batch), BOTH_WAYS * ends(request)
     rows = [
         f"{parameters / 1e9:.2f} B parameters, {quantity(size)} of files in {str(dtype).removeprefix('torch.')}",
         f"memory: {quantity(memory)} streamed, {quantity(whole(request, model))} whole",
     ]
-    windows = "a window" if together == 1 else f"{together} windows together"
-    for what, times in (("an estimate", estimate), ("a diagnosis", readings_a_group(request, model))):
+    windows = "a window" if batch == 1 else f"{batch} windows together"
+    for what, times in (("an estimate", estimate), ("a diagnosis", reads_a_batch(request, model))):
         speeds = f"{duration(times * size / disk)} from the disk, {duration(times * size / bus)} over the bus"
         rows.append(f"{what} of {windows}: {quantity(times * size)} read, {speeds}")
     rows.append(f"once: {quantity(ONCE * size)} read, {duration(ONCE * size / disk)} from the disk")

@@ -149,7 +149,7 @@ def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
     ]
 
 
-class Passes(Worker):
+class MonitoredPasses(Worker):
     """Computes the runs of a grid. All formats share the fp32 states of a window, all runs of a format its model."""
 
     def __init__(self, inputs: Inputs, store: RunStore):

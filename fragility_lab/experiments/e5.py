@@ -36,7 +36,7 @@ from fragility_lab.running.task import Advance, Worker
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetting:
     """How all runs of one E5 experiment train."""
 
     model: str
@@ -69,7 +69,7 @@ class TrainingSpec(Specification):
 
     experiment, unit, paired = "E5", "step", True
 
-    setting: Setting
+    setting: TrainingSetting
     policy: str
     parameters: tuple[tuple[str, float], ...]
     seed: int
@@ -93,7 +93,7 @@ class TrainingSpec(Specification):
         return get_policy(self.policy, **dict(self.parameters))
 
 
-def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
+def load_inputs(setting: TrainingSetting, device: str | None = None) -> Inputs:
     """Load and check the language model and text of ``setting``, before any work (see ``inputs.loading.load``).
 
     Raises TypeError for a model whose blocks are not known.
@@ -105,7 +105,7 @@ def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
 
 
 def specifications(
-    setting: Setting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs
+    setting: TrainingSetting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs
 ) -> list[TrainingSpec]:
     """One specification per policy and seed; raises ValueError where there are none."""
     require_values(policies=policies, seeds=seeds)
@@ -116,7 +116,7 @@ def specifications(
     ]
 
 
-def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
+def policies(names: Sequence[str], setting: TrainingSetting, inputs: Inputs, **parameters) -> list[Policy]:
     """The policies ``names`` with the epsilon of the model's own norms and the unit roundoff of the shadow.
 
     Each policy gets those of ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that no
@@ -148,7 +148,7 @@ def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameter
     return chosen
 
 
-def training_windows(inputs: Inputs, setting: Setting, seed: int) -> Tensor:
+def training_windows(inputs: Inputs, setting: TrainingSetting, seed: int) -> Tensor:
     """The windows (N, T) that a run trains on, in its order."""
     _, windows = inputs.windows(setting.length, setting.windows, seed)
     order = list(range(len(windows)))
@@ -156,7 +156,7 @@ def training_windows(inputs: Inputs, setting: Setting, seed: int) -> Tensor:
     return windows[order]
 
 
-def initial_model(model: PreTrainedModel, setting: Setting, seed: int) -> PreTrainedModel:
+def initial_model(model: PreTrainedModel, setting: TrainingSetting, seed: int) -> PreTrainedModel:
     """The model that a run starts from: ``model``, or one of its architecture with random weights drawn by ``seed``."""
     if setting.initial == "random":
         torch.manual_seed(seed)
@@ -245,7 +245,7 @@ def uncontrolled(spec: TrainingSpec) -> TrainingSpec:
 
 
 def one_step(
-    training: ShadowTraining, policy: Policy, state: State, tokens: Tensor, setting: Setting
+    training: ShadowTraining, policy: Policy, state: State, tokens: Tensor, setting: TrainingSetting
 ) -> tuple[pd.DataFrame, State]:
     """Train, observe and decide; returns the rows of the step, one per block, and the controller's next state."""
     training.shadow.set_epsilons(state.epsilon)

@@ -130,14 +130,6 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
     return pd.DataFrame(table)
 
 
-def policy_summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Mean and standard deviation over seeds of every policy's results, policies in their given order."""
-    quantities = ["onsets", "final_mismatch", "max_mismatch", "mean_mismatch", "actions", "protected_layer_steps"]
-    summary = runs.groupby("policy", sort=False)[quantities].agg(["mean", "std"])
-    summary.columns = [name if kind == "mean" else f"{name}_sd" for name, kind in summary.columns]
-    return summary
-
-
 def chosen_ratio(steps: pd.DataFrame, target: float = 12.0) -> float:
     """The spike ratio at which policy ``none`` has about ``target`` onsets per run (``ratio_of_rate``).
 

@@ -1,6 +1,6 @@
 """X2's rivals: plans of other libraries beside ours, under their own quantizers and at exactly their budgets.
 
-Each library runs in a process of its own (``fragility_lab.rivals``). All methods see the same calibration windows, and
+Each library runs in a process of its own (``fragility_lab.peers``). All methods see the same calibration windows, and
 all plans are measured on other windows. Beside them are the oracle, which knows the measured KL of every layer alone
 on the calibration windows, and plans drawn at random.
 """
@@ -25,13 +25,13 @@ from torch import Tensor
 from fragility_adjoint.mixed_precision.bits import fused_layers
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.paths import PROJECT
-from fragility_lab.rivals.ladders import Ladder, get_ladder
-from fragility_lab.rivals.own import best_plans
-from fragility_lab.rivals.tasks import NO_RUNG, OURS, by_layer, carry_out, layer_paths, linear_model
+from fragility_lab.peers.ladders import Ladder, get_ladder
+from fragility_lab.peers.own import best_plans
+from fragility_lab.peers.tasks import NO_RUNG, ORACLE, OURS, by_layer, carry_out, layer_paths, linear_model
 from fragility_lab.running.environment import progress
 
 PEERS = PROJECT / ".peers" / "bin" / "python"
-ORACLE, RANDOM = "oracle", "random"
+RANDOM = "random"  # the method that draws plans
 
 
 def split_windows(inputs: Inputs, length: int, calibration: int, held: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def split_windows(inputs: Inputs, length: int, calibration: int, held: int, seed
 
 
 @dataclass(frozen=True)
-class Setting:
+class Benchmark:
     """A checkpoint by name, its ``calibration`` and ``held`` windows (B, T), and the ``folder`` of finished answers.
 
     An answer is that of the same task, whatever the code: empty the folder to run all libraries again.
@@ -104,7 +104,7 @@ class Setting:
         task.write_text(text)
         given = {"PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [python, "-m", "fragility_lab.rivals", task, made], env=os.environ | given, cwd=PROJECT, text=True,
+            [python, "-m", "fragility_lab.peers", task, made], env=os.environ | given, cwd=PROJECT, text=True,
             capture_output=True, check=False,
         )  # fmt: skip
         if done.returncode:
@@ -117,7 +117,7 @@ class Setting:
 class Comparison:
     """All methods on one ladder: what they chose and how they score, beside what was measured."""
 
-    setting: Setting
+    benchmark: Benchmark
     ladder: Ladder
     budgets: Sequence[float]
     draws: int = 3
@@ -126,7 +126,7 @@ class Comparison:
     def methods(self) -> dict[str, dict[str, Any]]:
         """The answers of the library's methods, by name."""
         more = {"budgets": list(self.budgets)}
-        return {name: self.setting.ask(self.ladder, "choose", method=name, **more) for name in self.ladder.methods}
+        return {name: self.benchmark.ask(self.ladder, "choose", method=name, **more) for name in self.ladder.methods}
 
     @cached_property
     def units(self) -> list[list[str]]:
@@ -134,19 +134,21 @@ class Comparison:
         found = [answer["units"] for answer in self.methods.values()]
         if any(units != found[0] for units in found):
             raise RuntimeError(f"methods of {self.ladder.library} must have the same units")
-        return found[0] if found else [list(g) for g in fused_layers(self.setting.loaded, self.setting.calibration[:1])]
+        if found:
+            return found[0]
+        return [list(group) for group in fused_layers(self.benchmark.loaded, self.benchmark.calibration[:1])]
 
     @cached_property
     def ours(self) -> dict[str, Any]:
         """Our answer, over the same units."""
         more = {"units": self.units, "budgets": list(self.budgets)}
-        more |= {"probes": self.setting.probes, "seed": self.setting.seed}
-        return self.setting.ask(self.ladder, "choose", method=OURS, **more)
+        more |= {"probes": self.benchmark.probes, "seed": self.benchmark.seed}
+        return self.benchmark.ask(self.ladder, "choose", method=OURS, **more)
 
     @cached_property
     def unit_sizes(self) -> list[int]:
         """Weights of each unit."""
-        return [sum(self.setting.sizes[path] for path in unit) for unit in self.units]
+        return [sum(self.benchmark.sizes[path] for path in unit) for unit in self.units]
 
     def bits(self, plan: Sequence[int]) -> float:
         """Bits a weight of a plan."""
@@ -161,9 +163,9 @@ class Comparison:
         """
         places = [(u, r) for u in range(len(self.units)) for r in self.ladder.cheaper]
         plans = [[r if i == u else NO_RUNG for i in range(len(self.units))] for u, r in places]
-        windows = torch.cat([self.setting.calibration, self.setting.held])
+        windows = torch.cat([self.benchmark.calibration, self.benchmark.held])
         kl, seconds = self._measure(plans, windows)
-        count, shape = len(self.setting.calibration), (len(self.units), len(self.ladder.names))
+        count, shape = len(self.benchmark.calibration), (len(self.units), len(self.ladder.names))
         known, held = np.zeros(shape), np.zeros(shape)
         for (u, r), row in zip(places, kl):
             known[u, r], held[u, r] = row[:count].mean(), row[count:].mean()
@@ -171,8 +173,8 @@ class Comparison:
 
     def _measure(self, plans: Sequence[Sequence[int]], windows: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """KL (plans, windows), and seconds for each plan."""
-        choices = [by_layer(self.setting.paths, self.units, plan) for plan in plans]
-        answer = self.setting.ask(self.ladder, "measure", choices=choices, held=windows.tolist())
+        choices = [by_layer(self.benchmark.paths, self.units, plan) for plan in plans]
+        answer = self.benchmark.ask(self.ladder, "measure", choices=choices, held=windows.tolist())
         return np.array(answer["kl"]), np.array(answer["seconds"])
 
     def best(self, errors: np.ndarray | list, bits: float) -> list[int]:
@@ -204,14 +206,14 @@ class Comparison:
                 made += [(RANDOM, self.at_random(bits, seed)) for seed in range(self.draws)]
                 asked += [(rival, budget, bits, chosen_by, plan) for chosen_by, plan in made]
         distinct = {tuple(plan): None for *_, plan in asked}
-        kl = dict(zip(distinct, self._measure(list(distinct), self.setting.held)[0]))
+        kl = dict(zip(distinct, self._measure(list(distinct), self.benchmark.held)[0]))
         first = {(rival, budget): kl[tuple(plan)] for rival, budget, _, by, plan in asked if by == rival}
         rows = [
             {"ladder": self.ladder.title, "rival": rival, "budget": budget}
             | {"budget_bits": bits, "bits": self.bits(plan), "chosen_by": by} | interval("kl", kl[tuple(plan)])
             | interval("difference", kl[tuple(plan)] - first.get((rival, budget), np.nan))
             | {"predicted": total(self.ours["scores"], plan), "additive": total(self.singles[1], plan)}
-            | {"choice": letters(by_layer(self.setting.paths, self.units, plan))}
+            | {"choice": letters(by_layer(self.benchmark.paths, self.units, plan))}
             for rival, budget, bits, by, plan in asked
         ]  # fmt: skip
         return pd.DataFrame(rows)
@@ -251,7 +253,7 @@ def total(errors: np.ndarray | list, plan: Sequence[int]) -> float:
 
 
 def compare_all(
-    setting: Setting, ladders: Sequence[str], shares: Sequence[float], draws: int
+    benchmark: Benchmark, ladders: Sequence[str], shares: Sequence[float], draws: int
 ) -> dict[str, pd.DataFrame]:
     """Tables by name: ``plans``, ``layers``, ``costs``, and ``refused``, what libraries said to other schemes.
 
@@ -262,11 +264,11 @@ def compare_all(
     for name in progress(ladders, desc="ladders"):
         ladder = get_ladder(name)
         least, most = min(ladder.bits), max(ladder.bits)
-        comparison = Comparison(setting, ladder, [least + share * (most - least) for share in shares], draws)
+        comparison = Comparison(benchmark, ladder, [least + share * (most - least) for share in shares], draws)
         for kind, tables in found.items():
             tables.append(getattr(comparison, kind)())
         if ladder.library not in said:
-            said[ladder.library] = setting.ask(ladder, "refuse")
+            said[ladder.library] = benchmark.ask(ladder, "refuse")
     refused = [(library, scheme, text) for library, texts in said.items() for scheme, text in texts.items()]
     tables = {kind: pd.concat(rows, ignore_index=True) for kind, rows in found.items()}
     return tables | {"refused": pd.DataFrame(refused, columns=["library", "scheme", "said"])}

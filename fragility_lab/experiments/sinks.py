@@ -32,12 +32,7 @@ from fragility_lab.running.environment import progress
 HALVES = ("first", "second")
 FIRST = 4  # positions that are left out, where any are
 RESAMPLES = 2000
-VARIANTS = {
-    "travel": "travel, by token",
-    "travel_rest": f"travel, by token, the first {FIRST} left out",
-    "travel_frobenius": "travel, Frobenius norms",
-    "travel_frobenius_rest": f"travel, Frobenius norms, the first {FIRST} left out",
-}
+VARIANTS = ("travel", "travel_rest", "travel_frobenius", "travel_frobenius_rest")
 
 
 def starts(inputs: Inputs, length: int, half: str, count: int) -> list[int]:

@@ -19,16 +19,16 @@ from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import Operands, Recipe, get_recipe
 from fragility_core.numerics.lowering import LowPrecision
-from fragility_lab.diagnosis.growth import half_errors, squared
-from fragility_lab.diagnosis.measure import ObservedPass, compare, observe, ratio
 from fragility_lab.inputs.loading import require_at_least
+from fragility_lab.measurement.comparison import ObservedPass, compare, observe, ratio
+from fragility_lab.measurement.growth import half_errors, squared
 
 KEPT = 2**31  # bytes of logits in fp32 that stay in memory
-QUANTITIES = ("kl", "logprob")  # targets, and columns of ``measure.compare``
+QUANTITIES = ("kl", "logprob")  # targets, and columns of ``comparison.compare``
 
 
 @dataclass(frozen=True)
-class Setting:
+class Evaluator:
     """The fp32 model, its ``windows`` (B, T), and how it is predicted; raises ValueError without probes."""
 
     model: PreTrainedModel
@@ -47,7 +47,7 @@ class Setting:
         return (observe(self.model, window[None]) for window in self.windows)
 
     def measure(self, low: LowPrecision) -> pd.DataFrame:
-        """``measure.compare`` of ``low`` with the fp32 passes: one row per window.
+        """``comparison.compare`` of ``low`` with the fp32 passes: one row per window.
 
         The fp32 passes are kept for other recipes, where their logits do not take too much memory.
         """
@@ -61,22 +61,22 @@ class Setting:
         return Adjoint(low, self.model, self.probes, target=target, gradients="both")(self.windows)
 
 
-def recipe_rows(setting: Setting, name: str, quantities: Sequence[str] = QUANTITIES) -> pd.DataFrame:
+def recipe_rows(evaluator: Evaluator, name: str, quantities: Sequence[str] = QUANTITIES) -> pd.DataFrame:
     """One row per quantity of the recipe ``name``: means over windows, predicted and measured, and their ratio."""
     recipe = get_recipe(name)
-    found = setting.measure(lower(setting.model, recipe))
-    predicted = {quantity: setting.predict(recipe, quantity).windows.predicted.to_numpy() for quantity in quantities}
+    found = evaluator.measure(lower(evaluator.model, recipe))
+    predicted = {quantity: evaluator.predict(recipe, quantity).windows.predicted.to_numpy() for quantity in quantities}
     return pd.DataFrame([row(name, quantity, predicted[quantity], found[quantity]) for quantity in quantities])
 
 
-def growth_rows(setting: Setting, name: str) -> pd.DataFrame:
+def growth_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
     """One row per quantity of the recipe ``name``: how its error grows with the errors inside.
 
     ``ratio`` is four times the squared error with half of every rounding error, over the whole. It is 1 where the error
     of the output grows in proportion to the errors inside, as predictions assume.
     """
-    low = lower(setting.model, get_recipe(name))
-    whole, half = setting.measure(low), half_errors(low, setting.model, setting.windows)
+    low = lower(evaluator.model, get_recipe(name))
+    whole, half = evaluator.measure(low), half_errors(low, evaluator.model, evaluator.windows)
     ratios = {quantity: ratio(4 * squared(half, quantity), squared(whole, quantity)) for quantity in QUANTITIES}
     return pd.DataFrame([{"recipe": name, "quantity": quantity} | found for quantity, found in ratios.items()])
 
@@ -92,18 +92,18 @@ def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray | p
     return columns | {"predicted": predicted.mean(), "measured": found.mean()} | ratio(predicted, found)
 
 
-def coherence_rows(setting: Setting, name: str, probes: int) -> pd.DataFrame:
+def coherence_rows(evaluator: Evaluator, name: str, probes: int) -> pd.DataFrame:
     """One row for the recipe ``name``: the measured KL over the sum of squares, and what explains it.
 
     The slopes are secants, so that signed contributions add up to the error of the passes, apart from ``remainder``.
     ``overall`` is the measured KL over the sum of squares: ``inside`` of groups of sites times ``between`` them. Each
     has its standard error over windows. ``pairs`` matter. Where every window overflows the row has the name alone.
     """
-    low = lower(setting.model, get_recipe(name))
-    finite = (observe(low.model, window[None], low).logits.isfinite().all() for window in setting.windows)
+    low = lower(evaluator.model, get_recipe(name))
+    finite = (observe(low.model, window[None], low).logits.isfinite().all() for window in evaluator.windows)
     if not any(finite):
         return pd.DataFrame([{"recipe": name}])
-    found = coherence(Adjoint(low, setting.model, probes, target="kl", gradients="secant"), setting.windows)
+    found = coherence(Adjoint(low, evaluator.model, probes, target="kl", gradients="secant"), evaluator.windows)
     parts = {"inside": found.inside(), "between": found.between(), "overall": found.overall()}
     columns = {"recipe": name, "measured": found.totals.mean(), "remainder": found.remainder}
     columns |= {key: ratio for key, (ratio, _) in parts.items()}
@@ -111,17 +111,17 @@ def coherence_rows(setting: Setting, name: str, probes: int) -> pd.DataFrame:
     return pd.DataFrame([columns | {"pairs": int(found.pairs().matters.sum())}])
 
 
-def layer_rows(setting: Setting, name: str) -> pd.DataFrame:
+def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
     """One row per group of fused layers: its KL, predicted and measured, if it alone is quantized by a recipe.
 
     All other kernels compute in fp32: beside bf16 the error of most layers alone could not be seen.
     """
-    groups, rows = fused_layers(setting.model, setting.windows[:1]), []
+    groups, rows = fused_layers(evaluator.model, evaluator.windows[:1]), []
     recipe = get_recipe(name).beside("fp32")
-    choices = Choices(setting.model, {name: setting.predict(recipe, "kl")}, groups)
+    choices = Choices(evaluator.model, {name: evaluator.predict(recipe, "kl")}, groups)
     for number, group in enumerate(groups):
         alone = replace(recipe, name="alone", linear=Operands(), layers=dict.fromkeys(group, recipe.linear))
-        found = setting.measure(lower(setting.model, alone))
+        found = evaluator.measure(lower(evaluator.model, alone))
         rows.append(
             {"recipe": name, "layer": group[0], "predicted": choices.mean[number, 0], "measured": found.kl.mean()}
         )

@@ -15,12 +15,12 @@ from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_core.numerics.lowering import LowPrecision
-from fragility_lab.diagnosis.decoding import agreed, greedy, predicted_length
-from fragility_lab.diagnosis.routing import changed_choices, predicted_choices
 from fragility_lab.experiments.x2 import row
+from fragility_lab.measurement.decoding import agreed, greedy, predicted_length
+from fragility_lab.measurement.routing import changed_choices, predicted_choices
 from fragility_lab.running.environment import progress
 
-TOGETHER = 64  # prompts that are decoded at once
+BATCH = 64  # prompts that are decoded at once
 SIZES = {
     "vocab_size": 257, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 160, "num_experts_per_tok": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
@@ -61,7 +61,7 @@ def length_rows(model: PreTrainedModel, prompts: Tensor, texts: Tensor, name: st
     stores them.
     """
     low, realisations = realised(model, name)
-    pairs = [*zip(prompts.split(TOGETHER), texts.split(TOGETHER))]
+    pairs = [*zip(prompts.split(BATCH), texts.split(BATCH))]
     measured = torch.cat([agreed(greedy(low.model, part, texts.shape[1], low), text) for part, text in pairs])
     predicted = torch.cat([predicted_length(realisations, *pair, draws) for pair in pairs])
     measured = measured.double().where(torch.cat([stays_finite(low, torch.cat(pair, 1)) for pair in pairs]), np.nan)
@@ -77,7 +77,7 @@ def stays_finite(low: LowPrecision, texts: Tensor) -> Tensor:
 
 def greedy_texts(model: PreTrainedModel, prompts: Tensor, count: int) -> Tensor:
     """The ``count`` tokens (B, count) that greedy decoding in fp32 gives after ``prompts`` (B, T)."""
-    return torch.cat([greedy(model, part, count) for part in prompts.split(TOGETHER)])
+    return torch.cat([greedy(model, part, count) for part in prompts.split(BATCH)])
 
 
 @torch.no_grad()

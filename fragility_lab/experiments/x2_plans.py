@@ -8,28 +8,29 @@ import pandas as pd
 from fragility_adjoint.explain.changed_choices import Competition, next_tokens
 from fragility_adjoint.mixed_precision import apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers, predictions
-from fragility_lab.diagnosis.measure import ratio
-from fragility_lab.experiments.x2 import Setting
+from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.experiments.x2_flips import realised
+from fragility_lab.measurement.comparison import ratio
 
 DRAWS = 4  # of the errors of a ladder's first recipe
 
 
-def plan_rows(setting: Setting, ladder: Sequence[str], budgets: int) -> pd.DataFrame:
+def plan_rows(evaluator: Evaluator, ladder: Sequence[str], budgets: int) -> pd.DataFrame:
     """One row per plan: the best choices among a ``ladder`` of recipes under ``budgets`` numbers of bits, measured.
 
     Beside each plan is a random choice with about as many bits (``chosen_by``). ``predicted`` and ``measured`` are KL.
     The columns that begin with "changed" are the share of changed next tokens. It is predicted from errors of the
     ladder's first recipe, times the root of the share of its predicted KL that the plan leaves.
     """
-    groups, rows = fused_layers(setting.model, setting.windows[:1]), []
-    known = Choices(setting.model, predictions(setting.model, ladder, setting.windows, probes=setting.probes), groups)
-    first, competitions = known.predict(Choice((0,) * len(groups))), next_token_competitions(setting, ladder[0])
+    groups, rows = fused_layers(evaluator.model, evaluator.windows[:1]), []
+    predicted_by = predictions(evaluator.model, ladder, evaluator.windows, probes=evaluator.probes)
+    known = Choices(evaluator.model, predicted_by, groups)
+    first, competitions = known.predict(Choice((0,) * len(groups))), next_token_competitions(evaluator, ladder[0])
     most = known.bits.max(1).sum() / known.weights
     for number, budget in enumerate(np.linspace(known.least_bits, most, budgets + 1)[:-1]):
         best = known.within_bits(float(budget) * (1 + 1e-9))
         for chosen_by, choice in (("prediction", best), ("chance", at_random(known, float(budget), number))):
-            found = setting.measure(apply(setting.model, known.plan(choice)))
+            found = evaluator.measure(apply(evaluator.model, known.plan(choice)))
             predicted = known.predict(choice)
             scales = (predicted / first) ** 0.5
             changed = np.array([window.share(scale) for window, scale in zip(competitions, scales, strict=True)])
@@ -44,10 +45,10 @@ def plan_rows(setting: Setting, ladder: Sequence[str], budgets: int) -> pd.DataF
     return pd.DataFrame(rows)
 
 
-def next_token_competitions(setting: Setting, recipe: str) -> list[Competition]:
+def next_token_competitions(evaluator: Evaluator, recipe: str) -> list[Competition]:
     """The competition for next tokens in every window, with errors of ``recipe``."""
-    _, realisations = realised(setting.model, recipe)
-    return [next_tokens(realisations, window, DRAWS) for window in setting.windows.split(1)]
+    _, realisations = realised(evaluator.model, recipe)
+    return [next_tokens(realisations, window, DRAWS) for window in evaluator.windows.split(1)]
 
 
 def at_random(known: Choices, bits: float, seed: int) -> Choice:

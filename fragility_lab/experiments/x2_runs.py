@@ -1,4 +1,4 @@
-"""X2 in runs: one part of it for one recipe, or for one ladder of recipes, so that it goes on where it stopped."""
+"""X2 in runs: one analysis of it for one recipe, or for one ladder of recipes, so that it goes on where it stopped."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import cache
 import pandas as pd
 from torch import Tensor
 
-from fragility_lab.experiments.x2 import QUANTITIES, Setting, coherence_rows, growth_rows, layer_rows, recipe_rows
+from fragility_lab.experiments.x2 import QUANTITIES, Evaluator, coherence_rows, growth_rows, layer_rows, recipe_rows
 from fragility_lab.experiments.x2_flips import changed_rows, greedy_texts, length_rows
 from fragility_lab.experiments.x2_plans import plan_rows
 from fragility_lab.inputs.loading import Inputs, require_at_least
@@ -16,12 +16,12 @@ from fragility_lab.running.task import Advance, Worker
 
 
 @dataclass(frozen=True)
-class PartSpec(Specification):
-    """One part of X2 for ``recipes``; raises ValueError for an unknown part and counts out of range."""
+class AnalysisSpec(Specification):
+    """One analysis of X2 for ``recipes``; raises ValueError for an unknown analysis and counts out of range."""
 
     experiment, unit = "X2", "window"
 
-    part: str  # one of PARTS
+    analysis: str  # one of ANALYSES
     recipes: tuple[str, ...]  # one, or a ladder
     model: str
     data: str
@@ -35,8 +35,8 @@ class PartSpec(Specification):
     quantities: tuple[str, ...] = QUANTITIES  # those that recipes are predicted in, each at the price of its own
 
     def __post_init__(self):
-        if self.part not in PARTS:
-            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {self.part!r}")
+        if self.analysis not in ANALYSES:
+            raise ValueError(f"analysis must be one of {', '.join(ANALYSES)}, got {self.analysis!r}")
         if not self.quantities or not set(self.quantities) <= set(QUANTITIES):
             raise ValueError(f"quantities must be some of {', '.join(QUANTITIES)}, got {', '.join(self.quantities)!r}")
         require_at_least(1, windows=self.windows, length=self.length, probes=self.probes, count=self.count)
@@ -44,7 +44,7 @@ class PartSpec(Specification):
 
     @property
     def label(self) -> str:
-        return "-".join([self.part, *self.recipes])
+        return "-".join([self.analysis, *self.recipes])
 
     @property
     def size(self) -> int:
@@ -52,50 +52,50 @@ class PartSpec(Specification):
 
 
 class Recipes(Worker):
-    """Computes parts of X2; those on equal windows share the fp32 passes."""
+    """Computes analyses of X2; those on equal windows share the fp32 passes."""
 
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)
-        self.setting = cache(lambda *chosen, probes: Setting(inputs.model, self.tokens(*chosen), probes))
+        self.evaluator = cache(lambda *chosen, probes: Evaluator(inputs.model, self.tokens(*chosen), probes))
         self.texts = cache(lambda *chosen, count: greedy_texts(inputs.model, self.tokens(*chosen), count))
 
     def tokens(self, length: int, windows: int, seed: int) -> Tensor:
         """Windows (B, T), on the device of the model."""
         return self.inputs.windows(length, windows, seed)[1].to(self.inputs.device)
 
-    def run(self, spec: PartSpec, advance: Advance) -> pd.DataFrame:
-        """The rows of the part, as its function in PARTS gives them."""
-        return PARTS[spec.part](self, spec)
+    def run(self, spec: AnalysisSpec, advance: Advance) -> pd.DataFrame:
+        """The rows of the analysis, as its function in ANALYSES gives them."""
+        return ANALYSES[spec.analysis](self, spec)
 
-    def setting_of(self, spec: PartSpec) -> Setting:
+    def evaluator_of(self, spec: AnalysisSpec) -> Evaluator:
         """The model and the windows of ``spec``."""
-        return self.setting(spec.length, spec.windows, spec.seed, probes=spec.probes)
+        return self.evaluator(spec.length, spec.windows, spec.seed, probes=spec.probes)
 
-    def changed(self, spec: PartSpec) -> pd.DataFrame:
+    def changed(self, spec: AnalysisSpec) -> pd.DataFrame:
         """Rows of ``x2_flips.changed_rows``."""
         return changed_rows(self.inputs.model, self.tokens(spec.length, spec.windows, spec.seed), *spec.recipes)
 
-    def lengths(self, spec: PartSpec) -> pd.DataFrame:
+    def lengths(self, spec: AnalysisSpec) -> pd.DataFrame:
         """Rows of ``x2_flips.length_rows``."""
         chosen = spec.length, spec.windows, spec.seed
         texts = self.texts(*chosen, count=spec.count)
         return length_rows(self.inputs.model, self.tokens(*chosen), texts, *spec.recipes)
 
 
-PARTS: dict[str, Callable[[Recipes, PartSpec], pd.DataFrame]] = {
-    "recipes": lambda worker, spec: recipe_rows(worker.setting_of(spec), *spec.recipes, spec.quantities),
-    "growth": lambda worker, spec: growth_rows(worker.setting_of(spec), *spec.recipes),
-    "coherence": lambda worker, spec: coherence_rows(worker.setting_of(spec), *spec.recipes, spec.count),
+ANALYSES: dict[str, Callable[[Recipes, AnalysisSpec], pd.DataFrame]] = {
+    "recipes": lambda worker, spec: recipe_rows(worker.evaluator_of(spec), *spec.recipes, spec.quantities),
+    "growth": lambda worker, spec: growth_rows(worker.evaluator_of(spec), *spec.recipes),
+    "coherence": lambda worker, spec: coherence_rows(worker.evaluator_of(spec), *spec.recipes, spec.count),
     "changed": Recipes.changed,
     "lengths": Recipes.lengths,
-    "layers": lambda worker, spec: layer_rows(worker.setting_of(spec), *spec.recipes),
-    "plans": lambda worker, spec: plan_rows(worker.setting_of(spec), spec.recipes, spec.count),
+    "layers": lambda worker, spec: layer_rows(worker.evaluator_of(spec), *spec.recipes),
+    "plans": lambda worker, spec: plan_rows(worker.evaluator_of(spec), spec.recipes, spec.count),
 }
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What all runs of X2 have in common, as in ``PartSpec``."""
+class Analyses:
+    """What all runs of X2 have in common, as in ``AnalysisSpec``."""
 
     model: str
     data: str
@@ -105,10 +105,11 @@ class Parts:
     quantities: tuple[str, ...] = QUANTITIES
 
     def of(
-        self, part: str, recipes: Iterable[str | Iterable[str]], windows: int, length: int, count: int = 1
-    ) -> list[PartSpec]:  # fmt: skip
-        """One run of ``part`` for each of ``recipes``, or of ladders of them."""
+        self, analysis: str, recipes: Iterable[str | Iterable[str]], windows: int, length: int, count: int = 1
+    ) -> list[AnalysisSpec]:  # fmt: skip
+        """One run of ``analysis`` for each of ``recipes``, or of ladders of them."""
         names = ((each,) if isinstance(each, str) else tuple(each) for each in recipes)
         given = self.model, self.data, self.inputs.digest, self.inputs.device.type
-        chosen = tuple(self.quantities) if part == "recipes" else QUANTITIES
-        return [PartSpec(part, each, *given, windows, length, self.seed, self.probes, count, chosen) for each in names]
+        chosen = tuple(self.quantities) if analysis == "recipes" else QUANTITIES
+        sizes = windows, length, self.seed, self.probes, count
+        return [AnalysisSpec(analysis, each, *given, *sizes, chosen) for each in names]

@@ -13,8 +13,7 @@ from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.quantization.quantized import lower
 from fragility_lab import paths
-from fragility_lab.diagnosis.explore import found
-from fragility_lab.experiments.x2 import Setting
+from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
@@ -55,8 +54,8 @@ def plans_of(known: Contributions) -> Iterable[Plan]:
 def keeping(model: PreTrainedModel, windows: Tensor, recipe: str = "bf16") -> dict:
     """The view of parts in fp32 beside ``recipe``, in the mismatch and in KL, with measured plans."""
     known = [Contributions(model, predict(model, windows, recipe, target)) for target in TARGETS]
-    setting = Setting(model, windows)
-    plans = [(plan, found(setting.measure(apply(model, plan)))) for plan in plans_of(known[0])]
+    evaluator = Evaluator(model, windows)
+    plans = [(plan, terms.measured_means(evaluator.measure(apply(model, plan)))) for plan in plans_of(known[0])]
     return terms.keeping(known, plans)
 
 
@@ -64,9 +63,9 @@ def choosing(model: PreTrainedModel, windows: Tensor, schemes: Iterable[str] = S
     """The view of ``schemes`` for layers in KL, with measured plans."""
     known = {name: predict(model, windows, name, "kl") for name in schemes}
     choices = Choices(model, known, fused_layers(model, windows[:1]))
-    setting, best = Setting(model, windows), [choices.within_bits(bits) for bits in MEASURED_BITS]
-    measured = [(choice, found(setting.measure(apply(model, choices.plan(choice))))) for choice in best]
-    return terms.choosing(choices, measured)
+    evaluator, best = Evaluator(model, windows), [choices.within_bits(bits) for bits in MEASURED_BITS]
+    found = (terms.measured_means(evaluator.measure(apply(model, choices.plan(choice)))) for choice in best)
+    return terms.choosing(choices, [*zip(best, found)])
 
 
 def page(component: Component, windows: int = WINDOWS, length: int = LENGTH) -> str:

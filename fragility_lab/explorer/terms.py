@@ -23,8 +23,15 @@ DIGITS = 6  # significant digits of the numbers that a page carries
 PARENTS = {"norm": "norms", "mlp": "mlp", "router": "mlp", "residual": "residual", "embedding": "embedding"}
 PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
 BUDGETS = 25  # of bits, along a curve
+MEASURES = {"hidden": "mismatch", "kl": "kl", "logprob": "logprob"}  # columns of ``comparison.compare`` by target
 
-Measured = Iterable[tuple[Plan | Choice, Mapping[str, float]]]
+MeasuredPlans = Iterable[tuple[Plan | Choice, Mapping[str, float]]]
+
+
+def measured_means(windows: pd.DataFrame) -> dict[str, float]:
+    """The means over ``windows``, a table of ``comparison.compare``, by target; infinities are left out."""
+    finite = windows.replace(np.inf, np.nan)
+    return {target: float(finite[column].mean()) for target, column in MEASURES.items()}
 
 
 def rounded(values) -> list:
@@ -155,7 +162,7 @@ def orders(parts: Parts, known: Contributions) -> dict[str, list]:
     return {**paths, "sites": [[], *sites]}
 
 
-def keeping(known: Sequence[Contributions], measured: Measured = ()) -> dict[str, object]:
+def keeping(known: Sequence[Contributions], measured: MeasuredPlans = ()) -> dict[str, object]:
     """The view in which parts are kept in fp32. ``known`` has one entry for each target, of one recipe and model.
 
     ``measured`` has plans with the errors that were measured, mean over windows, by the name of the target.
@@ -193,7 +200,7 @@ def best_choices(known: Choices, count: int = BUDGETS) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def choosing(known: Choices, measured: Measured = ()) -> dict[str, object]:
+def choosing(known: Choices, measured: MeasuredPlans = ()) -> dict[str, object]:
     """The view in which every group of linear layers gets a scheme, and nothing else is kept in fp32.
 
     ``measured`` has choices in place of plans.

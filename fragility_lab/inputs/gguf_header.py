@@ -54,7 +54,7 @@ class Header:
         return {name.removeprefix(start): x for name, x in self.settings.items() if name.startswith(start)}
 
 
-class Reading:
+class Reader:
     """Reads one value after the other from the bytes of a file; raises struct.error where they end."""
 
     def __init__(self, held: mmap.mmap):
@@ -102,18 +102,18 @@ def read_header(file: str | Path) -> Header:
     size = file.stat().st_size
     with file.open("rb") as opened:
         require_readable(file, opened.read(8))
-        reading = Reading(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        reader = Reader(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         try:
-            count, settings_count = reading.numbers("QQ")
-            settings = {reading.text(): reading.value() for _ in range(settings_count)}
-            entries = [(reading.text(), *_place(reading)) for _ in range(count)]
+            count, settings_count = reader.numbers("QQ")
+            settings = {reader.text(): reader.value() for _ in range(settings_count)}
+            entries = [(reader.text(), *_place(reader)) for _ in range(count)]
         except (struct.error, KeyError, OverflowError) as cause:
             raise cut_off(file, "its header does not end") from cause
     types = {kind: readable(file, kind, [name for name, _, k, _ in entries if k == kind]) for *_, kind, _ in entries}
     alignment = settings.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise cut_off(file, f"general.alignment is {alignment}")
-    data = -(-reading.at // alignment) * alignment
+    data = -(-reader.at // alignment) * alignment
     placed = {name: (shape, types[kind][0], data + offset) for name, shape, kind, offset in entries}
     require_whole_model(header := Header(file, settings, placed))
     for name, shape, kind, offset in entries:
@@ -123,13 +123,13 @@ def read_header(file: str | Path) -> Header:
     return header
 
 
-def _place(reading: Reading) -> tuple[tuple[int, ...], int, int]:
+def _place(reader: Reader) -> tuple[tuple[int, ...], int, int]:
     """Shape, number of the type, and offset of a tensor."""
-    (axes,) = reading.numbers("I")
+    (axes,) = reader.numbers("I")
     if axes > 8:
         raise struct.error(f"a tensor of {axes} axes")
-    shape = reading.numbers(f"{axes}Q")
-    return tuple(reversed(shape)), *reading.numbers("IQ")
+    shape = reader.numbers(f"{axes}Q")
+    return tuple(reversed(shape)), *reader.numbers("IQ")
 
 
 def readable(file: Path, kind: int, names: list[str]) -> tuple[str, int, int]:

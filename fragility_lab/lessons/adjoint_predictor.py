@@ -39,11 +39,6 @@ def errors(alike: float) -> np.ndarray:
     return alike**0.5 * common + (1 - alike) ** 0.5 * own
 
 
-def typical_sum(count: np.ndarray, alike: float) -> np.ndarray:
-    """The root mean square of the sum of ``count`` such errors: the root of the count if they are independent."""
-    return (count * (1 + (count - 1) * alike)) ** 0.5
-
-
 def squares(count: int, alike: float) -> Picture:
     """Left: sums of random errors, one line a draw. Right: the root mean square of the sums over their number."""
     sums, numbers = errors(alike).cumsum(1), np.arange(1, MOST + 1)

@@ -11,11 +11,11 @@ from torch import Tensor
 from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.formats import get_format
 from fragility_core.surrogates.monitor import Monitor
-from fragility_lab.diagnosis.measure import block_outputs
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded, window
 from fragility_lab.lessons.pictures import LIMIT, Picture, finish, panels
 from fragility_lab.lessons.widgets import LABEL, WIDE, buttons, choice
+from fragility_lab.measurement.comparison import block_outputs
 
 MOST = 64  # tokens: a pass over them takes a fraction of a second
 START = "Return a copy of the string with all upper case letters made lower case."

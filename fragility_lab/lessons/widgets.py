@@ -190,9 +190,9 @@ def numbers(answer: str) -> set[float]:
     text = re.sub(r"[\s_']", "", text).replace("**", "^")
     thousands = re.sub(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?!\d)", lambda m: m[0].replace(",", ""), text)
     values = set()
-    for reading in (thousands, text.replace(",", ".")):
+    for spelling in (thousands, text.replace(",", ".")):
         with suppress(ValueError, ArithmeticError, TypeError):
-            values.add(_value(reading))
+            values.add(_value(spelling))
     if not values or not all(map(math.isfinite, values)):
         raise ValueError(f"An answer is a number such as 0.01, 1e-2, 1/100 or 1 %, not {answer!r}")
     return values

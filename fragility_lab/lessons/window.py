@@ -18,13 +18,13 @@ from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.shadow import set_epsilons
-from fragility_lab.diagnosis.measure import block_outputs
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.lessons import embedded
 from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.controller import raised
 from fragility_lab.lessons.pictures import HERE, TWO_COLUMNS, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
+from fragility_lab.measurement.comparison import block_outputs
 from fragility_lab.paths import ASSETS
 
 EXERCISES = exercises("window")

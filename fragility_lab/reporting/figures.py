@@ -191,10 +191,9 @@ def e2_windows(windows: pd.DataFrame) -> Axes:
 def e2_trend(bins: pd.DataFrame) -> Axes:
     """Mean mismatch over mean predicted risk in bins of equal count: one curve a format, and all windows together."""
     axes = canvas(5.0, 3.6)
-    together = bins.precision == "all"
-    pooled = bins[together]
-    sns.lineplot(bins[~together], x="combined", y="mismatch", hue="precision", style="precision", markers=True, ax=axes)
-    if bins[~together].precision.nunique() > 1:
+    pooled, by_format = bins[bins.precision == "all"], bins[bins.precision != "all"]
+    sns.lineplot(by_format, x="combined", y="mismatch", hue="precision", style="precision", markers=True, ax=axes)
+    if by_format.precision.nunique() > 1:
         hollow = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
         axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **hollow)
     labels = ("predicted risk (mean of bin)", "mismatch (mean of bin)", "E2: mismatch over predicted risk")

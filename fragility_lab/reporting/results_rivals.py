@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from fragility_lab.experiments.rivals import ORACLE
-from fragility_lab.rivals.tasks import OURS
+from fragility_lab.peers.tasks import ORACLE, OURS
 
 Tables = Mapping[str, pd.DataFrame]
 ORDER = (OURS, "same", "open", "rival")  # the values of ``better``

@@ -58,6 +58,14 @@ def spread_text(mean: float, sd: float | None, digits: str) -> str:
     return f"{number(mean, digits)} ± {number(sd, '.2e' if digits.endswith('e') else digits)}"
 
 
+def policy_summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard deviation over seeds of every policy's results, policies in their given order."""
+    quantities = ["onsets", "final_mismatch", "max_mismatch", "mean_mismatch", "actions", "protected_layer_steps"]
+    summary = runs.groupby("policy", sort=False)[quantities].agg(["mean", "std"])
+    summary.columns = [name if kind == "mean" else f"{name}_sd" for name, kind in summary.columns]
+    return summary
+
+
 def cells(rows: pd.DataFrame, columns: list[tuple[str, str, str]]) -> list[list[str]]:
     """The texts of a table whose ``columns`` are (name, label, digits); standard deviations are in ``<name>_sd``."""
     return [

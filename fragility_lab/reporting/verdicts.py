@@ -70,15 +70,15 @@ def interval(
     """
     if not quantity.sampled:
         return values.mean(), values.mean()
-    together = pd.Series(values).astype(float).groupby(np.arange(len(values)) if windows is None else windows).mean()
-    trials = len(together)
+    trial_means = pd.Series(values).astype(float).groupby(np.arange(len(values)) if windows is None else windows).mean()
+    trials = len(trial_means)
     if trials < LEAST:
         return np.nan, np.nan
     if quantity.counted:
-        return wilson(together.sum(), trials, confidence)
+        return wilson(trial_means.sum(), trials, confidence)
     if np.ptp(values) == 0:
         return values[0], values[0]
-    return student(together, confidence)
+    return student(trial_means, confidence)
 
 
 def student(values: pd.Series, confidence: float = CONFIDENCE) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from fragility_lab.paths import PROJECT
 RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
 # Imports that the numbers of a run depend on, but for those of modules that check inputs or read models in parts.
-FOLLOWED = ("fragility_adjoint.", "fragility_lab.diagnosis.", "fragility_lab.experiments.", "fragility_lab.inputs.")
+FOLLOWED = ("fragility_adjoint.", "fragility_lab.experiments.", "fragility_lab.inputs.", "fragility_lab.measurement.")
 ENDS = ("fragility_lab.inputs.offloaded",)
 TERMINAL = "FRAGILITY_TERMINAL"  # in the environment of kernels whose stderr is a terminal's
 SCHEDULER = "FRAGILITY_SCHEDULER"  # in the environment: tcp://... or file.json; `make` sets it from SCHEDULER=

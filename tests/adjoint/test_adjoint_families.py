@@ -35,7 +35,7 @@ from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
-from fragility_lab.diagnosis.routing import ExpertChoices, changed_choices
+from fragility_lab.measurement.routing import ExpertChoices, changed_choices
 
 TOKENS = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(1))
 SPECIAL = {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

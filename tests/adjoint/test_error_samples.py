@@ -13,10 +13,10 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import get_recipe
-from fragility_lab.diagnosis.growth import Growth, growth
-from fragility_lab.diagnosis.measure import compare, numbered, observe
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
+from fragility_lab.measurement.comparison import compare, numbered, observe
+from fragility_lab.measurement.growth import Growth, growth
 
 TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
 

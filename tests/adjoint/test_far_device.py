@@ -104,8 +104,8 @@ def test_patched_passes(format, moved, tiny_gpt2, tiny_tokens):
 def test_experiments(inputs, tmp_path):
     there, here = inputs
     sources = e2.specifications(GRID, there)
-    rows = complete(e2.Passes, sources, there, tmp_path / "e2")
-    on_cpu = complete(e2.Passes, e2.specifications(GRID, here), here, tmp_path / "cpu")
+    rows = complete(e2.MonitoredPasses, sources, there, tmp_path / "e2")
+    on_cpu = complete(e2.MonitoredPasses, e2.specifications(GRID, here), here, tmp_path / "cpu")
     np.testing.assert_allclose(rows.mismatch, on_cpu.mismatch, rtol=0.3)  # other rounding errors where that is native
     source = tmp_path / "e2"
     specs = e3.PatchSpec.of(sources, windows=2, noisy_windows=1, realisations=2)
@@ -118,7 +118,7 @@ def test_experiments(inputs, tmp_path):
 
 
 def test_training_with_a_shadow(inputs, tmp_path):
-    setting = e5.Setting("tiny", "random", length=32, windows=4, steps=4)
+    setting = e5.TrainingSetting("tiny", "random", length=32, windows=4, steps=4)
     losses = []
     for place in inputs:
         specs = e5.specifications(setting, e5.policies(["none", "bgss"], setting, place), [0], place)

@@ -24,10 +24,10 @@ from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.presence import source_of
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast, loading, needs
-from fragility_lab.diagnosis.measure import observe_each
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
+from fragility_lab.measurement.comparison import observe_each
 
 EXECUTIONS = [
     ("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"), ("w8a8-int8", "emulated"),

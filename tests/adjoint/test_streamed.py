@@ -41,10 +41,10 @@ from fragility_core.numerics.presence import entries, loaded, source_of
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import needs, streaming
-from fragility_lab.diagnosis.measure import observe_each
-from fragility_lab.diagnosis.parts import command
+from fragility_lab.diagnosis.sections import command
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
+from fragility_lab.measurement.comparison import observe_each
 from fragility_lab.paths import CHECKPOINTS
 
 BASE = {
@@ -423,12 +423,12 @@ def test_a_streamed_diagnosis_says_the_same(monkeypatch):
         monkeypatch.setattr(needs, "free_memory", lambda device: 10**12)
         expected = diagnosis.forecast(request, inputs, tokens)
         assert ("; streamed, as the whole form takes" in str(expected)) == (form == "streamed")
-        taken = expected if form == "streamed" else replace(expected, together=1)  # a batch may round sums otherwise
+        taken = expected if form == "streamed" else replace(expected, batch=1)  # a batch may round sums otherwise
         found[form] = diagnosis.diagnose(request, inputs, tokens, taken), expected
     (whole, much), (streamed, little) = found["whole"], found["streamed"]
-    readings = needs.ONCE + 2 * needs.readings_a_group(request, inputs.model)
-    assert little.memory < much.memory and (little.together, much.together) == (2, 2)
-    assert sum(sizes) / inputs.files == pytest.approx(readings, rel=0.2)
+    reads = needs.ONCE + 2 * needs.reads_a_batch(request, inputs.model)
+    assert little.memory < much.memory and (little.batch, much.batch) == (2, 2)
+    assert sum(sizes) / inputs.files == pytest.approx(reads, rel=0.2)
     for name in ("measured", "drift", "protected", "protected_drift", "ranges"):
         assert_same(getattr(streamed, name), getattr(whole, name))
     assert streamed.plan == whole.plan and " FORM=" not in command(streamed.request, "embedded-custom")

@@ -13,10 +13,10 @@ from fragility_adjoint.quantization.cache import RoundedCache
 from fragility_adjoint.quantization.operands import linear_weights
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import LINEAR, get_recipe
-from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.experiments.realisations import moved
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.measurement.comparison import compare, observe
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
 TOKENS = torch.arange(20)[None]

@@ -570,9 +570,9 @@ def test_e2_of_a_llama(tmp_path):
     LlamaModel(LlamaConfig(**GROUPED | {"vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "llama")
     grid = e2.Grid(str(tmp_path / "llama"), "embedded", ("bf16",), (32,), (0,), windows=4, batch_tokens=64)
     inputs = e2.load_inputs(grid)
-    (policy,) = e5.policies(["bgss"], e5.Setting("llama", "embedded"), inputs)
+    (policy,) = e5.policies(["bgss"], e5.TrainingSetting("llama", "embedded"), inputs)
     assert policy.base_epsilon == 1e-6
-    rows = complete(e2.Passes, e2.specifications(grid, inputs), inputs, tmp_path / "runs")
+    rows = complete(e2.MonitoredPasses, e2.specifications(grid, inputs), inputs, tmp_path / "runs")
     assert len(rows) == 8 and (rows[["mismatch", "combined", "risk"]] > 0).all(axis=None)
     with pytest.raises(ValueError, match=r"must fit the context of '.*llama', 64 tokens, got lengths \[65\]"):
         load(str(tmp_path / "llama"), "embedded", [65], windows=2)
@@ -583,7 +583,7 @@ def test_e5_wants_norms_before_the_sublayers():
     with pytest.raises(
         TypeError, match="E5 raises the epsilon of the norms before attention and MLP, got a model with norms behind"
     ):
-        e5.policies(["bgss"], e5.Setting("olmo2", "embedded"), inputs)
+        e5.policies(["bgss"], e5.TrainingSetting("olmo2", "embedded"), inputs)
 
 
 # --- What is refused -----------------------------------------------------------------------------

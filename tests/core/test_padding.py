@@ -23,8 +23,8 @@ from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
-from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.inputs.offloaded import load_offloaded
+from fragility_lab.measurement.comparison import compare, observe
 
 IDS = {"vocab_size": 101, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BASE = IDS | {

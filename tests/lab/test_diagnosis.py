@@ -40,13 +40,13 @@ from fragility_core.numerics.internals import attention_of
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
-from fragility_lab.diagnosis import causes, means, needs, page, parts, plans, trial
-from fragility_lab.diagnosis.growth import Growth
-from fragility_lab.diagnosis.measure import ObservedPass, Ranges, compare, observe
+from fragility_lab.diagnosis import causes, means, needs, page, plans, sections, timing
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.comparison import ObservedPass, Ranges, compare, observe
+from fragility_lab.measurement.growth import Growth
 from fragility_lab.reporting.tables import percent, quantity
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
@@ -126,15 +126,15 @@ def test_forecast_of_the_embedded_checkpoint():
 def test_a_forecast_is_made_of_trials(monkeypatch):
     """Of an estimate and a measurement of one window; of fp32 passes where that does not fit or is refused."""
     loaded, tokens = diagnosis.load(replace(ASKED, windows=2))
-    made = needs.Trial(making=1.0, estimate=2.0, measurement=3.0)
+    made = needs.Timing(making=1.0, estimate=2.0, measurement=3.0)
     steps = made.by_step(ASKED, count=4)
     assert (steps["prediction"], steps["measurement"], steps["plan"]) == (9.0, 18.0, 0.0)
     assert made.by_step(replace(ASKED, probes=4), 4)["tokens"] > steps["tokens"]
-    monkeypatch.setattr(needs.Trial, "run", lambda *asked: made)
+    monkeypatch.setattr(needs.Timing, "run", lambda *asked: made)
     known = diagnosis.forecast(ASKED, loaded, tokens)
     assert known.steps["prediction"] == 5.0 and "experts" not in known.steps
     assert known.seconds == sum(known.steps.values())
-    for module, *change in ((needs, "free_memory", lambda device: 1), (trial, "estimator", None)):
+    for module, *change in ((needs, "free_memory", lambda device: 1), (timing, "estimator", None)):
         monkeypatch.undo()
         monkeypatch.setattr(module, *change)
         guess = diagnosis.forecast(ASKED, loaded, tokens).steps
@@ -567,12 +567,12 @@ def test_a_plan_that_did_not_help_is_not_recommended(found):
 
 def test_the_verdict_says_what_the_numbers_mean(found):
     table = found.measured.assign(kl=0.05, loss=4.1, reference_loss=4.0)
-    assert parts.verdict(table).startswith(
+    assert sections.verdict(table).startswith(
         "Rounding raises the loss of 4.0000 nats a token by 0.1 (2.50%), and moves the next-token distribution by a KL "
         "divergence of 0.05 nats, 1.25% of the loss. This page calls a divergence below 0.1 nats noticeable."
     )
-    assert parts.verdict(table.assign(kl=0.5)).endswith("This page calls a divergence above 0.1 nats large.")
-    assert "no finite" in parts.verdict(table.assign(kl=float("nan")))
+    assert sections.verdict(table.assign(kl=0.5)).endswith("This page calls a divergence above 0.1 nats large.")
+    assert "no finite" in sections.verdict(table.assign(kl=float("nan")))
 
 
 # --- The page -----------------------------------------------------------------------------------
@@ -767,15 +767,15 @@ def test_snippet_runs(found):
 
 def test_command_says_everything_that_was_asked():
     request = replace(ASKED, model="my model", data="a'b.txt", budget="2 blocks")
-    words = dict(word.split("=", 1) for word in shlex.split(parts.command(request, "embedded-custom"))[2:])
+    words = dict(word.split("=", 1) for word in shlex.split(sections.command(request, "embedded-custom"))[2:])
     assert {name: str(getattr(request, name.lower())) for name in words} == words
     assert words.keys() == {*["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "PROBES", "SEED"]}
-    assert parts.command(request, "mine").endswith(" RESULTS=mine")
+    assert sections.command(request, "mine").endswith(" RESULTS=mine")
 
 
 def test_command_leaves_the_defaults_away_so_that_results_stay_in_one_place():
     """``make`` writes results of any option to another folder (outputs/PROFILE-custom)."""
-    command = parts.command(replace(ASKED, model="embedded", data="embedded"), "embedded")
+    command = sections.command(replace(ASKED, model="embedded", data="embedded"), "embedded")
     assert not {"MODEL", "DATA"} & {word.partition("=")[0] for word in command.split()}
     assert command.endswith(" RESULTS=embedded")
 

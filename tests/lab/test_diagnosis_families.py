@@ -96,7 +96,7 @@ def read(found: diagnosis.Diagnosis) -> str:
     assert not {name: failure.trace for name, failure in found.failed.items()}
     found.require_complete()
     parts = re.findall(r'<section aria-labelledby="(\w+)">', html)
-    assert {"summary", "tokens", "by_token", "where", "together", "range", "plan", "explore", "words", "run"} <= {
+    assert {"summary", "tokens", "by_token", "where", "coherence", "range", "plan", "explore", "words", "run"} <= {
         *parts
     }
     figures = re.findall(r'<figure id="(\w+)">', html)

@@ -19,10 +19,10 @@ REQUEST = Request("some/model", "embedded", "bf16", "1 block", windows=2, length
 TOKENS = torch.randint(TINY.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
 # What cannot be known without a step, by the names of the page's parts.
 GOES = {
-    "prediction": {"where", "plan", "explore", "together"}, "measurement": {"tokens", "range"},
-    "plan": {"plan"}, "together": {"together"},
+    "prediction": {"where", "plan", "explore", "coherence"}, "measurement": {"tokens", "range"},
+    "plan": {"plan"}, "coherence": {"coherence"},
 }  # fmt: skip
-ALL = {part.name for part in page.PARTS}
+ALL = {section.name for section in page.SECTIONS}
 
 
 def work(report=None, request=REQUEST):
@@ -60,22 +60,22 @@ def test_a_step_that_fails_leaves_the_page_with_all_other_parts(monkeypatch, ste
         found.require_complete()
 
 
-@pytest.mark.parametrize("part", [part.name for part in page.PARTS])
-def test_a_part_of_the_page_that_fails_leaves_all_others(monkeypatch, part):
+@pytest.mark.parametrize("section", [section.name for section in page.SECTIONS])
+def test_a_part_of_the_page_that_fails_leaves_all_others(monkeypatch, section):
     def fail(found, known):
         raise ZeroDivisionError("nothing to divide by")
 
-    broken = tuple(replace(each, values=fail) if each.name == part else each for each in page.PARTS)
-    whole = page.PARTS
+    broken = tuple(replace(each, values=fail) if each.name == section else each for each in page.SECTIONS)
+    whole = page.SECTIONS
     found = work()
-    monkeypatch.setattr(page, "PARTS", broken)
+    monkeypatch.setattr(page, "SECTIONS", broken)
     shown = parts(page.page(found))
     assert {*shown} == ALL
-    assert "ZeroDivisionError: nothing to divide by" in shown[part]
-    assert part == "summary" or "ZeroDivisionError" in shown["summary"]
+    assert "ZeroDivisionError: nothing to divide by" in shown[section]
+    assert section == "summary" or "ZeroDivisionError" in shown["summary"]
     with pytest.raises(IncompleteError, match="ZeroDivisionError"):
         found.require_complete()
-    monkeypatch.setattr(page, "PARTS", whole)  # what failed once is forgotten once it is written
+    monkeypatch.setattr(page, "SECTIONS", whole)  # what failed once is forgotten once it is written
     page.page(found)
     found.require_complete()
 

@@ -23,7 +23,7 @@ def inputs(tiny_gpt2):
 
 
 def run_grid(grid, inputs, folder):
-    return complete(e2.Passes, e2.specifications(grid, inputs), inputs, folder)
+    return complete(e2.MonitoredPasses, e2.specifications(grid, inputs), inputs, folder)
 
 
 def test_grid_gives_every_window_of_every_run_once(inputs, tmp_path):
@@ -46,17 +46,20 @@ def test_rerun_skips_finished_runs_and_resumes_identically(inputs, tmp_path, mon
     missing = e2.specifications(GRID, inputs)[3]
     RunStore(tmp_path).path(missing).unlink()
     computed = []
-    original = e2.Passes.run
-    monkeypatch.setattr(
-        e2.Passes, "run", lambda passes, spec, advance: computed.append(spec) or original(passes, spec, advance)
-    )
+    original = e2.MonitoredPasses.run
+
+    def run(passes, spec, advance):
+        computed.append(spec)
+        return original(passes, spec, advance)
+
+    monkeypatch.setattr(e2.MonitoredPasses, "run", run)
     resumed = run_grid(GRID, inputs, tmp_path)
     assert computed == [missing]
     pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
 
 
 def test_interrupt_keeps_the_runs_before_it(inputs, tmp_path, monkeypatch):
-    original, done = e2.Passes.run, []
+    original, done = e2.MonitoredPasses.run, []
 
     def interrupted(passes, spec, advance):
         if len(done) == 2:
@@ -64,7 +67,7 @@ def test_interrupt_keeps_the_runs_before_it(inputs, tmp_path, monkeypatch):
         done.append(spec)
         return original(passes, spec, advance)
 
-    monkeypatch.setattr(e2.Passes, "run", interrupted)
+    monkeypatch.setattr(e2.MonitoredPasses, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_grid(GRID, inputs, tmp_path)
     assert len(list(tmp_path.glob("*.parquet"))) == 2

@@ -30,7 +30,7 @@ def inputs(tiny_gpt2):
 @pytest.fixture
 def source(inputs, tmp_path):
     """The folder of E2's runs, and their rows."""
-    return tmp_path / "e2", complete(e2.Passes, e2.specifications(GRID, inputs), inputs, tmp_path / "e2")
+    return tmp_path / "e2", complete(e2.MonitoredPasses, e2.specifications(GRID, inputs), inputs, tmp_path / "e2")
 
 
 def patches(inputs, source, folder, **options):
@@ -103,7 +103,7 @@ def test_without_e2_it_says_what_to_run(inputs, tmp_path):
 def test_a_run_of_overflows_has_no_rows_and_stops_no_other(inputs, tmp_path):
     for block in inputs.model.transformer.h:
         block.mlp.c_proj.weight.mul_(3e5)  # beyond fp16's range, within bf16's
-    complete(e2.Passes, e2.specifications(GRID, inputs), inputs, tmp_path / "e2")
+    complete(e2.MonitoredPasses, e2.specifications(GRID, inputs), inputs, tmp_path / "e2")
     rows = patches(inputs, (tmp_path / "e2", None), tmp_path / "e3")
     assert set(rows.precision) == {"bf16"}
     assert np.isfinite(rows.exact_reduction).all()

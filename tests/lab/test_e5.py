@@ -13,12 +13,13 @@ from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, evidence, outcomes
 from fragility_lab.experiments.outcomes import SpikeRule
 from fragility_lab.inputs.loading import Inputs, digest
+from fragility_lab.reporting.tables import policy_summary
 from fragility_lab.running import runs
 from fragility_lab.running.engine import complete
 from fragility_lab.running.files import write_sealed
 
 RELEASED = ("none", "static_global", "random_same_budget", "risk_only_same_budget", "bgss")
-SETTING = e5.Setting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
+SETTING = e5.TrainingSetting("tiny", "tiny", length=16, windows=12, steps=10, learning_rate=2e-3, warmup_steps=4)
 EAGER = {"warmup_steps": 2, "cooldown_steps": 2, "trigger_quantile": 0.0, "max_total_actions": 7}
 
 
@@ -274,7 +275,7 @@ def test_summaries_by_hand():
     lenient = outcomes.run_summary(steps, SpikeRule(10)).iloc[0]
     assert (lenient.onset_ratio, lenient.onsets, lenient.onsets_release_ratio) == (10, 0, 1)
     both = pd.concat([steps, steps.assign(seed=1, mismatch=1.0)])
-    summary = outcomes.policy_summary(outcomes.run_summary(both, SpikeRule(1.5))).loc["none"]
+    summary = policy_summary(outcomes.run_summary(both, SpikeRule(1.5))).loc["none"]
     assert (summary.onsets, summary.final_mismatch, summary.max_mismatch) == (0.5, 1.5, 5.0)
     assert summary.onsets_sd == pytest.approx(0.5**0.5)
     assert outcomes.chosen_ratio(both, target=0.5) > 1
@@ -358,7 +359,7 @@ def test_windows_are_selected_then_shuffled(inputs):
 )
 def test_impossible_settings_are_refused_before_any_work(change, message):
     with pytest.raises(ValueError, match=message):
-        e5.load_inputs(replace(e5.Setting("embedded", "embedded"), **change))
+        e5.load_inputs(replace(e5.TrainingSetting("embedded", "embedded"), **change))
 
 
 @pytest.mark.parametrize(

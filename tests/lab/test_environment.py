@@ -87,9 +87,11 @@ CODE = {
     "fragility_lab/experiments/patching.py": (
         "from fragility_lab.inputs import offloaded, text\nimport fragility_lab.reporting\n"
         "from fragility_adjoint.predictor import estimator\n"
+        "from fragility_lab.measurement import comparison\n"
     ),
     "fragility_lab/experiments/e9.py": "from fragility_lab.experiments import patching\n\nclass Spec:\n    size = 1\n",
     "fragility_lab/experiments/e10.py": "X = 1\n",
+    "fragility_lab/measurement/comparison.py": "Y = 1\n",
     "fragility_lab/inputs/text.py": "def read():\n    return 1\n",
     "fragility_lab/reporting/__init__.py": "X = 1\n",
 }
@@ -116,6 +118,7 @@ def digest(project, monkeypatch, **changes: str) -> str:
         ({"__init__": "X = 2\n"}, True),
         ({"e10": "X = 2\n"}, True),
         ({"leaves": "Y = 2\n"}, False),
+        ({"comparison": "Y = 2\n"}, False),
         ({"plans": "Y = 2\n"}, True),
         ({"files": "Y = 2\n"}, True),
     ],

@@ -24,7 +24,7 @@ from fragility_lab.paths import ASSETS, RECORDED_RUNS
 from fragility_lab.running.engine import complete
 from fragility_lab.running.runs import METADATA_KEY, RunStore
 
-SETTING = e5.Setting("tiny", "tiny", length=16, windows=4, steps=3, learning_rate=2e-3, warmup_steps=1)
+SETTING = e5.TrainingSetting("tiny", "tiny", length=16, windows=4, steps=3, learning_rate=2e-3, warmup_steps=1)
 OPEN = {"risk_threshold": 1.0, "dominance_threshold": 1e-4, "target_ratio": 0.5}
 START = {
     "run": "steady", "precision": 11, "risk": 3.2, "dominance": -2.1, "target": 0.5, "budget": 2, "cooldown": 10,

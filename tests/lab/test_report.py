@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from fragility_lab import paths
 from fragility_lab.experiments import e1
-from fragility_lab.experiments.outcomes import policy_summary
 from fragility_lab.reporting import report
 from fragility_lab.reporting.claims import E2, QUANTITIES, Quantity
 from fragility_lab.reporting.html import inline
-from fragility_lab.reporting.tables import duration
+from fragility_lab.reporting.tables import duration, policy_summary
 from fragility_lab.reporting.verdicts import (
     FAILS,
     HOLDS,

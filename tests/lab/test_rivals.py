@@ -17,33 +17,33 @@ from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.text import load_rows, tokenize
 from fragility_lab.paths import OUTPUTS
+from fragility_lab.peers import own, tasks
+from fragility_lab.peers.ladders import LADDERS, get_ladder
 from fragility_lab.reporting import figures_rivals
-from fragility_lab.rivals import own, tasks
-from fragility_lab.rivals.ladders import LADDERS, get_ladder
 
 SMALL = "own int4 int8"
 
 
 @pytest.fixture(scope="module")
-def setting(reference_model_path, tmp_path_factory):
+def benchmark(reference_model_path, tmp_path_factory):
     tokens = torch.randint(257, (7, 24), generator=torch.Generator().manual_seed(1))
-    return rivals.Setting(str(reference_model_path), tokens[:3], tokens[3:], tmp_path_factory.mktemp("answers"))
+    return rivals.Benchmark(str(reference_model_path), tokens[:3], tokens[3:], tmp_path_factory.mktemp("answers"))
 
 
 @pytest.fixture(scope="module")
-def tables(setting):
-    return rivals.compare_all(setting, [SMALL], [0.1, 0.5], 2)
+def tables(benchmark):
+    return rivals.compare_all(benchmark, [SMALL], [0.1, 0.5], 2)
 
 
-def test_the_model_computes_as_before(reference_model, setting):
+def test_the_model_computes_as_before(reference_model, benchmark):
     """Its Conv1D are nn.Linear, with the same numbers."""
     with torch.no_grad():
-        want, got = (m(setting.held).logits for m in (reference_model, setting.loaded))
-        headless = tasks.without_head(setting.loaded)(setting.held).logits
+        want, got = (m(benchmark.held).logits for m in (reference_model, benchmark.loaded))
+        headless = tasks.without_head(benchmark.loaded)(benchmark.held).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(headless, got, rtol=0, atol=0)
-    assert len(setting.paths) == 16 and all(
-        type(setting.loaded.get_submodule(p)) is torch.nn.Linear for p in setting.paths
+    assert len(benchmark.paths) == 16 and all(
+        type(benchmark.loaded.get_submodule(p)) is torch.nn.Linear for p in benchmark.paths
     )
 
 
@@ -56,21 +56,21 @@ def test_windows_are_not_measured_on_that_methods_have_seen():
         rivals.split_windows(stream, 10, 20, 1, 0)
 
 
-def test_one_layer_alone_is_measured_as_by_hand(setting, tables):
-    path = setting.paths[6]
-    by_hand = tasks.linear_model(setting.model)
+def test_one_layer_alone_is_measured_as_by_hand(benchmark, tables):
+    path = benchmark.paths[6]
+    by_hand = tasks.linear_model(benchmark.model)
     weight = by_hand.get_submodule(path).weight
     weight.data = rounded_weight(by_hand, f"{path}.weight", weight.data, LINEAR["w4a16-g32"].weights)
     with torch.no_grad():
-        exact, changed = (m(setting.held).logits.double().log_softmax(-1) for m in (setting.loaded, by_hand))
+        exact, changed = (m(benchmark.held).logits.double().log_softmax(-1) for m in (benchmark.loaded, by_hand))
     row = tables["layers"].query("unit == @path").iloc[0]
     assert row.measured == pytest.approx(float((exact.exp() * (exact - changed)).sum(-1).mean()), rel=1e-9)
     assert row.rung == "w4a16-g32" and row.layers == 1
 
 
-def test_plans_are_within_their_budgets_and_better_than_chance(setting, tables):
+def test_plans_are_within_their_budgets_and_better_than_chance(benchmark, tables):
     plans, summary = tables["plans"], rivals.summary(tables["plans"])
-    check_plans(plans, list(setting.sizes.values()))
+    check_plans(plans, list(benchmark.sizes.values()))
     assert set(plans.chosen_by) == {"ours", "oracle", "random"} and len(plans) == 8
     assert (summary.ours < summary.random).all() and (summary.better == "").all()
     ranking = rivals.ranking(tables["layers"]).set_index("method")
@@ -151,24 +151,24 @@ def test_ladders_go_up_and_name_a_recipe():
         get_ladder("fp8")
 
 
-def test_what_cannot_be_asked_is_said(setting, monkeypatch, tmp_path):
+def test_what_cannot_be_asked_is_said(benchmark, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="a task must be"):
-        tasks.carry_out({"kind": "sing", "model": setting.model, "ladder": SMALL, "calibration": [[1]]})
+        tasks.carry_out({"kind": "sing", "model": benchmark.model, "ladder": SMALL, "calibration": [[1]]})
     monkeypatch.setattr(rivals, "PEERS", tmp_path / "python")
     with pytest.raises(OSError, match="there is no .*python: make rivals"):
-        setting.ask(get_ladder("olive int4 int8"), "refuse")
+        benchmark.ask(get_ladder("olive int4 int8"), "refuse")
     monkeypatch.setattr(rivals, "PEERS", "/bin/false")
     with pytest.raises(RuntimeError, match="the driver failed"):
-        setting.ask(get_ladder("olive int4 int8"), "refuse")
+        benchmark.ask(get_ladder("olive int4 int8"), "refuse")
 
 
-def test_finished_answers_are_kept(setting, monkeypatch, tmp_path):
+def test_finished_answers_are_kept(benchmark, monkeypatch, tmp_path):
     """A second question of the same kind starts no process."""
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\necho "{\\"3 bits\\": \\"no\\"}" > "$4"\n')
     fake.chmod(0o755)
     monkeypatch.setattr(rivals, "PEERS", fake)
-    first = setting.ask(get_ladder("olive int4 int8"), "refuse")
+    first = benchmark.ask(get_ladder("olive int4 int8"), "refuse")
     monkeypatch.setattr(rivals, "PEERS", tmp_path / "none")
-    assert setting.ask(get_ladder("olive int4 int8"), "refuse") == first == {"3 bits": "no"}
-    assert not list(setting.folder.glob("*.task"))
+    assert benchmark.ask(get_ladder("olive int4 int8"), "refuse") == first == {"3 bits": "no"}
+    assert not list(benchmark.folder.glob("*.task"))

@@ -14,7 +14,7 @@ from fragility_core.numerics.attention import observing_attention
 from fragility_core.surrogates.travel import StreamNorms, travel
 from fragility_lab.experiments import positions, sinks
 from fragility_lab.inputs.loading import load
-from fragility_lab.reporting import sinks as page
+from fragility_lab.reporting import results_sinks as page
 
 SHAPE = (3, 2, 5)  # blocks, windows, tokens
 
@@ -125,6 +125,7 @@ def test_windows_that_overflow_leave_the_shares_of_others_as_they_are():
 def test_the_page_is_made_of_the_committed_tables():
     models = page.present()
     assert {"GPT-2, 3 M", "Llama, 3 M"} < {*models}
+    assert page.FIRST == sinks.FIRST and {*sinks.VARIANTS} < {*page.SIGNALS}
     assert page.PAGE.read_text(encoding="utf-8") == page.rendered(models), "run `make docs` and commit"
     one = next(iter(models.values()))
     moved = {**one, "sinks_signals": one["sinks_signals"].assign(pearson=0.123)}

@@ -12,7 +12,8 @@ import pytest
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 PACKAGES = ("fragility_core", "fragility_adjoint", "fragility_lab")
-BUDGETS = {"fragility_core": 4730, "fragility_adjoint": 6650, "fragility_lab": 16050}  # lines
+BUDGETS = {"fragility_core": 4730, "fragility_adjoint": 6650, "fragility_lab": 15928}  # lines
+FOLDERS = {"fragility_core": 5, "fragility_adjoint": 5, "fragility_lab": 10}
 SOURCES = {
     ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES
@@ -70,7 +71,7 @@ def test_no_import_goes_in_a_circle():
     assert not left, f"these modules import one another, or a module that does: {sorted(left)}"
 
 
-@pytest.mark.parametrize("package", PACKAGES[:2])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_import_goes_in_a_circle_among_folders(package):
     def folder(name: str) -> str:
         return ".".join(name.split(".")[:2])
@@ -79,7 +80,7 @@ def test_no_import_goes_in_a_circle_among_folders(package):
     left = {folder(name): set() for name in names}
     for name in names:
         left[folder(name)] |= {folder(target) for target in GRAPH[name]} & left.keys() - {folder(name)}
-    assert len(left) == 5
+    assert len(left) == FOLDERS[package]
     while free := {name for name, targets in left.items() if not targets & left.keys()}:
         left = {name: targets for name, targets in left.items() if name not in free}
     assert not left, f"these folders import one another: {left}"

@@ -103,7 +103,7 @@ def test_realisations_need_errors_of_the_fp32_model():
 
 @pytest.mark.parametrize("vocabulary", [7, 5000])
 def test_squares_by_definition(vocabulary, monkeypatch):
-    monkeypatch.setattr("fragility_lab.diagnosis.measure.AT_ONCE", 3 * vocabulary)  # several chunks of positions
+    monkeypatch.setattr("fragility_lab.measurement.comparison.AT_ONCE", 3 * vocabulary)  # several chunks of positions
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (1, 10), generator=generator)
     exact, moved = ((torch.randn(1, 10, 4, generator=generator), torch.randn(1, 10, vocabulary, generator=generator))

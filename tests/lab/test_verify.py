@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fragility_lab.reporting import verify
-from fragility_lab.reporting.verify import beside, first_sweeps, judged
+from fragility_lab.experiments import verify
+from fragility_lab.experiments.verify import beside, first_sweeps, judged
 
 COMMITTED = pd.DataFrame(
     {"precision": "bf16", "seed": [0, 1], "pearson": [0.5, 0.25], "mismatch": [0.03, 0.04], "seconds": [1.0, 2.0]}

@@ -35,7 +35,7 @@ def inputs():
 def source(inputs, tmp_path_factory):
     """The folder of E2's runs, and their rows."""
     folder = tmp_path_factory.mktemp("e2")
-    return folder, complete(e2.Passes, e2.specifications(GRID, inputs), inputs, folder)
+    return folder, complete(e2.MonitoredPasses, e2.specifications(GRID, inputs), inputs, folder)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_windows_of_several_seeds_are_computed_once_and_alike(inputs, tmp_path, 
     """25 windows, of which each seed draws 20: the runs of each seed alone give the same rows."""
     grid = dataclasses.replace(GRID, precisions=("bf16",), seeds=(0, 1), windows=20)
     sources = e2.specifications(grid, inputs)
-    complete(e2.Passes, sources, inputs, tmp_path / "e2")
+    complete(e2.MonitoredPasses, sources, inputs, tmp_path / "e2")
     computed, estimated = [], x1.Estimates._estimated
     monkeypatch.setattr(
         x1.Estimates, "_estimated", lambda self, *given: computed.append(given[1]) or estimated(self, *given)

@@ -13,19 +13,19 @@ from fragility_adjoint.quantization.operands import linear_weights, owner, round
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import LINEAR, NARROW, get_recipe
 from fragility_adjoint.quantization.schemes import Scheme
-from fragility_lab.diagnosis.decoding import greedy
-from fragility_lab.diagnosis.growth import growth
 from fragility_lab.experiments import x2, x2_flips, x2_plans
-from fragility_lab.experiments.x2_runs import PARTS, Parts, Recipes
+from fragility_lab.experiments.x2_runs import ANALYSES, Analyses, Recipes
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.decoding import greedy
+from fragility_lab.measurement.growth import growth
 from fragility_lab.reporting import figures_x2
 from fragility_lab.running.engine import complete
 
 
 @pytest.fixture(scope="module")
-def setting():
+def evaluator():
     tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
-    return x2.Setting(random_gpt2(TINY), tokens, probes=4)
+    return x2.Evaluator(random_gpt2(TINY), tokens, probes=4)
 
 
 def test_the_interval_of_a_ratio_covers_it():
@@ -40,22 +40,22 @@ def test_the_interval_of_a_ratio_covers_it():
     assert np.isnan(x2.ratio(np.ones(1), np.ones(1))["low"])
 
 
-def test_fp32_passes_that_take_much_memory_are_not_kept(setting, monkeypatch):
-    low = lower(setting.model, "w4a16-g32")
-    want = setting.measure(low)
+def test_fp32_passes_that_take_much_memory_are_not_kept(evaluator, monkeypatch):
+    low = lower(evaluator.model, "w4a16-g32")
+    want = evaluator.measure(low)
     monkeypatch.setattr(x2, "KEPT", 0)
-    fresh = replace(setting)
+    fresh = replace(evaluator)
     assert fresh.measure(low).equals(want) and "exact" not in vars(fresh)
 
 
-def test_one_layer_alone_is_quantized(setting):
-    rows = x2.layer_rows(setting, "w4a16-g32")
+def test_one_layer_alone_is_quantized(evaluator):
+    rows = x2.layer_rows(evaluator, "w4a16-g32")
     by_hand = random_gpt2(TINY)
     path = "transformer.h.1.mlp.c_fc.weight"
     weight = linear_weights(by_hand)[path]
     weight.data = rounded_weight(by_hand, path, weight.data, LINEAR["w4a16-g32"].weights)
     row = rows[rows.layer == owner(path)].iloc[0]
-    passes = (x2.Setting(model, setting.windows).exact for model in (setting.model, by_hand))
+    passes = (x2.Evaluator(model, evaluator.windows).exact for model in (evaluator.model, by_hand))
     exact, changed = ([seen.logits[0] for seen in found] for found in passes)
     want = np.mean([
         float((a.softmax(-1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum(-1).mean()) for a, b in zip(exact, changed)
@@ -66,13 +66,13 @@ def test_one_layer_alone_is_quantized(setting):
     assert figures_x2.x2_layers(rows).get_xlabel() == "predicted KL (nats)"
 
 
-def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
-    table = pd.concat([x2.recipe_rows(setting, name) for name in ("bf16", "w8a16-g32")])
+def test_recipes_and_plans_have_the_error_that_was_predicted(evaluator):
+    table = pd.concat([x2.recipe_rows(evaluator, name) for name in ("bf16", "w8a16-g32")])
     assert set(table.quantity) == set(x2.QUANTITIES) and len(table) == 4
     divergences = table[table.quantity == "kl"]
     assert divergences.ratio.between(0.6, 1.8).all()  # one draw of a small model
     assert len(figures_x2.x2_recipes(table).get_yticks()) == 2
-    plans = x2_plans.plan_rows(setting, ["w4a16-g32", "w8a16-g32", "bf16"], 3)
+    plans = x2_plans.plan_rows(evaluator, ["w4a16-g32", "w8a16-g32", "bf16"], 3)
     best, chance = (plans[plans.chosen_by == name] for name in ("prediction", "chance"))
     assert (best.measured.to_numpy() <= 1.1 * chance.measured.to_numpy()).all() and best.ratio.between(0.5, 2).all()
     assert (chance.bits.to_numpy() <= best.bits.to_numpy() + 1).all()
@@ -82,68 +82,68 @@ def test_recipes_and_plans_have_the_error_that_was_predicted(setting):
 
 
 @pytest.fixture
-def parts(setting):
-    inputs = Inputs(setting.model, setting.windows.flatten(), "digest")
-    return Parts("tiny", "given", inputs, probes=1)
+def analyses(evaluator):
+    inputs = Inputs(evaluator.model, evaluator.windows.flatten(), "digest")
+    return Analyses("tiny", "given", inputs, probes=1)
 
 
-def test_parts_are_runs_that_go_on_where_they_stopped(parts, tmp_path, monkeypatch):
-    """Every part gives the rows of its function, once for each recipe or ladder, and is not computed again."""
-    model, windows = parts.inputs.model, parts.inputs.windows(40, 3, 0)[1]
-    setting = x2.Setting(model, windows, probes=1)
-    prompts = parts.inputs.windows(5, 2, 0)[1]
+def test_analyses_are_runs_that_go_on_where_they_stopped(analyses, tmp_path, monkeypatch):
+    """Every analysis gives the rows of its function, once for each recipe or ladder, and is not computed again."""
+    model, windows = analyses.inputs.model, analyses.inputs.windows(40, 3, 0)[1]
+    evaluator = x2.Evaluator(model, windows, probes=1)
+    prompts = analyses.inputs.windows(5, 2, 0)[1]
     ladder = ["w4a16-g32", "bf16"]
     want = {
-        ("recipes", "bf16", 3, 40, 1): x2.recipe_rows(setting, "bf16"),
-        ("growth", "fp16", 3, 40, 1): x2.growth_rows(setting, "fp16"),
-        ("coherence", "bf16", 3, 40, 2): x2.coherence_rows(setting, "bf16", 2),
+        ("recipes", "bf16", 3, 40, 1): x2.recipe_rows(evaluator, "bf16"),
+        ("growth", "fp16", 3, 40, 1): x2.growth_rows(evaluator, "fp16"),
+        ("coherence", "bf16", 3, 40, 2): x2.coherence_rows(evaluator, "bf16", 2),
         ("changed", "w4a16-g32", 3, 40, 1): x2_flips.changed_rows(model, windows, "w4a16-g32"),
         ("lengths", "w4a16-g32", 2, 5, 6): x2_flips.length_rows(
             model, prompts, x2_flips.greedy_texts(model, prompts, 6), "w4a16-g32"
         ),
-        ("layers", "w4a16-g32", 3, 40, 1): x2.layer_rows(setting, "w4a16-g32"),
-        ("plans", (*ladder,), 3, 40, 2): x2_plans.plan_rows(setting, ladder, 2),
+        ("layers", "w4a16-g32", 3, 40, 1): x2.layer_rows(evaluator, "w4a16-g32"),
+        ("plans", (*ladder,), 3, 40, 2): x2_plans.plan_rows(evaluator, ladder, 2),
     }  # fmt: skip
-    assert {part for part, *_ in want} == {*PARTS}
+    assert {analysis for analysis, *_ in want} == {*ANALYSES}
     for _ in range(2):
-        for (part, recipes, *size), rows in want.items():
-            found = complete(Recipes, parts.of(part, [recipes], *size), parts.inputs, tmp_path)
+        for (analysis, recipes, *size), rows in want.items():
+            found = complete(Recipes, analyses.of(analysis, [recipes], *size), analyses.inputs, tmp_path)
             pd.testing.assert_frame_equal(found, rows.reset_index(drop=True), rtol=1e-4)
         monkeypatch.setattr(Recipes, "run", None)
 
 
-def test_a_part_that_there_is_not_is_refused(parts):
-    with pytest.raises(ValueError, match="part must be one of recipes, growth"):
-        parts.of("recipe", ["bf16"], 3, 40)
+def test_an_analysis_that_there_is_not_is_refused(analyses):
+    with pytest.raises(ValueError, match="analysis must be one of recipes, growth"):
+        analyses.of("recipe", ["bf16"], 3, 40)
     with pytest.raises(ValueError, match="windows must be at least 1, got 0"):
-        parts.of("recipes", ["bf16"], 0, 40)
+        analyses.of("recipes", ["bf16"], 0, 40)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_a_recipe_whose_windows_overflow_has_no_numbers(parts, tmp_path):
-    """Some windows: the others count. All of them: every part has a row without numbers, and figures are drawn."""
+def test_a_recipe_whose_windows_overflow_has_no_numbers(analyses, tmp_path):
+    """Some windows: the others count. All of them: every analysis has a row without numbers, and figures are drawn."""
     predicted, found = np.array([1.0, np.nan, 3.0]), np.array([1.0, 1.0, 3.0])
     assert x2.row("fp16", "kl", predicted, found)["windows"] == 2
     assert x2.row("fp16", "kl", predicted, found)["measured"] == 2
     model = random_gpt2(TINY)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_proj.weight.mul_(1e6)
-    parts = replace(parts, inputs=replace(parts.inputs, model=model))
+    analyses = replace(analyses, inputs=replace(analyses.inputs, model=model))
     sizes = {"recipes": (3, 40), "growth": (3, 40), "coherence": (3, 40, 2), "changed": (3, 40), "lengths": (2, 5, 6)}
     tables = {}
-    for part, size in sizes.items():
-        runs = parts.of(part, ["fp16", "bf16"], *size)
-        tables[part] = complete(Recipes, runs, parts.inputs, tmp_path).set_index("recipe")
-        numbers = tables[part].drop(columns=["quantity", "windows"], errors="ignore")
-        assert numbers.loc["fp16"].isna().all(axis=None) and numbers.loc["bf16"].notna().any(axis=None), part
-    for part in ("recipes", "changed"):
-        assert len(figures_x2.x2_recipes(tables[part].reset_index()).get_yticks()) == 2
+    for analysis, size in sizes.items():
+        runs = analyses.of(analysis, ["fp16", "bf16"], *size)
+        tables[analysis] = complete(Recipes, runs, analyses.inputs, tmp_path).set_index("recipe")
+        numbers = tables[analysis].drop(columns=["quantity", "windows"], errors="ignore")
+        assert numbers.loc["fp16"].isna().all(axis=None) and numbers.loc["bf16"].notna().any(axis=None), analysis
+    for analysis in ("recipes", "changed"):
+        assert len(figures_x2.x2_recipes(tables[analysis].reset_index()).get_yticks()) == 2
 
 
-def test_errors_that_act_together_add_up_to_what_is_measured(setting):
+def test_errors_that_act_together_add_up_to_what_is_measured(evaluator):
     """In fp32 but for the weights, so that passes of their own have the same errors on every CPU."""
-    table = x2.coherence_rows(setting, "w4a16-g32@fp32", probes=8).squeeze().to_dict()
-    measured = setting.measure(lower(setting.model, get_recipe("w4a16-g32@fp32"))).kl.mean()
+    table = x2.coherence_rows(evaluator, "w4a16-g32@fp32", probes=8).squeeze().to_dict()
+    measured = evaluator.measure(lower(evaluator.model, get_recipe("w4a16-g32@fp32"))).kl.mean()
     assert table["measured"] == pytest.approx(measured, rel=0.02) and table["remainder"] < 1e-3
     assert table["overall"] == pytest.approx(table["inside"] * table["between"])
     assert 0 < table["between_error"] < 1 and table["pairs"] >= 0
@@ -180,12 +180,12 @@ def test_changed_experts_are_those_that_were_predicted():
     assert table.ratio.between(0.7, 1.4).all() and (table.measured > 0).all()
 
 
-def test_the_ratio_of_a_recipe_is_that_of_the_diagnosis(setting):
+def test_the_ratio_of_a_recipe_is_that_of_the_diagnosis(evaluator):
     """Four times the squared error with half of every rounding error, over the whole."""
-    table = x2.growth_rows(setting, "fp8_e4m3").set_index("quantity")
-    low = lower(setting.model, "fp8_e4m3")
-    whole = setting.measure(low)
+    table = x2.growth_rows(evaluator, "fp8_e4m3").set_index("quantity")
+    low = lower(evaluator.model, "fp8_e4m3")
+    whole = evaluator.measure(low)
     for quantity in x2.QUANTITIES:
-        want = growth(low, setting.model, setting.windows, whole, quantity)
+        want = growth(low, evaluator.model, evaluator.windows, whole, quantity)
         found = table.loc[quantity]
         assert (found.ratio, found.low, found.high) == pytest.approx((want.ratio, want.low, want.high))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fragility_adjoint.quantization.static_scales import calibrated
-from fragility_lab.rivals import tasks
-from fragility_lab.rivals.ladders import LADDERS, get_ladder
+from fragility_lab.peers import tasks
+from fragility_lab.peers.ladders import LADDERS, get_ladder
 
 CHECKPOINT = "embedded"
 TOKENS = torch.randint(1000, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ RATIOS = {"W4A16": (0.84, 0.92)}
 )
 def test_quantizers_are_those_that_ours_stand_for(name, rung, model):
     """The squared error of every layer's output under the library's quantizers over that under ours."""
-    driver = importlib.import_module(f"fragility_lab.rivals.{get_ladder(name).library}")
+    driver = importlib.import_module(f"fragility_lab.peers.{get_ladder(name).library}")
     theirs, recipe = driver.quantized(model, TOKENS, rung.name), calibrated(model, rung.recipe, TOKENS)
     ratios = []
     with torch.no_grad():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.numerics.lowering import LowPrecision
-from fragility_lab.diagnosis.measure import compare, numbered, observe, ratio
+from fragility_lab.measurement.comparison import compare, numbered, observe, ratio
 from fragility_lab.running.environment import progress
 
 TOLERANCE = 0.1  # of a ratio that is called 1
@@ -43,7 +43,7 @@ class Growth:
 
 
 def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
-    """``measure.compare`` of passes with half of every rounding error with those of ``model`` in fp32, by window."""
+    """``comparison.compare`` of passes with half of every rounding error with those of ``model`` in fp32, by window."""
     realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     tables = [
         compare(realisations.scaled(lambda model, x=x: observe(model, x), 0.5), observe(model, x), x)[0]
@@ -53,7 +53,7 @@ def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd
 
 
 def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
-    """The squared error of the ``target`` by window, from a table of ``measure.compare``; KL is one already."""
+    """The squared error of the ``target`` by window, from a table of ``comparison.compare``; KL is one already."""
     if target in ("hidden", "logprob"):
         return windows["mismatch" if target == "hidden" else target].to_numpy() ** 2
     return windows.kl.to_numpy()
@@ -62,7 +62,7 @@ def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
 def growth(
     low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str
 ) -> Growth | None:  # fmt: skip
-    """How the error grows in the passes over ``tokens`` (B, T), whose ``measure.compare`` is ``whole``.
+    """How the error grows in the passes over ``tokens`` (B, T), whose ``comparison.compare`` is ``whole``.
 
     Windows with nonfinite errors do not count; None if no other is left.
     """

@@ -44,7 +44,7 @@ def passes(chosen: random.Random, folder: Path) -> Iterator[tuple[str, pd.DataFr
     grid = e2.Grid(given["model"], given["data"], *axes)
     inputs = e2.load_inputs(grid)
     sources = e2.specifications(grid, inputs)
-    rows = complete(e2.Passes, sources, inputs, folder / "e2")
+    rows = complete(e2.MonitoredPasses, sources, inputs, folder / "e2")
     yield "e2_runs", agreement.agreement_by_run(e2.window_rows(rows))
 
     given = settings("e3_patching")
@@ -63,7 +63,7 @@ def training(chosen: random.Random, folder: Path) -> Iterator[tuple[str, pd.Data
     """One run of E5, under policy ``none``."""
     given = settings("e5_seeds")
     sizes = {name: given[name] for name in ("length", "windows", "steps", "initial", "realisation")}
-    setting = e5.Setting(
+    setting = e5.TrainingSetting(
         given["model"], given["data"], given["precision"], learning_rate=given["learning_rate"], **sizes
     )
     inputs = e5.load_inputs(setting)
@@ -129,7 +129,7 @@ def main(seed: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        prog="python -m fragility_lab.reporting.verify", description=__doc__.splitlines()[0]
+        prog="python -m fragility_lab.experiments.verify", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--seed", type=int, default=0, help="draws the runs that are computed again")
     sys.exit(main(parser.parse_args().seed))

@@ -29,9 +29,10 @@ from transformers.pytorch_utils import Conv1D
 
 from fragility_adjoint.quantization.operands import linear_weights, owner
 from fragility_lab.inputs.checkpoints import load_model
-from fragility_lab.rivals.ladders import get_ladder
+from fragility_lab.peers.ladders import get_ladder
 
 OURS = "ours"  # the method of this project, on any ladder
+ORACLE = "oracle"  # the method that knows the measured KL of every layer alone
 NO_RUNG = -1
 BATCH = 8  # windows a pass
 
@@ -95,7 +96,7 @@ def layer_paths(model: nn.Module) -> list[str]:
 def carry_out(task: dict[str, Any]) -> dict[str, Any]:
     """The answer to ``task``; raises ValueError for an unknown kind."""
     library = "own" if task.get("method") == OURS else get_ladder(task["ladder"]).library
-    driver: Driver = importlib.import_module(f"fragility_lab.rivals.{library}")
+    driver: Driver = importlib.import_module(f"fragility_lab.peers.{library}")
     model, calibration = linear_model(task["model"]), torch.tensor(task["calibration"])
     match task["kind"]:
         case "choose":

@@ -1,4 +1,4 @@
-"""What the parts of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
+"""What the sections of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
 
 import shlex
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fragility_adjoint.quantization.recipes import get_recipe
-from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, largest, shares, together
+from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, coherence_summary, largest, shares
 from fragility_lab.diagnosis.explore import explorer
 from fragility_lab.diagnosis.found import Diagnosis
 from fragility_lab.diagnosis.means import (
@@ -37,7 +37,7 @@ MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large
 
 
 def verdict(measured: pd.DataFrame) -> str:
-    """What rounding does to the model, in words, from rows of ``measure.compare``."""
+    """What rounding does to the model, in words, from rows of ``comparison.compare``."""
     kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
     if not np.isfinite([kl, loss, exact]).all():
         return "The low-precision pass gives no finite probabilities."
@@ -66,7 +66,7 @@ def command(request: Request, results: str) -> str:
 
 
 def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
-    """What rounding does to the tokens, without and with the plan: rows of ``measure.compare`` as texts."""
+    """What rounding does to the tokens, without and with the plan: rows of ``comparison.compare`` as texts."""
     plans, rows = {"none": measured, "recommended": protected}, []
     for name, table in plans.items():
         if table is not None:
@@ -99,7 +99,7 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def common(diagnosis: Diagnosis, results: str) -> dict:
-    """What all parts of the page take, for the folder ``results`` under outputs."""
+    """What all sections of the page take, for the folder ``results`` under outputs."""
     request, recipe = diagnosis.request, get_recipe(diagnosis.request.format)
     kept, found = means(diagnosis)
     measured, protected = (
@@ -153,9 +153,9 @@ def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
     return {"images": pictures(diagnosis), "modules": largest(diagnosis.contributions)}
 
 
-def of_signs(diagnosis: Diagnosis, known: dict) -> dict:
+def of_coherence(diagnosis: Diagnosis, known: dict) -> dict:
     """Which errors act together."""
-    return {"together": together(diagnosis.coherence)}
+    return {"coherence": coherence_summary(diagnosis.coherence)}
 
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:

@@ -10,8 +10,8 @@ from fragility_adjoint.mixed_precision.knapsack import Knapsack
 from fragility_adjoint.quantization.quantized import how_stored
 from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_core.numerics.lowering import rounded_copy
-from fragility_lab.rivals.ladders import LADDERS, Ladder, get_ladder
-from fragility_lab.rivals.tasks import Chosen
+from fragility_lab.peers.ladders import LADDERS, Ladder, get_ladder
+from fragility_lab.peers.tasks import Chosen
 
 
 def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fragility_lab.diagnosis import measure
-from fragility_lab.diagnosis.measure import ObservedPass, by_token, compare
+from fragility_lab.measurement import comparison
+from fragility_lab.measurement.comparison import ObservedPass, by_token, compare
 
 T, TOKENS = 7, torch.randint(300, (3, 7), generator=torch.Generator().manual_seed(2))
 
@@ -82,10 +82,10 @@ def test_positions_are_compared_a_few_at_a_time(vocabulary, at_once, monkeypatch
     low, exact = logits(vocabulary, 1e-3, batch=2)
     whole = by_token(low, exact, TOKENS[:2])
     if at_once is not None:
-        monkeypatch.setattr(measure, "AT_ONCE", at_once)
+        monkeypatch.setattr(comparison, "AT_ONCE", at_once)
     with Wide() as wide:
         parts = by_token(low, exact, TOKENS[:2])
-    assert wide.largest <= max(measure.AT_ONCE, vocabulary) < 2 * T * 262_144
+    assert wide.largest <= max(comparison.AT_ONCE, vocabulary) < 2 * T * 262_144
     assert wide.largest >= vocabulary
     for a, b in zip(whole, parts):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-15)

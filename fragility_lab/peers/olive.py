@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from fragility_lab.rivals.ladders import get_ladder
-from fragility_lab.rivals.tasks import Chosen, layer_paths, without_head
+from fragility_lab.peers.ladders import get_ladder
+from fragility_lab.peers.tasks import Chosen, layer_paths, without_head
 
 GROUP = 32  # 128 does not divide the 352 inputs of the second embedded checkpoint's projections
 

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from fragility_lab.diagnosis.flips import DECODED
-from fragility_lab.diagnosis.measure import compare, observe
 from fragility_lab.diagnosis.passes import estimator, low_model
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.comparison import compare, observe
 
-TRIALS = 3  # timed passes, of which the fastest counts: beside other work some take longer
+REPEATS = 3  # timed passes, of which the fastest counts: beside other work some take longer
 
 
-class Trial(NamedTuple):
+class Timing(NamedTuple):
     """Seconds of what the steps of a diagnosis are made of, for one window.
 
     ``making`` an estimator comes before all windows. ``measurement`` compares a pass with that in fp32.
@@ -26,7 +26,7 @@ class Trial(NamedTuple):
     measurement: float
 
     @classmethod
-    def of(cls, request: Request, loaded: Inputs, tokens: Tensor, fits: bool) -> "Trial":
+    def of(cls, request: Request, loaded: Inputs, tokens: Tensor, fits: bool) -> "Timing":
         """From the first window of ``tokens`` (B, T): of all parts, or if that does not fit of an fp32 pass."""
         try:
             return cls.run(request, loaded, tokens) if fits else cls.of_plain(request, loaded, tokens)
@@ -34,13 +34,13 @@ class Trial(NamedTuple):
             return cls.of_plain(request, loaded, tokens)
 
     @classmethod
-    def of_plain(cls, request: Request, loaded: Inputs, tokens: Tensor) -> "Trial":
+    def of_plain(cls, request: Request, loaded: Inputs, tokens: Tensor) -> "Timing":
         """A guess from the time of fp32 passes, good to a factor of two."""
-        plain = min(timed(loaded.model, tokens[:1], loaded.device) for _ in range(TRIALS))
+        plain = min(timed(loaded.model, tokens[:1], loaded.device) for _ in range(REPEATS))
         return cls(0.0, plain * (1 + 4 * request.probes) * ends(request), 2 * plain)
 
     @classmethod
-    def run(cls, request: Request, loaded: Inputs, tokens: Tensor) -> "Trial":
+    def run(cls, request: Request, loaded: Inputs, tokens: Tensor) -> "Timing":
         """From each part, run once. Raises the errors of ``Adjoint``."""
         low, window, start = low_model(request, loaded, tokens), tokens[:1], seconds(loaded.device)
         known = estimator(low, loaded.model, request.probes, request.measured_in)
@@ -66,7 +66,7 @@ class Trial(NamedTuple):
             "experts": 0.93 * passes,
             "tokens": passes * (2.6 + 1.55 * probes),
             "choices": min(DECODED, count) * self.measurement * (2.3 + 3.6 * probes),
-            "together": 2.1 * prediction,
+            "coherence": 2.1 * prediction,
             "growth": 1.75 * passes,
         }
 

@@ -11,7 +11,6 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 
-from fragility_lab.experiments.sinks import FIRST, VARIANTS
 from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.reporting.figures import save_figure, style
 from fragility_lab.reporting.report import read_tables
@@ -20,10 +19,13 @@ from fragility_lab.reporting.results_real import LABELS
 
 PAGE = PROJECT / "docs" / "sinks.md"
 MODELS = {"embedded": "GPT-2, 3 M", "embedded-llama": "Llama, 3 M"} | LABELS
+FIRST = 4  # positions that the signals "..._rest" leave out: ``experiments.sinks.FIRST``
 SIGNALS = {
     "combined": "the paper's score", "no_transport": "without transport", "transport_only": "transport alone",
-    "norm_only": "final norm alone",
-} | VARIANTS  # fmt: skip
+    "norm_only": "final norm alone", "travel": "travel, by token",
+    "travel_rest": f"travel, by token, the first {FIRST} left out", "travel_frobenius": "travel, Frobenius norms",
+    "travel_frobenius_rest": f"travel, Frobenius norms, the first {FIRST} left out",
+}  # fmt: skip
 MIDDLE = {
     "combined": "the paper's score, whole window", "norm_only": "final norm alone, whole window",
     "norm_only_counted": "final norm alone, tokens that count", "travel": "travel, whole window",

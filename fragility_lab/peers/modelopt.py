@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fragility_lab.rivals.ladders import get_ladder
-from fragility_lab.rivals.tasks import BATCH, Chosen, without_head
+from fragility_lab.peers.ladders import get_ladder
+from fragility_lab.peers.tasks import BATCH, Chosen, without_head
 
 NEEDING_CUDA = ("MXFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG")
 
