@@ -22,7 +22,6 @@ from fragility_adjoint.predictor.leaves import Held
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
 from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
 from fragility_adjoint.predictor.sites import SUMS
-from fragility_adjoint.predictor.windows import over_windows
 from fragility_adjoint.quantization.operands import storages
 from fragility_adjoint.quantization.recipes import Operands, Recipe
 from fragility_core.models.paths import is_block
@@ -196,8 +195,6 @@ class LowArithmetic(TorchFunctionMode):
         if not low:
             return result
         if call.in_place:
-            if len(self.recorder.now.windows) > 1:
-                raise RuntimeError(f"a pass of several windows follows no change in place, got {call.name}")
             self._round_result(call.args[0], call)
             return result
         return map_tensors(result, lambda y: self._round_result(y, call))
@@ -244,7 +241,7 @@ class LowArithmetic(TorchFunctionMode):
         stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
             if call.name in FILLING and not self.exact:  # the constant may be no number of the format
-                self._store_filling(y)
+                y.data.copy_(self.format.round(y.data).float())
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
@@ -261,21 +258,13 @@ class LowArithmetic(TorchFunctionMode):
         ``format`` is that of the context unless given. If ``y`` has no gradient, a tensor that has one is returned for
         it.
         """
-        return self._marked(self._rounded(y, name, product, stream, constant, in_place, format or self.format))
-
-    @over_windows
-    def _rounded(
-        self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: NumberFormat
-    ) -> Tensor:  # fmt: skip
-        windows = len(self.recorder.now.windows)
-        if windows > 1 and len(y) == 1 and not constant:  # what windows have in common has a gradient in each of them
-            y = y.expand(windows, *y.shape[1:]).contiguous()
+        format = format or self.format
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
-        rounded = self._stored(exact, format)
+        rounded = format.round(exact).float()
         if constant:
             if not self.exact:
                 exact.copy_(rounded)
-            return y
+            return self._marked(y)
         place, error = self.recorder.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(format):
             self.recorder.record_extremes(place, rounded)
@@ -294,19 +283,7 @@ class LowArithmetic(TorchFunctionMode):
             self.recorder.now.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()
-        return y
-
-    def _stored(self, exact: Tensor, format: NumberFormat) -> Tensor:
-        """The numbers ``exact`` of all windows of the pass as ``format`` stores them, in fp32."""
-        if len(self.recorder.now.windows) > 1 and not format.elementwise:  # a scale is that of one window
-            return torch.stack([format.round(own) for own in exact]).float()
-        return format.round(exact).float()
-
-    @over_windows
-    def _store_filling(self, y: Tensor) -> Tensor:
-        """``y``, whose entries were stored before but for a constant, as it is stored."""
-        y.data.copy_(self._stored(y.data, self.format))
-        return y
+        return self._marked(y)
 
     def _marked(self, y: Tensor) -> Tensor:
         return mark_stored(y) if self.rounding else y

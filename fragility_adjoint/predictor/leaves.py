@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import mark_stored, refer, stored_as
+from fragility_adjoint.internals import mark_stored, refer
 from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, LookedUp, expected_error, local_error
 from fragility_adjoint.quantization.operands import operands_by_storage, owner, stored_weights, weight_schemes
 from fragility_adjoint.quantization.quantized import recipe_of
@@ -32,14 +32,6 @@ class Held(NamedTuple):
     def leaves(self) -> list[Tensor]:
         """Weights and buffers that have a gradient."""
         return [x for x in {**self.weights, **self.buffers}.values() if x.requires_grad]
-
-    def replaced(self, leaves: Mapping[int, Tensor]) -> "Held":
-        """A copy with ``leaves`` in place of others, by the ``id`` of these."""
-
-        def replaced(held: dict[int, Tensor]) -> dict[int, Tensor]:
-            return {key: mark_stored(leaves.get(id(x), x), stored_as(x)) for key, x in held.items()}
-
-        return Held(replaced(self.weights), replaced(self.buffers), self.linear)
 
 
 class Leaves:

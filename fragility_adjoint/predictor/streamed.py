@@ -57,7 +57,7 @@ class Stream:
             replace_forward(module, partial(self.run, path, module.forward.forward))
         paths = {path for owned in self.owned.values() for path in owned}
         self.staying = [path for path in leaves.tensors if path not in paths]  # those that no part owns
-        self.uses: dict[range, Uses] = {}  # by windows
+        self.uses: dict[int, Uses] = {}  # by window
         self.reached: Counter[int] = Counter()  # the most kernels that a pass has counted before its nth part, by n
         self.last = LastRead()
         self.at_once = True  # whether all probes share the backward pass of a part
@@ -68,7 +68,7 @@ class Stream:
 
         A backward pass must go to the tensor that is returned, so that it reaches all parts.
         """
-        uses = self.uses[self.recorder.now.windows] = Uses()
+        uses = self.uses[self.recorder.now.window] = Uses()
         own = copy.copy(point)
         own.held = self.leaves.make(self.staying, point.exact, self.watch)
         return own, uses.anchor
@@ -84,10 +84,10 @@ class Stream:
             place, tensor = self.recorder.weight(path), self.leaves.tensors[path]
             with self.leaves.read([path]):
                 weighted = self.leaves.weighted(path, tensor.detach().float())
-            for windows, uses in self.uses.items():
+            for window, uses in self.uses.items():
                 for probe in [probe for found, probe in uses.totals if found == path]:
                     total = uses.totals.pop((path, probe)).to(tensor.device)
-                    self.recorder.record_pieces(place, weighted(total), windows, probe - self.recorder.probe)
+                    self.recorder.record_pieces(place, weighted(total), window, probe - self.recorder.probe)
 
     def __enter__(self) -> None:
         """Begin passes, which are forgotten with what they have read at the end of the context."""
@@ -104,7 +104,7 @@ class Stream:
 
     def _meet(self) -> None:
         """Wait for the passes beside this one, and count as many kernels as the one that has run the most."""
-        now, uses = self.recorder.now, self.uses[self.recorder.now.windows]
+        now, uses = self.recorder.now, self.uses[self.recorder.now.window]
         uses.entered += 1
         self.reached[uses.entered] = max(self.reached[uses.entered], kernels_counted())
         barrier()
@@ -119,7 +119,7 @@ class Stream:
         with without_function_modes():
             args, kwargs = entering(self.parts[path], args, kwargs)
         self.read(path)
-        self.uses[self.recorder.now.windows].counts.update(self.owned[path])
+        self.uses[self.recorder.now.window].counts.update(self.owned[path])
         call = PartCall(self, path, forward, args, kwargs)
         with without_function_modes():
             inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
@@ -127,7 +127,7 @@ class Stream:
 
     def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
         """Watch a leaf (``ErrorRecorder.watch_leaf``); gradients of one that is used often are added up first."""
-        uses = self.uses[self.recorder.now.windows]
+        uses = self.uses[self.recorder.now.window]
         if uses.counts[path] > 1:
             self.recorder.hook_leaf(leaf, partial(self._add, uses.totals, path))
         else:
@@ -187,7 +187,7 @@ class PartCall:
             plain = [x.data for x in found]
             if any(x.requires_grad for x in found):
                 constant = [p for x, p in zip(found, plain) if not x.requires_grad]
-                anchor = self.stream.uses[self.bookmark.windows].anchor
+                anchor = self.stream.uses[self.bookmark.window].anchor
                 plain = list(Part.apply(self, anchor, constant, plain, *inputs))
             results = iter([copy_marks(x, y) for x, y in zip(found, plain)])
             return map_tensors(returned, lambda _: next(results))

@@ -188,7 +188,7 @@ def test_the_first_kernel_that_leaves_the_range_is_named(name, depth):
     assert [place is not None for place in places] == overflowing
     assert {(place.words, place.kind) for place in places if place} == {(words, kind)}
     if depth == 2:
-        named = Adjoint(low, model, batch=3)(TOKENS).windows
+        named = Adjoint(low, model)(TOKENS).windows
         assert named.overflow.tolist() == [words if each else "" for each in overflowing]
         assert named.predicted.notna().tolist() == [not each for each in overflowing]
 
@@ -309,7 +309,7 @@ def finite_by_hand(low, tokens):
 def test_the_cheapest_plan_that_mends_every_window_is_found(name):
     model, words, _, overflowing = case(name, 2)
     low = lower(model, "fp16", "emulated")
-    found = remedy.find(model, low, Adjoint(low, model, batch=3)(TOKENS), TOKENS, "auto")
+    found = remedy.find(model, low, Adjoint(low, model)(TOKENS), TOKENS, "auto")
     assert [number in found.places for number in range(3)] == overflowing
     assert {place.words for place in found.places.values()} == {words}
     label, raised = MENDED[name]

@@ -75,14 +75,6 @@ def test_an_estimate(recipe, execution, target, models, tokens):
     exactly_equal(apart.contributions, whole.contributions, check_exact=True)
 
 
-def test_an_estimate_of_windows_in_a_batch(models, tokens):
-    batched = [Adjoint(lower(m, "bf16", "native"), m, probes=2, batch=len(tokens)) for m in models]
-    apart, whole = (adjoint(tokens) for adjoint in batched)
-    assert {adjoint.batch for adjoint in batched} == {len(tokens)}
-    exactly_equal(apart.windows, whole.windows, check_exact=True)
-    exactly_equal(apart.contributions, whole.contributions, check_exact=True)
-
-
 def test_an_estimate_over_some_positions(models, tokens):
     counted = tokens % 3 > 0
     apart, whole = (Adjoint(lower(m, "bf16", "native"))(tokens, counted).windows for m in models)

@@ -72,17 +72,14 @@ def test_predictions(family, target):
     assert found.length == T and found.windows.predicted.gt(0).all()
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_windows_of_one_length_share_a_pass_and_counted_positions_move_along(batch):
-    model, mask = random_model("llama"), MASK.clone()
-    mask[2] = mask[1]  # successive windows with the same padding
+def test_counted_positions_move_along_with_padding():
+    model, mask = random_model("llama"), MASK
     counted = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(2)) < 0.8
-    adjoint = Adjoint(lower(model, "bf16"), model, 2, target="logprob", gradients="both", batch=batch)
+    adjoint = Adjoint(lower(model, "bf16"), model, 2, target="logprob", gradients="both")
     found = adjoint(TOKENS, counted, seeds=(4, 5, 6, 7), attention_mask=mask)
     for window, keep in enumerate(mask.bool()):
         alone = adjoint(TOKENS[window][keep][None], counted[window][keep][None], seeds=(4 + window,))
         assert found.windows.predicted[window] == pytest.approx(alone.windows.predicted.item(), rel=1e-4)
-    assert adjoint.batch == batch, "several windows ran at once"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
