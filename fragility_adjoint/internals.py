@@ -97,6 +97,24 @@ def without_vmap_fallback() -> Iterator[None]:
         torch._C._functorch._set_vmap_fallback_enabled(before)
 
 
+# torch has no types for these errors.
+REFUSED_BY_VMAP = re.compile(
+    "^vmap: |hit the vmap fallback|Batching rule not implemented|You tried to vmap over|with functorch transforms|"
+    "storage of BatchedTensorImpl|Tensor that doesn't have storage|doesn't match the broadcast shape"
+)
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def refused_by_vmap(error: RuntimeError) -> bool:
+    """True if ``error`` says that ``torch.func.vmap`` cannot run a kernel or an autograd function for several."""
+    return REFUSED_BY_VMAP.search(str(error)) is not None
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """True if ``error`` says that memory does not suffice, that of a GPU or of the host."""
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
+
+
 def is_view(x: Tensor) -> bool:
     """True if ``x`` shares the memory of another tensor."""
     return base_of(x) is not None

@@ -11,7 +11,15 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import copy_marks, entering, mark_stream, reference_of, version_of
+from fragility_adjoint.internals import (
+    copy_marks,
+    entering,
+    mark_stream,
+    out_of_memory,
+    reference_of,
+    refused_by_vmap,
+    version_of,
+)
 from fragility_adjoint.offload.lockstep import side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
@@ -235,7 +243,9 @@ class Adjoint:
             try:
                 self._backward_once(finals, leaves, signs)
                 return
-            except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
+            except RuntimeError as error:
+                if not (refused_by_vmap(error) or out_of_memory(error)):
+                    raise
                 self.recorder.rewind(before)
                 if self._stream is not None and self._stream.at_once:
                     self._stream.at_once = False  # in each part one by one, so that it is read once

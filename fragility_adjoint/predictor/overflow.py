@@ -30,6 +30,8 @@ from fragility_core.numerics.presence import source_of
 HIDING = FILLING | {"bitwise_and_", "bitwise_or_"}  # these write over scores that do not count
 CONSTANT = {"full_like", "new_full"}  # an infinity in these is meant
 ROOTS = {"rsqrt", "sqrt"}
+# Kernels that take no fp64: products of experts, and fused attention on a GPU.
+WITHOUT_FP64 = {"_grouped_mm"} | {f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")}
 SAYS = {
     "overflow": "", "stored": "", "infinite": "division by zero (1/0) in ", "nan": "not a number (0/0) in ",
 }  # fmt: skip
@@ -164,19 +166,25 @@ def masking(x: Tensor) -> Tensor:
 
 
 def kind_of(kernel: Callable | None, args: tuple, kwargs: dict, bad: Tensor) -> str:
-    """The kind of a result that is ``bad``, by ``kernel`` in fp64: "overflow" if a number, else "infinite" or "nan"."""
+    """The kind of a result that is ``bad``, by ``kernel`` in fp64: "overflow" if a number, else "infinite" or "nan".
+
+    It is "overflow" for a kernel that takes no fp64, and for one of another library, which need not.
+    """
 
     def wide(value: Any) -> Any:
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     if kernel is None:  # an activation of finite numbers
         return "overflow"
+    name = kernel.overloadpacket.__name__
+    if kernel.namespace != "aten" or name in WITHOUT_FP64:
+        return "overflow"
     args, kwargs = map_tensors((args, kwargs), lambda x: x.double() if x.is_floating_point() else x)
-    if kernel.overloadpacket.__name__ in SOFTMAXES:
+    if name in SOFTMAXES:
         args = (*args[:2], False)
     try:
         result = kernel(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
-    except RuntimeError:  # NotImplementedError is one: a fused kernel that does not take fp64
+    except NotImplementedError:  # torch's error for a dtype that a kernel does not take
         return "overflow"
     exact = next(tensors(result))[bad]
     if exact.isfinite().any():

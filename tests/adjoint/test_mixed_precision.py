@@ -39,6 +39,7 @@ from transformers import (
 
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
@@ -539,6 +540,22 @@ def test_fp32_scores_are_attention_with_fp32_scores():
     scores = (query.float() @ key.float().mT / 8**0.5).masked_fill(attention.future(30, query.device), -torch.inf)
     expected = scores.softmax(-1).bfloat16() @ value
     assert torch.equal(output, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("error", [ValueError("pass pixels"), TypeError("pass pixels"), RuntimeError("a mistake")])
+def test_scores_of_a_model_that_needs_more_than_tokens(tiny_gpt2, error, monkeypatch):
+    """They are not offered; but a mistake in its code is raised."""
+
+    def failing(*given, **named):
+        raise error
+
+    assert scores_can_be_kept(tiny_gpt2)
+    monkeypatch.setattr(type(tiny_gpt2), "forward", failing)
+    if type(error) is RuntimeError:
+        with pytest.raises(RuntimeError, match="a mistake"):
+            scores_can_be_kept(tiny_gpt2)
+    else:
+        assert not scores_can_be_kept(tiny_gpt2)
 
 
 def test_soft_capped_scores_are_not_computed_without_their_cap(tiny_tokens):

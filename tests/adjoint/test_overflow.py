@@ -26,7 +26,7 @@ from transformers import (
 
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.predictor.overflow import first_overflow
+from fragility_adjoint.predictor.overflow import first_overflow, kind_of
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import block_paths, final_hidden
 from fragility_core.numerics.nested import tensors
@@ -269,6 +269,16 @@ def test_what_counts_as_an_overflow(function, words, execution):
     low = lower(Steps(function), "fp16", execution)
     place = first_overflow(low, lambda model: model(torch.full((1, 4), -300.0)))
     assert (place and place.words) == words
+
+
+def test_a_kernel_without_fp64_has_overflowed_and_another_error_is_raised():
+    number, bad = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    assert (
+        kind_of(torch.ops.aten.bitwise_and.Tensor, (number, number), {}, bad) == "overflow"
+    )  # not implemented for doubles
+    assert kind_of(torch.ops.aten._grouped_mm.default, (number, number), {}, bad) == "overflow"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        kind_of(torch.ops.aten.mm.default, (number, number), {}, bad)
 
 
 # --- Remedies -----------------------------------------------------------------------------------------
