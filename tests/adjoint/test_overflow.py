@@ -273,9 +273,7 @@ def test_what_counts_as_an_overflow(function, words, execution):
 
 def test_a_kernel_without_fp64_has_overflowed_and_another_error_is_raised():
     number, bad = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    assert (
-        kind_of(torch.ops.aten.bitwise_and.Tensor, (number, number), {}, bad) == "overflow"
-    )  # not implemented for doubles
+    assert kind_of(torch.ops.aten.bitwise_and.Tensor, (number, number), {}, bad) == "overflow"  # takes no doubles
     assert kind_of(torch.ops.aten._grouped_mm.default, (number, number), {}, bad) == "overflow"
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         kind_of(torch.ops.aten.mm.default, (number, number), {}, bad)
