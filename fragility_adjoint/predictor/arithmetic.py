@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_adjoint.predictor.calls import FunctionCall
-from fragility_adjoint.predictor.leaves import Held
+from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
 from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
 from fragility_adjoint.predictor.sites import SUMS
@@ -68,7 +68,7 @@ class NotAView(torch.autograd.Function):
         return gradient
 
 
-class Through:
+class Dequantized:
     """Numbers as ``stored`` rounds them, read again in ``dtype``; a stand-in for a format.
 
     A scale of int8 in fp32 gives numbers that bf16 does not hold.
@@ -88,29 +88,30 @@ class Through:
 class LowArithmetic(TorchFunctionMode):
     """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``recorder``.
 
-    - ``held`` has the fp32 tensors that stand for parameters and buffers.
+    - ``parameters`` has the fp32 tensors that stand for parameters and buffers.
     - ``stochastic``: recorded is the standard deviation of stochastic rounding, not the error of rounding to nearest.
     - ``rounding`` is False where the results of kernels are in fp32.
     - ``exact``: errors are recorded, but results stay as they were before rounding.
     """
 
     def __init__(
-        self, recipe: Recipe, recorder: ErrorRecorder, held: Held,
+        self, recipe: Recipe, recorder: ErrorRecorder, parameters: ParameterTable,
         stochastic: bool = False, rounding: bool = True, exact: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.recipe, self.format, self.recorder, self.held = recipe, recipe.kernels, recorder, held
+        self.recipe, self.format, self.recorder, self.parameters = recipe, recipe.kernels, recorder, parameters
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
 
     @contextmanager
-    def holding(self, held: Held) -> Iterator[None]:
-        """A context in which ``held`` stands for more parameters and buffers."""
-        before, self.held = self.held, Held(*({**old, **new} for old, new in zip(self.held, held)))
+    def with_parameters(self, parameters: ParameterTable) -> Iterator[None]:
+        """A context in which ``parameters`` stands for more parameters and buffers."""
+        before = self.parameters
+        self.parameters = ParameterTable(*({**old, **new} for old, new in zip(before, parameters)))
         try:
             yield
         finally:
-            self.held = before
+            self.parameters = before
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -132,12 +133,12 @@ class LowArithmetic(TorchFunctionMode):
             self.recorder.mark_module("router")
         elif call.product == "values":
             self.recorder.mark_module("attention")
-        if call.product == "weights" and self.held.linear:
+        if call.product == "weights" and self.parameters.linear:
             self._round_inputs(call)
         if self.rounding:
             return self._run(call)
         result = self.call(func, *call.args, **call.kwargs)
-        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.held.linear else result
+        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.parameters.linear else result
 
     def call(self, func: Callable, *args, **kwargs) -> Any:
         """The result of ``func`` before it is rounded."""
@@ -160,7 +161,7 @@ class LowArithmetic(TorchFunctionMode):
         if not x.is_floating_point():
             return x
         with internals.without_function_modes():
-            return self.round(self.call(Tensor.clone, x), name, format=Through(stored, self.dtype(x)))
+            return self.round(self.call(Tensor.clone, x), name, format=Dequantized(stored, self.dtype(x)))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""
@@ -168,10 +169,10 @@ class LowArithmetic(TorchFunctionMode):
 
     def _to_fp32(self, x: Tensor) -> Tensor:
         """The fp32 tensor that stands for ``x`` if ``x`` is of the low dtype, else ``x``."""
-        if id(x) in self.held.weights:
-            return self.held.weights[id(x)]
-        if id(x) in self.held.buffers:
-            return mark_stored(self.call(Tensor.clone, self.held.buffers[id(x)]))  # a model may write to it
+        if id(x) in self.parameters.weights:
+            return self.parameters.weights[id(x)]
+        if id(x) in self.parameters.buffers:
+            return mark_stored(self.call(Tensor.clone, self.parameters.buffers[id(x)]))  # a model may write to it
         return mark_stored(self.call(Tensor.float, x)) if self.rounding and x.dtype == self.format.compute_dtype else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -225,7 +226,8 @@ class LowArithmetic(TorchFunctionMode):
 
     def _round_inputs(self, call: FunctionCall) -> None:
         """Round what is multiplied by the weights of a layer whose inputs are stored in other numbers."""
-        operands = next((self.held.linear[a] for a in storages(call.floating) & self.held.linear.keys()), Operands())
+        linear = self.parameters.linear
+        operands = next((linear[address] for address in storages(call.floating) & linear.keys()), Operands())
         if operands.inputs is not None:
 
             def change(x: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from fragility_adjoint.offload.lockstep import side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
-from fragility_adjoint.predictor.leaves import Leaves
 from fragility_adjoint.predictor.overflow import first_overflow, with_overflows
+from fragility_adjoint.predictor.parameters import RoundedParameters
 from fragility_adjoint.predictor.prediction import Prediction, predict
 from fragility_adjoint.predictor.probes import backward
 from fragility_adjoint.predictor.recorder import ErrorRecorder
@@ -62,7 +62,7 @@ class Adjoint:
     @torch.inference_mode(False)
     def __init__(
         self, low: LowPrecision, reference: nn.Module | None = None, probes: int = 1, seed: int = 0,
-        target: str | Target | Output = "hidden", gradients: str = "low",
+        target: str | Target | Output = "hidden", gradients: str = "auto",
     ):  # fmt: skip
         """``low`` is the model as it runs, with the attention that it is set to.
 
@@ -75,7 +75,8 @@ class Adjoint:
         ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``.
 
         ``gradients`` are taken at the "low" point; at the "fp32" point, with the errors that rounding the values of the
-        reference makes; or at "both", in twice the time. Then a weight, whose error is the same at both ends, has the
+        reference makes; or at "both", in twice the time. "auto" is "both" with a reference and rounding to nearest, and
+        else "low". At both points a weight, whose error is the same at both ends, has the
         mean of its contributions there: the mean of two slopes is exact for what is quadratic in between. A kernel's
         error is another one at the other end, and it has the contribution at the fp32 point. "secant" runs both passes
         side by side, and takes the slopes between them (``secant``): signed contributions then add up to the measured
@@ -89,9 +90,12 @@ class Adjoint:
         recipe = recipe_of(low)
         if not (recipe.rounds or low.weights_only):
             raise ValueError(f"the recipe must round the results of kernels, as bf16 does, got {recipe.name}")
+        referenced = reference is not None and low.execution != "stochastic"
+        if gradients == "auto":
+            gradients = "both" if referenced else "low"
         if gradients not in GRADIENTS:
-            raise ValueError(f"gradients must be taken at one of {', '.join(GRADIENTS)}, got {gradients!r}")
-        if gradients != "low" and (reference is None or low.execution == "stochastic"):
+            raise ValueError(f"gradients must be auto or taken at one of {', '.join(GRADIENTS)}, got {gradients!r}")
+        if gradients != "low" and not referenced:
             raise ValueError(
                 f'gradients={gradients!r} needs the fp32 reference, and rounding to nearest: use gradients="low"'
             )
@@ -106,26 +110,27 @@ class Adjoint:
         self.at_once = True  # whether all probes share one backward pass; until that fails
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
-        rounding = self._dtype != torch.float32
+        rounds = self._dtype != torch.float32
         self.model = sharing_copy(low.model)
         self.recorder, self.lock = ErrorRecorder(), threading.Lock()
         self._sites = pd.DataFrame()
-        self.leaves = leaves = Leaves(low, self.model, reference, self.recorder, self._dtype)
-        self._stream = Stream(self.model, leaves, self.recorder) if is_offloaded(self.model) else None
-        stays = leaves.tensors if self._stream is None else self._stream.staying
+        self.rounded = rounded = RoundedParameters(low, self.model, reference, self.recorder, self._dtype)
+        self._stream = Stream(self.model, rounded, self.recorder) if is_offloaded(self.model) else None
+        stays = rounded.tensors if self._stream is None else self._stream.staying
         kept = stays if self._stream is None else []
-        self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
+        self._versions = [(p, version_of(p)) for path, p in rounded.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
         self.points = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
-            held = leaves.make(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
+            leaves = rounded.make_leaves(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
+            how = self.recipe, self.recorder, leaves
             if self.secant:
-                self.points.append(SecantArithmetic(self.recipe, self.recorder, held, rounding, self.target.between))
+                self.points.append(SecantArithmetic(*how, rounds, self.target.between))
             else:
-                self.points.append(LowArithmetic(self.recipe, self.recorder, held, stochastic, rounding, exact))
+                self.points.append(LowArithmetic(*how, stochastic, rounds, exact))
         self._follow_modules()
         if not (stochastic or self.secant):
-            self._recompute(rounding)
+            self._recompute(rounds)
 
     def _follow_modules(self) -> None:
         """Let the recorder know which module's forward is running, and mark the residual stream."""
@@ -136,20 +141,20 @@ class Adjoint:
             if is_block(path):
                 module.register_forward_pre_hook(mark_block_input, with_kwargs=True)
 
-    def _recompute(self, rounding: bool) -> None:
+    def _recompute(self, rounds: bool) -> None:
         """Run the costly parts of the model as one autograd function each."""
         if not self.recipe.kernels.elementwise:  # each block of rows would have a scale of its own
             return
         if attention_of(self.model) == OBSERVED_EAGER:
             register_attention(recomputed.RECOMPUTED_EAGER, recomputed.recomputed_attention)
-            self.model.set_attn_implementation(recomputed.RECOMPUTED_EAGER if rounding else "sdpa")
+            self.model.set_attn_implementation(recomputed.RECOMPUTED_EAGER if rounds else "sdpa")
         for module in elementwise_modules(self.model):
             replace_forward(module, recomputed.Activation(self.low, self.recorder, module))
 
     @property
     def knows_signs(self) -> bool:
         """True if errors are those that rounding makes, with their signs; False if some have an expected size alone."""
-        return self.leaves.exact is not None and self.low.execution != "stochastic"
+        return self.rounded.exact is not None and self.low.execution != "stochastic"
 
     def __call__(
         self, tokens: Tensor, counted: Tensor | None = None, seeds: Sequence[int] | None = None,
@@ -225,7 +230,7 @@ class Adjoint:
         arithmetic, *ends = [point] if self._stream is None else self._stream.begin(point)
         with arithmetic, torch.enable_grad():
             final = self.target.output(self.model, window.tokens)
-        return final, [*self.recorder.now.leaves, *arithmetic.held.leaves, *ends]
+        return final, [*self.recorder.now.leaves, *arithmetic.parameters.leaves, *ends]
 
     def _norm_and_error(self, window: Window, final: Tensor, signs: Tensor) -> NormAndError:
         counted = window.counted(final)

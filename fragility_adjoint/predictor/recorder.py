@@ -19,7 +19,7 @@ from fragility_core.numerics.formats import NumberFormat
 from fragility_core.numerics.nested import together
 
 LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
-Weighing = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces
+ErrorWeighting = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces
 
 
 class Place(NamedTuple):
@@ -52,7 +52,7 @@ class LookedUp(NamedTuple):
 
 
 @dataclass
-class Pass:
+class PassPosition:
     """The position of a differentiated pass of the window with this number."""
 
     window: int = 0
@@ -82,11 +82,11 @@ class ErrorRecorder:
         self._records: list[tuple[int, int, int, Tensor]] = []
         self._extremes: list[tuple[int, int, Tensor]] = []  # by window and place, (2,)
         # Leaves that are kept, with place and ``weighted``, by their ``id``: see ``watch_leaf``.
-        self._kept: dict[int, tuple[Tensor, int, Weighing]] = {}
+        self._kept: dict[int, tuple[Tensor, int, ErrorWeighting]] = {}
         self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of the leaf, see ``look_up``
         self.probe = 0  # the first one of the running backward pass
         self.observer: Callable[[int, Tensor], object] | None = None  # is shown each place's errors times gradients
-        self.now = Pass()
+        self.now = PassPosition()
 
     def clear(self) -> None:
         """Drop the records of a prediction that was interrupted."""
@@ -105,7 +105,7 @@ class ErrorRecorder:
 
     def begin(self, window: int = 0) -> None:
         """Start a pass of the window with this number."""
-        self.now = Pass(window)
+        self.now = PassPosition(window)
 
     @property
     def path(self) -> list[str]:
@@ -123,10 +123,10 @@ class ErrorRecorder:
         if latest is not None and within(latest[1], path) and not self.now.again:
             self.ends[latest[0]] = path
 
-    def bookmark(self, path: str) -> Pass:
+    def bookmark(self, path: str) -> PassPosition:
         """The position of the pass before the forward of the module at ``path``; for ``replaying`` it."""
         counts = {(module, name): n for (module, name), n in self.now.counts.items() if within(module, path)}
-        return Pass(self.now.window, list(self.path), Counter(counts), again=True)
+        return PassPosition(self.now.window, list(self.path), Counter(counts), again=True)
 
     @contextmanager
     def setting_leaves_apart(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class ErrorRecorder:
             self.now.leaves = before
 
     @contextmanager
-    def replaying(self, bookmark: Pass) -> Iterator[list[Tensor]]:
+    def replaying(self, bookmark: PassPosition) -> Iterator[list[Tensor]]:
         """A context in which a module runs again: kernels have the places that they had. Yields the new leaves."""
         before, seen = self.now, len(self._extremes)
         self.now = copy.deepcopy(bookmark)
@@ -186,7 +186,7 @@ class ErrorRecorder:
         self.watch(place, whole, errors)
 
     def watch_leaf(
-        self, place: int, leaf: Tensor, weighted: Weighing, kept: bool = False
+        self, place: int, leaf: Tensor, weighted: ErrorWeighting, kept: bool = False
     ) -> None:  # fmt: skip
         """The same as ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
 

@@ -189,7 +189,8 @@ def memory_of(kind: str) -> float:
     else:
         model = load_model("embedded")
         low = attending(lower(model, "bf16"), OBSERVED_EAGER)
-        call = model.requires_grad_(True) if kind == "training forward" else lambda given: Adjoint(low, model)(given)
+        estimate = partial(Adjoint, low, model, gradients="low")
+        call = model.requires_grad_(True) if kind == "training forward" else lambda given: estimate()(given)
     tokens = random_tokens(1024)
     _reset_peak()
     loaded = 0.0 if kind in ("plain", "monitored") else _peak()

@@ -84,7 +84,7 @@ def random_model(config, auto_class: type = AutoModel) -> nn.Module:
 
 
 def contributions(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=1, low=None) -> Contributions:
-    prediction = predictor.Adjoint(low or lower(model, format), model, probes)(tokens)
+    prediction = predictor.Adjoint(low or lower(model, format), model, probes, gradients="low")(tokens)
     return Contributions(model, prediction)
 
 
@@ -225,7 +225,7 @@ def test_a_protected_model_can_be_asked_again(tiny):
     model, known, tokens = tiny
     for names in (["residual"], ["norms", "embedding"]):
         chosen = known.keep(sites=names)
-        again = predictor.Adjoint(apply(model, chosen), model, probes=2)(tokens)
+        again = predictor.Adjoint(apply(model, chosen), model, probes=2, gradients="low")(tokens)
         assert again.windows.predicted.mean() == pytest.approx(chosen.predicted, rel=0.03)
 
 
@@ -695,7 +695,7 @@ def test_wrong_requests_are_refused(tiny, ask, message):
 
 def test_windows_that_overflow_are_left_out_or_named(tiny):
     model, known, tokens = tiny
-    prediction = predictor.Adjoint(lower(model, "bf16"), model)(tokens)
+    prediction = predictor.Adjoint(lower(model, "bf16"), model, gradients="low")(tokens)
     alone = replace(prediction, windows=prediction.windows.assign(overflow="h.1"))
     alone.windows.loc[0, "predicted"] = np.inf
     assert Contributions(model, alone).predict(known.keep()).window.tolist() == [1]
@@ -743,7 +743,9 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
         return model(tokens, use_cache=False).logits
 
     model = random_model(FAMILIES["llama"], AutoModelForCausalLM)
-    known = Contributions(model, predictor.Adjoint(lower(model, "bf16"), model, probes=8, target=logits)(tiny_tokens))
+    known = Contributions(
+        model, predictor.Adjoint(lower(model, "bf16"), model, probes=8, target=logits, gradients="low")(tiny_tokens)
+    )
     head = known.keep(sites=["head"])
     low = apply(model, head)
     with torch.no_grad(), low.running():

@@ -59,7 +59,9 @@ def test_probes_at_once_are_probes_one_by_one(
 
 
 def test_gradients_in_bf16_differ_by_their_rounding(tiny_gpt2, tiny_tokens):
-    assert_alike(*both_ways(Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, probes=3), tiny_tokens), rel=1e-2)
+    assert_alike(
+        *both_ways(Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, probes=3, gradients="low"), tiny_tokens), rel=1e-2
+    )
 
 
 def test_probes_differ(tiny_gpt2, tiny_tokens):
@@ -93,7 +95,7 @@ def test_a_gradient_that_cannot_be_batched_takes_a_pass_for_each_probe():
     torch.manual_seed(0)
     model = Refusing().eval().requires_grad_(False)
     tokens = torch.randn(2, 5, 8).bfloat16()
-    adjoint = Adjoint(lower(model, "bf16"), model, probes=3, target=lambda model, x: model(x))
+    adjoint = Adjoint(lower(model, "bf16"), model, probes=3, target=lambda model, x: model(x), gradients="low")
     refused = adjoint(tokens)
     assert not adjoint.at_once
     assert_alike(refused, adjoint(tokens), rel=0)
@@ -188,6 +190,8 @@ def test_what_vmap_refuses_is_told_from_mistakes():
 def test_the_mean_of_many_probes_is_right(tiny_gpt2, tiny_tokens):
     """Different seeds agree within their standard error."""
     low = lower(tiny_gpt2, "bf16")
-    first, second = (Adjoint(low, tiny_gpt2, probes=32, seed=seed)(tiny_tokens[:1]).windows for seed in (0, 1))
+    first, second = (
+        Adjoint(low, tiny_gpt2, probes=32, seed=seed, gradients="low")(tiny_tokens[:1]).windows for seed in (0, 1)
+    )
     error = np.hypot(first.standard_error, second.standard_error)
     assert (np.abs(first.predicted - second.predicted) < 4 * error).all()

@@ -151,7 +151,10 @@ def test_a_streamed_model(tmp_path):
     model = random_model("llama")
     model.save_pretrained(tmp_path)
     offloaded = load_offloaded(str(tmp_path), "cpu", AutoModelForCausalLM)
-    found = [Adjoint(lower(m, "bf16"), m, 2)(TOKENS, attention_mask=MASK).windows for m in (model, offloaded)]
+    found = [
+        Adjoint(lower(m, "bf16"), m, 2, gradients="low")(TOKENS, attention_mask=MASK).windows
+        for m in (model, offloaded)
+    ]
     pd.testing.assert_frame_equal(*found, check_exact=True)
 
 
@@ -169,7 +172,7 @@ WRONG = {
     "all padding": (EMPTY, "window 2 is all padding: leave it out"),
 }
 TAKING = {
-    "prediction": lambda model, low, mask: Adjoint(low, model)(TOKENS, attention_mask=mask),
+    "prediction": lambda model, low, mask: Adjoint(low, model, gradients="low")(TOKENS, attention_mask=mask),
     "score": lambda model, low, mask: Monitor(low)(TOKENS, attention_mask=mask),
     "states": lambda model, low, mask: final_hidden(model, TOKENS, mask),
     "logits": lambda model, low, mask: logits(model, TOKENS, mask),
@@ -205,7 +208,7 @@ LAST[:, -1] = 1
 def test_counted_positions_that_do_not_fit(target, counted, message):
     model = random_model("gpt2")
     with pytest.raises(ValueError, match=message):
-        Adjoint(lower(model, "bf16"), model, target=target)(TOKENS, counted)
+        Adjoint(lower(model, "bf16"), model, target=target, gradients="low")(TOKENS, counted)
 
 
 def test_a_reference_of_other_windows():

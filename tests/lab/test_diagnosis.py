@@ -164,7 +164,7 @@ def test_what_the_blocks_keep_is_not_more_than_stated(config, format):
     for depth in (1, 3):
         model = AutoModelForCausalLM.from_config(config(depth)).eval().requires_grad_(False)
         low = lower(model, format)
-        adjoint = Adjoint(low, model)
+        adjoint = Adjoint(low, model, gradients="low")
         adjoint(tokens)  # makes what is made once
         kept[depth], stated[depth] = (
             live_peak(partial(adjoint, tokens)),
