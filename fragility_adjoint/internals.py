@@ -17,18 +17,15 @@ from fragility_core.numerics.internals import private, require
 
 PRIVATE = {
     "torch._softmax_backward_data": "the gradient of a softmax from its result, in place",
-    "torch.Tensor._is_view": "a view shares the memory that a kernel writes to",
-    "torch.Tensor._base": "the tensor whose memory a view shares",
+    "torch.Tensor._base": "the tensor whose memory a view shares, and a kernel writes to",
     "torch.Tensor._version": "whether weights have changed since they were read",
     "torch.autograd._get_sequence_nr": "passes side by side count kernels alike, so that they go back side by side",
-    "torch._C._functorch.maybe_current_level": "whether a pass runs for several windows or probes at once",
-    "torch._C._functorch.is_batchedtensor": "which tensors differ between the windows or probes of such a pass",
-    "torch._C._functorch.get_unwrapped": "the tensor of all windows or probes, behind the one that looks like one's",
-    "torch._C._functorch.maybe_get_bdim": "the dimension of the windows or probes in it",
+    "torch._C._functorch.maybe_current_level": "whether a backward pass runs for several probes at once",
+    "torch._C._functorch._unwrap_batched": "the gradient of all probes, behind the one that looks like that of one",
     "torch._C._functorch._add_batch_dim": "makes it look like that of one again",
     "torch._C._functorch._is_vmap_fallback_enabled": "whether a kernel may be looped over in such a pass",
     "torch._C._functorch._set_vmap_fallback_enabled": "a kernel that cannot be computed at once shall be refused",
-    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such tensors are ordinary ones",
+    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such gradients are ordinary ones",
     "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
     "transformers.PreTrainedModel._init_weights": "fills the buffers that no checkpoint holds",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that no model needs",
@@ -37,9 +34,8 @@ require(PRIVATE)
 
 softmax_backward = private("torch._softmax_backward_data", PRIVATE)
 base_of = attrgetter("_base")  # of a view
-kernels_counted = private(
-    "torch.autograd._get_sequence_nr", PRIVATE
-)  # in this thread: a backward pass takes the latest first
+# In this thread: a backward pass takes the latest first.
+kernels_counted = private("torch.autograd._get_sequence_nr", PRIVATE)
 version_of = attrgetter("_version")  # of a tensor: grows with every change in place
 
 
@@ -101,27 +97,37 @@ def without_vmap_fallback() -> Iterator[None]:
         torch._C._functorch._set_vmap_fallback_enabled(before)
 
 
-def behind(x: Tensor) -> Tensor:
-    """The tensor that holds the entries of ``x``: ``x`` itself outside of vmap."""
-    return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.is_batchedtensor(x) else x
+# torch has no types for these errors.
+REFUSED_BY_VMAP = re.compile(
+    "^vmap: |hit the vmap fallback|Batching rule not implemented|You tried to vmap over|with functorch transforms|"
+    "storage of BatchedTensorImpl|Tensor that doesn't have storage|doesn't match the broadcast shape"
+)
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def refused_by_vmap(error: RuntimeError) -> bool:
+    """True if ``error`` says that ``torch.func.vmap`` cannot run a kernel or an autograd function for several."""
+    return REFUSED_BY_VMAP.search(str(error)) is not None
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """True if ``error`` says that memory does not suffice, that of a GPU or of the host."""
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def is_view(x: Tensor) -> bool:
     """True if ``x`` shares the memory of another tensor."""
-    return behind(x)._is_view()
+    return base_of(x) is not None
 
 
-def address(x: Tensor) -> int:
-    """Address at which the memory of ``x`` begins, which its views share."""
-    return behind(x).untyped_storage().data_ptr()
-
-
-def unbatched(x: Tensor) -> Tensor:
-    """``x`` for all members of the batch of the running vmap, (N, ...); N = 1 if they have it in common."""
-    if not torch._C._functorch.is_batchedtensor(x):
+def unbatched(x: Tensor, level: int | None) -> Tensor:
+    """``x`` for all members of the batch of the vmap with number ``level``, (N, ...); N = 1 if they share it."""
+    if level is None:
         return x[None]
-    dimension = torch._C._functorch.maybe_get_bdim(x)
-    return behind(x).movedim(dimension, 0) if dimension else behind(x)
+    whole, dimension = torch._C._functorch._unwrap_batched(x, level)
+    if dimension is None:
+        return whole[None]
+    return whole.movedim(dimension, 0) if dimension else whole
 
 
 def batched(x: Tensor, level: int | None) -> Tensor:

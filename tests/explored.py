@@ -24,7 +24,7 @@ def contributions() -> tuple[Contributions, Contributions]:
     """In the mismatch and in KL, in bf16."""
     model, windows = model_and_windows()
     low = lower(model, "bf16")
-    hidden = Adjoint(low, model, 2)(windows)
+    hidden = Adjoint(low, model, 2, gradients="low")(windows)
     kl = Adjoint(low, model, 2, target="kl", gradients="both")(windows)
     return Contributions(model, hidden), Contributions(model, kl)
 

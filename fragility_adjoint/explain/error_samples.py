@@ -16,7 +16,7 @@ from fragility_adjoint.internals import mark_stored, stored_as
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.estimator import Adjoint
-from fragility_adjoint.predictor.leaves import Held, Leaves
+from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters
 from fragility_adjoint.predictor.recorder import local_error, stochastic_error
 from fragility_adjoint.quantization.operands import operands_by_storage
 from fragility_core.models.paths import within
@@ -52,9 +52,9 @@ class RandomSigns:
             error = stochastic_error(error, x, stored)
         return x + with_random_signs(error, self.generator, alike)
 
-    def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
+    def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
-        weighted = leaves.weighted(path, leaves.tensors[path].detach().float())(torch.ones_like(leaf)[None])
+        weighted = rounded.weighted_error(path, rounded.tensors[path].detach().float())(torch.ones_like(leaf)[None])
         error = torch.cat([piece.clone().view(-1) for piece in weighted])  # pieces share their memory
         return leaf + with_random_signs(error, self.generator).view_as(leaf)
 
@@ -69,9 +69,9 @@ class ScaledErrors:
         """``x`` with its share of the error."""
         return self._between(x, stored.round(x).float())
 
-    def weight(self, leaf: Tensor, leaves: Leaves, path: str) -> Tensor:
+    def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
-        return self._between(leaf, leaves.tensors[path].detach().float())
+        return self._between(leaf, rounded.tensors[path].detach().float())
 
     def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
         """A share of the way; an overflow, and a mask of -inf, are there at every share but none."""
@@ -135,8 +135,8 @@ class SampledArithmetic(LowArithmetic):
     Kernels of modules outside of ``base`` round nothing.
     """
 
-    def __init__(self, at: LowArithmetic, held: Held, base: str, rounding: Rounding | None):
-        super().__init__(at.recipe, at.recorder, held, rounding=at.rounding)
+    def __init__(self, at: LowArithmetic, parameters: ParameterTable, base: str, rounding: Rounding | None):
+        super().__init__(at.recipe, at.recorder, parameters, rounding=at.rounding)
         self.base, self.rounding_by = base, rounding
         self.format = Sampled(at.recipe.kernels, rounding)
 
@@ -210,16 +210,17 @@ class ErrorSamples:
     def _run(self, run: Callable[[nn.Module], Result], rounding: Rounding | None, base: str = "") -> Result:
         adjoint = self.adjoint
         with adjoint.lock, torch.inference_mode(False), torch.no_grad():
-            held = self.at.held if rounding is None else self._held(rounding)
+            parameters = self.at.parameters if rounding is None else self._drawn(rounding)
             adjoint.recorder.begin()
-            with SampledArithmetic(self.at, held, base, rounding):
+            with SampledArithmetic(self.at, parameters, base, rounding):
                 return run(adjoint.model)
 
-    def _held(self, rounding: Rounding) -> Held:
+    def _drawn(self, rounding: Rounding) -> ParameterTable:
         """Stand-ins for weights and buffers, with their errors."""
-        leaves, weights, buffers = self.adjoint.leaves, dict(self.at.held.weights), dict(self.at.held.buffers)
-        for path in filter(leaves.watched, leaves.tensors):
-            made, key = weights if path in leaves.parameters else buffers, id(leaves.tensors[path])
-            made[key] = mark_stored(rounding.weight(made[key], leaves, path), stored_as(made[key]))
-        linear = {path: weights[id(p)] for path, p in leaves.linear.items()}
-        return Held(weights, buffers, operands_by_storage(linear, self.at.recipe))
+        rounded, known = self.adjoint.rounded, self.at.parameters
+        weights, buffers = dict(known.weights), dict(known.buffers)
+        for path in filter(rounded.watched, rounded.tensors):
+            made, key = weights if path in rounded.parameters else buffers, id(rounded.tensors[path])
+            made[key] = mark_stored(rounding.weight(made[key], rounded, path), stored_as(made[key]))
+        linear = {path: weights[id(p)] for path, p in rounded.linear.items()}
+        return ParameterTable(weights, buffers, operands_by_storage(linear, self.at.recipe))

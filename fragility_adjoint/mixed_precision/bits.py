@@ -29,7 +29,7 @@ from fragility_core.models.paths import within
 
 def predictions(
     model: nn.Module, recipes: Sequence[str | Recipe], tokens: Tensor, target: str | Target = "kl",
-    gradients: str = "both", probes: int = 2, seed: int = 0, attention_mask: Tensor | None = None,
+    gradients: str = "auto", probes: int = 2, seed: int = 0, attention_mask: Tensor | None = None,
 ) -> dict[str, Prediction]:  # fmt: skip
     """The prediction for the fp32 ``model`` over ``tokens`` (B, T) in each of ``recipes``, by name.
 

@@ -142,13 +142,12 @@ def predict(
     """Predict the error of the fp32 ``model`` by ``recipe`` over ``tokens``, in the unit of ``target``, and its causes.
 
     ``tokens`` are windows (B, T) in any form of ``padding.as_windows``; ``target`` is one of ``targets.TARGETS``.
-    Gradients are taken at both ends, with ``probes`` random sign vectors (``Adjoint``). Raises the errors of ``lower``
-    and ``Adjoint``.
+    Gradients are "auto" of ``Adjoint``, from ``probes`` random sign vectors. Raises the errors of ``lower`` and of it.
     """
     windows, mask = as_windows(tokens, next(model.parameters()).device)
     chosen = get_recipe(recipe)
     if needs_calibration(chosen) and mask is not None:
         raise ValueError(f"static scales are measured over windows without padding, got a mask beside {chosen.name}")
     low = lower(model, calibrated(model, chosen, windows))
-    prediction = Adjoint(low, model, probes, seed, target, gradients="both")(windows, attention_mask=mask)
+    prediction = Adjoint(low, model, probes, seed, target)(windows, attention_mask=mask)
     return Errors(model, windows, prediction, probes=probes, seed=seed, attention_mask=mask)

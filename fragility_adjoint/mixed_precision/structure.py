@@ -38,7 +38,7 @@ def scores_can_be_kept(model: nn.Module) -> bool:
     try:
         set_attention(kept, FP32_SCORES)
         a, b = (next(tensors(m(tokens, use_cache=False))).float() for m in (own, kept))
-    except Exception:  # the model needs more than tokens, or its attention is more than a softmax
+    except (TypeError, ValueError):  # the model needs more than tokens, or its attention is more than a softmax
         return False
     return bool(torch.linalg.vector_norm(a - b) <= 1e-3 * torch.linalg.vector_norm(a))
 

@@ -19,7 +19,7 @@ from fragility_core.models.paths import within
 Device = torch.device | str | int
 
 
-class Made:
+class CheckpointTensors:
     """Tensors that a ``converter`` of transformers makes of several in the files, or of one, such as a layer's experts.
 
     Without a converter it is a tensor in the files itself.
@@ -55,7 +55,7 @@ class Checkpoint:
     def __init__(self, files: Iterable[Path], model: PreTrainedModel):
         """Reads the names in ``files``; their entries stay on the disk."""
         self.model, self.files = model, {}
-        self.made: dict[str, Made] = {}
+        self.made: dict[str, CheckpointTensors] = {}
         self.unexpected: list[str] = []
         self.checked: set[str] = set()
         for file in files:
@@ -73,7 +73,7 @@ class Checkpoint:
             if path not in known:
                 self.unexpected += [] if is_ignored(model, name) else [name]
                 continue
-            made = self.made.get(path) or Made(path, by_pattern.get(pattern))
+            made = self.made.get(path) or CheckpointTensors(path, by_pattern.get(pattern))
             made.sources.append((name, pattern))
             self.made |= dict.fromkeys(made.paths(), made)
 

@@ -18,11 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_adjoint.predictor.calls import FunctionCall
-from fragility_adjoint.predictor.leaves import Held
+from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
 from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
 from fragility_adjoint.predictor.sites import SUMS
-from fragility_adjoint.predictor.windows import over_windows
 from fragility_adjoint.quantization.operands import storages
 from fragility_adjoint.quantization.recipes import Operands, Recipe
 from fragility_core.models.paths import is_block
@@ -69,7 +68,7 @@ class NotAView(torch.autograd.Function):
         return gradient
 
 
-class Through:
+class Dequantized:
     """Numbers as ``stored`` rounds them, read again in ``dtype``; a stand-in for a format.
 
     A scale of int8 in fp32 gives numbers that bf16 does not hold.
@@ -89,29 +88,30 @@ class Through:
 class LowArithmetic(TorchFunctionMode):
     """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``recorder``.
 
-    - ``held`` has the fp32 tensors that stand for parameters and buffers.
+    - ``parameters`` has the fp32 tensors that stand for parameters and buffers.
     - ``stochastic``: recorded is the standard deviation of stochastic rounding, not the error of rounding to nearest.
     - ``rounding`` is False where the results of kernels are in fp32.
     - ``exact``: errors are recorded, but results stay as they were before rounding.
     """
 
     def __init__(
-        self, recipe: Recipe, recorder: ErrorRecorder, held: Held,
+        self, recipe: Recipe, recorder: ErrorRecorder, parameters: ParameterTable,
         stochastic: bool = False, rounding: bool = True, exact: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.recipe, self.format, self.recorder, self.held = recipe, recipe.kernels, recorder, held
+        self.recipe, self.format, self.recorder, self.parameters = recipe, recipe.kernels, recorder, parameters
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
 
     @contextmanager
-    def holding(self, held: Held) -> Iterator[None]:
-        """A context in which ``held`` stands for more parameters and buffers."""
-        before, self.held = self.held, Held(*({**old, **new} for old, new in zip(self.held, held)))
+    def with_parameters(self, parameters: ParameterTable) -> Iterator[None]:
+        """A context in which ``parameters`` stands for more parameters and buffers."""
+        before = self.parameters
+        self.parameters = ParameterTable(*({**old, **new} for old, new in zip(before, parameters)))
         try:
             yield
         finally:
-            self.held = before
+            self.parameters = before
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -133,12 +133,12 @@ class LowArithmetic(TorchFunctionMode):
             self.recorder.mark_module("router")
         elif call.product == "values":
             self.recorder.mark_module("attention")
-        if call.product == "weights" and self.held.linear:
+        if call.product == "weights" and self.parameters.linear:
             self._round_inputs(call)
         if self.rounding:
             return self._run(call)
         result = self.call(func, *call.args, **call.kwargs)
-        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.held.linear else result
+        return map_tensors(result, lambda y: self._same_weight(y, call)) if self.parameters.linear else result
 
     def call(self, func: Callable, *args, **kwargs) -> Any:
         """The result of ``func`` before it is rounded."""
@@ -161,7 +161,7 @@ class LowArithmetic(TorchFunctionMode):
         if not x.is_floating_point():
             return x
         with internals.without_function_modes():
-            return self.round(self.call(Tensor.clone, x), name, format=Through(stored, self.dtype(x)))
+            return self.round(self.call(Tensor.clone, x), name, format=Dequantized(stored, self.dtype(x)))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""
@@ -169,10 +169,10 @@ class LowArithmetic(TorchFunctionMode):
 
     def _to_fp32(self, x: Tensor) -> Tensor:
         """The fp32 tensor that stands for ``x`` if ``x`` is of the low dtype, else ``x``."""
-        if id(x) in self.held.weights:
-            return self.held.weights[id(x)]
-        if id(x) in self.held.buffers:
-            return mark_stored(self.call(Tensor.clone, self.held.buffers[id(x)]))  # a model may write to it
+        if id(x) in self.parameters.weights:
+            return self.parameters.weights[id(x)]
+        if id(x) in self.parameters.buffers:
+            return mark_stored(self.call(Tensor.clone, self.parameters.buffers[id(x)]))  # a model may write to it
         return mark_stored(self.call(Tensor.float, x)) if self.rounding and x.dtype == self.format.compute_dtype else x
 
     def _move(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -196,8 +196,6 @@ class LowArithmetic(TorchFunctionMode):
         if not low:
             return result
         if call.in_place:
-            if len(self.recorder.now.windows) > 1:
-                raise RuntimeError(f"a pass of several windows follows no change in place, got {call.name}")
             self._round_result(call.args[0], call)
             return result
         return map_tensors(result, lambda y: self._round_result(y, call))
@@ -228,7 +226,8 @@ class LowArithmetic(TorchFunctionMode):
 
     def _round_inputs(self, call: FunctionCall) -> None:
         """Round what is multiplied by the weights of a layer whose inputs are stored in other numbers."""
-        operands = next((self.held.linear[a] for a in storages(call.floating) & self.held.linear.keys()), Operands())
+        linear = self.parameters.linear
+        operands = next((linear[address] for address in storages(call.floating) & linear.keys()), Operands())
         if operands.inputs is not None:
 
             def change(x: Tensor) -> Tensor:
@@ -244,7 +243,7 @@ class LowArithmetic(TorchFunctionMode):
         stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
             if call.name in FILLING and not self.exact:  # the constant may be no number of the format
-                self._store_filling(y)
+                y.data.copy_(self.format.round(y.data).float())
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
@@ -261,21 +260,13 @@ class LowArithmetic(TorchFunctionMode):
         ``format`` is that of the context unless given. If ``y`` has no gradient, a tensor that has one is returned for
         it.
         """
-        return self._marked(self._rounded(y, name, product, stream, constant, in_place, format or self.format))
-
-    @over_windows
-    def _rounded(
-        self, y: Tensor, name: str, product: str, stream: bool, constant: bool, in_place: bool, format: NumberFormat
-    ) -> Tensor:  # fmt: skip
-        windows = len(self.recorder.now.windows)
-        if windows > 1 and len(y) == 1 and not constant:  # what windows have in common has a gradient in each of them
-            y = y.expand(windows, *y.shape[1:]).contiguous()
+        format = format or self.format
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
-        rounded = self._stored(exact, format)
+        rounded = format.round(exact).float()
         if constant:
             if not self.exact:
                 exact.copy_(rounded)
-            return y
+            return self._marked(y)
         place, error = self.recorder.kernel(name, product, stream), local_error(exact, rounded)
         if has_short_range(format):
             self.recorder.record_extremes(place, rounded)
@@ -294,19 +285,7 @@ class LowArithmetic(TorchFunctionMode):
             self.recorder.now.leaves.append(leaf)
             with torch.enable_grad():
                 y = leaf.clone()
-        return y
-
-    def _stored(self, exact: Tensor, format: NumberFormat) -> Tensor:
-        """The numbers ``exact`` of all windows of the pass as ``format`` stores them, in fp32."""
-        if len(self.recorder.now.windows) > 1 and not format.elementwise:  # a scale is that of one window
-            return torch.stack([format.round(own) for own in exact]).float()
-        return format.round(exact).float()
-
-    @over_windows
-    def _store_filling(self, y: Tensor) -> Tensor:
-        """``y``, whose entries were stored before but for a constant, as it is stored."""
-        y.data.copy_(self._stored(y.data, self.format))
-        return y
+        return self._marked(y)
 
     def _marked(self, y: Tensor) -> Tensor:
         return mark_stored(y) if self.rounding else y

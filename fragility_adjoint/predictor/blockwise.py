@@ -24,7 +24,7 @@ def causal_cap(rows: int, device: torch.device) -> Tensor:
 class BlockwiseAttention:
     """Attention in fp32, one block of query rows after the other.
 
-    Queries, keys and values are (N, T, d), with all heads of all windows, N = B H. ``mask`` (B, 1 or H, T, T_kv) is
+    Queries, keys and values are (N, T, d), with all heads, N = B H. ``mask`` (B, 1 or H, T, T_kv) is
     True where a key may be seen. With a ``format``, scores and probabilities are rounded as
     ``attention.observed_attention`` rounds them. Without one they are not, as in a fused kernel. If ``exact``, the
     errors of rounding are known, but results stay as they were before.

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fragility_adjoint.internals import address, is_view, stored_as
+from fragility_adjoint.internals import is_view, stored_as
+from fragility_adjoint.quantization.operands import storages
 from fragility_core.numerics.kernels import EXACT_FUNCTIONS, PRODUCTS
 
 
@@ -52,5 +53,4 @@ class FunctionCall:
             return all(map(stored_as, self.floating))
         if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
             return False
-        memory = address(y)
-        return any(address(x) == memory for x in self.floating)
+        return bool(storages([y]) & storages(self.floating))

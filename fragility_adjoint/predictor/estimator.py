@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.internals import (
-    behind,
     copy_marks,
     entering,
     mark_stream,
+    out_of_memory,
     reference_of,
+    refused_by_vmap,
     version_of,
-    without_vmap_fallback,
 )
 from fragility_adjoint.offload.lockstep import side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
-from fragility_adjoint.predictor.leaves import Leaves
 from fragility_adjoint.predictor.overflow import first_overflow, with_overflows
+from fragility_adjoint.predictor.parameters import RoundedParameters
 from fragility_adjoint.predictor.prediction import Prediction, predict
 from fragility_adjoint.predictor.probes import backward
 from fragility_adjoint.predictor.recorder import ErrorRecorder
@@ -33,7 +33,7 @@ from fragility_adjoint.predictor.secant import SecantArithmetic
 from fragility_adjoint.predictor.sites import Sites
 from fragility_adjoint.predictor.streamed import Stream
 from fragility_adjoint.predictor.targets import Output, Target, get_target
-from fragility_adjoint.predictor.windows import Windows, windows_of
+from fragility_adjoint.predictor.windows import Window, windows_of
 from fragility_adjoint.quantization.quantized import recipe_of
 from fragility_core.models.paths import is_block
 from fragility_core.numerics.attention import OBSERVED_EAGER, register_attention
@@ -42,7 +42,7 @@ from fragility_core.numerics.lookup import elementwise_modules
 from fragility_core.numerics.lowering import LowPrecision, require_low, sharing_copy
 from fragility_core.numerics.nested import map_tensors
 
-Size = tuple[Tensor, Tensor | None]  # of a window's output and error, see ``Adjoint._passes``
+NormAndError = tuple[Tensor, Tensor | None]  # of a window's output, see ``Adjoint._passes``
 GRADIENTS = ("low", "fp32", "both", "secant")  # where gradients are taken
 ALL = {"kernel": 1.0, "weight": 1.0}
 # What a contribution counts, by the number of points, and whether it is that of the fp32 point.
@@ -62,7 +62,7 @@ class Adjoint:
     @torch.inference_mode(False)
     def __init__(
         self, low: LowPrecision, reference: nn.Module | None = None, probes: int = 1, seed: int = 0,
-        target: str | Target | Output = "hidden", gradients: str = "low", batch: int = 1,
+        target: str | Target | Output = "hidden", gradients: str = "auto",
     ):  # fmt: skip
         """``low`` is the model as it runs, with the attention that it is set to.
 
@@ -75,29 +75,27 @@ class Adjoint:
         ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``.
 
         ``gradients`` are taken at the "low" point; at the "fp32" point, with the errors that rounding the values of the
-        reference makes; or at "both", in twice the time. Then a weight, whose error is the same at both ends, has the
+        reference makes; or at "both", in twice the time. "auto" is "both" with a reference and rounding to nearest, and
+        else "low". At both points a weight, whose error is the same at both ends, has the
         mean of its contributions there: the mean of two slopes is exact for what is quadratic in between. A kernel's
         error is another one at the other end, and it has the contribution at the fp32 point. "secant" runs both passes
         side by side, and takes the slopes between them (``secant``): signed contributions then add up to the measured
         error. This takes several times as long, and keeps all values of both passes.
 
-        Up to ``batch`` windows share a pass, which spares much of what Python takes for each of them. Memory grows with
-        the batch: each window has gradients of its own, and those of one weight are held at a time. Sums may be rounded
-        otherwise than in a pass of one window. Each window has a pass of its own with secant slopes, in a streamed
-        model, and where a kernel of the model cannot be computed for several at once; ``batch`` is then 1.
-
         Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
-        tf32), for a model without parameters in the format, for fewer than one probe or window in a batch, for a
-        reference that is not in fp32 or has other parameters, for gradients at a point that is not there, and for
-        secants of a streamed model.
+        tf32), for a model without parameters in the format, for fewer than one probe, for a reference that is not in
+        fp32 or has other parameters, for gradients at a point that is not there, and for secants of a streamed model.
         """
         require_low(low)
         recipe = recipe_of(low)
         if not (recipe.rounds or low.weights_only):
             raise ValueError(f"the recipe must round the results of kernels, as bf16 does, got {recipe.name}")
+        referenced = reference is not None and low.execution != "stochastic"
+        if gradients == "auto":
+            gradients = "both" if referenced else "low"
         if gradients not in GRADIENTS:
-            raise ValueError(f"gradients must be taken at one of {', '.join(GRADIENTS)}, got {gradients!r}")
-        if gradients != "low" and (reference is None or low.execution == "stochastic"):
+            raise ValueError(f"gradients must be auto or taken at one of {', '.join(GRADIENTS)}, got {gradients!r}")
+        if gradients != "low" and not referenced:
             raise ValueError(
                 f'gradients={gradients!r} needs the fp32 reference, and rounding to nearest: use gradients="low"'
             )
@@ -105,34 +103,34 @@ class Adjoint:
             raise ValueError(
                 'gradients="secant" needs all values of both passes, but the model is streamed: load it whole'
             )
-        if min(probes, batch) < 1:
-            raise ValueError(f"probes and batch must be at least 1, got {probes} and {batch}")
+        if probes < 1:
+            raise ValueError(f"probes must be at least 1, got {probes}")
         self.low, self.recipe, self.target = low, recipe, get_target(target)
         self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails
-        self.batch = 1 if is_offloaded(low.model) or gradients == "secant" else batch
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
-        rounding = self._dtype != torch.float32
+        rounds = self._dtype != torch.float32
         self.model = sharing_copy(low.model)
         self.recorder, self.lock = ErrorRecorder(), threading.Lock()
         self._sites = pd.DataFrame()
-        self.leaves = leaves = Leaves(low, self.model, reference, self.recorder, self._dtype)
-        self._stream = Stream(self.model, leaves, self.recorder) if is_offloaded(self.model) else None
-        stays = leaves.tensors if self._stream is None else self._stream.staying
+        self.rounded = rounded = RoundedParameters(low, self.model, reference, self.recorder, self._dtype)
+        self._stream = Stream(self.model, rounded, self.recorder) if is_offloaded(self.model) else None
+        stays = rounded.tensors if self._stream is None else self._stream.staying
         kept = stays if self._stream is None else []
-        self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
+        self._versions = [(p, version_of(p)) for path, p in rounded.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
         self.points = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
-            held = leaves.make(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
+            leaves = rounded.make_leaves(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
+            how = self.recipe, self.recorder, leaves
             if self.secant:
-                self.points.append(SecantArithmetic(self.recipe, self.recorder, held, rounding, self.target.between))
+                self.points.append(SecantArithmetic(*how, rounds, self.target.between))
             else:
-                self.points.append(LowArithmetic(self.recipe, self.recorder, held, stochastic, rounding, exact))
+                self.points.append(LowArithmetic(*how, stochastic, rounds, exact))
         self._follow_modules()
         if not (stochastic or self.secant):
-            self._recompute(rounding)
+            self._recompute(rounds)
 
     def _follow_modules(self) -> None:
         """Let the recorder know which module's forward is running, and mark the residual stream."""
@@ -143,20 +141,20 @@ class Adjoint:
             if is_block(path):
                 module.register_forward_pre_hook(mark_block_input, with_kwargs=True)
 
-    def _recompute(self, rounding: bool) -> None:
+    def _recompute(self, rounds: bool) -> None:
         """Run the costly parts of the model as one autograd function each."""
         if not self.recipe.kernels.elementwise:  # each block of rows would have a scale of its own
             return
         if attention_of(self.model) == OBSERVED_EAGER:
             register_attention(recomputed.RECOMPUTED_EAGER, recomputed.recomputed_attention)
-            self.model.set_attn_implementation(recomputed.RECOMPUTED_EAGER if rounding else "sdpa")
+            self.model.set_attn_implementation(recomputed.RECOMPUTED_EAGER if rounds else "sdpa")
         for module in elementwise_modules(self.model):
             replace_forward(module, recomputed.Activation(self.low, self.recorder, module))
 
     @property
     def knows_signs(self) -> bool:
         """True if errors are those that rounding makes, with their signs; False if some have an expected size alone."""
-        return self.leaves.exact is not None and self.low.execution != "stochastic"
+        return self.rounded.exact is not None and self.low.execution != "stochastic"
 
     def __call__(
         self, tokens: Tensor, counted: Tensor | None = None, seeds: Sequence[int] | None = None,
@@ -168,11 +166,11 @@ class Adjoint:
         given. Padding counts nowhere: ``attention_mask`` (B, T) is 1 for tokens and 0 for padding before or after them,
         and each window is computed, and shown to the target, without it. ``seeds``, one a window, draw its sign vectors
         in place of ``seed``, by which all windows have the same ones. The prediction of a window does not depend on the
-        other windows, but for the rounding of sums in a batch.
+        other windows.
         All windows share what is read of a streamed model, and what enters each block is held for each.
 
         Raises ValueError for a model in training mode, for weights that have changed since they were read, and for what
-        ``windows_of`` and ``Windows.counted`` refuse.
+        ``windows_of`` and ``Window.counted`` refuse.
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
@@ -180,26 +178,24 @@ class Adjoint:
             raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
         with self.lock, torch.inference_mode(False):
             self.recorder.clear()  # a prediction before may have been interrupted
-            alike = windows_of(tokens, self.seed, seeds, counted, attention_mask)
-            single = [window for some in alike for window in some.split(1)]
+            windows = windows_of(tokens, self.seed, seeds, counted, attention_mask)
             if self._stream is None:
-                groups = (group for some in alike for group in some.split(self.batch))
-                found = [each for group in groups for each in self._together(group)]
+                found = [each for window in windows for each in self._passes([window])]
             else:
                 with self._stream:
-                    found = self._passes(single)
+                    found = self._passes(windows)
             norms, errors = zip(*found)
             contributions = self.recorder.contributions(len(tokens), self.probes)
             inside, below = self.recorder.overflows()
             for window in below.keys() - inside.keys():  # masks store -inf, too
-                tokens = single[window].tokens
-                if first_overflow(self.low, lambda model, x=tokens: self.target.output(model, x)) is not None:
+                own = windows[window].tokens
+                if first_overflow(self.low, lambda model, x=own: self.target.output(model, x)) is not None:
                     inside[window] = below[window]
             for window, place in inside.items():  # an infinity is no small error
                 contributions[:, window, :, place] = np.nan
             norms = torch.stack(norms).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
-            prediction = self._prediction(contributions, norms, max(each.tokens.shape[-1] for each in single))
+            prediction = self._prediction(contributions, norms, max(each.tokens.shape[-1] for each in windows))
             if self.secant:
                 size, *products = torch.stack(errors, 1).cpu().double()
                 left = torch.stack(products, 1) - torch.from_numpy(contributions[1].sum(-1))
@@ -208,70 +204,35 @@ class Adjoint:
                 prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
             places = list(self.recorder.places)
             stored = {window: places[place] for window, place in inside.items()}
-            return with_overflows(prediction, self.low, [each.tokens for each in single], stored)
+            return with_overflows(prediction, self.low, [each.tokens for each in windows], stored)
 
-    def _together(self, windows: Windows) -> list[Size]:
-        """The same as ``_passes`` of ``windows`` that share a pass, or else one by one."""
-        if len(windows) > 1:
-            before, at_once = self.recorder.mark(), self.at_once
-            try:
-                return self._passes([windows])
-            except Exception:  # a kernel that does not take several windows, or what a pass of one window raises, too
-                self.recorder.rewind(before)
-                self.at_once = at_once
-        found = [each for window in windows.split(1) for each in self._passes([window])]
-        if len(windows) > 1:
-            self.batch = 1
-        return found
-
-    def _passes(self, batches: Sequence[Windows]) -> list[Size]:
-        """Run the passes of ``batches`` of windows, side by side, at every point.
+    def _passes(self, windows: Sequence[Window]) -> list[NormAndError]:
+        """Run the passes of ``windows``, side by side, at every point.
 
         Returns for each window the target's norm, on the device; and with secant slopes the norm of the measured error
         and its products with the probes.
         """
         for point in self.points:
-            sizes = self._passes_at(point, batches)
-        return sizes
+            found = self._passes_at(point, windows)
+        return found
 
-    def _passes_at(self, point: LowArithmetic, batches: Sequence[Windows]) -> list[Size]:
+    def _passes_at(self, point: LowArithmetic, windows: Sequence[Window]) -> list[NormAndError]:
         self.recorder.shares = SHARES[len(self.points), point.exact]
-        found = side_by_side([partial(self._forward, point, windows) for windows in batches])
+        found = side_by_side([partial(self._forward, point, window) for window in windows])
         finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
-        signs = [windows.signs(final, self.probes) for windows, final in zip(batches, finals)]
+        signs = [window.signs(final, self.probes) for window, final in zip(windows, finals)]
         self._backward(finals, leaves, signs)
-        sizes = (self._sizes(*each) for each in zip(batches, finals, signs))
-        return [each for some in sizes for each in some]
+        return [self._norm_and_error(*each) for each in zip(windows, finals, signs)]
 
-    def _forward(self, point: LowArithmetic, windows: Windows) -> tuple[Tensor, list[Tensor]]:
-        """The target's output (W, T, ...) for ``windows``, and the leaves from which it was computed."""
-        self.recorder.begin(windows.numbers)
-        if len(windows) > 1:
-            return self._forward_together(point, windows)
+    def _forward(self, point: LowArithmetic, window: Window) -> tuple[Tensor, list[Tensor]]:
+        """The target's output (1, T, ...) for ``window``, and the leaves from which it was computed."""
+        self.recorder.begin(window.number)
         arithmetic, *ends = [point] if self._stream is None else self._stream.begin(point)
         with arithmetic, torch.enable_grad():
-            final = self.target.output(self.model, windows.tokens)
-        return final, [*self.recorder.now.leaves, *arithmetic.held.leaves, *ends]
+            final = self.target.output(self.model, window.tokens)
+        return final, [*self.recorder.now.leaves, *arithmetic.parameters.leaves, *ends]
 
-    def _forward_together(self, point: LowArithmetic, windows: Windows) -> tuple[Tensor, list[Tensor]]:
-        """The same as ``_forward``: each window has leaves of its own, in the memory of the point's."""
-        leaves = {id(leaf): self.recorder.own_leaf(leaf) for leaf in point.held.leaves}
-
-        def of_one(tokens: Tensor, leaves: dict[int, Tensor]) -> Tensor:
-            with point.holding(point.held.replaced(leaves)), point:
-                return self.target.output(self.model, tokens)
-
-        with torch.enable_grad(), without_vmap_fallback():
-            final = torch.func.vmap(of_one)(windows.tokens[:, None], leaves).squeeze(1)
-        return final, [*self.recorder.now.leaves, *leaves.values()]
-
-    def _sizes(self, windows: Windows, final: Tensor, signs: Tensor) -> list[Size]:
-        """For each window what ``_passes`` returns."""
-        if len(windows) == 1:  # a part of ``final`` would have no reference
-            return [self._size(windows, final, signs)]
-        return [self._size(*each) for each in zip(windows.split(1), final.split(1), signs.split(1, 1))]
-
-    def _size(self, window: Windows, final: Tensor, signs: Tensor) -> Size:
+    def _norm_and_error(self, window: Window, final: Tensor, signs: Tensor) -> NormAndError:
         counted = window.counted(final)
         if not self.secant:
             return self.target.norm(final.detach(), counted), None
@@ -287,7 +248,9 @@ class Adjoint:
             try:
                 self._backward_once(finals, leaves, signs)
                 return
-            except RuntimeError:  # a kernel whose gradient cannot be batched, or too little memory
+            except RuntimeError as error:
+                if not (refused_by_vmap(error) or out_of_memory(error)):
+                    raise
                 self.recorder.rewind(before)
                 if self._stream is not None and self._stream.at_once:
                     self._stream.at_once = False  # in each part one by one, so that it is read once
@@ -333,7 +296,7 @@ def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
         mark_stream(stream)
 
     def own(x: Tensor) -> Tensor:
-        return copy_marks(x, x.view_as(x)) if behind(x).requires_grad and x is not stream else x
+        return copy_marks(x, x.view_as(x)) if x.requires_grad and x is not stream else x
 
     with without_function_modes():
         return map_tensors((args, kwargs), own)

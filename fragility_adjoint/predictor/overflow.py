@@ -30,6 +30,8 @@ from fragility_core.numerics.presence import source_of
 HIDING = FILLING | {"bitwise_and_", "bitwise_or_"}  # these write over scores that do not count
 CONSTANT = {"full_like", "new_full"}  # an infinity in these is meant
 ROOTS = {"rsqrt", "sqrt"}
+# Kernels that take no fp64: products of experts, and fused attention on a GPU.
+WITHOUT_FP64 = {"_grouped_mm"} | {f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")}
 SAYS = {
     "overflow": "", "stored": "", "infinite": "division by zero (1/0) in ", "nan": "not a number (0/0) in ",
 }  # fmt: skip
@@ -48,7 +50,7 @@ class Overflow(NamedTuple):
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A running forward of the module at ``path``: the names of its ``kernels`` so far, inside of it alone."""
 
     path: str
@@ -56,29 +58,29 @@ class Call:
     kernels: list[str] = field(default_factory=list)
 
 
-class Found(NamedTuple):
+class NonfiniteKernel(NamedTuple):
     """A kernel whose result is not finite: the ``number`` of it among those of its ``call``."""
 
-    call: Call
+    call: ModuleCall
     number: int
     kind: str
     weights: bool  # whether the kernel reads a parameter of the module
 
 
-class Watch(TorchDispatchMode):
+class OverflowDetector(TorchDispatchMode):
     """A context that looks for the first kernel of ``low`` whose result leaves the range."""
 
     def __init__(self, low: LowPrecision):
         super().__init__()
         self.low = low
-        self.calls = [Call("", low.model)]
+        self.calls = [ModuleCall("", low.model)]
         self.whole = 0  # how many activations are running, which count as one kernel
-        self.first: Found | None = None
-        self.other: Found | None = None  # first NaN that a kernel makes of infinities
+        self.first: NonfiniteKernel | None = None
+        self.other: NonfiniteKernel | None = None  # first NaN that a kernel makes of infinities
 
     def enter(self, path: str, module: nn.Module, whole: bool) -> None:
         """Begin the forward of the ``module`` at ``path``; one that is ``whole`` counts as one kernel."""
-        self.calls.append(Call(path, module))
+        self.calls.append(ModuleCall(path, module))
         self.whole += whole
 
     def leave(self, args: tuple, output: Any, whole: bool) -> None:
@@ -134,8 +136,8 @@ class Watch(TorchDispatchMode):
         own = {p.untyped_storage().data_ptr() for p in call.module.parameters(recurse=False)}
         parameters = [x for x in operands if x.untyped_storage().data_ptr() in own]
 
-        def found(kind: str) -> Found:
-            return Found(call, len(call.kernels) - 1, kind, bool(parameters))
+        def found(kind: str) -> NonfiniteKernel:
+            return NonfiniteKernel(call, len(call.kernels) - 1, kind, bool(parameters))
 
         read = [p.shape for p in call.module.parameters(recurse=False) if source_of(p) is not None]
         if not finite(parameters) or (call.kernels[-1] == CAST and results[0].shape in read):  # it is stored now
@@ -164,19 +166,25 @@ def masking(x: Tensor) -> Tensor:
 
 
 def kind_of(kernel: Callable | None, args: tuple, kwargs: dict, bad: Tensor) -> str:
-    """The kind of a result that is ``bad``, by ``kernel`` in fp64: "overflow" if a number, else "infinite" or "nan"."""
+    """The kind of a result that is ``bad``, by ``kernel`` in fp64: "overflow" if a number, else "infinite" or "nan".
+
+    It is "overflow" for a kernel that takes no fp64, and for one of another library, which need not.
+    """
 
     def wide(value: Any) -> Any:
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     if kernel is None:  # an activation of finite numbers
         return "overflow"
+    name = kernel.overloadpacket.__name__
+    if kernel.namespace != "aten" or name in WITHOUT_FP64:
+        return "overflow"
     args, kwargs = map_tensors((args, kwargs), lambda x: x.double() if x.is_floating_point() else x)
-    if kernel.overloadpacket.__name__ in SOFTMAXES:
+    if name in SOFTMAXES:
         args = (*args[:2], False)
     try:
         result = kernel(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
-    except RuntimeError:  # NotImplementedError is one: a fused kernel that does not take fp64
+    except NotImplementedError:  # torch's error for a dtype that a kernel does not take
         return "overflow"
     exact = next(tensors(result))[bad]
     if exact.isfinite().any():
@@ -187,23 +195,23 @@ def kind_of(kernel: Callable | None, args: tuple, kwargs: dict, bad: Tensor) -> 
 @torch.no_grad()
 def first_overflow(low: LowPrecision, run: Callable[[nn.Module], object]) -> Overflow | None:
     """The first place that leaves the range while ``run`` calls the model; None if every kernel's result is finite."""
-    watch, whole = Watch(low), {id(module) for module in elementwise_modules(low.model)}
+    detector, whole = OverflowDetector(low), {id(module) for module in elementwise_modules(low.model)}
     with ExitStack() as stack:
         for path, module in low.model.named_modules():
             alone = id(module) in whole
             hooks = (
-                module.register_forward_pre_hook(lambda m, args, at=(path, module, alone): watch.enter(*at)),
-                module.register_forward_hook(lambda m, args, output, alone=alone: watch.leave(args, output, alone)),
+                module.register_forward_pre_hook(lambda m, args, at=(path, module, alone): detector.enter(*at)),
+                module.register_forward_hook(lambda m, args, output, alone=alone: detector.leave(args, output, alone)),
             )
             for hook in hooks:
                 stack.callback(hook.remove)
-        with low.running(), watch:
+        with low.running(), detector:
             run(low.model)
-    found = watch.first or watch.other
+    found = detector.first or detector.other
     return None if found is None else Overflow(found.call.path, found.kind, SAYS[found.kind] + part(found))
 
 
-def part(found: Found) -> str:
+def part(found: NonfiniteKernel) -> str:
     """The part of the model that the kernel is, in words: by what ran before and after it in the same forward."""
     path, kernels = found.call.path or "the model", found.call.kernels
     name, later = kernels[found.number], kernels[found.number + 1 :]

@@ -40,8 +40,9 @@ def of_probes(function: Callable[[Tensor | None], object]) -> Callable[[Tensor |
 
     @wraps(function)
     def hook(gradient: Tensor | None) -> None:
+        level = vmap_level()
         with outside_of_vmap():
-            function(None if gradient is None else unbatched(gradient))
+            function(None if gradient is None else unbatched(gradient, level))
 
     return hook
 
@@ -53,7 +54,7 @@ def over_probes(function: Callable) -> Callable:
     def for_any(ctx, *gradients: Tensor | None):
         level = vmap_level()
         with outside_of_vmap():
-            results = function(ctx, *(None if g is None else unbatched(g) for g in gradients))
+            results = function(ctx, *(None if g is None else unbatched(g, level) for g in gradients))
         results = results if isinstance(results, tuple) else (results,)
         return tuple(None if x is None else batched(x, level) for x in results)
 

@@ -9,23 +9,21 @@ Products are the library's own, but their gradients take less time than the libr
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fragility_adjoint.internals import behind, mark_stored, outside_of_vmap, stored_as, vmap_level
+from fragility_adjoint.internals import mark_stored, stored_as
 from fragility_adjoint.predictor.blockwise import BlockwiseAttention
 from fragility_adjoint.predictor.probes import over_probes
 from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, local_error
-from fragility_adjoint.predictor.windows import in_common, over_windows
 from fragility_core.numerics.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_core.numerics.formats import chunks, get_format, has_native_kernels
 from fragility_core.numerics.internals import current_function_mode, without_function_modes
 from fragility_core.numerics.lookup import entries, every_number, look_up, row_of
 from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.nested import map_tensors
 
 RECOMPUTED_EAGER = "recomputed_eager"
 
@@ -40,7 +38,7 @@ class EagerAttention(torch.autograd.Function):
     def forward(
         ctx, recorder: ErrorRecorder, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The context (N, T, d_v) of heads (N, T, d), those of one window after those of another."""
+        """The context (N, T, d_v) of heads (N, T, d)."""
         with without_function_modes():
             context, error = blockwise.context(query, key, value)
             ctx.save_for_backward(query, key, value, error)
@@ -78,15 +76,9 @@ def recomputed_attention(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = attention_mask is None and query.shape[2] > 1 and is_causal(module, options)
-
-    @over_windows
-    def context(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        mask = mask if mask is None else mask.flatten(0, -4)
-        blockwise = BlockwiseAttention(scaling, mask, causal, arithmetic.format, arithmetic.exact)
-        heads = (x.flatten(0, -3) for x in (query, key, value))
-        return EagerAttention.apply(arithmetic.recorder, blockwise, *heads).unflatten(0, query.shape[:-2])
-
-    return mark_stored(context(query, key, value, attention_mask)).transpose(1, 2), None
+    blockwise = BlockwiseAttention(scaling, attention_mask, causal, arithmetic.format, arithmetic.exact)
+    context = EagerAttention.apply(arithmetic.recorder, blockwise, *(x.flatten(0, 1) for x in (query, key, value)))
+    return mark_stored(context.unflatten(0, query.shape[:2])).transpose(1, 2), None
 
 
 def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
@@ -108,7 +100,7 @@ class Tabulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, recorder: ErrorRecorder, place: int, table: Tensor, low: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(low)
-        ctx.recorder, ctx.windows, ctx.place, ctx.table = recorder, recorder.now.windows, place, table
+        ctx.record, ctx.place, ctx.table = recorder.bound_record(), place, table
         with without_function_modes():
             return look_up(table[0], low)
 
@@ -118,16 +110,13 @@ class Tabulated(torch.autograd.Function):
         (low,) = ctx.saved_tensors
         _, error, slope = ctx.table
         to_x = torch.empty(gradient.shape, device=low.device)
-        groups = len(ctx.windows) if low.device.type == "cpu" else 1  # a chunk is of one window, or holds all of them
-        parts = zip(*(x.reshape(len(x), groups, -1).unbind(1) for x in (low[None], gradient, to_x)))
-        for group, (low_numbers, gradients, outs) in enumerate(parts):
-            first, windows = 0, ctx.windows[group::groups]
-            for (numbers,) in chunks(low_numbers):
-                row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
-                given, out = (x[:, first : first + len(numbers)] for x in (gradients, outs))
-                ctx.recorder.record(ctx.place, entries(error, row, found) * given, windows=windows)
-                torch.mul(entries(slope, row, found), given, out=out)
-                first += len(numbers)
+        gradients, outs, first = gradient.reshape(len(gradient), -1), to_x.view(len(to_x), -1), 0
+        for (numbers,) in chunks(low):
+            row, found = row_of(numbers), torch.empty(numbers.shape, device=low.device)
+            given, out = (x[:, first : first + len(numbers)] for x in (gradients, outs))
+            ctx.record(ctx.place, entries(error, row, found) * given)
+            torch.mul(entries(slope, row, found), given, out=out)
+            first += len(numbers)
         return None, None, None, None, to_x
 
 
@@ -142,31 +131,23 @@ class Activation:
         self.table: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if stored_as(x) is None or not behind(x).requires_grad or current_function_mode().exact:
+        if stored_as(x) is None or not x.requires_grad or current_function_mode().exact:
             return self.function(x)
         if self.table is None or self.table.device != x.device:
-            with outside_of_vmap():
-                self.table = tabulate(self.low, self.function, x.device)
+            self.table = tabulate(self.low, self.function, x.device)
         with without_function_modes():
             low = x.detach().to(self.low.format.compute_dtype).contiguous()
             place = self.recorder.kernel(self.type.__name__)
-            return mark_stored(over_windows(partial(Tabulated.apply, self.recorder, place, self.table))(low, x))
+            return mark_stored(Tabulated.apply(self.recorder, place, self.table, low, x))
 
 
 class WeightProduct(torch.autograd.Function):
-    """bias + ``x`` (n, d_in) times ``weight`` (d_in, d_out). The backward pass gets ``x`` in bf16.
-
-    ``x`` may be (W, n, d_in) with weight and bias (W, ...) that the windows have in common.
-    """
+    """bias + ``x`` (n, d_in) times ``weight`` (d_in, d_out). The backward pass gets ``x`` in bf16."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.ndim > 2:
-            weight, bias = weight[0], bias if bias is None else bias[0]
         ctx.save_for_backward(x.bfloat16(), weight)
-        rows = x.flatten(0, -2)
-        product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-        return product.view(*x.shape[:-1], -1) if x.ndim > 2 else product  # a view takes longer to follow
+        return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
     @staticmethod
     @over_probes
@@ -188,21 +169,18 @@ def of_weight(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
     return (x.mT @ gradient).float()
 
 
-weight_product = over_windows(WeightProduct.apply)
-
-
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """The same as ``torch.addmm``, of a bias, values and weights."""
-    if (beta, alpha) != (1, 1) or input.ndim != 1 or not in_common(input, mat2):
+    if (beta, alpha) != (1, 1) or input.ndim != 1:
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
-    return weight_product(mat1, mat2, input)
+    return WeightProduct.apply(mat1, mat2, input)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same as ``torch.nn.functional.linear``."""
-    if input.ndim < 2 or not in_common(weight, bias):
+    if input.ndim < 2:
         return functional.linear(input, weight, bias)
-    return weight_product(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
+    return WeightProduct.apply(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])
 
 
 class Lookup(torch.autograd.Function):
@@ -247,31 +225,6 @@ class FusedAttention(torch.autograd.Function):
         return None, *(x.unflatten(1, like.shape[:2]) for x, like in zip(gradients, ctx.saved_tensors))
 
 
-def library_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *options, **named
-) -> Tensor:  # fmt: skip
-    """``torch.nn.functional.scaled_dot_product_attention``, which vmap would take apart, or loop over."""
-    attend = functional.scaled_dot_product_attention
-    if vmap_level() is None:
-        return attend(query, key, value, attn_mask, *options, **named)
-    if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
-
-    @over_windows
-    def of_windows(*operands: Tensor | None) -> Tensor:
-        flat = map_tensors(operands, lambda x: x.flatten(0, 1))
-        return attend(*flat, *options, **named).unflatten(0, operands[0].shape[:2])
-
-    return of_windows(query, key, value, attn_mask)
-
-
-@over_windows
-def fused_attention(blockwise: BlockwiseAttention, *heads: Tensor) -> Tensor:
-    """``FusedAttention`` of query, key and value (B, H, T, d), or (W, B, H, T, d)."""
-    context = FusedAttention.apply(blockwise, *(x.flatten(0, -4) for x in heads))
-    return context.unflatten(0, heads[0].shape[:-3]) if heads[0].ndim > 4 else context
-
-
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -281,8 +234,8 @@ def scaled_dot_product_attention(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        return fused_attention(BlockwiseAttention(scaling, None, is_causal), query, key, value)
-    return library_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        return FusedAttention.apply(BlockwiseAttention(scaling, None, is_causal), query, key, value)
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 @cache
@@ -291,5 +244,6 @@ def fast_products(device: torch.device) -> dict[tuple[str, str], Callable[..., T
     fast: dict[tuple[str, str], Callable[..., Tensor]] = {}
     if has_native_kernels(get_format("bf16"), device):
         fast |= {("addmm", "weights"): addmm, ("linear", "weights"): linear}
-    attention = scaled_dot_product_attention if device.type == "cpu" else library_attention
-    return fast | {("scaled_dot_product_attention", "values"): attention}
+    if device.type == "cpu":
+        fast["scaled_dot_product_attention", "values"] = scaled_dot_product_attention
+    return fast

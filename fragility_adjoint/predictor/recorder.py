@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fragility_adjoint.internals import base_of, vmap_level
+from fragility_adjoint.internals import base_of
 from fragility_adjoint.predictor.probes import of_probes
 from fragility_core.models.paths import within
 from fragility_core.numerics.formats import NumberFormat
 from fragility_core.numerics.nested import together
 
 LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
-Weighing = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces
+ErrorWeighting = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces
 
 
 class Place(NamedTuple):
@@ -52,10 +52,10 @@ class LookedUp(NamedTuple):
 
 
 @dataclass
-class Pass:
-    """The position of a differentiated pass of ``windows``."""
+class PassPosition:
+    """The position of a differentiated pass of the window with this number."""
 
-    windows: range
+    window: int = 0
     path: list[str] = field(default_factory=lambda: [""])  # of the modules whose forward is running, outermost first
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of kernels that ran, by module and name
     latest: tuple[int, str] | None = None  # the latest kernel's place, and the module in which it ran
@@ -78,15 +78,15 @@ class ErrorRecorder:
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
         self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
-        # By windows, first probe and place: norms and sums (2, P, W) of P probes and W windows.
-        self._records: list[tuple[range, int, int, Tensor]] = []
-        self._extremes: list[tuple[range, int, Tensor]] = []  # by windows and place, (2, W)
+        # By window, first probe and place: norms and sums (2, P) of P probes.
+        self._records: list[tuple[int, int, int, Tensor]] = []
+        self._extremes: list[tuple[int, int, Tensor]] = []  # by window and place, (2,)
         # Leaves that are kept, with place and ``weighted``, by their ``id``: see ``watch_leaf``.
-        self._kept: dict[int, tuple[Tensor, int, Weighing]] = {}
+        self._kept: dict[int, tuple[Tensor, int, ErrorWeighting]] = {}
         self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of the leaf, see ``look_up``
         self.probe = 0  # the first one of the running backward pass
         self.observer: Callable[[int, Tensor], object] | None = None  # is shown each place's errors times gradients
-        self.now = Pass(range(1))
+        self.now = PassPosition()
 
     def clear(self) -> None:
         """Drop the records of a prediction that was interrupted."""
@@ -103,9 +103,9 @@ class ErrorRecorder:
             del records[first:]
         self._looked_up.clear()
 
-    def begin(self, windows: range = range(1)) -> None:
-        """Start a pass of ``windows``."""
-        self.now = Pass(windows)
+    def begin(self, window: int = 0) -> None:
+        """Start a pass of the window with this number."""
+        self.now = PassPosition(window)
 
     @property
     def path(self) -> list[str]:
@@ -123,10 +123,10 @@ class ErrorRecorder:
         if latest is not None and within(latest[1], path) and not self.now.again:
             self.ends[latest[0]] = path
 
-    def bookmark(self, path: str) -> Pass:
+    def bookmark(self, path: str) -> PassPosition:
         """The position of the pass before the forward of the module at ``path``; for ``replaying`` it."""
         counts = {(module, name): n for (module, name), n in self.now.counts.items() if within(module, path)}
-        return Pass(self.now.windows, list(self.path), Counter(counts), again=True)
+        return PassPosition(self.now.window, list(self.path), Counter(counts), again=True)
 
     @contextmanager
     def setting_leaves_apart(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class ErrorRecorder:
             self.now.leaves = before
 
     @contextmanager
-    def replaying(self, bookmark: Pass) -> Iterator[list[Tensor]]:
+    def replaying(self, bookmark: PassPosition) -> Iterator[list[Tensor]]:
         """A context in which a module runs again: kernels have the places that they had. Yields the new leaves."""
         before, seen = self.now, len(self._extremes)
         self.now = copy.deepcopy(bookmark)
@@ -186,7 +186,7 @@ class ErrorRecorder:
         self.watch(place, whole, errors)
 
     def watch_leaf(
-        self, place: int, leaf: Tensor, weighted: Weighing, kept: bool = False
+        self, place: int, leaf: Tensor, weighted: ErrorWeighting, kept: bool = False
     ) -> None:  # fmt: skip
         """The same as ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
 
@@ -198,13 +198,12 @@ class ErrorRecorder:
             self._kept[id(leaf)] = leaf, place, weighted
             self.hook_leaf(leaf, lambda gradient: self.record_kept(id(leaf), gradient))
         else:
-            windows = self.now.windows
-            self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), windows))
+            window = self.now.window
+            self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), window))
 
     def takes_rows(self, table: Tensor) -> bool:
         """True if ``look_up`` takes the gradient of rows of the large ``table`` in place of that of the whole."""
-        large = table.numel() > LARGE and table.ndim == 2
-        return large and id(table) in self._kept and vmap_level() is None
+        return table.numel() > LARGE and table.ndim == 2 and id(table) in self._kept
 
     def look_up(self, leaf: Tensor, indices: Tensor, gradient: Tensor) -> None:
         """Take the ``gradient`` (P, N, d) of the rows ``indices`` (N,) of a ``leaf`` that is kept."""
@@ -220,18 +219,6 @@ class ErrorRecorder:
         elif gradient is not None:
             self.record_pieces(place, weighted(gradient))
 
-    def own_leaf(self, leaf: Tensor) -> Tensor:
-        """A leaf (W, ...) for a pass of several windows, in the memory of a ``kept`` one, and watched as that is."""
-        windows, (_, place, weighted) = self.now.windows, self._kept[id(leaf)]
-
-        def record(gradient: Tensor) -> None:
-            for number, its in zip(windows, gradient.unbind(1)):
-                self.record_pieces(place, weighted(its), range(number, number + 1))
-
-        own = leaf.detach().expand(len(windows), *leaf.shape).requires_grad_()
-        self.hook_leaf(own, record)
-        return own
-
     def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead.
 
@@ -246,59 +233,57 @@ class ErrorRecorder:
         leaf.register_hook(hook)
 
     def bound_record(self) -> Callable[..., None]:
-        """``record`` for the windows of the running pass, for use in a backward pass, which may be of several."""
-        return partial(self.record, windows=self.now.windows)
+        """``record`` for the window of the running pass, for use in a backward pass, which may be of several."""
+        return partial(self.record, window=self.now.window)
 
-    def record(self, place: int, weighted_error: Tensor, first: int = 0, windows: range | None = None) -> None:
-        """Record norm and sum of error times gradient of P probes at ``place``; records of one place add up.
+    def record(self, place: int, weighted_error: Tensor, first: int = 0, window: int | None = None) -> None:
+        """Record norm and sum of error times gradient (P, ...) of P probes at ``place``; those of one place add up.
 
-        The product is (P, ...). It holds all entries of the first of the ``windows``, then those of the next. Windows
-        are those of the running pass unless given.
+        The ``window`` is that of the running pass unless given.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
         """
-        self.record_pieces(place, [weighted_error], windows, first)
+        self.record_pieces(place, [weighted_error], window, first)
 
     def record_pieces(
-        self, place: int, pieces: Iterable[Tensor], windows: range | None = None, first: int = 0
+        self, place: int, pieces: Iterable[Tensor], window: int | None = None, first: int = 0
     ) -> None:  # fmt: skip
         """The same as ``record``, for an error times gradient that is formed piece by piece."""
         share = self.shares[self.kinds[place]]
         if not share:
             return
-        windows = self.now.windows if windows is None else windows
-        norms, sums = zip(*(self._norms_and_sums(place, piece, len(windows)) for piece in pieces))
+        window = self.now.window if window is None else window
+        norms, sums = zip(*(self._norms_and_sums(place, piece) for piece in pieces))
         norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
         found = torch.stack([norm * share**0.5, sum(sums) * share])
-        self._records.append((windows, self.probe + first, place, found))
+        self._records.append((window, self.probe + first, place, found))
 
-    def _norms_and_sums(self, place: int, weighted_error: Tensor, windows: int) -> tuple[Tensor, Tensor]:
-        """Norms and sums (P, W) of an error times gradient (P, ...) of so many windows."""
+    def _norms_and_sums(self, place: int, weighted_error: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms and sums (P,) of an error times gradient (P, ...)."""
         if self.observer is not None:
             self.observer(place, weighted_error)
-        own = weighted_error.reshape(len(weighted_error), windows, -1)
+        own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
         if self.alike[place]:
-            own = own.unflatten(2, (-1, weighted_error.shape[-1])).sum(2)
-        return torch.linalg.vector_norm(own, dim=2), own.sum(2)
+            own = own.unflatten(1, (-1, weighted_error.shape[-1])).sum(1)
+        return torch.linalg.vector_norm(own, dim=1), own.sum(1)
 
     def record_extremes(self, place: int, stored: Tensor) -> None:
-        """Record the largest and the lowest number ``stored`` at ``place`` by window: infinite after an overflow."""
+        """Record the largest and the lowest number ``stored`` at ``place``: infinite after an overflow."""
         if stored.numel():
-            lowest, largest = stored.reshape(len(self.now.windows), -1).aminmax(dim=1)
-            self._extremes.append((self.now.windows, place, torch.stack([largest, -lowest])))
+            lowest, largest = stored.aminmax()
+            self._extremes.append((self.now.window, place, torch.stack([largest, -lowest])))
 
     def overflows(self) -> tuple[dict[int, int], dict[int, int]]:
         """For every window that stored +inf since the last call, the first place that did; and the same for -inf."""
         records, self._extremes = self._extremes, []
         if not records:
             return {}, {}
-        infinite = (
-            torch.cat(together(x for *_, x in records), 1).isposinf().cpu().tolist()
-        )  # one transfer from the device
-        where = [(window, place) for windows, place, _ in records for window in windows]
+        infinite = torch.stack(together(x for *_, x in records), 1).isposinf().cpu()  # one transfer from the device
+        where = [(window, place) for window, place, _ in records]
         above, below = (
-            dict(each for each, overflowed in reversed([*zip(where, flags)]) if overflowed) for flags in infinite
+            dict(each for each, overflowed in reversed([*zip(where, flags)]) if overflowed)
+            for flags in infinite.tolist()
         )
         return above, below
 
@@ -307,9 +292,9 @@ class ErrorRecorder:
         records, self._records = self._records, []
         total = np.zeros((2, windows, probes, len(self.places)))
         if records:
-            found = torch.cat(together(x.flatten(1) for *_, x in records), 1).cpu()  # one transfer from the device
+            found = torch.cat(together(x for *_, x in records), 1).cpu()  # one transfer from the device
             norms, sums = found.double().numpy()
-            where = [(w, first + p, i) for numbers, first, i, x in records for p in range(x.shape[1]) for w in numbers]
+            where = [(window, first + p, place) for window, first, place, x in records for p in range(x.shape[1])]
             for whole, values in zip(total, (norms**2, sums)):
                 np.add.at(whole, tuple(np.transpose(where)), values)
         return total

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from fragility_adjoint.internals import base_of, has_reference, is_view, refer, reference_of
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.calls import FunctionCall, in_place
-from fragility_adjoint.predictor.leaves import Held
+from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_adjoint.quantization.operands import storages
 from fragility_adjoint.quantization.recipes import Recipe
@@ -60,7 +60,7 @@ ELEMENTWISE = {
 }  # fmt: skip
 
 
-class Given(torch.autograd.Function):
+class ValueWithSlopes(torch.autograd.Function):
     """The ``value``, with the slopes of ``y``."""
 
     @staticmethod
@@ -253,9 +253,9 @@ class SecantSlopes(TorchFunctionMode):
         else:
             y = RULES.get(name, at_halfway)(func, *args, **kwargs)
         if isinstance(value, Tensor):
-            return Given.apply(y, value)
+            return ValueWithSlopes.apply(y, value)
         slopes = dict(zip(map(id, tensors(value)), tensors(y)))
-        return map_tensors(value, lambda x: Given.apply(slopes[id(x)], x) if x.is_floating_point() else x)
+        return map_tensors(value, lambda x: ValueWithSlopes.apply(slopes[id(x)], x) if x.is_floating_point() else x)
 
 
 class SecantArithmetic(LowArithmetic):
@@ -266,8 +266,10 @@ class SecantArithmetic(LowArithmetic):
 
     follows_changes = True  # values may change only in functions that this mode sees (``attention.Hiding``)
 
-    def __init__(self, recipe: Recipe, recorder: ErrorRecorder, held: Held, rounding: bool, between: float):
-        super().__init__(recipe, recorder, held, rounding=rounding)
+    def __init__(
+        self, recipe: Recipe, recorder: ErrorRecorder, parameters: ParameterTable, rounding: bool, between: float
+    ):
+        super().__init__(recipe, recorder, parameters, rounding=rounding)
         self.slopes, self.between = SecantSlopes(), between
 
     def call(self, func: Callable, *args, **kwargs) -> Any:

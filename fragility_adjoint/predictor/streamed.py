@@ -25,14 +25,14 @@ from fragility_adjoint.internals import copy_marks, entering, is_stream, kernels
 from fragility_adjoint.offload.lockstep import LastRead, barrier
 from fragility_adjoint.offload.offloaded import parts
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
-from fragility_adjoint.predictor.leaves import Held, Leaves, Weighted
+from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters, WeightedError
 from fragility_adjoint.predictor.probes import backward, over_probes
 from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_core.numerics.internals import current_function_mode, replace_forward, without_function_modes
 from fragility_core.numerics.nested import map_tensors, tensors
 
 
-class Uses:
+class TensorUses:
     """Tensors that a streamed pass has used."""
 
     def __init__(self):
@@ -46,18 +46,18 @@ class Uses:
 class Stream:
     """The parts of an offloaded ``model`` in differentiated passes."""
 
-    def __init__(self, model: nn.Module, leaves: Leaves, recorder: ErrorRecorder):
-        self.leaves, self.recorder = leaves, recorder
+    def __init__(self, model: nn.Module, rounded: RoundedParameters, recorder: ErrorRecorder):
+        self.rounded, self.recorder = rounded, recorder
         self.owned: dict[str, list[str]] = {}  # paths of tensors by that of the part
-        known = {id(x): path for path, x in leaves.tensors.items()}
+        known = {id(x): path for path, x in rounded.tensors.items()}
         self.parts = parts(model)
         for path, module in self.parts.items():
-            held = [*module.parameters(), *module.buffers()]
-            self.owned[path] = [known[id(x)] for x in held if id(x) in known]
+            owned = [*module.parameters(), *module.buffers()]
+            self.owned[path] = [known[id(x)] for x in owned if id(x) in known]
             replace_forward(module, partial(self.run, path, module.forward.forward))
         paths = {path for owned in self.owned.values() for path in owned}
-        self.staying = [path for path in leaves.tensors if path not in paths]  # those that no part owns
-        self.uses: dict[range, Uses] = {}  # by windows
+        self.staying = [path for path in rounded.tensors if path not in paths]  # those that no part owns
+        self.uses: dict[int, TensorUses] = {}  # by window
         self.reached: Counter[int] = Counter()  # the most kernels that a pass has counted before its nth part, by n
         self.last = LastRead()
         self.at_once = True  # whether all probes share the backward pass of a part
@@ -68,9 +68,9 @@ class Stream:
 
         A backward pass must go to the tensor that is returned, so that it reaches all parts.
         """
-        uses = self.uses[self.recorder.now.windows] = Uses()
+        uses = self.uses[self.recorder.now.window] = TensorUses()
         own = copy.copy(point)
-        own.held = self.leaves.make(self.staying, point.exact, self.watch)
+        own.parameters = self.rounded.make_leaves(self.staying, point.exact, self.watch)
         return own, uses.anchor
 
     @contextmanager
@@ -81,13 +81,13 @@ class Stream:
         yield
         self.last.close()
         for path in sorted({path for uses in self.uses.values() for path, _ in uses.totals}):
-            place, tensor = self.recorder.weight(path), self.leaves.tensors[path]
-            with self.leaves.read([path]):
-                weighted = self.leaves.weighted(path, tensor.detach().float())
-            for windows, uses in self.uses.items():
+            place, tensor = self.recorder.weight(path), self.rounded.tensors[path]
+            with self.rounded.read([path]):
+                weighted = self.rounded.weighted_error(path, tensor.detach().float())
+            for window, uses in self.uses.items():
                 for probe in [probe for found, probe in uses.totals if found == path]:
                     total = uses.totals.pop((path, probe)).to(tensor.device)
-                    self.recorder.record_pieces(place, weighted(total), windows, probe - self.recorder.probe)
+                    self.recorder.record_pieces(place, weighted(total), window, probe - self.recorder.probe)
 
     def __enter__(self) -> None:
         """Begin passes, which are forgotten with what they have read at the end of the context."""
@@ -100,11 +100,11 @@ class Stream:
     def read(self, path: str) -> None:
         """Read the part at ``path``, unless it was read last."""
         with without_function_modes():
-            self.last.ask(path, partial(self.leaves.read, self.owned[path]))
+            self.last.ask(path, partial(self.rounded.read, self.owned[path]))
 
     def _meet(self) -> None:
         """Wait for the passes beside this one, and count as many kernels as the one that has run the most."""
-        now, uses = self.recorder.now, self.uses[self.recorder.now.windows]
+        now, uses = self.recorder.now, self.uses[self.recorder.now.window]
         uses.entered += 1
         self.reached[uses.entered] = max(self.reached[uses.entered], kernels_counted())
         barrier()
@@ -119,15 +119,15 @@ class Stream:
         with without_function_modes():
             args, kwargs = entering(self.parts[path], args, kwargs)
         self.read(path)
-        self.uses[self.recorder.now.windows].counts.update(self.owned[path])
+        self.uses[self.recorder.now.window].counts.update(self.owned[path])
         call = PartCall(self, path, forward, args, kwargs)
         with without_function_modes():
             inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
         return call.result(inputs)
 
-    def watch(self, path: str, place: int, leaf: Tensor, weighted: Weighted) -> None:
+    def watch(self, path: str, place: int, leaf: Tensor, weighted: WeightedError) -> None:
         """Watch a leaf (``ErrorRecorder.watch_leaf``); gradients of one that is used often are added up first."""
-        uses = self.uses[self.recorder.now.windows]
+        uses = self.uses[self.recorder.now.window]
         if uses.counts[path] > 1:
             self.recorder.hook_leaf(leaf, partial(self._add, uses.totals, path))
         else:
@@ -171,23 +171,24 @@ class PartCall:
             args, kwargs = map_tensors(self.given, make)
         return tuple(map(own_copy, args)), {name: own_copy(x) for name, x in kwargs.items()}, leaves
 
-    def held(self) -> Held:
+    def parameters(self) -> ParameterTable:
         """Leaves for the tensors that the part owns, read now."""
         stream = self.stream
         with without_function_modes():
-            return stream.leaves.make(stream.owned[self.path], self.arithmetic.exact, stream.watch)
+            return stream.rounded.make_leaves(stream.owned[self.path], self.arithmetic.exact, stream.watch)
 
     def result(self, inputs: Sequence[Tensor]) -> Any:
         """The result of the part as one differentiable function of ``inputs``."""
         args, kwargs, _ = self.inputs()
-        with self.stream.recorder.setting_leaves_apart(), self.arithmetic.holding(self.held()), torch.enable_grad():
+        inside = self.arithmetic.with_parameters(self.parameters())
+        with self.stream.recorder.setting_leaves_apart(), inside, torch.enable_grad():
             returned = self.forward(*args, **kwargs)
         with without_function_modes():
             found = list(tensors(returned))
             plain = [x.data for x in found]
             if any(x.requires_grad for x in found):
                 constant = [p for x, p in zip(found, plain) if not x.requires_grad]
-                anchor = self.stream.uses[self.bookmark.windows].anchor
+                anchor = self.stream.uses[self.bookmark.window].anchor
                 plain = list(Part.apply(self, anchor, constant, plain, *inputs))
             results = iter([copy_marks(x, y) for x, y in zip(found, plain)])
             return map_tensors(returned, lambda _: next(results))
@@ -198,14 +199,14 @@ class PartCall:
             self.stream.read(self.path)
             args, kwargs, inputs = self.inputs()
             with self.stream.recorder.replaying(self.bookmark) as made, torch.enable_grad():
-                held = self.held()
-                with self.arithmetic.holding(held), self.arithmetic:
+                parameters = self.parameters()
+                with self.arithmetic.with_parameters(parameters), self.arithmetic:
                     returned = self.forward(*args, **kwargs)
                 reached = [(x, g) for x, g in zip(tensors(returned), gradients) if g is not None]
                 del returned
                 probes = max(len(g) for _, g in reached)
                 outputs, given = zip(*((x, g.expand(probes, *x.shape)) for x, g in reached))
-                return self._back(outputs, [*made, *held.leaves], given, inputs)
+                return self._back(outputs, [*made, *parameters.leaves], given, inputs)
 
     def _back(self, outputs: Sequence[Tensor], leaves: list, given: Sequence[Tensor], inputs: list) -> list[Tensor]:
         """``probes.backward``: for all probes at once, or else one by one, from the same graph."""

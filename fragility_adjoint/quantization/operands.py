@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from fragility_adjoint.internals import address
 from fragility_adjoint.quantization.recipes import Operands, Recipe
 from fragility_core.models.paths import block_of, embedding_paths, head_paths, is_linear
 from fragility_core.numerics.formats import NumberFormat
@@ -94,6 +93,11 @@ def rounded_weight(model: nn.Module, path: str, weight: Tensor, stored: NumberFo
     module = model.get_submodule(owner(path))
     inputs_first = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
     return stored.round(weight.mT).mT.contiguous() if inputs_first else stored.round(weight)
+
+
+def address(x: Tensor) -> int:
+    """Address at which the memory of ``x`` begins, which its views share."""
+    return x.untyped_storage().data_ptr()
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -25,11 +25,8 @@ from fragility_lab.running.threads import on_free_cores
 ONCE = 9  # reads of a streamed model that do not depend on the windows: checks, trials, the forecast itself
 BOTH_WAYS = 2  # reads of a pass forward and back
 MEASURED = 4  # reads by measured passes: of two models, without and with a plan
-LARGEST = 32  # windows that share a read, or a pass
+LARGEST = 32  # windows that share a read
 STACK = 2**23  # bytes of a thread; each of the windows that share a read has as many as torch computes with
-# Tokens that share a pass at most. On a CPU more of them save no time (`make bench`); on a GPU that was not measured.
-TOKENS, GPU_TOKENS = 2**11, 2**15
-CACHED = 2**25  # bytes, about a CPU's cache: where gradients of a weight take more, as at GPT-2's size, none is saved
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Forecast:
     """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device. ``batch`` windows share a read, or an estimate's pass. ``steps`` are
+    is empty for a whole model on one device. ``batch`` windows share a read. ``steps`` are
     the seconds of the steps of ``run.STEPS``, by name, for a whole model.
     """
 
@@ -105,10 +102,8 @@ def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast
         del steps["experts"]
     takes = quantity(whole(request, model))
     spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
-    most = min(count, worthwhile(request, model, loaded.device))
-    batch = batch_size(partial(memory, request, model), most, free, len(devices))
     form = spread if len(devices) > 1 else ""
-    return Forecast(sum(steps.values()), memory(request, model, batch), free, form, batch, steps)
+    return Forecast(sum(steps.values()), memory(request, model), free, form, steps=steps)
 
 
 def free_on_devices(model: nn.Module) -> tuple[set[torch.device], int | None]:
@@ -133,26 +128,10 @@ def activations(request: Request, model: nn.Module) -> tuple[int, int]:
     return request.length * kept_a_token, request.length * 6 * 4 * config.vocab_size
 
 
-def memory(request: Request, model: nn.Module, batch: int = 1) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps.
-
-    Of several windows, a ``batch``, each has gradients of its own: those of weights, one weight at a time in
-    two copies, and those of what lies between kernels, the widest of it in four.
-    """
-    sizes = [p.numel() for p in model.parameters()]
-    copies = sum(sizes) * (2 * stored_dtype(request).itemsize + 4 * ends(request))
-    of_blocks, of_head = activations(request, model)
-    one = copies + of_blocks + of_head
-    if batch == 1:
-        return one
-    in_blocks = (p for path in block_paths(model) for p in model.get_submodule(path).parameters())
-    widest = max((size for p in in_blocks for size in p.shape), default=1)
-    if request.measured_in == "hidden":
-        of_head = 0
-    else:
-        widest = max(widest, model.config.get_text_config().vocab_size)
-    own = 4 * request.probes * (2 * max(sizes) + 4 * request.length * widest)
-    return one + (batch - 1) * (of_blocks + of_head) + batch * own
+def memory(request: Request, model: nn.Module) -> int:
+    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps."""
+    parameters = sum(p.numel() for p in model.parameters())
+    return parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request)) + sum(activations(request, model))
 
 
 def whole(request: Request, model: nn.Module) -> int:
@@ -218,22 +197,14 @@ def streamed_memory(request: Request, model: nn.Module, batch: int = 1) -> int:
     return max(in_blocks, elsewhere) + batch * max(estimated, compared) + threads
 
 
-def batch_size(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
-    """The number of ``count`` windows that run in a batch, if so many take so much memory of all ``devices``.
+def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int:
+    """The number of ``count`` windows that run in a batch, if so many take so much memory.
 
-    All but one of them take half of what that one leaves ``free``; of several devices, half of an equal share.
+    All but one of them take half of what that one leaves ``free``.
     """
     one, two, three = map(takes, (1, 2, 3))
-    beside = count if free is None else ((free - one) // (2 * devices) - (two - one)) // (three - two) + 1
+    beside = count if free is None else ((free - one) // 2 - (two - one)) // (three - two) + 1
     return max(1, min(count, LARGEST, 1 + beside))
-
-
-def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
-    """The number of windows that save time in a pass of the whole form, if memory allows; 0 for long ones."""
-    if device.type != "cpu":
-        return GPU_TOKENS // request.length
-    largest = max(p.numel() for p in model.parameters())
-    return min(TOKENS // request.length, CACHED // (4 * request.probes * largest))
 
 
 def reads_a_batch(request: Request, model: nn.Module) -> int:

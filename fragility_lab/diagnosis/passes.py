@@ -31,10 +31,10 @@ def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> LowPrecision:
     return lower(loaded.model, calibrated(loaded.model, recipe, tokens), execution)
 
 
-def estimator(low: LowPrecision, model, probes: int, target: str, batch: int = 1) -> predictor.Adjoint:
+def estimator(low: LowPrecision, model, probes: int, target: str) -> predictor.Adjoint:
     """What predicts the error of ``low`` in ``target``: for one other than the hidden state, from both ends."""
     gradients = "low" if target == "hidden" else "both"
-    return predictor.Adjoint(low, model, probes, target=target, gradients=gradients, batch=batch)
+    return predictor.Adjoint(low, model, probes, target=target, gradients=gradients)
 
 
 def predict(
@@ -44,7 +44,7 @@ def predict(
 
     There are more than ``probes`` where windows scatter (``steady``), but in a streamed model.
     """
-    known = estimator(low, model, probes, target, len(groups[0]))
+    known = estimator(low, model, probes, target)
 
     def estimate(seed: int) -> predictor.Prediction:
         """From other probes for each ``seed``."""

@@ -47,8 +47,6 @@ class Work:
         self.tokens, self.expected, self.found = tokens, expected, found
         self.groups = tokens.split(expected.batch)
         self.whole = not is_offloaded(self.model)
-        # of whole models no pass is shared, and outputs need memory
-        self.measured_groups = tokens.split(1) if self.whole else self.groups
         found.tokenizer, found.opening = loaded.tokenizer, loaded.opening.spelled
         found.attention = attention_of(self.model) or "its own"
         found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
@@ -88,9 +86,9 @@ def measure_windows(work: Work) -> None:
     found.execution = low.execution
     with ranges.counting():
         if found.referenced:
-            found.measured, found.drift = measure(low, work.model, work.measured_groups, "without the plan")
+            found.measured, found.drift = measure(low, work.model, work.groups, "without the plan")
         else:
-            for windows in progress(work.measured_groups, desc="low-precision passes"):
+            for windows in progress(work.groups, desc="low-precision passes"):
                 observe_each(low.model, windows, low)
     found.ranges = ranges.table(work.model)
 
@@ -147,12 +145,12 @@ def measure_plan(work: Work) -> None:
         )
     else:
         kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, found.plan)
-    found.protected, found.protected_drift = measure(kept, model, work.measured_groups, "with the plan")
+    found.protected, found.protected_drift = measure(kept, model, work.groups, "with the plan")
 
 
 def compare_experts(work: Work) -> None:
     """Count the choices of experts that rounding changes."""
-    windows = progress(work.measured_groups, desc="comparing choices of experts")
+    windows = progress(work.groups, desc="comparing choices of experts")
     compared = (each(partial(changed_choices, work.low, work.model), group, work.model, work.low) for group in windows)
     changes = torch.cat([changes.flatten() for group in compared for changes in group])
     work.found.changed_experts = float(changes.float().mean()) if len(changes) else None  # routers may take all experts
@@ -184,7 +182,7 @@ def add_up_signs(work: Work) -> None:
     """Say which errors act together; with secant slopes, where memory allows, up to the measured error."""
     secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
     options = {"target": work.request.measured_in, "gradients": "secant" if secants else "low"}
-    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, batch=len(work.groups[0]), **options)
+    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, **options)
     work.found.coherence = coherence(estimator, progress(work.groups, desc="errors that act together"))
 
 

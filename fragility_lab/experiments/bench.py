@@ -169,27 +169,6 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def time_batches(repetitions: int) -> pd.DataFrame:
-    """An estimate (one probe) of several windows in one pass over that of one after the other, on one thread."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rows = []
-    for name, model, cases in (
-        ("embedded", load_model("embedded"), ((64, 8, 0.8), (128, 8, 0.8), (256, 8, 1.0), (512, 4, 1.1))),
-        ("GPT-2's size", random_gpt2(), ((128, 4, float("nan")),)),
-    ):
-        low = lower(model, "bf16")
-        for length, count, limit in cases:
-            tokens = random_tokens(length).expand(count, -1)
-            calls = {size: partial(Adjoint(low, model, batch=size), tokens) for size in (1, count)}
-            seconds = medians(calls, repetitions, clock)
-            what = f"estimate of {count} windows, {name}: in a batch / one by one"
-            rows.append(compared(what, length, seconds[count], seconds[1], limit))
-    torch.set_num_threads(threads)
-    return pd.DataFrame(rows)
-
-
 def attending(low: LowPrecision, implementation: str) -> LowPrecision:
     """``low`` with another attention implementation."""
     set_attention(low.model, implementation)
@@ -210,7 +189,8 @@ def memory_of(kind: str) -> float:
     else:
         model = load_model("embedded")
         low = attending(lower(model, "bf16"), OBSERVED_EAGER)
-        call = model.requires_grad_(True) if kind == "training forward" else lambda given: Adjoint(low, model)(given)
+        estimate = partial(Adjoint, low, model, gradients="low")
+        call = model.requires_grad_(True) if kind == "training forward" else lambda given: estimate()(given)
     tokens = random_tokens(1024)
     _reset_peak()
     loaded = 0.0 if kind in ("plain", "monitored") else _peak()
@@ -259,7 +239,7 @@ def main() -> None:
     print(f"GPT-2's size, random weights, {device_name(default_device())}, torch {torch.__version__}")
     print(time_passes(arguments.repetitions).round(3).to_string(index=False))
     print("\nthe embedded checkpoint")
-    for measure in (time_training_step, time_patching, time_estimate, time_batches):
+    for measure in (time_training_step, time_patching, time_estimate):
         print(measure(arguments.repetitions).round(3).to_string(index=False))
     if torch.cuda.is_available() or sys.platform == "linux":
         print(memory_passes().round(2).to_string(index=False))

@@ -77,7 +77,7 @@ def position_rows(inputs: Inputs, low: LowPrecision, windows: Tensor) -> pd.Data
     predicted squared error of the final states, both together 1 over all groups; ``measured`` what final states at
     these positions have of the measured one, as the mean of the windows' shares.
     """
-    estimate = Adjoint(low, inputs.model)
+    estimate = Adjoint(low, inputs.model, gradients="low")
     squares, places, measured = PositionSquares(estimate, windows.shape[1]), None, []
     for window in progress(windows, desc="positions"):
         found = estimate(window[None])

@@ -130,7 +130,7 @@ def test_every_contribution_is_that_of_the_exact_jacobian(format, tolerance, mon
     low = lower(model, format, "emulated")
     rows = iter(torch.tensor(hadamard(16), dtype=torch.float32))
     monkeypatch.setattr(windows, "random_signs", lambda like, generator: next(rows).view_as(like))
-    kernels = Adjoint(low, model, probes=16)(tokens).contributions
+    kernels = Adjoint(low, model, probes=16, gradients="low")(tokens).contributions
     got = kernels.groupby(["kind", "place"]).agg({"module": "first", "name": "first", "c2": "mean"}).reset_index()
     places = [*got[got.kind == "kernel"].name, *(got.module + "." + got.name)[got.kind == "weight"]]
     operand = ["operand"] * (low.recipe.linear.inputs is not None)
@@ -177,7 +177,7 @@ def test_prediction_is_the_measured_mismatch(format, implementation, count, tole
     model, windows = embedded[0], embedded[1][:count]
     low = lower(model, format)
     set_attention(low.model, implementation)
-    ratio = Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)
+    ratio = Adjoint(low, model, gradients="low")(windows).windows.predicted / measured(model, low, windows)
     assert abs(ratio.mean() - 1) < tolerance
 
 
@@ -186,10 +186,10 @@ def test_first_order_at_fp8(format, embedded):
     """The first order is off by 17 and 38 % at mismatches of 0.37 (e4m3) and 0.58; for weights alone by 2 %."""
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, format)
-    ratio = (Adjoint(low, model)(windows).windows.predicted / measured(model, low, windows)).mean()
+    ratio = (Adjoint(low, model, gradients="low")(windows).windows.predicted / measured(model, low, windows)).mean()
     assert abs(np.log(ratio)) < np.log(1.6)
     alone = lower(model, format, "weights")
-    weights = Adjoint(alone, model)(windows).windows.predicted
+    weights = Adjoint(alone, model, gradients="low")(windows).windows.predicted
     assert 0.95 < (weights / measured(model, alone, windows)).mean() < 1.05
 
 
@@ -198,7 +198,7 @@ def test_fp8_in_linear_layers_alone(embedded):
     model, windows = embedded[0], embedded[1]
     low = lower(model, "fp8_e4m3_linear")
     for reference in (model, None):
-        prediction = Adjoint(low, reference)(windows)
+        prediction = Adjoint(low, reference, gradients="low")(windows)
         assert 0.95 < (prediction.windows.predicted / measured(model, low, windows)).mean() < 1.15
     operands = prediction.contributions.query("name == 'operand'")
     assert operands.c2.sum() > 0.8 * prediction.contributions.c2.sum()
@@ -233,7 +233,8 @@ def test_known_errors_of_weights(format, tolerance, embedded):
     model, windows = embedded[0], embedded[1][:2]
     low = lower(model, format, "weights")
     known, expected, none = (
-        Adjoint(low, reference)(windows).contributions.c2.sum() for reference in (model, None, low.model)
+        Adjoint(low, reference, gradients="low")(windows).contributions.c2.sum()
+        for reference in (model, None, low.model)
     )
     assert known == pytest.approx(expected, rel=tolerance) and none == 0
 
@@ -241,7 +242,7 @@ def test_known_errors_of_weights(format, tolerance, embedded):
 def test_positions_that_count(embedded):
     model, windows = embedded[0], embedded[1][:4]
     low = lower(model, "bf16")
-    adjoint = Adjoint(low, model)
+    adjoint = Adjoint(low, model, gradients="low")
     counted = torch.zeros(windows.shape, dtype=torch.bool)
     counted[:, 64:] = True
     with torch.no_grad():
@@ -312,7 +313,7 @@ def test_rows_are_tidy(prediction):
 
 
 def test_a_window_does_not_depend_on_the_others(tiny_gpt2, tiny_tokens):
-    adjoint = Adjoint(lower(tiny_gpt2, "fp16", "emulated"), tiny_gpt2)
+    adjoint = Adjoint(lower(tiny_gpt2, "fp16", "emulated"), tiny_gpt2, gradients="low")
     together = adjoint(tiny_tokens).windows.predicted
     alone = [adjoint(window[None]).windows.predicted.item() for window in tiny_tokens]
     np.testing.assert_allclose(together, alone, rtol=1e-6)
@@ -525,7 +526,7 @@ def test_results_that_are_changed_in_place_contribute(change, format):
     for do in IN_PLACE[change]:
         model = Changed(do)
         low = lower(model, format, "emulated")
-        predictions.append(Adjoint(low, model, probes=8)(tokens))
+        predictions.append(Adjoint(low, model, probes=8, gradients="low")(tokens))
         np.testing.assert_allclose(
             predictions[-1].windows.predicted.mean(), measured(model, low, tokens).mean(), rtol=0.05
         )
@@ -545,7 +546,7 @@ def test_minus_infinity_in_a_mask_does_no_harm(format):
     tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
     model = Masked(None)
     low = lower(model, format, "emulated")
-    windows = Adjoint(low, model, probes=8)(tokens).windows
+    windows = Adjoint(low, model, probes=8, gradients="low")(tokens).windows
     assert set(windows.overflow) == {""}
     np.testing.assert_allclose(windows.predicted.mean(), measured(model, low, tokens).mean(), rtol=0.1)
 
@@ -567,7 +568,9 @@ def test_a_rounded_buffer_contributes_as_a_parameter_does(format, known):
     tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
     models = [Placed(parameter), Placed(nn.Module.register_buffer)]
     lowered = [lower(model, format, "emulated") for model in models]
-    as_parameter, as_buffer = (Adjoint(low, model if known else None)(tokens) for low, model in zip(lowered, models))
+    as_parameter, as_buffer = (
+        Adjoint(low, model if known else None, gradients="low")(tokens) for low, model in zip(lowered, models)
+    )
     pd.testing.assert_frame_equal(as_buffer.windows, as_parameter.windows)
     tables = [p.contributions[p.contributions.name == "table"].c2.sum() for p in (as_parameter, as_buffer)]
     assert tables[0] == pytest.approx(tables[1]) and tables[0] > 0.1 * as_buffer.contributions.c2.sum()
@@ -582,7 +585,7 @@ def test_products_of_unusual_shapes_are_torchs_own():
     tokens = torch.randint(50, (1, 30), generator=torch.Generator().manual_seed(1))
     model = Unusual(None)
     low = lower(model, "bf16", "emulated")
-    predicted = Adjoint(low, model, probes=8)(tokens).windows.predicted.item()
+    predicted = Adjoint(low, model, probes=8, gradients="low")(tokens).windows.predicted.item()
     assert predicted == pytest.approx(mismatch(*(x[None] for x in both(model, low, tokens))).item(), rel=0.1)
 
 
@@ -652,7 +655,7 @@ def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     before = {name: x.clone() for name, x in low.model.state_dict().items()}
     forwards = [vars(module).get("forward") for module in low.model.modules()]
     result = hidden(low, tiny_tokens)
-    Adjoint(low, tiny_gpt2)(tiny_tokens)
+    Adjoint(low, tiny_gpt2, gradients="low")(tiny_tokens)
     for name, x in low.model.state_dict().items():
         assert torch.equal(x, before[name]) and x.grad is None and not x.requires_grad
     for module in low.model.modules():
@@ -698,12 +701,12 @@ def test_errors(tiny_gpt2, tiny_tokens):
     with pytest.raises(ValueError, match="probes and batch must be at least 1, got 0 and 1"):
         Adjoint(low, probes=0)
     with pytest.raises(ValueError, match=r"with transformer.wte.weight of shape \(101, 32\), got no such parameter"):
-        Adjoint(low, tiny_gpt2.transformer)
+        Adjoint(low, tiny_gpt2.transformer, gradients="low")
     deeper = random_gpt2(GPT2Config(**TINY.to_dict() | {"n_embd": 64}))
     with pytest.raises(
         ValueError, match=r"with transformer.wte.weight of shape \(101, 32\), got the shape \(101, 64\)"
     ):
-        Adjoint(low, deeper)
+        Adjoint(low, deeper, gradients="low")
     low.model.transformer.drop.train()
     with pytest.raises(ValueError, match=r"eval mode, got training mode: call model.eval\(\)"):
         Adjoint(low)(tiny_tokens)
@@ -721,19 +724,19 @@ def test_gradients_of_the_model_itself_are_left_alone(tiny_gpt2, tiny_tokens):
     low.model.transformer.ln_f.float().requires_grad_(True)
     low.model.transformer.ln_f.register_forward_pre_hook(lambda module, args: args[0].float())
     for reference in (tiny_gpt2, None):
-        Adjoint(low, reference)(tiny_tokens)
+        Adjoint(low, reference, gradients="low")(tiny_tokens)
         assert all(parameter.grad is None for parameter in low.model.parameters())
 
 
 def test_an_estimate_of_other_weights_is_refused(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    estimate = Adjoint(low, tiny_gpt2)
+    estimate = Adjoint(low, tiny_gpt2, gradients="low")
     estimate(tiny_tokens)
     low.model.transformer.ln_f.weight.mul_(2)
     with pytest.raises(ValueError, match="weights as they were read, but they changed: make another Adjoint"):
         estimate(tiny_tokens)
     with pytest.raises(ValueError, match=r"the reference must be in fp32, .* got torch.bfloat16"):
-        Adjoint(low, low.model)
+        Adjoint(low, low.model, gradients="low")
     with pytest.raises(ValueError, match=r"windows must hold tokens \(B, T\), got shape \(2, 0\)"):
         Adjoint(low)(tiny_tokens[:2, :0])
     with pytest.raises(ValueError, match=r"windows must hold tokens \(B, T\), got shape \(40,\)"):
@@ -741,7 +744,7 @@ def test_an_estimate_of_other_weights_is_refused(tiny_gpt2, tiny_tokens):
 
 
 def test_threads_wait_for_each_other(tiny_gpt2, tiny_tokens):
-    estimate = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2)
+    estimate = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, gradients="low")
     alone = [estimate(window).windows.predicted.item() for window in tiny_tokens.split(1)]
     with ThreadPoolExecutor(3) as threads:
         together = threads.map(lambda window: estimate(window).windows.predicted.item(), tiny_tokens.split(1))
@@ -749,7 +752,7 @@ def test_threads_wait_for_each_other(tiny_gpt2, tiny_tokens):
 
 
 def test_an_estimate_in_inference_mode(tiny_gpt2, tiny_tokens):
-    estimate = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2)
+    estimate = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, gradients="low")
     expected = estimate(tiny_tokens).windows.predicted
     with torch.inference_mode():
         assert estimate(tiny_tokens).windows.predicted.equals(expected)
@@ -760,14 +763,14 @@ def test_mixed_precision_rounds_what_is_low(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16", "emulated")
     final = low.model.transformer.ln_f.float()
     final.register_forward_pre_hook(lambda module, args: args[0].float())
-    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).contributions
+    kernels = Adjoint(low, tiny_gpt2, gradients="low")(tiny_tokens).contributions
     rounded = kernels[kernels.module.str.endswith("ln_f")]
     assert set(rounded.kind) == {"weight"} and (rounded.c2 > 0).all()
     unknown = Adjoint(low)(tiny_tokens).contributions  # without a reference nothing says that they were rounded
     assert not unknown.module.str.endswith("ln_f").any()
     for parameter, exact in zip(final.parameters(), tiny_gpt2.transformer.ln_f.parameters()):
         parameter.copy_(exact)
-    kernels = Adjoint(low, tiny_gpt2)(tiny_tokens).contributions
+    kernels = Adjoint(low, tiny_gpt2, gradients="low")(tiny_tokens).contributions
     assert kernels[kernels.module.str.endswith("ln_f")].c2.eq(0).all()
 
 
@@ -778,7 +781,7 @@ def test_a_model_that_was_not_lowered_is_refused(tiny_gpt2):
 
 def test_inference_mode_changes_nothing(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, get_format("bf16"))
-    expected = Adjoint(low, tiny_gpt2)(tiny_tokens)
+    expected = Adjoint(low, tiny_gpt2, gradients="low")(tiny_tokens)
     with torch.inference_mode():
-        found = Adjoint(low, tiny_gpt2)(tiny_tokens)
+        found = Adjoint(low, tiny_gpt2, gradients="low")(tiny_tokens)
     pd.testing.assert_frame_equal(found.windows, expected.windows)

@@ -28,6 +28,25 @@ def test_errors_are_those_of_an_adjoint(known):
     assert errors.windows.predicted.tolist() == pytest.approx(want.windows.predicted.tolist(), rel=1e-6)
 
 
+def test_gradients_are_taken_at_both_ends_where_there_are_two(known):
+    """The rule of ``Adjoint``, of ``predictions`` and of ``predict``: else they are taken in low precision."""
+    model, tokens, errors = known
+    low = lower(model, "w4a16-g32")
+    rows = {how: Adjoint(low, model, 3, target="kl", gradients=how)(tokens).contributions for how in ("low", "both")}
+    assert not rows["low"].c2.equals(rows["both"].c2)
+    for prediction in (
+        Adjoint(low, model, 3, target="kl")(tokens),
+        predictions(model, ["w4a16-g32"], tokens, probes=3)["w4a16-g32"],
+        errors.prediction,
+    ):
+        assert prediction.contributions.c2.equals(rows["both"].c2)
+    for alone in ((low, None), (lower(model, "bf16").stochastic(0), model)):
+        c2, want = (Adjoint(*alone, probes=2, **given)(tokens).contributions.c2 for given in ({}, {"gradients": "low"}))
+        assert c2.equals(want)
+    with pytest.raises(ValueError, match="gradients must be auto or taken at one of low, fp32, both, secant, got 'up'"):
+        Adjoint(low, model, gradients="up")
+
+
 @pytest.mark.parametrize("target", ["kl", "hidden"])
 def test_groups_of_errors_add_up_to_the_squared_prediction(known, target):
     """By any columns, without probes or norms to divide by; shares add up to 1."""

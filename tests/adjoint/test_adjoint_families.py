@@ -99,7 +99,7 @@ def states(model, low, tokens):
 def mean_ratio(model, low):
     """The predicted over the measured mismatch, mean over the windows."""
     measured = mismatch(*states(model, low, TOKENS)).numpy()
-    return (Adjoint(low, model, probes=2)(TOKENS).windows.predicted / measured).mean()
+    return (Adjoint(low, model, probes=2, gradients="low")(TOKENS).windows.predicted / measured).mean()
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16", "fp8_e4m3_linear"])
@@ -115,7 +115,7 @@ def test_prediction_is_the_measured_mismatch(config, format):
 def test_no_tensor_waits_for_the_garbage_collector(config):
     """A tensor in a cycle of references stays in memory until garbage is collected, for a whole pass or longer."""
     model = random_model(config)
-    adjoint = Adjoint(lower(model, "bf16"), model)
+    adjoint = Adjoint(lower(model, "bf16"), model, gradients="low")
     adjoint(TOKENS)  # tensors that the library makes once do not count
     gc.collect()
     gc.disable()
@@ -223,7 +223,7 @@ def test_mixtures_of_experts(config):
     low_state, exact = states(model, low, TOKENS)
     counted = undisturbed[..., None]
     measured = mismatch(low_state * counted, exact * counted).numpy()
-    adjoint = Adjoint(low, model, probes=2)
+    adjoint = Adjoint(low, model, probes=2, gradients="low")
     ratio = adjoint(TOKENS, undisturbed).windows.predicted / measured
     assert 0.92 < ratio.mean() < 1.08
     windows = changed.any(1).numpy()

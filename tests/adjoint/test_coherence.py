@@ -35,7 +35,7 @@ def test_every_signed_contribution_is_that_of_the_exact_jacobian(format, toleran
     """v.J e of every kernel and weight, for every probe v. The tolerance is in sizes of the largest contributions."""
     model, tokens = Small(), torch.tensor([[1, 2, 5, 6]])
     low = lower(model, format, "emulated")
-    rows = Adjoint(low, model, probes=8)(tokens).contributions.sort_values(["kind", "place", "probe"])
+    rows = Adjoint(low, model, probes=8, gradients="low")(tokens).contributions.sort_values(["kind", "place", "probe"])
     exact = torch.stack([x.sum(1) for x in exact_effects(model, low, tokens)])  # (places, outputs)
     wanted = exact @ signs((1, 4, 4), 8).double().T
     np.testing.assert_allclose(
@@ -92,7 +92,7 @@ def test_errors_that_are_alike_add_up_and_opposite_ones_cancel(sign, between):
     model = Twice(sign)
     tokens, low = torch.zeros(3, 8, dtype=torch.long), lower(model, "bf16", "emulated")
     target = Target("sum", lambda model, tokens: model(tokens), root_of_count)
-    found = coherence(Adjoint(low, model, probes=2, target=target), tokens)
+    found = coherence(Adjoint(low, model, probes=2, target=target, gradients="low"), tokens)
     with low.running():
         rounded = low.model.layers[0](low.model.embedding(tokens[0])).float().sum()
     error = 8 * model.embedding.weight[0, 0] * model.layers[0].weight[0, 0] - rounded
@@ -112,7 +112,7 @@ def test_errors_that_are_alike_add_up_and_opposite_ones_cancel(sign, between):
 def estimator():
     """That of a small GPT-2 in bf16."""
     model = random_gpt2(TINY)
-    return Adjoint(lower(model, "bf16"), model, probes=2)
+    return Adjoint(lower(model, "bf16"), model, probes=2, gradients="low")
 
 
 @settings(max_examples=12)
@@ -169,7 +169,7 @@ def test_one_window_names_no_pair():
 
 def test_what_has_no_known_signs_is_refused(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16", "emulated")
-    for estimator in (Adjoint(low), Adjoint(low.stochastic(0), tiny_gpt2)):
+    for estimator in (Adjoint(low), Adjoint(low.stochastic(0), tiny_gpt2, gradients="low")):
         assert estimator(tiny_tokens).contributions.signed.isna().all()
         with pytest.raises(ValueError, match="needs errors with known signs, got expected sizes"):
             coherence(estimator, tiny_tokens)
@@ -179,7 +179,7 @@ def test_windows_that_overflow_are_left_out(tiny_gpt2, tiny_tokens):
     tiny_gpt2.transformer.wte.weight[3, 0] = tiny_gpt2.transformer.wpe.weight[0, 0] = 4e4
     tokens = tiny_tokens.clone()
     tokens[:, 0] = torch.tensor([3, 4, 5])
-    estimator = Adjoint(lower(tiny_gpt2, "fp16"), tiny_gpt2)
+    estimator = Adjoint(lower(tiny_gpt2, "fp16"), tiny_gpt2, gradients="low")
     assert len(coherence(estimator, tokens).grams) == 2
     with pytest.raises(ValueError, match="needs a window whose prediction is finite, got none"):
         coherence(estimator, tokens[:1])

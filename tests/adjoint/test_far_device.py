@@ -82,7 +82,7 @@ def test_an_estimate(format, execution, attention, moved, tiny_gpt2, tiny_tokens
     for model, tokens in (moved, (tiny_gpt2, tiny_tokens)):
         low = lower(model, format, execution)
         set_attention(low.model, attention)
-        estimate = Adjoint(low, model, probes=2)
+        estimate = Adjoint(low, model, probes=2, gradients="low")
         waits.clear()
         predicted.append(estimate(tokens).windows.predicted)
         if model is moved[0]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from fragility_adjoint.predictor import Adjoint, leaves, recomputed, recorder
+from fragility_adjoint.predictor import Adjoint, parameters, recomputed, recorder
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.formats import get_format
 
@@ -48,7 +48,7 @@ def test_as_the_whole_gradient_gives_them(tied, kind, depth, recipe, options, mo
     found = predicted(model, recipe, **options)
     assert bool(taken) == (options["gradients"] != "secant")  # those slopes take whole gradients
     taken.clear()
-    for module in (leaves, recomputed, recorder):
+    for module in (parameters, recomputed, recorder):
         monkeypatch.setattr(module, "LARGE", 2**30)
     want = predicted(model, recipe, **options)
     assert not taken and (want[want["name"] == "weight"].c2 > 0).any()
@@ -66,7 +66,7 @@ def test_pieces_are_parts_of_the_whole(known):
     """Error times gradient, with that of rows that were looked up, with and without a reference."""
     exact = torch.randn(700, recorder.LARGE // 512, generator=torch.Generator().manual_seed(0))
     rounded, gradient = exact.bfloat16().float(), exact.flip(0).expand(2, *exact.shape)
-    weighted = leaves.Weighted(rounded, exact if known else get_format("bf16"))
+    weighted = parameters.WeightedError(rounded, exact if known else get_format("bf16"))
     error = exact - rounded if known else recorder.expected_error(rounded, get_format("bf16"))
     pieces = [piece.clone() for piece in weighted(gradient)]
     assert len(pieces) > 10 and torch.equal(torch.cat(pieces, 1), error * gradient)

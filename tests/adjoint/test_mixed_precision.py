@@ -39,6 +39,7 @@ from transformers import (
 
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
@@ -83,7 +84,7 @@ def random_model(config, auto_class: type = AutoModel) -> nn.Module:
 
 
 def contributions(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=1, low=None) -> Contributions:
-    prediction = predictor.Adjoint(low or lower(model, format), model, probes)(tokens)
+    prediction = predictor.Adjoint(low or lower(model, format), model, probes, gradients="low")(tokens)
     return Contributions(model, prediction)
 
 
@@ -224,7 +225,7 @@ def test_a_protected_model_can_be_asked_again(tiny):
     model, known, tokens = tiny
     for names in (["residual"], ["norms", "embedding"]):
         chosen = known.keep(sites=names)
-        again = predictor.Adjoint(apply(model, chosen), model, probes=2)(tokens)
+        again = predictor.Adjoint(apply(model, chosen), model, probes=2, gradients="low")(tokens)
         assert again.windows.predicted.mean() == pytest.approx(chosen.predicted, rel=0.03)
 
 
@@ -541,6 +542,22 @@ def test_fp32_scores_are_attention_with_fp32_scores():
     assert torch.equal(output, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("error", [ValueError("pass pixels"), TypeError("pass pixels"), RuntimeError("a mistake")])
+def test_scores_of_a_model_that_needs_more_than_tokens(tiny_gpt2, error, monkeypatch):
+    """They are not offered; but a mistake in its code is raised."""
+
+    def failing(*given, **named):
+        raise error
+
+    assert scores_can_be_kept(tiny_gpt2)
+    monkeypatch.setattr(type(tiny_gpt2), "forward", failing)
+    if type(error) is RuntimeError:
+        with pytest.raises(RuntimeError, match="a mistake"):
+            scores_can_be_kept(tiny_gpt2)
+    else:
+        assert not scores_can_be_kept(tiny_gpt2)
+
+
 def test_soft_capped_scores_are_not_computed_without_their_cap(tiny_tokens):
     torch.manual_seed(0)
     model = AutoModel.from_config(Gemma2Config(**GATED, head_dim=8), attn_implementation="eager").eval()
@@ -678,7 +695,7 @@ def test_wrong_requests_are_refused(tiny, ask, message):
 
 def test_windows_that_overflow_are_left_out_or_named(tiny):
     model, known, tokens = tiny
-    prediction = predictor.Adjoint(lower(model, "bf16"), model)(tokens)
+    prediction = predictor.Adjoint(lower(model, "bf16"), model, gradients="low")(tokens)
     alone = replace(prediction, windows=prediction.windows.assign(overflow="h.1"))
     alone.windows.loc[0, "predicted"] = np.inf
     assert Contributions(model, alone).predict(known.keep()).window.tolist() == [1]
@@ -726,7 +743,9 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
         return model(tokens, use_cache=False).logits
 
     model = random_model(FAMILIES["llama"], AutoModelForCausalLM)
-    known = Contributions(model, predictor.Adjoint(lower(model, "bf16"), model, probes=8, target=logits)(tiny_tokens))
+    known = Contributions(
+        model, predictor.Adjoint(lower(model, "bf16"), model, probes=8, target=logits, gradients="low")(tiny_tokens)
+    )
     head = known.keep(sites=["head"])
     low = apply(model, head)
     with torch.no_grad(), low.running():

@@ -26,7 +26,7 @@ from transformers import (
 
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.predictor.overflow import first_overflow
+from fragility_adjoint.predictor.overflow import first_overflow, kind_of
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import block_paths, final_hidden
 from fragility_core.numerics.nested import tensors
@@ -188,7 +188,7 @@ def test_the_first_kernel_that_leaves_the_range_is_named(name, depth):
     assert [place is not None for place in places] == overflowing
     assert {(place.words, place.kind) for place in places if place} == {(words, kind)}
     if depth == 2:
-        named = Adjoint(low, model, batch=3)(TOKENS).windows
+        named = Adjoint(low, model, gradients="low")(TOKENS).windows
         assert named.overflow.tolist() == [words if each else "" for each in overflowing]
         assert named.predicted.notna().tolist() == [not each for each in overflowing]
 
@@ -199,7 +199,7 @@ def test_a_streamed_model_has_the_same_place(name, tmp_path):
     model.save_pretrained(tmp_path)
     streamed = load_offloaded(str(tmp_path), "cpu")
     streamed.set_attn_implementation("eager")
-    named = Adjoint(lower(streamed, "fp16", "emulated"), streamed)(TOKENS).windows
+    named = Adjoint(lower(streamed, "fp16", "emulated"), streamed, gradients="low")(TOKENS).windows
     assert named.overflow.tolist() == [words if each else "" for each in overflowing]
 
 
@@ -271,6 +271,14 @@ def test_what_counts_as_an_overflow(function, words, execution):
     assert (place and place.words) == words
 
 
+def test_a_kernel_without_fp64_has_overflowed_and_another_error_is_raised():
+    number, bad = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    assert kind_of(torch.ops.aten.bitwise_and.Tensor, (number, number), {}, bad) == "overflow"  # takes no doubles
+    assert kind_of(torch.ops.aten._grouped_mm.default, (number, number), {}, bad) == "overflow"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        kind_of(torch.ops.aten.mm.default, (number, number), {}, bad)
+
+
 # --- Remedies -----------------------------------------------------------------------------------------
 
 MENDED = {  # the cheapest plan that mends the case, and whether a larger epsilon does
@@ -309,7 +317,7 @@ def finite_by_hand(low, tokens):
 def test_the_cheapest_plan_that_mends_every_window_is_found(name):
     model, words, _, overflowing = case(name, 2)
     low = lower(model, "fp16", "emulated")
-    found = remedy.find(model, low, Adjoint(low, model, batch=3)(TOKENS), TOKENS, "auto")
+    found = remedy.find(model, low, Adjoint(low, model, gradients="low")(TOKENS), TOKENS, "auto")
     assert [number in found.places for number in range(3)] == overflowing
     assert {place.words for place in found.places.values()} == {words}
     label, raised = MENDED[name]
@@ -337,7 +345,7 @@ def test_the_page_says_what_mends_an_overflow(name):
 def test_no_remedy_is_looked_for_where_nothing_overflows():
     model = made("llama", 2)
     low = lower(model, "fp16", "emulated")
-    found = remedy.find(model, low, Adjoint(low, model)(TOKENS), TOKENS, "auto")
+    found = remedy.find(model, low, Adjoint(low, model, gradients="low")(TOKENS), TOKENS, "auto")
     assert found.places == {} and found.tried == [] and found.plan is None
 
 
@@ -382,7 +390,7 @@ def single_units(known, unit):
 
 def test_a_plan_beside_another_needs_a_budget_for_it():
     model = made("llama", 2)
-    known = Contributions(model, Adjoint(lower(model, "fp16", "emulated"), model)(TOKENS))
+    known = Contributions(model, Adjoint(lower(model, "fp16", "emulated"), model, gradients="low")(TOKENS))
     stream = known.keep(sites=["residual"])
     with pytest.raises(ValueError, match="the budget must pay for residual, 1 sites, got 0: raise it"):
         known.plan(0, "sites", beside=stream)

@@ -43,7 +43,7 @@ def squares(prediction) -> pd.Series:
 
 def planned(model, plan, tokens=TOKENS):
     """The squared errors by place of the model as ``plan`` runs it."""
-    return squares(Adjoint(apply(model, plan, tokens=tokens), model)(tokens))
+    return squares(Adjoint(apply(model, plan, tokens=tokens), model, gradients="low")(tokens))
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -51,7 +51,7 @@ def test_what_a_plan_removes_does_not_round_in_the_planned_pass(name):
     """Blocks, sites and single modules, their weights, inputs of products, keys and values of the cache."""
     model = random_gpt2(TINY)
     recipe = calibrated(model, get_recipe(name), TOKENS)
-    prediction = Adjoint(lower(model, recipe), model)(TOKENS)
+    prediction = Adjoint(lower(model, recipe), model, gradients="low")(TOKENS)
     known, before = Contributions(model, prediction), squares(prediction)
     units = [known.keep(blocks=[1]), *(known.keep(sites=[site]) for site in known.structure.sites)]
     units += [known.keep(modules=[f"transformer.h.2.{path}"]) for path in ("attn", "mlp.c_fc", "ln_1")]
@@ -65,7 +65,7 @@ def test_what_a_plan_removes_does_not_round_in_the_planned_pass(name):
 @pytest.mark.parametrize("name", ["kv-fp8", "kv-int8", "w8a8-int8+kv-fp8", "fp8-dynamic"])
 def test_kept_blocks_of_other_families_round_nothing(model, name):
     model = MODELS[model]()
-    prediction = Adjoint(lower(model, name), model)(TOKENS)
+    prediction = Adjoint(lower(model, name), model, gradients="low")(TOKENS)
     known, before = Contributions(model, prediction), squares(prediction)
     plan = known.keep(blocks=[0])
     left = planned(model, plan)
@@ -154,7 +154,7 @@ def test_embedding_and_head_are_quantized_by_name():
         logits = low.model(TOKENS).logits
     weight, inputs = INT8.weights.round(model.lm_head.weight).double(), INT8.inputs.round(final).double()
     assert torch.allclose(logits.double(), inputs @ weight.mT, rtol=1e-4, atol=1e-4)
-    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    found = squares(Adjoint(low, model, target="kl", gradients="low")(TOKENS))
     rounding = {place[:2] for place in found.index[found > 0]}
     assert rounding == {("model.embed_tokens", "weight"), ("lm_head", "weight"), ("lm_head", "operand")}
 
@@ -173,7 +173,7 @@ def test_a_tied_head_is_quantized_with_its_embedding(named):
         logits = low.model(TOKENS).logits
     inputs = INT8.inputs.round(final) if "lm_head" in named else final
     assert torch.allclose(logits.double(), inputs.double() @ table.double().mT, rtol=1e-4, atol=1e-4)
-    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    found = squares(Adjoint(low, model, target="kl", gradients="low")(TOKENS))
     assert (found[[place for place in found.index if place[1] == "operand"]] > 0).any() == ("lm_head" in named)
 
 
@@ -232,7 +232,7 @@ def test_a_tied_head_is_quantized_beside_any_kernels(named, kernels, execution):
     inputs = INT8.inputs.round(final.float()) if "lm_head" in named else final.float()
     want = inputs.double() @ table.double().mT
     assert torch.allclose(logits.double(), want, rtol=2 * low.format.unit_roundoff, atol=1e-3 * float(want.abs().max()))
-    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    found = squares(Adjoint(low, model, target="kl", gradients="low")(TOKENS))
     operands = [place for place in found.index[found > 0] if place[:2] == ("lm_head", "operand")]
     assert bool(operands) == ("lm_head" in named)
     assert found[[place for place in found.index if place[0] == "transformer.wte" and place[3] == "weight"]].gt(0).any()
@@ -257,7 +257,7 @@ def test_a_kept_embedding_leaves_the_tied_head_quantized(kernels):
     exact = model.transformer.wte.weight
     assert torch.equal(low.model.transformer.wte.weight, exact)
     assert torch.equal(low.model.lm_head.weight.float(), INT8.weights.round(exact).to(low.format.compute_dtype).float())
-    found = squares(Adjoint(low, model, target="kl")(TOKENS))
+    found = squares(Adjoint(low, model, target="kl", gradients="low")(TOKENS))
     assert found[("lm_head", "operand", 0, "kernel")] > 0 and not found.get(
         ("transformer.wte", "weight", 0, "weight"), 0
     )

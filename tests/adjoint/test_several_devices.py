@@ -75,14 +75,6 @@ def test_an_estimate(recipe, execution, target, models, tokens):
     exactly_equal(apart.contributions, whole.contributions, check_exact=True)
 
 
-def test_an_estimate_of_windows_in_a_batch(models, tokens):
-    batched = [Adjoint(lower(m, "bf16", "native"), m, probes=2, batch=len(tokens)) for m in models]
-    apart, whole = (adjoint(tokens) for adjoint in batched)
-    assert {adjoint.batch for adjoint in batched} == {len(tokens)}
-    exactly_equal(apart.windows, whole.windows, check_exact=True)
-    exactly_equal(apart.contributions, whole.contributions, check_exact=True)
-
-
 def test_an_estimate_over_some_positions(models, tokens):
     counted = tokens % 3 > 0
     apart, whole = (Adjoint(lower(m, "bf16", "native"))(tokens, counted).windows for m in models)
@@ -126,7 +118,7 @@ def test_realised_errors(models, tokens):
 def test_plans(budget, models, tokens):
     plans, passes = [], []
     for model in models:
-        plans.append(Contributions(model, Adjoint(lower(model, "bf16"), model)(tokens)).plan(*budget))
+        plans.append(Contributions(model, Adjoint(lower(model, "bf16"), model, gradients="low")(tokens)).plan(*budget))
         protected = apply(model, plans[-1])
         with torch.no_grad(), protected.running():
             passes.append(final_hidden(protected.model, tokens).cpu())
@@ -249,10 +241,12 @@ def test_two_gpus(files, tiny_tokens):
     places |= {f"transformer.{name}": 1 for name in ("h.1", "h.2", "ln_f")}
     models = dispatch_model(random_gpt2(TINY), places), random_gpt2(TINY).to(0)
     tokens = tiny_tokens.to(0)
-    apart, whole = (Adjoint(lower(m, "bf16"), m, probes=2)(tokens).windows for m in models)
+    apart, whole = (Adjoint(lower(m, "bf16"), m, probes=2, gradients="low")(tokens).windows for m in models)
     exactly_equal(apart, whole, rtol=1e-3)
     apart, whole = (Monitor(lower(m, "bf16"), power_iteration=True)(tokens).layers for m in models)
     exactly_equal(apart, whole, rtol=1e-3)
     streamed = load_offloaded(files, places)
-    apart, whole = (Adjoint(lower(m, "bf16"), m, probes=2)(tokens).windows for m in (streamed, models[0]))
+    apart, whole = (
+        Adjoint(lower(m, "bf16"), m, probes=2, gradients="low")(tokens).windows for m in (streamed, models[0])
+    )
     exactly_equal(apart, whole, check_exact=True)

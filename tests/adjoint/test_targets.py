@@ -95,7 +95,9 @@ def test_loss_is_the_standard_deviation_of_its_change():
     p = low.model.table.weight.double()[:-1].softmax(-1)
     slopes = p - torch.nn.functional.one_hot(tokens[0, 1:], 40)
     want = ((slopes * errors / 39) ** 2).sum().sqrt().item()
-    assert Adjoint(low, model, target="loss")(tokens).windows.predicted.item() == pytest.approx(want, rel=1e-3)
+    assert Adjoint(low, model, target="loss", gradients="low")(tokens).windows.predicted.item() == pytest.approx(
+        want, rel=1e-3
+    )
 
 
 # Mean of three realisations. One scatters by 4 to 5 % of the ratio with kernels in bf16, and by 1 % without.
@@ -163,7 +165,7 @@ def test_inputs_that_are_rounded_alike_at_every_position_add_up(monkeypatch):
     monkeypatch.setattr(windows, "random_signs", lambda like, generator: next(rows).view_as(like))
     model, tokens = Mean(), torch.arange(9)[None]
     low = lower(model, "w8a8-int8@fp32")
-    found = Adjoint(low, model, probes=8, target=lambda m, x: m(x))(tokens).contributions
+    found = Adjoint(low, model, probes=8, target=lambda m, x: m(x), gradients="low")(tokens).contributions
     x = model.embedding.weight.double()
     error = (x - LINEAR["w8a8-int8"].inputs.round(x.float())).sum(0) / 9
     want = (low.model.layers[0].weight.double() * error).square().sum().item()
@@ -233,7 +235,7 @@ def test_targets_by_name(tiny_gpt2):
 def test_layers_that_multiply_by_a_transposed_weight_round_their_inputs():
     """Falcon multiplies by ``weight.T``. With kernels in fp32 nothing else is rounded."""
     falcon = random_model(FalconConfig(**SIZES))
-    found = Adjoint(lower(falcon, "w8a8-int8@fp32"), falcon, target="kl")(TOKENS).contributions
+    found = Adjoint(lower(falcon, "w8a8-int8@fp32"), falcon, target="kl", gradients="low")(TOKENS).contributions
     layers = {path.removesuffix(".weight") for path in linear_weights(falcon)}
     assert {*found.module[found.name == "operand"]} == layers == {*found.module[found.kind == "weight"]}
     assert {*found.name} == {"operand", "weight"}

@@ -14,7 +14,7 @@ from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T
 from transformers.activations import ACT2CLS, ACT2FN
 
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
-from fragility_adjoint.predictor.leaves import Held
+from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import get_recipe
@@ -383,7 +383,7 @@ def test_a_constant_is_rounded_once(format, write, constant):
     assert got.dtype == chosen.compute_dtype and torch.equal(got, expected)
     drawn = stochastic(format, write, x, seen, constant)
     assert torch.equal(chosen.round(drawn.float()).to(drawn.dtype), drawn)
-    arithmetic = LowArithmetic(recipe, ErrorRecorder(), Held({}, {}, {}), torch.device("cpu"))
+    arithmetic = LowArithmetic(recipe, ErrorRecorder(), ParameterTable({}, {}, {}), torch.device("cpu"))
     arithmetic.recorder.begin()
     with arithmetic:
         differentiated = write(x, seen, constant)

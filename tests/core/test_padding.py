@@ -72,17 +72,14 @@ def test_predictions(family, target):
     assert found.length == T and found.windows.predicted.gt(0).all()
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_windows_of_one_length_share_a_pass_and_counted_positions_move_along(batch):
-    model, mask = random_model("llama"), MASK.clone()
-    mask[2] = mask[1]  # successive windows with the same padding
+def test_counted_positions_move_along_with_padding():
+    model, mask = random_model("llama"), MASK
     counted = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(2)) < 0.8
-    adjoint = Adjoint(lower(model, "bf16"), model, 2, target="logprob", gradients="both", batch=batch)
+    adjoint = Adjoint(lower(model, "bf16"), model, 2, target="logprob", gradients="both")
     found = adjoint(TOKENS, counted, seeds=(4, 5, 6, 7), attention_mask=mask)
     for window, keep in enumerate(mask.bool()):
         alone = adjoint(TOKENS[window][keep][None], counted[window][keep][None], seeds=(4 + window,))
         assert found.windows.predicted[window] == pytest.approx(alone.windows.predicted.item(), rel=1e-4)
-    assert adjoint.batch == batch, "several windows ran at once"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
@@ -154,7 +151,10 @@ def test_a_streamed_model(tmp_path):
     model = random_model("llama")
     model.save_pretrained(tmp_path)
     offloaded = load_offloaded(str(tmp_path), "cpu", AutoModelForCausalLM)
-    found = [Adjoint(lower(m, "bf16"), m, 2)(TOKENS, attention_mask=MASK).windows for m in (model, offloaded)]
+    found = [
+        Adjoint(lower(m, "bf16"), m, 2, gradients="low")(TOKENS, attention_mask=MASK).windows
+        for m in (model, offloaded)
+    ]
     pd.testing.assert_frame_equal(*found, check_exact=True)
 
 
@@ -172,7 +172,7 @@ WRONG = {
     "all padding": (EMPTY, "window 2 is all padding: leave it out"),
 }
 TAKING = {
-    "prediction": lambda model, low, mask: Adjoint(low, model)(TOKENS, attention_mask=mask),
+    "prediction": lambda model, low, mask: Adjoint(low, model, gradients="low")(TOKENS, attention_mask=mask),
     "score": lambda model, low, mask: Monitor(low)(TOKENS, attention_mask=mask),
     "states": lambda model, low, mask: final_hidden(model, TOKENS, mask),
     "logits": lambda model, low, mask: logits(model, TOKENS, mask),
@@ -208,7 +208,7 @@ LAST[:, -1] = 1
 def test_counted_positions_that_do_not_fit(target, counted, message):
     model = random_model("gpt2")
     with pytest.raises(ValueError, match=message):
-        Adjoint(lower(model, "bf16"), model, target=target)(TOKENS, counted)
+        Adjoint(lower(model, "bf16"), model, target=target, gradients="low")(TOKENS, counted)
 
 
 def test_a_reference_of_other_windows():

@@ -79,8 +79,8 @@ def test_bare_environment_is_reported_without_a_traceback(monkeypatch):
 
 CODE = {
     "fragility_core/theory.py": "U = 2\n",
-    "fragility_adjoint/predictor/estimator.py": "from fragility_adjoint.predictor import leaves\n",
-    "fragility_adjoint/predictor/leaves.py": "Y = 1\n",
+    "fragility_adjoint/predictor/estimator.py": "from fragility_adjoint.predictor import parameters\n",
+    "fragility_adjoint/predictor/parameters.py": "Y = 1\n",
     "fragility_adjoint/mixed_precision/plans.py": "Y = 1\n",
     "fragility_adjoint/offload/files.py": "Y = 1\n",
     "fragility_lab/inputs/offloaded.py": "from fragility_adjoint.offload import files\n",
@@ -117,8 +117,8 @@ def digest(project, monkeypatch, **changes: str) -> str:
         ({"text": '"""Module."""\n# comment\ndef read():\n    """Doc."""\n\n    return (1)\n'}, True),
         ({"__init__": "X = 2\n"}, True),
         ({"e10": "X = 2\n"}, True),
-        ({"leaves": "Y = 2\n"}, False),
         ({"comparison": "Y = 2\n"}, False),
+        ({"parameters": "Y = 2\n"}, False),
         ({"plans": "Y = 2\n"}, True),
         ({"files": "Y = 2\n"}, True),
     ],

@@ -147,7 +147,7 @@ def test_squares_by_position_add_up_to_contributions():
     """Every kernel that has positions is seen, each window and probe once, and the first position is the first."""
     inputs = load("embedded", "embedded", [24], 3)
     windows = torch.stack([inputs.window(start, 24) for start in (0, 240)])
-    estimate = Adjoint(lower(inputs.model, "bf16"), inputs.model, probes=2)
+    estimate = Adjoint(lower(inputs.model, "bf16"), inputs.model, probes=2, gradients="low")
     squares = positions.PositionSquares(estimate, 24)
     rows = estimate(windows).contributions
     want = rows[rows.kind == "kernel"].groupby("place").c2.sum()

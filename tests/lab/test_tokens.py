@@ -96,7 +96,7 @@ def test_at_scale_1_it_is_the_pass_that_runs_and_at_others_as_far_off(name):
 def test_realisations_need_errors_of_the_fp32_model():
     model = random_gpt2(TINY)
     with pytest.raises(ValueError, match="from the fp32 reference on"):
-        ErrorSamples(Adjoint(lower(model, "bf16"), model)).again(lambda m: logits(m, TOKENS), 1.5)
+        ErrorSamples(Adjoint(lower(model, "bf16"), model, gradients="low")).again(lambda m: logits(m, TOKENS), 1.5)
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         scales(FORMATS["bf16"], 0)
 
@@ -212,7 +212,7 @@ def test_windows_that_scatter_get_more_probes():
     calm, sharp = sharp_llama(factor=1.0), sharp_llama(factor=512.0)
 
     def estimates(model):
-        estimator = Adjoint(lower(model, "bf16", "emulated"), model, 2, target="kl")
+        estimator = Adjoint(lower(model, "bf16", "emulated"), model, 2, target="kl", gradients="low")
         return lambda seed: estimator(words(2), seeds=[seed] * 2)
 
     assert probes_of(steady(estimates(calm))) == 2

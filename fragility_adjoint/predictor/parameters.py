@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import mark_stored, refer, stored_as
+from fragility_adjoint.internals import mark_stored, refer
 from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, LookedUp, expected_error, local_error
 from fragility_adjoint.quantization.operands import operands_by_storage, owner, stored_weights, weight_schemes
 from fragility_adjoint.quantization.quantized import recipe_of
@@ -18,10 +18,10 @@ from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.numerics.presence import filled
 
 PIECE = 2**16  # entries of a piece, which stays in a CPU's cache
-Watch = Callable[[str, int, Tensor, "Weighted"], None]  # path, place, leaf
+LeafWatch = Callable[[str, int, Tensor, "WeightedError"], None]  # path, place, leaf
 
 
-class Held(NamedTuple):
+class ParameterTable(NamedTuple):
     """Leaves for parameters and for buffers, by the ``id`` of these, and operands by the memory of the leaves."""
 
     weights: dict[int, Tensor]
@@ -33,16 +33,8 @@ class Held(NamedTuple):
         """Weights and buffers that have a gradient."""
         return [x for x in {**self.weights, **self.buffers}.values() if x.requires_grad]
 
-    def replaced(self, leaves: Mapping[int, Tensor]) -> "Held":
-        """A copy with ``leaves`` in place of others, by the ``id`` of these."""
 
-        def replaced(held: dict[int, Tensor]) -> dict[int, Tensor]:
-            return {key: mark_stored(leaves.get(id(x), x), stored_as(x)) for key, x in held.items()}
-
-        return Held(replaced(self.weights), replaced(self.buffers), self.linear)
-
-
-class Leaves:
+class RoundedParameters:
     """Makes leaves for the tensors of ``model``, which holds the parameters and buffers of ``low.model``.
 
     They have the values of the low model, or ``at_reference`` those of the fp32 ``reference``. Raises ValueError for a
@@ -86,11 +78,11 @@ class Leaves:
         stays_fp32 = not (self.operands(path) or self.weights_only or self.recipe.kernels.name != "fp32")
         return (self.is_low(path) or self.exact is not None) and not stays_fp32
 
-    def weighted(self, path: str, rounded: Tensor) -> "Weighted":
+    def weighted_error(self, path: str, rounded: Tensor) -> "WeightedError":
         """The function that weighs the local error of the tensor at ``path``; its low entries are ``rounded``."""
         if self.exact is None:
-            return Weighted(rounded, self.operands(path).weights or self.recipe.kernels)
-        return Weighted(rounded, self.exact[path].data)  # fp32 parameters may hold rounded values: norms do
+            return WeightedError(rounded, self.operands(path).weights or self.recipe.kernels)
+        return WeightedError(rounded, self.exact[path].data)  # fp32 parameters may hold rounded values: norms do
 
     @contextmanager
     def read(self, paths: Iterable[str]) -> Iterator[None]:
@@ -100,7 +92,7 @@ class Leaves:
         with filled(exact), filled([self.tensors[path] for path in paths]):
             yield
 
-    def make(self, paths: Iterable[str], at_reference: bool, watch: Watch) -> Held:
+    def make_leaves(self, paths: Iterable[str], at_reference: bool, watch: LeafWatch) -> ParameterTable:
         """New leaves for the tensors at ``paths``; ``watch`` is called for those that are ``watched``."""
         made = {}
         with self.read(paths := list(paths)):
@@ -109,20 +101,20 @@ class Leaves:
                 leaf = (self.exact[path] if at_reference else rounded).detach()
                 if self.watched(path):
                     leaf.requires_grad_()
-                    watch(path, self.recorder.weight(path), leaf, self.weighted(path, rounded))
+                    watch(path, self.recorder.weight(path), leaf, self.weighted_error(path, rounded))
                     if self.exact is not None and not at_reference:
                         refer(leaf, self.exact[path].detach())
                 made[path] = mark_stored(leaf, "weight") if self.is_low(path) and path in self.parameters else leaf
         by_parameter = {id(self.tensors[path]): x for path, x in made.items()}
         weights = {path: by_parameter[id(p)] for path, p in self.linear.items() if id(p) in by_parameter}
-        return Held(
+        return ParameterTable(
             {id(self.tensors[path]): x for path, x in made.items() if path in self.parameters},
             {id(self.tensors[path]): x for path, x in made.items() if path in self.buffers},
             operands_by_storage(weights, self.recipe),
         )
 
 
-class Weighted:
+class WeightedError:
     """The local error of a weight times its gradient."""
 
     def __init__(self, rounded: Tensor, origin: Tensor | NumberFormat):
