@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from test_adjoint_families import DENSE, EXPERTS, OTHERS, random_model
+from test_adjoint_families import DENSE, EXPERTS, OTHERS
 from test_probes import assert_alike
+from tiny import random_model, random_tokens
 from torch import nn
 from torch.nn import functional
 from transformers import BloomConfig, FalconConfig, GPT2Config
@@ -18,7 +19,7 @@ from fragility_adjoint.predictor.windows import over_windows
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 
-TOKENS = torch.randint(1, 257, (3, 40), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(3, 40, vocabulary=257, smallest=1)
 GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=128, vocab_size=257)
 LLAMA, MISTRAL = (next(c for c in DENSE if c.model_type == name) for name in ("llama", "mistral"))
 RECIPES = ["fp16", "fp8_e4m3", "fp8_e4m3_linear", "w8a8-int8", "mxfp8", "w4a16-g128"]
@@ -215,7 +216,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("shape", ["keys", "rows", "all", "five dimensions"])
 def test_masks_of_windows(shape):
     """As many windows as heads, so that a mask of windows could be taken for one of heads."""
-    model, tokens = Masked(shape), torch.randint(257, (4, 12), generator=torch.Generator().manual_seed(3))
+    model, tokens = Masked(shape), random_tokens(4, 12, seed=3, vocabulary=257)
     one, other = both_ways(lower(model, "bf16"), model, tokens, batch=4, target=lambda model, x: model(x))
     assert_alike(one, other, rel=1e-3)
     assert one.windows.norm.nunique() == 4

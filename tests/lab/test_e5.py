@@ -12,7 +12,6 @@ import torch
 from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, evidence, outcomes
 from fragility_lab.experiments.outcomes import SpikeRule
-from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running import runs
 from fragility_lab.running.engine import complete
 from fragility_lab.running.files import write_sealed
@@ -23,12 +22,11 @@ EAGER = {"warmup_steps": 2, "cooldown_steps": 2, "trigger_quantile": 0.0, "max_t
 
 
 @pytest.fixture
-def inputs(tiny_gpt2):
-    for module in tiny_gpt2.modules():
+def inputs(inputs):
+    for module in inputs.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.1  # so that the random generator matters
-    stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
-    return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
+    return inputs
 
 
 def run_policies(setting, policies, seeds, inputs, folder, **options):
