@@ -17,7 +17,6 @@ TINY = GPT2Config(
     n_layer=3, n_embd=32, n_head=2, n_positions=64, vocab_size=101, bos_token_id=0, eos_token_id=0,
     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
 )  # fmt: skip
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def random_gpt2(config: GPT2Config, weight_scale: float = 8.0) -> GPT2LMHeadModel:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from ggufs import blocks_of, stored, write_gguf
-from tiny import WIDE, fresh_model
+from tiny import fresh_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -33,6 +33,7 @@ from fragility_lab.inputs.gguf_header import read_header
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.offloaded import load_offloaded
 
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE |= {"num_hidden_layers": 3, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0}
 GEMMA = WIDE | {"vocab_size": 512, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 GEMMA |= {"bos_token_id": 2, "eos_token_id": 1}

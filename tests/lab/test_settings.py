@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import WIDE, fresh_model
+from tiny import fresh_model
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_core.models.paths import hidden_and_logits
@@ -18,6 +18,7 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.settings import differing
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
 
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE |= {"num_hidden_layers": 2, "max_position_embeddings": 128, "vocab_size": 4096}
 THETA, LINEAR = {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 FAMILIES = {
