@@ -124,10 +124,10 @@ def test_training_with_a_shadow(both_inputs, tmp_path):
 
 @pytest.mark.parametrize("asked", [{}, {"attention": "eager"}, {"weights_only": True}, {"format": "fp8_e4m3_scaled"}])
 def test_a_diagnosis(asked, both_inputs, moved):
-    sizes = {"model": "tiny", "data": "random", "format": "bf16", "budget": "1 site", "windows": 3, "length": 40}
-    request = Request(**sizes | asked)
+    sizes = {"model": "tiny", "data": "random", "format": "bf16", "budget": "1 site", "windows": 2, "length": 12}
+    request, windows = Request(**sizes | asked), moved[1][:2, :12]
     both_inputs[0].model.set_attn_implementation("sdpa" if request.attention == "auto" else request.attention)
-    found = diagnose(request, both_inputs[0], moved[1], forecast(request, both_inputs[0], moved[1]))
+    found = diagnose(request, both_inputs[0], windows, forecast(request, both_inputs[0], windows))
     assert np.isfinite(found.measured.mismatch).all() and found.plan is not None
     assert "<html" in page(found)
 

@@ -2,9 +2,6 @@
 
 import copy
 import itertools
-import subprocess
-import sys
-import textwrap
 
 import pandas as pd
 import pytest
@@ -453,16 +450,6 @@ def test_monitors_on_one_model_do_not_disturb_each_other(tiny_gpt2, tiny_tokens)
         pd.testing.assert_frame_equal(one(tiny_tokens).layers, want, check_exact=True)
         assert low.model.config._attn_implementation == OBSERVED_EAGER
     pd.testing.assert_frame_equal(other(tiny_tokens).layers, seen, check_exact=True)
-
-
-def test_importing_registers_no_attention():
-    code = """
-        from transformers import AttentionInterface, AttentionMaskInterface
-        before = [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
-        import fragility_core.surrogates.monitor, fragility_lab.experiments.shadow, fragility_core.surrogates.patching
-        assert before == [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
-        """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
 def test_nothing_is_left_on_the_model(tiny_gpt2, tiny_tokens):

@@ -90,7 +90,7 @@ def test_stored_run_records_how_it_was_computed(inputs, tmp_path):
     assert record["versions"]["torch"] == torch.__version__
     assert record["specification"]["execution"] in ("native", "emulated")
     assert record["attention"] == {"monitored": "eager", "reference": "sdpa"}
-    assert record["seconds"] >= 0
+    assert record["seconds"] > 0
 
 
 def test_other_weights_are_another_run(inputs):

@@ -248,7 +248,9 @@ def test_every_choice_has_a_prediction_and_a_measurement(plans):
 
 
 def test_greedy_choice_is_the_best_single_block(plans):
-    for _, run in plans[(plans.unit == "blocks") & (plans.budget == 1)].groupby("precision"):
+    runs = plans[(plans.unit == "blocks") & (plans.budget == 1)].groupby("precision")
+    assert len(runs) == 2
+    for _, run in runs:
         greedy = run[run.chosen_by == "greedy"].measured.item()
         assert greedy <= run.measured.min()
 
