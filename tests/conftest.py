@@ -10,10 +10,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no 
 import pytest
 import torch
 from hypothesis import settings
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_tokens, tiny_inputs
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from fragility_lab.inputs.checkpoints import load_model
+from fragility_lab.inputs.loading import Inputs
 
 DATA = Path(__file__).parent / "data"
 
@@ -42,7 +43,13 @@ def tiny_gpt2() -> GPT2LMHeadModel:
 @pytest.fixture(scope="session")
 def tiny_tokens() -> torch.Tensor:
     """Three windows of 40 tokens for ``tiny_gpt2``."""
-    return torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    return random_tokens(3, 40)
+
+
+@pytest.fixture
+def inputs(tiny_gpt2) -> Inputs:
+    """``tiny_gpt2`` and a stream of 400 tokens, as an experiment loads them."""
+    return tiny_inputs(tiny_gpt2)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,7 @@
 
 from functools import cache
 
-import torch
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_tokens
 
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
@@ -16,7 +15,7 @@ from fragility_lab.explorer import terms
 def model_and_windows():
     model = random_gpt2(TINY)
     model.set_attn_implementation("eager")
-    return model, torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    return model, random_tokens(3, 40)
 
 
 @cache

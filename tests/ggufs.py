@@ -71,7 +71,7 @@ def write_gguf(
     add_vocabulary(writer, config, split)
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for path, x in parts(model) if leave_out != "all" else ():
+    for path, x in parameters_of(model) if leave_out != "all" else ():
         if path == "lm_head.weight" and config.tie_word_embeddings:
             continue
         wanted = names.get_name(path, try_suffixes=(".weight", ".bias"))
@@ -87,7 +87,7 @@ def write_gguf(
     return file
 
 
-def parts(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def parameters_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of ``model`` by path; those of experts, which transformers joins, apart."""
     for path, x in model.state_dict().items():
         if path.endswith("experts.gate_up_proj"):

@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 import pandas as pd
-import torch
-from tiny import TINY, random_gpt2
+import psutil
+from tiny import TINY, random_gpt2, tiny_inputs
 
 from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e2, e3, e5, x1
-from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running import engine
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 32), (0, 1), windows=16, batch_tokens=128)
@@ -44,15 +43,9 @@ if seconds := float(os.environ.get("SLOW_WRITES", 0)):
     os.replace = replace_slowly
 
 
-def tiny_inputs() -> Inputs:
-    model = random_gpt2(TINY)
-    stream = torch.randint(101, (2000,), generator=torch.Generator().manual_seed(3))
-    return Inputs(model, stream, digest(model, stream))
-
-
 def sweep(name: str, folder: Path, workers: int) -> pd.DataFrame:
     """The rows of one experiment, computed in ``folder`` as far as they are missing."""
-    inputs = tiny_inputs()
+    inputs = tiny_inputs(random_gpt2(TINY), 2000)
     if name == "E5":
         policies = [get_policy(name) for name in POLICIES]
         specs = e5.specifications(SETTING, policies, (0, 1), inputs)
@@ -66,6 +59,15 @@ def sweep(name: str, folder: Path, workers: int) -> pd.DataFrame:
         "X1": (Estimates, x1.EstimateSpec.of(sources, probes=2)),
     }[name]
     return engine.complete(kind, specs, inputs, folder / name.lower(), workers, source=folder / "e2")
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    """Processes that compute for ``process``; Python's own resource tracker is none of them."""
+    try:
+        children = process.children(recursive=True)
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
 
 
 if __name__ == "__main__":

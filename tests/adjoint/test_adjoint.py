@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from scipy.linalg import hadamard
-from tiny import TINY, random_gpt2
+from tiny import TINY, embedded_windows, low_hidden, random_gpt2, random_tokens
 from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config
@@ -27,24 +27,16 @@ from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.numerics.formats import get_format
 from fragility_core.numerics.lookup import row_of
 from fragility_core.theory import mismatch
-from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
-from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.inputs.checkpoints import load_model
 
 HALF = ["bf16", "fp16"]
 EVERY = [*HALF, "fp8_e4m3", "fp8_e5m2"]
 
 
 @torch.no_grad()
-def hidden(low, tokens):
-    """Final hidden states of a low-precision pass."""
-    with low.running():
-        return final_hidden(low.model, tokens).float()
-
-
-@torch.no_grad()
 def measured(model, low, tokens):
     """Mismatch of each window with the fp32 ``model``."""
-    return mismatch(hidden(low, tokens), final_hidden(model, tokens)).numpy()
+    return mismatch(low_hidden(low, tokens), final_hidden(model, tokens)).numpy()
 
 
 def by_site(prediction):
@@ -85,7 +77,7 @@ def exact_small(weights, stored, operand, tokens):
     return stored(functional.linear(operand(y), weights["layers.1.weight"]))
 
 
-def same(x):
+def identity(x):
     return x
 
 
@@ -99,7 +91,7 @@ def exact_effects(model, low, tokens):
         return rounded
 
     operands, weights = low.recipe.linear.inputs, {name: w.double() for name, w in low.model.named_parameters()}
-    exact_small(weights, round_and_note, partial(round_and_note, format=operands) if operands else same, tokens)
+    exact_small(weights, round_and_note, partial(round_and_note, format=operands) if operands else identity, tokens)
     changes = [torch.zeros_like(e) for e in errors]
 
     def perturbed(*inputs):
@@ -109,7 +101,7 @@ def exact_effects(model, low, tokens):
             error, change = next(turn)
             return y - error + change
 
-        return exact_small(dict(zip(weights, inputs[len(errors) :])), stored, stored if operands else same, tokens)
+        return exact_small(dict(zip(weights, inputs[len(errors) :])), stored, stored if operands else identity, tokens)
 
     jacobians = torch.autograd.functional.jacobian(perturbed, (*changes, *weights.values()))
     errors += [exact.double() - weights[name] for name, exact in model.named_parameters()]
@@ -152,7 +144,7 @@ def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
     kernels = predict_kernels_only(Adjoint(low.stochastic(0), probes=8)(tiny_tokens))
     exact = final_hidden(copy.deepcopy(low.model).float(), tiny_tokens)
     stochastic = low.stochastic(1)
-    squares = torch.stack([mismatch(hidden(stochastic, tiny_tokens), exact) ** 2 for _ in range(40)])
+    squares = torch.stack([mismatch(low_hidden(stochastic, tiny_tokens), exact) ** 2 for _ in range(40)])
     np.testing.assert_allclose(kernels.predicted, squares.mean(0).sqrt(), rtol=0.08)
 
 
@@ -164,8 +156,7 @@ def predict_kernels_only(prediction):
 @pytest.fixture(scope="module")
 def embedded():
     """The embedded checkpoint and ten windows of 128 tokens."""
-    stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
-    return load_model("embedded", "cpu"), select_windows(stream, 128, 10, seed=0)[1]
+    return load_model("embedded", "cpu"), embedded_windows(128, 10)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +237,7 @@ def test_positions_that_count(embedded):
     counted = torch.zeros(windows.shape, dtype=torch.bool)
     counted[:, 64:] = True
     with torch.no_grad():
-        late = mismatch(hidden(low, windows)[:, 64:], final_hidden(model, windows)[:, 64:]).numpy()
+        late = mismatch(low_hidden(low, windows)[:, 64:], final_hidden(model, windows)[:, 64:]).numpy()
     assert 0.93 < (adjoint(windows, counted).windows.predicted / late).mean() < 1.07
     everything = adjoint(windows[:1], torch.ones_like(counted[:1])).windows
     pd.testing.assert_frame_equal(everything, adjoint(windows[:1]).windows)
@@ -260,13 +251,13 @@ def prediction():
     """The prediction for two windows with two probes, through three blocks and the head, kernel by kernel."""
     model = random_gpt2(TINY)
     model.set_attn_implementation("eager")
-    tokens = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(2, 24)
     low = lower(model, "bf16", "emulated")
     return Adjoint(low, probes=2, target=lambda model, tokens: model(tokens).logits)(tokens)
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_contributions_add_up_over_any_split(prediction, data):
     """Theorem: predicted^2 is additive over disjoint selections of rows."""
     places = prediction.contributions.place.unique()
@@ -521,7 +512,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_results_that_are_changed_in_place_contribute(change, format):
     """They contribute as much as the same results out of place, and the prediction is the measured mismatch."""
-    tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(4, 30, vocabulary=50)
     predictions = []
     for do in IN_PLACE[change]:
         model = Changed(do)
@@ -543,7 +534,7 @@ def test_minus_infinity_in_a_mask_does_no_harm(format):
             mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype).triu(1)
             return self.last(torch.softmax(scores / 8 + mask, -1) @ x)
 
-    tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(4, 30, vocabulary=50)
     model = Masked(None)
     low = lower(model, format, "emulated")
     windows = Adjoint(low, model, probes=8, gradients="low")(tokens).windows
@@ -565,7 +556,7 @@ def test_a_rounded_buffer_contributes_as_a_parameter_does(format, known):
     def parameter(module, name, value):
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
-    tokens = torch.randint(50, (4, 30), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(4, 30, vocabulary=50)
     models = [Placed(parameter), Placed(nn.Module.register_buffer)]
     lowered = [lower(model, format, "emulated") for model in models]
     as_parameter, as_buffer = (
@@ -582,15 +573,15 @@ def test_products_of_unusual_shapes_are_torchs_own():
             x = self.embedding(tokens)[0]
             return torch.addmm(x, x, self.last.weight) + self.first(x[0])
 
-    tokens = torch.randint(50, (1, 30), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(1, 30, vocabulary=50)
     model = Unusual(None)
     low = lower(model, "bf16", "emulated")
     predicted = Adjoint(low, model, probes=8, gradients="low")(tokens).windows.predicted.item()
-    assert predicted == pytest.approx(mismatch(*(x[None] for x in both(model, low, tokens))).item(), rel=0.1)
+    assert predicted == pytest.approx(mismatch(*(x[None] for x in low_and_exact(model, low, tokens))).item(), rel=0.1)
 
 
 @torch.no_grad()
-def both(model, low, tokens):
+def low_and_exact(model, low, tokens):
     """The outputs of ``low`` and of ``model``."""
     with low.running():
         return low.model(tokens).float(), model(tokens)
@@ -654,7 +645,7 @@ def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     set_attention(low.model, OBSERVED_EAGER)
     before = {name: x.clone() for name, x in low.model.state_dict().items()}
     forwards = [vars(module).get("forward") for module in low.model.modules()]
-    result = hidden(low, tiny_tokens)
+    result = low_hidden(low, tiny_tokens)
     Adjoint(low, tiny_gpt2, gradients="low")(tiny_tokens)
     for name, x in low.model.state_dict().items():
         assert torch.equal(x, before[name]) and x.grad is None and not x.requires_grad
@@ -662,7 +653,7 @@ def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert forwards == [vars(module).get("forward") for module in low.model.modules()]
     assert low.model.config._attn_implementation == OBSERVED_EAGER
-    assert torch.equal(hidden(low, tiny_tokens), result)
+    assert torch.equal(low_hidden(low, tiny_tokens), result)
 
 
 @pytest.mark.parametrize("format", ["fp32", "tf32"])

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_tokens
 
 import fragility_adjoint
 from fragility_adjoint import Adjoint, Choices, Contributions, fused_layers, lower, predict, predictions
@@ -17,7 +17,7 @@ from fragility_adjoint.mixed_precision.export import compressed_tensors, from_js
 @pytest.fixture(scope="module")
 def known():
     model = random_gpt2(TINY)
-    tokens = torch.randint(TINY.vocab_size, (3, 20), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(3, 20)
     return model, tokens, predict(model, tokens, "w4a16-g32", target="kl", probes=3)
 
 

@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
+from tiny import low_hidden, random_model, random_tokens
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     BloomConfig,
     CohereConfig,
     FalconConfig,
@@ -23,7 +23,6 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PhiConfig,
-    PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -37,7 +36,7 @@ from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.measurement.routing import ExpertChoices, changed_choices
 
-TOKENS = torch.randint(1, 257, (4, 64), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(4, 64, vocabulary=257, smallest=1)
 SPECIAL = {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
 MLP = SPECIAL | SHAPE | {"intermediate_size": 160}
@@ -75,30 +74,9 @@ each_family = pytest.mark.parametrize("config", DENSE, ids=lambda config: config
 each_mixture = pytest.mark.parametrize("config", EXPERTS, ids=lambda config: config.model_type)
 
 
-@torch.no_grad()
-def random_model(config: PreTrainedConfig):
-    """Random matrices that keep the norm of vectors, and vectors of norms and biases away from 0 and 1."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.add_(0.3 * torch.randn_like(parameter))
-        else:
-            embedding = "emb" in name or "wte" in name or "wpe" in name
-            parameter.normal_(0, 1.0 if embedding else parameter.shape[-1] ** -0.5)
-    return model
-
-
-@torch.no_grad()
-def states(model, low, tokens):
-    """Final hidden states in low precision and in fp32."""
-    with low.running():
-        return final_hidden(low.model, tokens).float(), final_hidden(model, tokens)
-
-
 def mean_ratio(model, low):
     """The predicted over the measured mismatch, mean over the windows."""
-    measured = mismatch(*states(model, low, TOKENS)).numpy()
+    measured = mismatch(low_hidden(low, TOKENS), final_hidden(model, TOKENS)).numpy()
     return (Adjoint(low, model, probes=2, gradients="low")(TOKENS).windows.predicted / measured).mean()
 
 
@@ -220,7 +198,7 @@ def test_mixtures_of_experts(config):
     low = lower(model, "bf16")
     changed = changed_choices(low, model, TOKENS).any(0)  # of any router
     undisturbed = ~changed.cumsum(1).bool()  # before the first change in the window, as the model is causal
-    low_state, exact = states(model, low, TOKENS)
+    low_state, exact = low_hidden(low, TOKENS), final_hidden(model, TOKENS)
     counted = undisturbed[..., None]
     measured = mismatch(low_state * counted, exact * counted).numpy()
     adjoint = Adjoint(low, model, probes=2, gradients="low")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from tiny import fresh_model
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
@@ -22,49 +23,41 @@ RECIPES = ["w4a16-g32@fp32", "w8a16-g32@fp32"]
 TOKENS = torch.arange(48).view(2, 24)
 
 
-def random_model(name):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval().requires_grad_(False)
-    for parameter in (p for p in model.parameters() if p.ndim == 1):  # norms of ones are exact in bf16
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def choices(name, recipes=RECIPES, keep=()):
+def model_and_choices(name, recipes=RECIPES, keep=()):
     """The model, with attention whose scores are rounded, and what its choices do."""
-    model = random_model(name)
+    model = fresh_model(CONFIGS[name], 0.1)
     model.set_attn_implementation("eager")
     found = predictions(model, recipes, TOKENS)
     return model, Choices(model, found, fused_layers(model, TOKENS), keep)
 
 
 def test_budgets_out_of_reach_are_refused():
-    _, known = choices("gpt2")
+    _, known = model_and_choices("gpt2")
     with pytest.raises(ValueError, match="must be at least 4.5 bits, those of the smallest scheme, got 4.4"):
         known.within_bits(4.4)
     with pytest.raises(
         ValueError, match=r"must be at least 0.1\d* MB, which the model takes with .* in fp32, got 0.01 MB"
     ):
         known.within_bytes(10_000)
-    _, rounded = choices("gpt2", ["w4a16-g32", "bf16"])
+    _, rounded = model_and_choices("gpt2", ["w4a16-g32", "bf16"])
     with pytest.raises(ValueError, match="the bound on kl must be at least .*, got 1e-12"):
         rounded.within_error(1e-12)
 
 
 def test_layers_with_one_input_are_fused():
-    assert [len(group) for group in fused_layers(random_model("gpt2"), TOKENS)] == [1] * 8
+    assert [len(group) for group in fused_layers(fresh_model(CONFIGS["gpt2"], 0.1), TOKENS)] == [1] * 8
     layers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    groups = fused_layers(random_model("llama"), TOKENS)
+    groups = fused_layers(fresh_model(CONFIGS["llama"], 0.1), TOKENS)
     assert [len(group) for group in groups] == [3, 1, 2, 1] * 2
     assert groups[0] == tuple(f"model.layers.0.{layer}" for layer in layers)
-    experts = fused_layers(random_model("mixtral"), TOKENS)
+    experts = fused_layers(fresh_model(CONFIGS["mixtral"], 0.1), TOKENS)
     assert [len(group) for group in experts] == [3, 1, 1] * 2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_mixed_plan_is_predicted_as_its_own_recipe_is(name):
     """The plan's contributions are those of a prediction for the plan itself, at the exact point."""
-    model = random_model(name)
+    model = fresh_model(CONFIGS[name], 0.1)
     groups = fused_layers(model, TOKENS)
     known = Choices(model, predictions(model, RECIPES, TOKENS, gradients="fp32"), groups)
     choice = known.within_bits(8.0)
@@ -81,7 +74,7 @@ def test_a_mixed_plan_is_predicted_as_its_own_recipe_is(name):
 
 
 def test_all_budgets_from_one_set_of_predictions():
-    model = random_model("gpt2")
+    model = fresh_model(CONFIGS["gpt2"], 0.1)
     known = Choices(model, predictions(model, RECIPES, TOKENS), fused_layers(model, TOKENS))
     curve = known.curve(12)
     assert curve.bits.is_monotonic_increasing and curve.predicted.is_monotonic_decreasing
@@ -108,8 +101,8 @@ KEEP = ["residual", "scores", "norms", "head", "attention", "mlp"]
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_parts_in_fp32_are_in_the_same_choice(name):
     """What the knapsack counts is what the plan's own definitions give, and what the applied model stores."""
-    model, known = choices(name, ["w4a16-g32", "w8a16-g32", "bf16"], KEEP)
-    _, without = choices(name, ["w4a16-g32", "w8a16-g32", "bf16"])
+    model, known = model_and_choices(name, ["w4a16-g32", "w8a16-g32", "bf16"], KEEP)
+    _, without = model_and_choices(name, ["w4a16-g32", "w8a16-g32", "bf16"])
     before = np.inf
     for bits in (known.least_bits, 6.0, 12.0, 40.0):
         choice = known.within_bits(bits)
@@ -130,7 +123,7 @@ def test_parts_in_fp32_are_in_the_same_choice(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_parts_in_fp32_are_predicted_as_for_the_protected_model(name):
-    model, known = choices(name, ["w4a16-g32", "w8a16-g32", "bf16"], KEEP)
+    model, known = model_and_choices(name, ["w4a16-g32", "w8a16-g32", "bf16"], KEEP)
     plan = known.plan(known.within_bits(9.0))
     assert plan.residual and plan.layers
     low = apply(model, plan, tokens=TOKENS)
@@ -139,8 +132,8 @@ def test_parts_in_fp32_are_predicted_as_for_the_protected_model(name):
 
 
 def test_what_only_costs_time_is_free_and_is_kept_only_if_asked_for():
-    _, asked = choices("llama", ["w4a16-g32", "bf16"], ["scores"])
-    _, plain = choices("llama", ["w4a16-g32", "bf16"])
+    _, asked = model_and_choices("llama", ["w4a16-g32", "bf16"], ["scores"])
+    _, plain = model_and_choices("llama", ["w4a16-g32", "bf16"])
     best = asked.within_bits(asked.least_bits)
     assert asked.plan(best).scores and asked.mean_bits(best) == plain.least_bits
     assert not plain.plan(plain.within_bits(100)).scores and not plain.plan(plain.within_bits(100)).modules
@@ -148,8 +141,8 @@ def test_what_only_costs_time_is_free_and_is_kept_only_if_asked_for():
 
 
 def test_the_smallest_choice_within_an_error_uses_what_is_free():
-    _, asked = choices("gpt2", ["w8a16-g32", "bf16"], ["residual", "head"])
-    _, plain = choices("gpt2", ["w8a16-g32", "bf16"])
+    _, asked = model_and_choices("gpt2", ["w8a16-g32", "bf16"], ["residual", "head"])
+    _, plain = model_and_choices("gpt2", ["w8a16-g32", "bf16"])
     bound = plain.predict(plain.within_bits(10.0)).mean()
     small, large = asked.within_error(bound), plain.within_error(bound)
     assert asked.predict(small).mean() <= bound * (1 + 1e-6)
@@ -158,13 +151,13 @@ def test_the_smallest_choice_within_an_error_uses_what_is_free():
 
 def test_parts_that_a_model_does_not_have_are_refused():
     with pytest.raises(ValueError, match="got 'lm_tail'"):
-        choices("gpt2", ["w4a16-g32", "bf16"], ["lm_tail"])
+        model_and_choices("gpt2", ["w4a16-g32", "bf16"], ["lm_tail"])
     with pytest.raises(ValueError, match="sites to keep must be among those of this model, .*, got residual"):
-        choices("gpt2", RECIPES, ["residual"])  # kernels in fp32 round no sums
+        model_and_choices("gpt2", RECIPES, ["residual"])  # kernels in fp32 round no sums
 
 
 def test_strange_layers_and_recipes_are_refused():
-    model = random_model("gpt2")
+    model = fresh_model(CONFIGS["gpt2"], 0.1)
     with pytest.raises(
         ValueError, match="must be linear layers of blocks, embeddings or the head, got 'transformer.ln_f'"
     ):

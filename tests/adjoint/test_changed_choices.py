@@ -4,10 +4,11 @@ from itertools import product
 
 import pytest
 import torch
+from drawn import normal
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtr
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_tokens
 from torch import nn
 
 from fragility_adjoint.explain.changed_choices import Competition, expected_length, next_tokens
@@ -17,12 +18,8 @@ from fragility_adjoint.predictor.targets import Target, logits, root_of_count
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import get_recipe
 
-TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(2, 24)
 LOGITS = Target("logits", logits, root_of_count)
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("deviation", [0.01, 0.3, 2.0])

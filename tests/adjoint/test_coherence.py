@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_adjoint import Small, exact_effects, hidden
-from tiny import TINY, random_gpt2
+from test_adjoint import Small, exact_effects
+from tiny import TINY, low_hidden, random_gpt2
 from torch import nn
 
 from fragility_adjoint.explain.coherence import GROUPS, MOST, Coherence, coherence, in_bands
@@ -57,7 +57,7 @@ def test_signed_contributions_add_up_to_the_error_of_the_pass(execution, gradien
     set_attention(low.model, implementation)
     rows = Adjoint(low, model, probes=4, gradients=gradients)(tiny_tokens).contributions
     with torch.no_grad():
-        error = final_hidden(model, tiny_tokens) - hidden(low, tiny_tokens)
+        error = final_hidden(model, tiny_tokens) - low_hidden(low, tiny_tokens)
     wanted = error.flatten(1) @ signs((1, *error.shape[1:]), 4).T
     got = rows.groupby(["window", "probe"]).signed.sum().unstack().to_numpy()
     assert np.linalg.norm(got - wanted.numpy()) < 0.03 * np.linalg.norm(wanted)

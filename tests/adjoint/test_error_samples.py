@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -18,10 +18,10 @@ from fragility_lab.inputs.text import select_windows
 from fragility_lab.measurement.comparison import compare, numbered, observe
 from fragility_lab.measurement.growth import Growth, growth
 
-TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(2, 24)
 
 
-def run(model):
+def run_tokens(model):
     return logits(model, TOKENS)
 
 
@@ -35,11 +35,11 @@ def test_without_errors_it_is_the_fp32_pass_and_with_all_the_low_precision_one(n
     low = lower(model, get_recipe(name), "emulated")
     realisations = ErrorSamples(Adjoint(low, model, target="kl", gradients="fp32"))
     with torch.no_grad(), low.running():
-        rounded = run(low.model)
-    assert torch.equal(realisations.scaled(run, 0.0), run(model))
-    assert torch.equal(realisations.scaled(run, 1.0), rounded)
-    change = realisations.scaled(run, 0.5) - run(model)
-    assert 0.3 < float(change.norm() / (rounded - run(model)).norm()) < 0.7
+        rounded = run_tokens(low.model)
+    assert torch.equal(realisations.scaled(run_tokens, 0.0), run_tokens(model))
+    assert torch.equal(realisations.scaled(run_tokens, 1.0), rounded)
+    change = realisations.scaled(run_tokens, 0.5) - run_tokens(model)
+    assert 0.3 < float(change.norm() / (rounded - run_tokens(model)).norm()) < 0.7
 
 
 def overflowing():
@@ -54,10 +54,10 @@ def test_an_overflow_is_one_at_every_share():
     low = lower(model, "fp16", "emulated")
     realisations = ErrorSamples(Adjoint(low, model, target="kl", gradients="fp32"))
     with torch.no_grad(), low.running():
-        rounded = run(low.model)
-    assert rounded.isnan().any() and torch.equal(realisations.scaled(run, 0.0), run(model))
-    assert torch.allclose(realisations.scaled(run, 1.0), rounded, rtol=0, atol=0, equal_nan=True)
-    assert realisations.scaled(run, 0.5).isnan().any()
+        rounded = run_tokens(low.model)
+    assert rounded.isnan().any() and torch.equal(realisations.scaled(run_tokens, 0.0), run_tokens(model))
+    assert torch.allclose(realisations.scaled(run_tokens, 1.0), rounded, rtol=0, atol=0, equal_nan=True)
+    assert realisations.scaled(run_tokens, 0.5).isnan().any()
 
 
 class Shifted(nn.Module):
@@ -111,7 +111,7 @@ class Linear(nn.Module):
         return self.layers[0](x)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.floats(0, 1), st.integers(0, 99))
 def test_the_output_of_a_layer_moves_in_proportion_to_the_errors_of_its_weight(share, seed):
     model, x = Linear().eval(), torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(seed))
@@ -126,7 +126,7 @@ def test_a_share_of_errors_needs_those_of_the_fp32_model():
     model = random_gpt2(TINY)
     realisations = ErrorSamples(Adjoint(lower(model, "bf16"), model, gradients="low"))
     with pytest.raises(ValueError, match='from the fp32 reference on: make the Adjoint with gradients="both"'):
-        realisations.scaled(run, 0.5)
+        realisations.scaled(run_tokens, 0.5)
 
 
 @pytest.mark.parametrize("target", ["hidden", "kl"])
@@ -160,7 +160,7 @@ class LinearSoftmax(nn.Module):
         return torch.log_softmax(self.layers[0](x).double(), -1)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 99))
 def test_small_errors_of_a_linear_layer_have_exponent_2_behind_a_softmax(seed):
     """The KL divergence, in fp64, with errors of int8 weights and products in fp32."""

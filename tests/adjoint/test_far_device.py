@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from far_device import far_device, waits
+from far_device import waits
+from tiny import random_tokens
 
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.quantized import lower
@@ -30,21 +31,15 @@ OF_THE_LIBRARY = "aten::_local_scalar_dense"
 
 
 @pytest.fixture
-def device(monkeypatch):
-    with far_device(monkeypatch) as device:
-        yield device
-
-
-@pytest.fixture
 def moved(device, tiny_gpt2, tiny_tokens):
     """A model and its windows on the far device."""
     return copy.deepcopy(tiny_gpt2).to(device), tiny_tokens.to(device)
 
 
 @pytest.fixture
-def inputs(moved, tiny_gpt2):
+def both_inputs(moved, tiny_gpt2):
     """What experiments load, on the far device and on the CPU."""
-    stream = torch.randint(tiny_gpt2.config.vocab_size, (400,), generator=torch.Generator().manual_seed(2))
+    stream = random_tokens(400, seed=2)
     return [Inputs(model, stream, "tiny") for model in (moved[0], tiny_gpt2)]
 
 
@@ -101,8 +96,8 @@ def test_patched_passes(format, moved, tiny_gpt2, tiny_tokens):
     torch.testing.assert_close(patched.cpu(), expected, rtol=0, atol=0.02)
 
 
-def test_experiments(inputs, tmp_path):
-    there, here = inputs
+def test_experiments(both_inputs, tmp_path):
+    there, here = both_inputs
     sources = e2.specifications(GRID, there)
     rows = complete(e2.MonitoredPasses, sources, there, tmp_path / "e2")
     on_cpu = complete(e2.MonitoredPasses, e2.specifications(GRID, here), here, tmp_path / "cpu")
@@ -117,10 +112,10 @@ def test_experiments(inputs, tmp_path):
     assert ((plans.measured > 0) & (plans.measured < 2 * plans.predicted)).all()
 
 
-def test_training_with_a_shadow(inputs, tmp_path):
+def test_training_with_a_shadow(both_inputs, tmp_path):
     setting = e5.TrainingSetting("tiny", "random", length=32, windows=4, steps=4)
     losses = []
-    for place in inputs:
+    for place in both_inputs:
         specs = e5.specifications(setting, e5.policies(["none", "bgss"], setting, place), [0], place)
         folder = tmp_path / place.device.type
         losses.append(complete(e5.Mitigation, specs, place, folder, checkpoint_interval=2).loss)
@@ -128,11 +123,11 @@ def test_training_with_a_shadow(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("asked", [{}, {"attention": "eager"}, {"weights_only": True}, {"format": "fp8_e4m3_scaled"}])
-def test_a_diagnosis(asked, inputs, moved):
-    sizes = {"model": "tiny", "data": "random", "format": "bf16", "budget": "1 site", "windows": 3, "length": 40}
-    request = Request(**sizes | asked)
-    inputs[0].model.set_attn_implementation("sdpa" if request.attention == "auto" else request.attention)
-    found = diagnose(request, inputs[0], moved[1], forecast(request, inputs[0], moved[1]))
+def test_a_diagnosis(asked, both_inputs, moved):
+    sizes = {"model": "tiny", "data": "random", "format": "bf16", "budget": "1 site", "windows": 2, "length": 12}
+    request, windows = Request(**sizes | asked), moved[1][:2, :12]
+    both_inputs[0].model.set_attn_implementation("sdpa" if request.attention == "auto" else request.attention)
+    found = diagnose(request, both_inputs[0], windows, forecast(request, both_inputs[0], windows))
     assert np.isfinite(found.measured.mismatch).all() and found.plan is not None
     assert "<html" in page(found)
 

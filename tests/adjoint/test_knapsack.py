@@ -43,7 +43,7 @@ def every_choice(known: Knapsack):
 
 
 @given(problems(), st.floats(0, 1))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_no_choice_is_better(known, share):
     errors, sizes = np.array(list(every_choice(known))).T
     budget = sizes.min() + share * np.ptp(sizes) + 1e-9

@@ -1,8 +1,11 @@
 """Weights with many entries: their contributions are formed in pieces, and those of a table row by row."""
 
+from functools import partial
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from tiny import fresh_model
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from fragility_adjoint.predictor import Adjoint, parameters, recomputed, recorder
 from fragility_adjoint.quantization.quantized import lower
@@ -14,17 +17,10 @@ SIZES = {
 }  # fmt: skip
 TOKENS = torch.tensor([[1, 5, 5, 7, 49_999, 5, 12, 0]])  # repeated ones, padding, the first and the last row
 
-
-def random_model(config):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, 0.2)
-    return model
+wide_model = partial(fresh_model, change=lambda name, matrix: matrix.normal_(0, 0.2))
 
 
-def predicted(model, recipe: str, **options):
+def predicted_contributions(model, recipe: str, **options):
     low = lower(model, recipe)
     return Adjoint(low, model, target="kl", **options)(TOKENS).contributions
 
@@ -42,15 +38,15 @@ def predicted(model, recipe: str, **options):
 )
 def test_as_the_whole_gradient_gives_them(tied, kind, depth, recipe, options, monkeypatch):
     """Embedding and head are large; every contribution is that of weights that are formed as a whole."""
-    model, taken = random_model(kind(tie_word_embeddings=tied, num_hidden_layers=depth, **SIZES)), []
+    model, taken = wide_model(kind(tie_word_embeddings=tied, num_hidden_layers=depth, **SIZES)), []
     look_up = recorder.ErrorRecorder.look_up
     monkeypatch.setattr(recorder.ErrorRecorder, "look_up", lambda *row: taken.append(look_up(*row)))
-    found = predicted(model, recipe, **options)
+    found = predicted_contributions(model, recipe, **options)
     assert bool(taken) == (options["gradients"] != "secant")  # those slopes take whole gradients
     taken.clear()
     for module in (parameters, recomputed, recorder):
         monkeypatch.setattr(module, "LARGE", 2**30)
-    want = predicted(model, recipe, **options)
+    want = predicted_contributions(model, recipe, **options)
     assert not taken and (want[want["name"] == "weight"].c2 > 0).any()
     torch.testing.assert_close(
         torch.tensor(found[["c2", "signed"]].to_numpy()), torch.tensor(want[["c2", "signed"]].to_numpy()),
@@ -82,7 +78,7 @@ def test_pieces_are_parts_of_the_whole(known):
 
 def test_each_probe_alone():
     """Where probes cannot share a backward pass, rows of each are recorded with it."""
-    model = random_model(LlamaConfig(tie_word_embeddings=False, num_hidden_layers=2, **SIZES))
+    model = wide_model(LlamaConfig(tie_word_embeddings=False, num_hidden_layers=2, **SIZES))
     adjoint = Adjoint(lower(model, "bf16"), model, 2, target="kl", gradients="fp32")
     together = adjoint(TOKENS).contributions
     adjoint.at_once = False
@@ -93,7 +89,7 @@ def test_each_probe_alone():
 
 
 def test_a_failed_pass_leaves_no_rows():
-    model = random_model(LlamaConfig(tie_word_embeddings=False, num_hidden_layers=2, **SIZES))
+    model = wide_model(LlamaConfig(tie_word_embeddings=False, num_hidden_layers=2, **SIZES))
     adjoint = Adjoint(lower(model, "bf16"), model, target="kl", gradients="fp32")
     want = adjoint(TOKENS).contributions
     look_up = adjoint.recorder.look_up

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TINY, random_gpt2
+from tiny import TINY, embedded_windows, fresh_model, low_hidden, random_gpt2, random_tokens
 from torch import nn
 from transformers import (
     AutoModel,
@@ -49,8 +50,7 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import baselines
-from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
-from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.inputs.checkpoints import load_model
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101,
@@ -70,30 +70,19 @@ FAMILIES = {
     "cohere": CohereConfig(**GATED, use_qk_norm=False),
 }
 
-
-def random_model(config, auto_class: type = AutoModel) -> nn.Module:
-    """A model with enlarged weights and random norms."""
-    torch.manual_seed(0)
-    model = auto_class.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.add_(0.3 * torch.randn_like(parameter))
-        else:
-            parameter.mul_(6)
-    return model
+# A model with enlarged weights and random norms.
+enlarged = partial(fresh_model, spread=0.3, change=lambda name, matrix: matrix.mul_(6), auto_class=AutoModel)
 
 
-def contributions(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=1, low=None) -> Contributions:
+def contributions_of(model: nn.Module, tokens: torch.Tensor, format="bf16", probes=1, low=None) -> Contributions:
     prediction = predictor.Adjoint(low or lower(model, format), model, probes, gradients="low")(tokens)
     return Contributions(model, prediction)
 
 
 @torch.no_grad()
-def measured(model: nn.Module, chosen: Plan, tokens: torch.Tensor, execution: str = "auto") -> np.ndarray:
+def measured_under(model: nn.Module, chosen: Plan, tokens: torch.Tensor, execution: str = "auto") -> np.ndarray:
     """The mismatch of every window under the plan."""
-    low = apply(model, chosen, execution)
-    with low.running():
-        final = final_hidden(low.model, tokens)
+    final = low_hidden(apply(model, chosen, execution), tokens)
     return mismatch(final, final_hidden(model, tokens)).double().numpy()
 
 
@@ -102,8 +91,8 @@ def tiny():
     """A small GPT-2 with its head, its contributions, and their tokens; no test changes them."""
     model = random_gpt2(TINY)
     model.set_attn_implementation("eager")
-    tokens = torch.randint(TINY.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
-    return model, contributions(model, tokens, probes=2), tokens
+    tokens = random_tokens(2, 40)
+    return model, contributions_of(model, tokens, probes=2), tokens
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +100,7 @@ def embedded():
     """The embedded checkpoint with observed attention and 64 windows of 128 tokens."""
     model = load_model("embedded", "cpu")
     attention.set_attention(model, attention.OBSERVED_EAGER)
-    stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
-    return model, select_windows(stream, 128, 64, seed=0)[1]
+    return model, embedded_windows(128, 64)
 
 
 # --- Which roundings vanish ---------------------------------------------------------------------
@@ -126,14 +114,14 @@ def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family,
     Beside an fp32 stream the estimator takes the rounded weights of norms for exact, so the stream is kept together
     with the norms.
     """
-    model = random_model(FAMILIES[family])
+    model = enlarged(FAMILIES[family])
     model.set_attn_implementation("eager")
-    known = contributions(model, tiny_tokens, probes=2)
+    known = contributions_of(model, tiny_tokens, probes=2)
     assert {"residual", "norms", "attention", "mlp", "scores", "embedding"} <= known.structure.sites.keys()
     most = [site for site in known.structure.sites if site != "mlp"]
     choices = [["attention", "mlp"], ["norms"], ["scores"], ["residual", "norms"], most]
     for chosen in (known.keep(blocks=[1]), *(known.keep(sites=names) for names in choices)):
-        again = contributions(model, tiny_tokens, probes=2, low=apply(model, chosen))
+        again = contributions_of(model, tiny_tokens, probes=2, low=apply(model, chosen))
         rounding, left = again.structure.places[again.relative > 0], known.relative > 0
         expected = known.structure.places[left & ~known.vanishing(chosen)]
         assert rounding_kernels(rounding, chosen) == rounding_kernels(expected, chosen), chosen.label
@@ -144,20 +132,20 @@ def test_what_is_left_is_what_the_estimator_finds_in_the_protected_model(family,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plans_are_predicted_as_measured_in_every_family(family):
     """The tolerance: in a small model means scatter, as all windows share the probes and the rounded weights."""
-    model = random_model(FAMILIES[family])
+    model = enlarged(FAMILIES[family])
     model.set_attn_implementation("eager")
-    tokens = torch.randint(101, (24, 64), generator=torch.Generator().manual_seed(5))
-    known = contributions(model, tokens, probes=4)
+    tokens = random_tokens(24, 64, seed=5)
+    known = contributions_of(model, tokens, probes=4)
     for chosen in (known.keep(), known.plan(1, "blocks"), known.keep(sites=["residual"])):
-        ratio = chosen.predicted / measured(model, chosen, tokens).mean()
+        ratio = chosen.predicted / measured_under(model, chosen, tokens).mean()
         assert ratio == pytest.approx(1, abs=0.1), chosen.label
 
 
 def test_attention_kept_in_fp32_rounds_neither_scores_nor_probabilities(tiny_tokens):
-    model = random_model(FAMILIES["gpt2"])
+    model = enlarged(FAMILIES["gpt2"])
     attention.set_attention(model, attention.OBSERVED_EAGER)
-    known = contributions(model, tiny_tokens)
-    again = contributions(model, tiny_tokens, low=apply(model, known.keep(sites=["attention"])))
+    known = contributions_of(model, tiny_tokens)
+    again = contributions_of(model, tiny_tokens, low=apply(model, known.keep(sites=["attention"])))
     inside = {"scores", "softmax", "context"}
     assert inside <= set(known.structure.places.site[known.relative > 0])
     assert not inside & set(again.structure.places.site[again.relative > 0])
@@ -182,13 +170,13 @@ def test_a_kept_block_keeps_its_output_rounding(tiny):
 def test_branches_may_be_summed_before_they_are_added_to_the_stream(tiny_tokens):
     places = {}
     for family in ("gpt_neox", "gpt_neox_sequential", "cohere"):
-        known = contributions(random_model(FAMILIES[family]), tiny_tokens[:1])
+        known = contributions_of(enlarged(FAMILIES[family]), tiny_tokens[:1])
         places[family] = int(known.structure.stream_sums.sum())
     assert places == {"gpt_neox": 3, "gpt_neox_sequential": 6, "cohere": 6}
 
 
 def test_a_stream_that_branches_read_without_a_norm_is_not_offered(tiny_tokens):
-    known = contributions(random_model(Olmo2Config(**GATED)), tiny_tokens[:1])
+    known = contributions_of(enlarged(Olmo2Config(**GATED)), tiny_tokens[:1])
     assert "residual" not in known.structure.sites
     with pytest.raises(ValueError, match="sites to keep must be among those of this model, norms, .*, got residual"):
         known.keep(sites=["residual"])
@@ -198,8 +186,8 @@ def test_a_stream_that_branches_read_without_a_norm_is_not_offered(tiny_tokens):
 
 def test_a_post_norm_stream_is_neither_offered_nor_applied(tiny_tokens):
     config = OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, do_layer_norm_before=False)
-    model = random_model(config)
-    assert "residual" not in contributions(model, tiny_tokens[:1]).structure.sites
+    model = enlarged(config)
+    assert "residual" not in contributions_of(model, tiny_tokens[:1]).structure.sites
     with pytest.raises(ValueError, match=r"layers.0 must keep the residual stream in fp32, got torch.bfloat16"):
         apply(model, Plan("bf16", residual=True))
 
@@ -212,7 +200,7 @@ def test_the_language_part_of_a_vision_model_is_planned_for(tiny_tokens):
     vision |= {"image_size": 28, "patch_size": 14}
     config = Gemma3Config(text_config=text, vision_config=vision, **images)
     model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
-    known = contributions(model, tiny_tokens[:2].clamp_max(90))
+    known = contributions_of(model, tiny_tokens[:2].clamp_max(90))
     assert known.structure.blocks == [f"model.language_model.layers.{number}" for number in range(3)]
     residual = known.keep(sites=["residual"])
     assert residual.activation_bytes == 2 * 32
@@ -237,7 +225,7 @@ def test_a_protected_model_can_be_pickled(tiny):
 
 
 def test_modules_that_return_mappings_are_kept(tiny_tokens):
-    model = random_model(FAMILIES["llama"])
+    model = enlarged(FAMILIES["llama"])
 
     class Wrapper(nn.Module):
         def __init__(self):
@@ -249,7 +237,7 @@ def test_modules_that_return_mappings_are_kept(tiny_tokens):
             return self.head(self.inner(tokens, use_cache=False).last_hidden_state)
 
     wrapper = Wrapper().eval().requires_grad_(False)
-    known = contributions(wrapper, tiny_tokens)
+    known = contributions_of(wrapper, tiny_tokens)
     assert known.keep(sites=["residual"]).activation_bytes == 2 * 32  # of the model inside
     low = apply(wrapper, known.keep(["inner"]))
     assert low(tiny_tokens).dtype == torch.bfloat16
@@ -289,7 +277,7 @@ class Named(nn.Module):
 def test_named_tuples_are_cast(tiny_tokens):
     torch.manual_seed(0)
     model = Named().eval().requires_grad_(False)
-    low = apply(model, contributions(model, tiny_tokens).keep(["twice"]))
+    low = apply(model, contributions_of(model, tiny_tokens).keep(["twice"]))
     seen = []
     low.model.twice.register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
     with low.running():
@@ -302,7 +290,7 @@ def test_scores_are_not_offered_where_attention_is_more_than_a_softmax(tiny_toke
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 101}
     model = T5EncoderModel(T5Config(**sizes, pad_token_id=0, eos_token_id=1)).eval().requires_grad_(False)
     model.set_attn_implementation("eager")
-    assert "scores" not in contributions(model, tiny_tokens[:1]).structure.sites
+    assert "scores" not in contributions_of(model, tiny_tokens[:1]).structure.sites
     with pytest.raises(ValueError, match="neither caps scores nor adds to them, got T5EncoderModel"):
         apply(model, Plan("bf16", scores=True))
 
@@ -311,11 +299,11 @@ def test_scores_are_not_offered_where_attention_is_more_than_a_softmax(tiny_toke
 def test_embeddings_that_are_scaled_exactly_are_promised_no_gain(width):
     """The scale is the root of the width. 8 is a power of two: the cast back rounds as the weights were rounded."""
     config = GemmaConfig(**GATED | {"hidden_size": width, "num_hidden_layers": 1}, head_dim=8)
-    model = random_model(config)
-    tokens = torch.randint(101, (16, 40), generator=torch.Generator().manual_seed(5))
-    known = contributions(model, tokens, probes=4)
+    model = enlarged(config)
+    tokens = random_tokens(16, 40, seed=5)
+    known = contributions_of(model, tokens, probes=4)
     chosen = known.keep(sites=["embedding"])
-    assert chosen.predicted / measured(model, chosen, tokens).mean() == pytest.approx(1, abs=0.06)
+    assert chosen.predicted / measured_under(model, chosen, tokens).mean() == pytest.approx(1, abs=0.06)
     assert (chosen.predicted == known.keep().predicted) == (width == 64)
 
 
@@ -339,17 +327,17 @@ def test_a_module_that_runs_several_times_is_cast_back_each_time():
     model = Looped().eval().requires_grad_(False)
     for linear in (model.layers[0][0], model.layers[0][2]):
         linear.weight.mul_(3)
-    tokens = torch.randint(101, (24, 40), generator=torch.Generator().manual_seed(5))
-    known = contributions(model, tokens, probes=4)
+    tokens = random_tokens(24, 40, seed=5)
+    known = contributions_of(model, tokens, probes=4)
     chosen = known.keep(blocks=[0])
     assert (~known.vanishing(chosen) & known.structure.places.layer.eq(0).fillna(False).to_numpy(bool)).sum() == 6
     for tried in (known.keep(), chosen, known.keep(sites=["norms"])):
-        assert tried.predicted / measured(model, tried, tokens).mean() == pytest.approx(1, abs=0.06), tried.label
+        assert tried.predicted / measured_under(model, tried, tokens).mean() == pytest.approx(1, abs=0.06), tried.label
 
 
 def test_units_without_parameters_are_no_blocks(tiny_tokens):
     model = nn.Sequential(nn.Embedding(101, 8), nn.GELU(), nn.Linear(8, 8)).eval().requires_grad_(False)
-    assert contributions(model, tiny_tokens).structure.blocks == ["2"]  # a lookup is no kernel
+    assert contributions_of(model, tiny_tokens).structure.blocks == ["2"]  # a lookup is no kernel
 
 
 # --- Predicted and measured ---------------------------------------------------------------------
@@ -359,21 +347,21 @@ def test_units_without_parameters_are_no_blocks(tiny_tokens):
 def test_predicted_mismatch_is_that_measured(embedded, format):
     """Each of 64 windows has one realisation of errors, with a scatter of 7 %. Means deviated by 3 % at most."""
     model, tokens = embedded
-    known = contributions(model, tokens, format)
+    known = contributions_of(model, tokens, format)
     plans = [known.keep(), *(known.plan(k) for k in (2, 4)), *(known.plan(k, "sites") for k in (1, 2, 3))]
     plans += [known.keep(sites=["residual"]), known.keep(sites=["scores"]), known.plan(100_000, "bytes")]
     for chosen in {(p.modules, p.residual, p.scores): p for p in plans}.values():
-        found = measured(model, chosen, tokens).mean()
+        found = measured_under(model, chosen, tokens).mean()
         assert chosen.predicted == pytest.approx(found, rel=0.04), chosen.label
 
 
 def test_plans_for_fp8_in_linear_layers(embedded):
     """Predictions are 3 to 8 % too large, as without a plan. All plans here keep linear layers."""
     model, tokens = embedded[0], embedded[1][:16]
-    known = contributions(model, tokens, "fp8_e4m3_linear")
+    known = contributions_of(model, tokens, "fp8_e4m3_linear")
     kept = known.keep().predicted
     for chosen in (known.plan(8, "modules"), known.plan(4), known.plan(1, "sites"), known.plan(2, "sites")):
-        assert chosen.predicted == pytest.approx(measured(model, chosen, tokens).mean(), rel=0.12), chosen.label
+        assert chosen.predicted == pytest.approx(measured_under(model, chosen, tokens).mean(), rel=0.12), chosen.label
         assert chosen.predicted < 0.6 * kept
 
 
@@ -382,13 +370,13 @@ def test_plans_where_weights_only_are_rounded(embedded, format, tolerance):
     """All windows share the errors of weights, so that their mean is a single realisation."""
     model, tokens = embedded[0], embedded[1][:12]
     low = lower(model, format, "weights")
-    known = contributions(model, tokens, format, low=low)
+    known = contributions_of(model, tokens, format, low=low)
     assert not {"residual", "scores"} & known.structure.sites.keys()
     for chosen in (known.keep(), known.plan(2), known.plan(6), known.plan(1, "sites"), known.plan(100_000, "bytes")):
-        assert chosen.predicted == pytest.approx(measured(model, chosen, tokens, "weights").mean(), rel=tolerance)
+        assert chosen.predicted == pytest.approx(measured_under(model, chosen, tokens, "weights").mean(), rel=tolerance)
         assert chosen.flops == 0
     everything = known.keep(["wte", "wpe", *(f"h.{layer}" for layer in range(12)), "ln_f"])
-    assert everything.predicted == 0 == measured(model, everything, tokens, "weights").max()
+    assert everything.predicted == 0 == measured_under(model, everything, tokens, "weights").max()
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -409,7 +397,7 @@ def test_a_kept_block_is_a_patched_one(tiny, layer):
 # --- Sums and choices ---------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sets(st.integers(0, 2)), st.sets(st.integers(0, 2)))
 def test_blocks_are_additive_and_more_is_never_worse(tiny, first, second):
     _, known, _ = tiny
@@ -467,7 +455,7 @@ def test_cost_by_hand(tiny):
 
 def test_linear_layers_in_fp8_are_stored_in_one_byte(tiny):
     model, _, tokens = tiny
-    known = contributions(model, tokens, "fp8_e4m3_linear")
+    known = contributions_of(model, tokens, "fp8_e4m3_linear")
     matrices, vectors = 12 * 32**2, 13 * 32
     assert known.keep(blocks=[1]).parameter_bytes == 3 * matrices + 2 * vectors
     assert known.keep(sites=["norms"]).parameter_bytes == 2 * 7 * 2 * 32
@@ -563,7 +551,7 @@ def test_soft_capped_scores_are_not_computed_without_their_cap(tiny_tokens):
     model = AutoModel.from_config(Gemma2Config(**GATED, head_dim=8), attn_implementation="eager").eval()
     with pytest.raises(ValueError, match="attention interface and neither .*, got Gemma2Model"):
         apply(model, Plan("bf16", scores=True))
-    assert "scores" not in contributions(model, tiny_tokens[:1]).structure.sites
+    assert "scores" not in contributions_of(model, tiny_tokens[:1]).structure.sites
 
 
 @torch.no_grad()
@@ -586,7 +574,7 @@ def test_every_site_that_is_offered_can_be_kept(config, tiny_tokens):
     torch.manual_seed(0)
     kinds = {"attn_implementation": "eager"} if config.model_type != "mamba" else {}
     model = AutoModel.from_config(config, **kinds).eval().requires_grad_(False)
-    known = contributions(model, tiny_tokens[:1])
+    known = contributions_of(model, tiny_tokens[:1])
     assert known.structure.sites
     for site in known.structure.sites:
         apply(model, known.keep(sites=[site]))
@@ -597,15 +585,15 @@ def test_a_stream_that_is_fp32_already_is_not_rounded_at_kept_blocks(tiny_tokens
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=3, state_size=4, residual_in_fp32=True)
     model = AutoModel.from_config(config).eval().requires_grad_(False)
-    known = contributions(model, tiny_tokens, probes=2)
+    known = contributions_of(model, tiny_tokens, probes=2)
     for count in (1, 2, 3):
         plan = known.keep(blocks=range(count))
-        assert measured(model, plan, tiny_tokens).mean() == pytest.approx(plan.predicted, rel=0.15)
+        assert measured_under(model, plan, tiny_tokens).mean() == pytest.approx(plan.predicted, rel=0.15)
 
 
 def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_tokens):
     """The cast back rounds the entries as the table was rounded. Embeddings gain only beside an fp32 stream."""
-    known = contributions(tiny_gpt2.transformer, tiny_tokens[:1])
+    known = contributions_of(tiny_gpt2.transformer, tiny_tokens[:1])
     assert known.keep(sites=["embedding"]).predicted == known.keep().predicted
     assert known.keep(sites=["embedding", "residual"]).predicted < known.keep(sites=["residual"]).predicted
     kept, plain = apply(tiny_gpt2.transformer, known.keep(sites=["embedding"])), lower(tiny_gpt2.transformer, "bf16")
@@ -613,7 +601,7 @@ def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_t
 
 
 def test_a_budget_of_bytes_buys_no_less_than_blocks_or_sites_that_fit(tiny_gpt2, tiny_tokens):
-    known = contributions(tiny_gpt2.transformer, tiny_tokens[:1])
+    known = contributions_of(tiny_gpt2.transformer, tiny_tokens[:1])
     for other in (known.plan(1), known.plan(3), known.plan(1, "sites"), known.plan(3, "sites")):
         price = other.parameter_bytes + other.activation_bytes * known.length
         assert known.plan(price, "bytes").predicted <= other.predicted
@@ -621,7 +609,7 @@ def test_a_budget_of_bytes_buys_no_less_than_blocks_or_sites_that_fit(tiny_gpt2,
 
 def test_weights_alone_need_no_fp32_stream(tiny_gpt2, tiny_tokens):
     model = tiny_gpt2.transformer
-    everything = contributions(model, tiny_tokens[:1], low=lower(model, "bf16", "weights")).plan(10**9, "bytes")
+    everything = contributions_of(model, tiny_tokens[:1], low=lower(model, "bf16", "weights")).plan(10**9, "bytes")
     assert not everything.residual and everything.activation_bytes == 0 and everything.predicted == 0
 
 
@@ -632,17 +620,17 @@ def test_a_norm_with_a_gain_of_one_still_casts_its_result(tiny_tokens):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.mul_(6)
-    known = contributions(model, tiny_tokens, probes=4)
+    known = contributions_of(model, tiny_tokens, probes=4)
     for sites in (["norms"], ["residual"]):
         plan = known.keep(sites=sites)
-        assert plan.predicted == pytest.approx(measured(model, plan, tiny_tokens).mean(), rel=0.12)
+        assert plan.predicted == pytest.approx(measured_under(model, plan, tiny_tokens).mean(), rel=0.12)
 
 
 def test_a_plan_for_weights_alone_is_applied_to_weights_alone(tiny_gpt2, tiny_tokens):
     model = tiny_gpt2.transformer
-    plan = contributions(model, tiny_tokens[:1], low=lower(model, "bf16", "weights")).plan(1)
+    plan = contributions_of(model, tiny_tokens[:1], low=lower(model, "bf16", "weights")).plan(1)
     assert plan.weights_only and apply(model, plan).weights_only
-    assert not contributions(model, tiny_tokens[:1]).plan(1).weights_only
+    assert not contributions_of(model, tiny_tokens[:1]).plan(1).weights_only
 
 
 # --- Errors -------------------------------------------------------------------------------------
@@ -742,10 +730,9 @@ def test_a_kept_head_leaves_its_logits_in_fp32(tiny_tokens):
     def logits(model, tokens):
         return model(tokens, use_cache=False).logits
 
-    model = random_model(FAMILIES["llama"], AutoModelForCausalLM)
-    known = Contributions(
-        model, predictor.Adjoint(lower(model, "bf16"), model, probes=8, target=logits, gradients="low")(tiny_tokens)
-    )
+    model = enlarged(FAMILIES["llama"], auto_class=AutoModelForCausalLM)
+    estimator = predictor.Adjoint(lower(model, "bf16"), model, probes=8, target=logits, gradients="low")
+    known = Contributions(model, estimator(tiny_tokens))
     head = known.keep(sites=["head"])
     low = apply(model, head)
     with torch.no_grad(), low.running():
@@ -759,7 +746,7 @@ def test_contributions_are_those_of_the_model_that_was_lowered(tiny_gpt2, tiny_t
     prediction = predictor.Adjoint(low)(tiny_tokens[:1])
     with pytest.raises(ValueError, match=r"a plan needs the fp32 model that was lowered, got torch.bfloat16"):
         Contributions(low.model, prediction)
-    shallow = random_model(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101), AutoModelForCausalLM)
+    shallow = enlarged(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101), auto_class=AutoModelForCausalLM)
     with pytest.raises(ValueError, match=r"the model of the prediction, got one without transformer.h.2, "):
         Contributions(shallow, prediction)
     assert Contributions(tiny_gpt2, prediction).plan(np.int64(1)).modules

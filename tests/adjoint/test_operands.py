@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from test_adjoint_families import EXPERTS, random_model
+from drawn import normal
+from test_adjoint_families import EXPERTS
+from tiny import low_hidden, random_model
 from torch import nn
 from torch.nn import functional
 from transformers import GPT2LMHeadModel
@@ -18,11 +20,6 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 
 EXECUTIONS = ["native", "emulated"]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Standard normal fp32 numbers."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Two(nn.Module):
@@ -44,7 +41,7 @@ class Two(nn.Module):
 
 
 @torch.no_grad()
-def run(low, tokens):
+def low_output(low, tokens):
     with low.running():
         return low.model(tokens)
 
@@ -61,7 +58,7 @@ def test_products_by_hand(name, execution):
         weight, bias = operands.round(layer.weight), format.round(layer.bias)
         x = functional.linear(operands.round(x).float(), weight.float(), bias.float()).bfloat16()
     want = functional.linear(x.float(), format.round(model.head.weight).float()).bfloat16()
-    got = run(lower(model, name, execution), tokens)
+    got = low_output(lower(model, name, execution), tokens)
     assert got.dtype == torch.bfloat16
     assert (got != want).float().mean() < 2e-3  # sums in another order may be rounded to the other neighbour
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
@@ -120,7 +117,7 @@ def test_a_kept_layer_reads_and_multiplies_in_fp32(execution):
     low = apply(model, Plan("fp8_e4m3_linear", modules=("layers.0",)), execution, tokens)
     seen = []
     low.model.layers[0].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    run(low, tokens)
+    low_output(low, tokens)
     ((x, y),) = seen
     assert torch.equal(x, get_format("bf16").round(model.embedding.weight)[tokens].float())
     torch.testing.assert_close(
@@ -131,26 +128,22 @@ def test_a_kept_layer_reads_and_multiplies_in_fp32(execution):
 def test_emulated_mismatch_is_the_native_one(tiny_gpt2, tiny_tokens):
     reference = final_hidden(tiny_gpt2, tiny_tokens)
     native, emulated = (
-        mismatch(run_hidden(lower(tiny_gpt2, "fp8_e4m3_linear", execution), tiny_tokens), reference).mean()
+        mismatch(low_hidden(lower(tiny_gpt2, "fp8_e4m3_linear", execution), tiny_tokens), reference).mean()
         for execution in EXECUTIONS
     )
     assert emulated == pytest.approx(native.item(), rel=0.05)
 
 
-@torch.no_grad()
-def run_hidden(low, tokens):
-    with low.running():
-        return final_hidden(low.model, tokens).float()
-
-
 def test_operands_are_rounded_stochastically_with_the_rest():
     low, tokens = lower(Two(), "fp8_e4m3_linear"), torch.arange(50)[None]
-    first, again, other = (run(low.stochastic(seed), tokens) for seed in (0, 0, 1))
+    first, again, other = (low_output(low.stochastic(seed), tokens) for seed in (0, 0, 1))
     assert torch.equal(first, again) and (first != other).float().mean() > 0.5
-    mean = torch.stack([run(low.stochastic(seed), tokens).float() for seed in range(200)]).mean(0)
-    exact = run(lower(Two(), "fp32"), tokens)
-    weights = run(lower(Two(), "fp8_e4m3_linear", "weights"), tokens)  # weights are rounded the same way every time
-    assert mismatch(mean, weights) < 0.2 * mismatch(run(low, tokens).float(), exact)
+    mean = torch.stack([low_output(low.stochastic(seed), tokens).float() for seed in range(200)]).mean(0)
+    exact = low_output(lower(Two(), "fp32"), tokens)
+    weights = low_output(
+        lower(Two(), "fp8_e4m3_linear", "weights"), tokens
+    )  # weights are rounded the same way every time
+    assert mismatch(mean, weights) < 0.2 * mismatch(low_output(low, tokens).float(), exact)
 
 
 def test_weights_alone():
@@ -159,7 +152,7 @@ def test_weights_alone():
     x = get_format("bf16").round(model.embedding.weight).float()[tokens]
     for layer in low.model.layers:
         x = layer(x)
-    assert torch.equal(run(low, tokens), low.model.head(x)) and x.dtype == torch.float32
+    assert torch.equal(low_output(low, tokens), low.model.head(x)) and x.dtype == torch.float32
 
 
 def test_the_score_has_one_unit_roundoff(tiny_gpt2):

@@ -241,7 +241,7 @@ class Steps(nn.Module):
         return self.function(self.scale * x.to(self.scale.dtype))
 
 
-def hidden(x):
+def masked_square(x):
     square = x * x
     return square.masked_fill(torch.isinf(square), 0.0)
 
@@ -256,7 +256,7 @@ def hidden(x):
         (lambda x: 1 / (x - x), "division by zero (1/0) in reciprocal in the model"),
         (lambda x: x + torch.full_like(x, -65504.0), None),  # an additive mask
         (lambda x: x + torch.full_like(x, -torch.inf), None),
-        (hidden, None),  # scores that are hidden
+        (masked_square, None),  # scores that are hidden
         (lambda x: torch.softmax(x + torch.full_like(x, -torch.inf), -1), "not a number (0/0) in softmax in the model"),
         (lambda x: x.float() * x.float(), None),
         (lambda x: (x.float() * x.float()).to(x.dtype), "_to_copy in the model"),

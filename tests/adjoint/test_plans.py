@@ -5,8 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from test_adjoint_families import random_model
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_model, random_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
@@ -21,7 +20,7 @@ from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
 
 ROUNDING = [name for name, recipe in RECIPES.items() if recipe.rounds]
-TOKENS = torch.randint(1, TINY.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+TOKENS = random_tokens(2, 12, seed=0, smallest=1)
 SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 MODELS = {

@@ -22,7 +22,7 @@ def tiny_llama():
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def both_ways(adjoint, tokens):
+def together_and_alone(adjoint, tokens):
     """The predictions with all probes at once and one by one."""
     together = adjoint(tokens)
     assert adjoint.at_once
@@ -55,13 +55,12 @@ def test_probes_at_once_are_probes_one_by_one(
     low = lower(model, recipe)
     set_attention(low.model, attention)
     adjoint = Adjoint(low, model, probes=3, target=target, gradients=gradients)
-    assert_alike(*both_ways(adjoint, tiny_tokens), rel=1e-4)
+    assert_alike(*together_and_alone(adjoint, tiny_tokens), rel=1e-4)
 
 
 def test_gradients_in_bf16_differ_by_their_rounding(tiny_gpt2, tiny_tokens):
-    assert_alike(
-        *both_ways(Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, probes=3, gradients="low"), tiny_tokens), rel=1e-2
-    )
+    estimator = Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, probes=3, gradients="low")
+    assert_alike(*together_and_alone(estimator, tiny_tokens), rel=1e-2)
 
 
 def test_probes_differ(tiny_gpt2, tiny_tokens):

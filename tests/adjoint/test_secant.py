@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from drawn import seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_adjoint_families import DENSE, EXPERTS, OTHERS, TOKENS, random_model
-from tiny import TINY, random_gpt2
+from test_adjoint_families import DENSE, EXPERTS, OTHERS, TOKENS
+from tiny import TINY, random_gpt2, random_model
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, MambaConfig
@@ -14,6 +15,7 @@ from fragility_adjoint.explain.coherence import coherence
 from fragility_adjoint.internals import has_reference, refer, reference_of
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.secant import SecantSlopes, logarithmic_mean
+from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.predictor.windows import random_signs
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
@@ -76,20 +78,16 @@ KERNELS = {
 }
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("name", POINTWISE)
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([1e-9, 1e-4, 0.3, 5.0]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_elementwise_functions_leave_no_remainder(name, seed, size):
     assert remainder(POINTWISE[name], paired((4, 6), seeded(seed), size)) < 1e-6 + 1e-13 / size
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([1e-9, 1e-4, 0.3, 5.0]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_other_kernels_leave_no_remainder(name, seed, size):
     generator = seeded(seed)
     assert remainder(KERNELS[name], *(paired((4, 6), generator, size) for _ in range(2))) < 1e-6
@@ -99,7 +97,7 @@ def test_other_kernels_leave_no_remainder(name, seed, size):
     "options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": torch.ones(5, 5).tril() > 0}]
 )
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([1e-4, 0.3, 5.0]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_fused_attention_leaves_no_remainder(options, seed, size):
     generator = seeded(seed)
     heads = (paired((1, 2, 5, 3), generator, size) for _ in range(3))
@@ -191,10 +189,6 @@ def test_constants_are_computed_as_they_are():
 
 
 # --- Whole models ----------------------------------------------------------------------------------------
-
-
-def logits(model, tokens):
-    return model(tokens, use_cache=False).logits.float()
 
 
 def remainders(model, recipe, tokens, probes=3):

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from far_device import FARTHER, far_device, spread
+from far_device import FARTHER, spread
 from tiny import TINY, random_gpt2
 from transformers import AutoModelForCausalLM
 
@@ -35,12 +35,6 @@ EXECUTIONS = [
 ]  # fmt: skip
 exactly_equal = pd.testing.assert_frame_equal
 ASKED = Request("embedded", "", "bf16", "1 site", windows=1, length=16)
-
-
-@pytest.fixture
-def device(monkeypatch):
-    with far_device(monkeypatch) as device:
-        yield device
 
 
 @pytest.fixture

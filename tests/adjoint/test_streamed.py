@@ -127,7 +127,7 @@ def test_other_families_are_those_that_transformers_loads(config, tiny_tokens, t
     assert all(torch.equal(a.logits, b.logits) for a, b in zip(streamed[1], whole[1], strict=True))
 
 
-class Shifted(nn.Module):
+class ShiftedLayers(nn.Module):
     """A model with a parameter beside its parts."""
 
     def __init__(self):
@@ -144,8 +144,8 @@ class Shifted(nn.Module):
 
 def test_parameters_beside_the_parts_stay(tiny_tokens):
     torch.manual_seed(0)
-    whole = Shifted().requires_grad_(False).eval()
-    streamed = Shifted().eval()
+    whole = ShiftedLayers().requires_grad_(False).eval()
+    streamed = ShiftedLayers().eval()
     for path, x in whole.named_parameters():
         owner, _, name = path.rpartition(".")
         read = partial(torch.clone, x.data)
@@ -357,10 +357,10 @@ def test_files_that_lack_weights_are_refused_at_once(folder):
     with pytest.raises(OSError, match=r"must hold all weights of its model, but .* lacks transformer.ln_f.weight"):
         load_offloaded(str(folder))
     with pytest.raises(OSError, match=r"the files lack transformer.ln_f.weight: load the whole model"):
-        opened(folder)
+        opened_offloaded(folder)
 
 
-def opened(folder):
+def opened_offloaded(folder):
     """The offloaded model in ``folder``, whose weights nobody compared with its configuration."""
     made = on_meta(str(folder))
     return open_offloaded(made, Checkpoint(folder.glob("*.safetensors"), made))
@@ -380,7 +380,7 @@ def test_weights_of_another_shape_are_refused_at_once(folder):
     spoil(folder, lambda x: x[1:])
     with pytest.raises(OSError, match=r"must have the shapes .* has transformer.ln_f.weight \(\d+,\) for \(\d+,\)"):
         load_offloaded(str(folder), "cpu")
-    model = opened(folder)
+    model = opened_offloaded(folder)
     with pytest.raises(ValueError, match=r"must fit its model, got .*ln_f.weight of \(\d+,\) for \(\d+,\)"):
         model(torch.arange(8)[None])
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.linalg import hadamard
+from tiny import embedded_windows, fresh_model
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, MambaConfig
 
@@ -14,8 +15,7 @@ from fragility_adjoint.quantization.operands import linear_weights
 from fragility_adjoint.quantization.quantized import lower
 from fragility_adjoint.quantization.recipes import LINEAR, get_recipe
 from fragility_lab.experiments.realisations import moved
-from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
-from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.measurement.comparison import compare, observe
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
@@ -25,14 +25,7 @@ TOKENS = torch.arange(20)[None]
 @pytest.fixture(scope="module")
 def embedded():
     """The embedded checkpoint with its head, and eight windows of 128 tokens."""
-    stream = tokenize(load_rows("embedded"), load_tokenizer("embedded"))
-    model = load_model("embedded", "cpu", AutoModelForCausalLM)
-    return model, select_windows(stream, 128, 8, seed=0)[1]
-
-
-def random_model(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return load_model("embedded", "cpu", AutoModelForCausalLM), embedded_windows(128, 8)
 
 
 @torch.no_grad()
@@ -106,15 +99,21 @@ RATIOS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", RATIOS)
-def test_predicted_divergence_is_the_measured_one(recipe, embedded):
-    """Of models that differ in the last bits of their weights, since another CPU sums in another order."""
+@pytest.fixture(scope="module")
+def nudged(embedded):
+    """Models that differ in the last bits of their weights, and what they give for each window in fp32."""
     model, windows = embedded
-    ratios = []
-    for number in range(3):
-        other = moved(model, 2.0**-20, number)
+    others = [moved(model, 2.0**-20, number) for number in range(3)]
+    return [(other, [observe(other, w) for w in windows.split(1)]) for other in others]
+
+
+@pytest.mark.parametrize("recipe", RATIOS)
+def test_predicted_divergence_is_the_measured_one(recipe, embedded, nudged):
+    """Of models that differ in the last bits of their weights, since another CPU sums in another order."""
+    windows, ratios = embedded[1], []
+    for other, exact in nudged:
         low = lower(other, recipe)
-        tables = [compare(observe(low.model, w, low), observe(other, w), w)[0] for w in windows.split(1)]
+        tables = [compare(observe(low.model, w, low), seen, w)[0] for w, seen in zip(windows.split(1), exact)]
         predicted = Adjoint(low, other, probes=2, target="kl", gradients="both")(windows).windows.predicted.mean()
         ratios.append(predicted / np.mean([table.kl.item() for table in tables]))
     assert np.mean(ratios) == pytest.approx(1, abs=RATIOS[recipe])
@@ -198,7 +197,7 @@ def test_products_are_those_of_the_stored_numbers(recipe, execution):
 @pytest.mark.parametrize("recipe", ["kv-fp8", "kv-int8", "kv-int8@fp32"])
 @torch.no_grad()
 def test_decoding_token_by_token_reads_the_same_cache_as_one_pass(config, recipe):
-    low = lower(random_model(config), recipe)
+    low = lower(fresh_model(config), recipe)
     with low.running():
         whole = logits(low.model, TOKENS)
         cache, steps = None, []
@@ -210,12 +209,12 @@ def test_decoding_token_by_token_reads_the_same_cache_as_one_pass(config, recipe
     assert isinstance(cache, RoundedCache) and generated.shape == (1, 7)
     limit = 3e-5 if recipe.endswith("fp32") else 0.03
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=limit, atol=limit)
-    plain = logits(lower(random_model(config), get_recipe(recipe).kernels.name).model, TOKENS)
+    plain = logits(lower(fresh_model(config), get_recipe(recipe).kernels.name).model, TOKENS)
     assert not torch.equal(plain, whole)
 
 
 def test_a_model_without_a_cache_of_keys_is_refused():
-    mamba = random_model(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=11))
+    mamba = fresh_model(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=11))
     with pytest.raises(ValueError, match="a KV cache needs a decoder with attention, got MambaForCausalLM"):
         lower(mamba, "kv-fp8")
 
@@ -234,7 +233,7 @@ def test_targets_by_name(tiny_gpt2):
 
 def test_layers_that_multiply_by_a_transposed_weight_round_their_inputs():
     """Falcon multiplies by ``weight.T``. With kernels in fp32 nothing else is rounded."""
-    falcon = random_model(FalconConfig(**SIZES))
+    falcon = fresh_model(FalconConfig(**SIZES))
     found = Adjoint(lower(falcon, "w8a8-int8@fp32"), falcon, target="kl", gradients="low")(TOKENS).contributions
     layers = {path.removesuffix(".weight") for path in linear_weights(falcon)}
     assert {*found.module[found.name == "operand"]} == layers == {*found.module[found.kind == "weight"]}

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from drawn import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release import policy_from_config, recorded_rows
+from release import RELEASED, policy_from_config, recorded_rows
 
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core import theory
@@ -38,7 +39,6 @@ from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 
 RECORD = Path(__file__).parents[1] / "data" / "e5.json.gz"
-RELEASED = ("random_same_budget", "risk_only_same_budget", "bgss")
 NAMES = tuple(POLICIES)
 REQUIRED = {  # parameters for which the paper gives no values
     "bgss_printed": {"risk_threshold": 1.0, "dominance_threshold": 0.3, "target_ratio": 0.5},
@@ -48,8 +48,7 @@ ACTION_FIELDS = {  # of our action table, and the release's
     "step": "step", "layer": "layer", "old_epsilon": "old_epsilon", "new_epsilon": "new_epsilon",
     "priority": "trigger_score", "cooldown_until": "cooldown_after", "earlier_actions": "layer_action_count_prev",
 }  # fmt: skip
-seeds = st.integers(0, 2**32 - 1)
-closed_loop = settings(deadline=None, max_examples=20)  # each example is a whole run
+closed_loop = settings(max_examples=20)  # each example is a whole run
 
 
 # --- Recorded runs (tests/data/e5.json.gz) -------------------------------------------------------
@@ -140,7 +139,7 @@ def course(seed: int, steps: int, layers: int, coarse: bool = False) -> Course:
     )
 
 
-def states(policy: Policy, run: Course, seed: int = 0):
+def steps_of(policy: Policy, run: Course, seed: int = 0):
     """The state, rows, signal and actions of each step of a controller in closed loop."""
     steps, layers = run.risk.shape
     state = policy.start(layers, seed)
@@ -152,7 +151,7 @@ def states(policy: Policy, run: Course, seed: int = 0):
 
 
 def final(policy: Policy, run: Course, seed: int = 0) -> State:
-    *_, (state, _, signal, actions) = states(policy, run, seed)
+    *_, (state, _, signal, actions) = steps_of(policy, run, seed)
     return advance(state, signal, actions)
 
 
@@ -338,7 +337,7 @@ def test_limits_are_kept(name, data, seed, steps, layers):
 def test_an_action_is_in_force_from_the_next_step_on(name, data, seed, steps, layers):
     policy, run = get_policy(name, **data.draw(parameters[name])), course(seed, steps, layers)
     protected = 0
-    for state, _, signal, actions in states(policy, run, seed):
+    for state, _, signal, actions in steps_of(policy, run, seed):
         assert all(action.step == state.step for action in actions)
         protected += sum(epsilon > policy.base_epsilon for epsilon in state.epsilon)
         after = advance(state, signal, actions)
@@ -369,7 +368,7 @@ def test_decisions_do_not_depend_on_later_steps(name, data, seed, steps, layers)
 @closed_loop
 def test_decide_is_pure(name, data, seed, steps, layers):
     policy, run = get_policy(name, **data.draw(parameters[name])), course(seed, steps, layers)
-    for state, rows, signal, actions in states(policy, run, seed):
+    for state, rows, signal, actions in steps_of(policy, run, seed):
         state_before, rows_before = copy.deepcopy(state), rows.copy()
         assert policy.decide(state, rows, signal) == actions
         assert state == state_before
@@ -381,7 +380,7 @@ def test_decide_is_pure(name, data, seed, steps, layers):
 @closed_loop
 def test_a_stored_state_goes_on_as_if_never_stored(name, data, seed, steps, layers):
     policy, run = get_policy(name, **data.draw(parameters[name])), course(seed, steps, layers)
-    (state, rows, signal, actions) = data.draw(st.sampled_from(list(states(policy, run, seed))))
+    (state, rows, signal, actions) = data.draw(st.sampled_from(list(steps_of(policy, run, seed))))
     again = pickle.loads(pickle.dumps(state))
     assert again == state and again.epsilon == state.epsilon
     assert policy.decide(again, rows, signal) == actions

@@ -8,6 +8,8 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from drawn import normal
+from tiny import random_tokens
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModel, DeepseekV3Config, LlamaConfig, LlamaModel, T5Config, XGLMConfig, XGLMModel
@@ -26,11 +28,6 @@ from fragility_core.theory import mismatch
 
 HALF = ["bf16", "fp16"]
 FP8 = ["fp8_e4m3", "fp8_e5m2"]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Standard normal fp32 numbers."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def low(format: str, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -152,7 +149,7 @@ def eager_reference_model(reference_model_path):
 # windows scatters by 0.4 %. The tolerance is 2 %. Every CPU has native kernels; those for fp16 may be slow.
 @pytest.mark.parametrize(("format", "windows"), [("bf16", 64), ("fp16", 20)])
 def test_emulated_mismatch_is_the_native_one(format, windows, eager_reference_model):
-    tokens = torch.randint(257, (windows, 64), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(windows, 64, seed=0, vocabulary=257)
     reference = final_hidden(lower(eager_reference_model, "fp32"), tokens)
     native, emulation = (
         mismatch(final_hidden(lower(eager_reference_model, format, execution), tokens), reference).mean().item()

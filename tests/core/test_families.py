@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny import fresh_model, random_tokens
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -148,10 +149,9 @@ FAMILIES = {
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def random_model(config: PretrainedConfig, weight_scale: float = 0.16) -> PreTrainedModel:
-    """A model without a head whose statistics are far from degenerate (see ``conftest.random_gpt2``)."""
-    torch.manual_seed(0)
-    model = AutoModel.from_config(config).eval().requires_grad_(False)
+def family_model(config: PretrainedConfig, weight_scale: float = 0.16) -> PreTrainedModel:
+    """A model without a head whose statistics are far from degenerate (see ``tiny.random_gpt2``)."""
+    model = fresh_model(config, auto_class=AutoModel)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             weight = name.endswith("norm.weight")
@@ -164,7 +164,7 @@ def random_model(config: PretrainedConfig, weight_scale: float = 0.16) -> PreTra
 
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
-    return torch.randint(1, 101, (3, TOKENS), generator=torch.Generator().manual_seed(1))
+    return random_tokens(3, TOKENS, smallest=1)
 
 
 # --- The oracle ----------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def family_statistics(family: Family, block: nn.Module, calls: dict) -> dict:
     return row
 
 
-def oracle(family: Family, model: PreTrainedModel, window: torch.Tensor) -> list[dict[str, float]]:
+def family_oracle(family: Family, model: PreTrainedModel, window: torch.Tensor) -> list[dict[str, float]]:
     """The statistics of one window (T,), block by block; ``model`` in fp64."""
     model.set_attn_implementation("recording")
     layers = model.get_submodule(family.layers)
@@ -308,9 +308,9 @@ def oracle(family: Family, model: PreTrainedModel, window: torch.Tensor) -> list
 @each_family
 def test_statistics_agree_with_their_definitions(name, tokens):
     family = FAMILIES[name]
-    model = random_model(family.config)
+    model = family_model(family.config)
     layers = Monitor(lower(model, "fp32"))(tokens).layers
-    wanted = [row for window in tokens for row in oracle(family, copy.deepcopy(model).double(), window)]
+    wanted = [row for window in tokens for row in family_oracle(family, copy.deepcopy(model).double(), window)]
     assert len(layers) == len(wanted) == 6
     constants = {"window", "layer", "head_width", "d_model", "score_scaling", "activation_lipschitz"}
     assert set(layers) == constants | set(wanted[0])
@@ -326,7 +326,7 @@ def test_statistics_agree_with_their_definitions(name, tokens):
 @each_family
 @pytest.mark.parametrize(("format", "execution"), [("bf16", "native"), ("fp16", "emulated"), ("fp8_e4m3", "emulated")])
 def test_score_is_finite_and_positive(name, format, execution, tokens):
-    low = lower(random_model(FAMILIES[name].config), format, execution)
+    low = lower(family_model(FAMILIES[name].config), format, execution)
     seen = Monitor(low)(tokens)
     _, windows = score(seen.layers, seen.windows, low.format.unit_roundoff)
     signals = windows[[*SIGNALS]].drop(columns=[] if FAMILIES[name].norms else "layernorm_only").to_numpy()
@@ -336,7 +336,7 @@ def test_score_is_finite_and_positive(name, format, execution, tokens):
 @each_family
 def test_gains_add_in_parallel_and_a_shared_norm_errs_once(name, tokens):
     family = FAMILIES[name]
-    seen = Monitor(lower(random_model(family.config), "bf16"))(tokens)
+    seen = Monitor(lower(family_model(family.config), "bf16"))(tokens)
     layers, _ = score(seen.layers, seen.windows, 2.0**-8)
     alpha, beta = layers.attention_norm / layers.input_1_norm, layers.mlp_norm / layers.input_2_norm
     wanted = alpha + beta if family.parallel else alpha + beta + alpha * beta
@@ -354,7 +354,7 @@ def test_gains_add_in_parallel_and_a_shared_norm_errs_once(name, tokens):
 @pytest.mark.parametrize("weight_scale", [0.02, 0.16])
 def test_transport_estimators_enclose_the_exact_norm(name, weight_scale, tokens):
     """power_iteration <= ||J_f||_2 <= operator_norm of the second block, whose Jacobian autograd forms in fp64."""
-    model, window = random_model(FAMILIES[name].config, weight_scale), tokens[:1, :3]
+    model, window = family_model(FAMILIES[name].config, weight_scale), tokens[:1, :3]
     layers = Monitor(lower(model, "fp32"), power_iteration=True)(window).layers
     below, above = (residual_transport(layers, estimator)[1] for estimator in ("power_iteration", "operator_norm"))
     block, calls = model.double().get_submodule(FAMILIES[name].layers)[1], []
@@ -373,7 +373,7 @@ def test_transport_estimators_enclose_the_exact_norm(name, weight_scale, tokens)
 def test_gain_of_a_norm_behind_a_branch_bounds_its_jacobian(name, tokens):
     """By autograd in fp64, in windows of one token, where no mean over positions is taken."""
     family = FAMILIES[name]
-    model, window = random_model(family.config), tokens[:1, :1]
+    model, window = family_model(family.config), tokens[:1, :1]
     layers = Monitor(lower(model, "fp32"))(window).layers
     block = model.double().get_submodule(family.layers)[1]
     calls = captured(model, window[0], model.get_submodule(family.layers))
@@ -389,7 +389,7 @@ def test_gain_of_a_norm_behind_a_branch_bounds_its_jacobian(name, tokens):
 def test_norms_by_token_are_those_of_what_is_added(name, tokens):
     """The stream before a block and what its sublayers add make the stream behind it, in every family."""
     family = FAMILIES[name]
-    model, window = random_model(family.config), tokens[:1]
+    model, window = family_model(family.config), tokens[:1]
     found = stream_norms(lower(model, "fp32"), window)
     calls = captured(model, window[0], model.get_submodule(family.layers))
     for number, block in enumerate(model.get_submodule(family.layers)):
@@ -407,7 +407,7 @@ def test_norms_by_token_are_those_of_what_is_added(name, tokens):
 def test_score_and_travel_of_forty_blocks(name, tokens):
     family = FAMILIES[name]
     config = type(family.config)(**family.config.to_dict() | {"num_hidden_layers": 40, "layer_types": None})
-    low = lower(random_model(config), "bf16")
+    low = lower(family_model(config), "bf16")
     seen = Monitor(low)(tokens[:2])
     layers, windows = score(seen.layers, seen.windows, low.format.unit_roundoff)
     assert len(layers) == 80 and np.isfinite(windows[[*SIGNALS]].to_numpy()).all() and (windows.combined > 0).all()
@@ -417,7 +417,7 @@ def test_score_and_travel_of_forty_blocks(name, tokens):
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "gemma3", "olmo2"])
 def test_weight_norms_are_followed(name):
-    model = random_model(FAMILIES[name].config)
+    model = family_model(FAMILIES[name].config)
     statistics = WeightStatistics(blocks(model))
     statistics.follow()
     for parameter in model.parameters():
@@ -433,7 +433,7 @@ def test_layers_of_different_reach(monkeypatch, execution):
     reach = {"max_position_embeddings": 256, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     config = Qwen2Config(**GROUPED | reach)
     assert set(config.layer_types) == {"full_attention", "sliding_attention"}
-    model, window = random_model(config), torch.randint(1, 101, (2, 256), generator=torch.Generator().manual_seed(1))
+    model, window = family_model(config), random_tokens(2, 256, smallest=1)
     seen, exact = (
         Monitor(lower(model, *how))(window).layers[["score_norm", "probability_norm"]]
         for how in (("bf16", execution), ("fp32",))
@@ -443,7 +443,7 @@ def test_layers_of_different_reach(monkeypatch, execution):
 
 def test_a_model_in_autocast():
     """Rotary embeddings then give fp32 queries, and products of those are bf16."""
-    model, window = random_model(LlamaConfig(**GROUPED)), torch.arange(1, 13)[None]
+    model, window = family_model(LlamaConfig(**GROUPED)), torch.arange(1, 13)[None]
     attention.set_attention(model, attention.OBSERVED_EAGER)
     expected = model(window).last_hidden_state
     for gradients in (False, True):
@@ -495,7 +495,7 @@ def test_gpt2_that_keeps_scores_in_fp32_is_monitored_so(tokens):
 
 def test_epsilon_is_that_of_the_norms(tokens):
     """Epsilon is raised through ``Block``; in Llama it has another name than in LayerNorm. The norms' output falls."""
-    monitor = Monitor(lower(random_model(LlamaConfig(**GROUPED)), "fp32"))
+    monitor = Monitor(lower(family_model(LlamaConfig(**GROUPED)), "fp32"))
     before = monitor(tokens).layers
     set_epsilons(monitor.blocks, (1e-1, 1e-1))
     after = monitor(tokens).layers
@@ -507,7 +507,7 @@ def test_epsilon_is_that_of_the_norms(tokens):
 # --- What is built on the blocks -----------------------------------------------------------------
 
 
-def patched_alone(model: PreTrainedModel, low: LowPrecision, tokens: torch.Tensor, layer: int | None) -> torch.Tensor:
+def patched_by_hook(model: PreTrainedModel, low: LowPrecision, tokens: torch.Tensor, layer: int | None) -> torch.Tensor:
     """One low-precision pass in which block ``layer`` alone is computed by ``model``."""
     ours, exact = (blocks(m) for m in (low.model, model))
 
@@ -532,10 +532,10 @@ def patched_alone(model: PreTrainedModel, low: LowPrecision, tokens: torch.Tenso
 @pytest.mark.parametrize(("format", "execution"), [("bf16", "native"), ("fp16", "emulated")])
 def test_stacked_patched_passes_equal_single_ones(name, format, execution, tokens):
     """Three windows at once. Mistral's have a mask: 20 tokens are more than its sliding window of 7."""
-    model = random_model(FAMILIES[name].config)
+    model = family_model(FAMILIES[name].config)
     low = lower(model, format, execution)
     stacked = Patching(model, low)(tokens)
-    single = torch.stack([patched_alone(model, low, tokens, layer) for layer in (None, 0, 1)])
+    single = torch.stack([patched_by_hook(model, low, tokens, layer) for layer in (None, 0, 1)])
     reference = model(tokens).last_hidden_state
     assert stacked.shape == single.shape == (3, 3, TOKENS, WIDTH)
     assert (stacked != single).double().mean() < 0.1  # kernels may sum differently for more rows
@@ -544,7 +544,7 @@ def test_stacked_patched_passes_equal_single_ones(name, format, execution, token
 
 def test_patching_the_only_faulty_block_leaves_no_mismatch(tokens):
     """In fp32; the rotary embeddings of the low-precision pass are fp32, too."""
-    model = random_model(LlamaConfig(**GROUPED))
+    model = family_model(LlamaConfig(**GROUPED))
     low = lower(model, "fp32")
     low.model.layers[1].mlp.up_proj.weight.mul_(1.01)
     base, first, second = mismatch(Patching(model, low)(tokens), model(tokens).last_hidden_state)
@@ -579,7 +579,7 @@ def test_e2_of_a_llama(tmp_path):
 
 
 def test_e5_wants_norms_before_the_sublayers():
-    inputs = Inputs(random_model(Olmo2Config(**GROUPED)), torch.zeros(1), "")
+    inputs = Inputs(family_model(Olmo2Config(**GROUPED)), torch.zeros(1), "")
     with pytest.raises(
         TypeError, match="E5 raises the epsilon of the norms before attention and MLP, got a model with norms behind"
     ):
@@ -622,7 +622,7 @@ def test_a_refusal_names_the_modules_that_ran():
 
 
 def test_a_list_without_attention_is_refused():
-    model = random_model(LlamaConfig(**GROUPED))
+    model = family_model(LlamaConfig(**GROUPED))
     for layer in model.layers:
         del layer.self_attn.is_causal
     with pytest.raises(TypeError, match=r"does not cover LlamaModel: it needs blocks with one attention module"):

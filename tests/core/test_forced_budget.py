@@ -5,11 +5,11 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from release import RELEASED
 
 from fragility_core import theory
 from fragility_core.bgss import get_policy, trajectory
 
-NAMES = ("random_same_budget", "risk_only_same_budget", "bgss")
 FIRST, STEPS = 3, 48
 
 
@@ -19,16 +19,16 @@ def last_states(blocks: int, per_step: int, cooldown: int, budget: int, seeds=ra
         "warmup_steps": FIRST, "max_total_actions": budget, "max_actions_per_step": per_step,
         "max_actions_per_layer": budget, "cooldown_steps": cooldown,
     }  # fmt: skip
-    for name in NAMES:
+    for name in RELEASED:
         policy = get_policy(name, **limits)
         for seed in seeds:
-            rows = recorded(blocks, seed)
+            rows = random_rows(blocks, seed)
             windows = pd.DataFrame({"window": range(STEPS), "combined": np.arange(STEPS, dtype=float)})
             *_, last = trajectory(policy, rows, windows, seed)
             yield last
 
 
-def recorded(blocks: int, seed: int) -> pd.DataFrame:
+def random_rows(blocks: int, seed: int) -> pd.DataFrame:
     """Rows (STEPS * blocks) of random risks."""
     generator = np.random.default_rng(seed)
     drawn = {name: generator.random(STEPS * blocks) for name in ("risk", "dominance", "layernorm_ratio", "transport")}
@@ -52,7 +52,7 @@ def test_the_paper_s_ledger_is_forced():
     assert epsilon == pytest.approx((1.148e-4,) * 12, rel=1e-3)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(blocks=st.integers(1, 7), per_step=st.integers(1, 4), extra=st.integers(0, 4), budget=st.integers(0, 15))
 def test_limits_force_the_ledger_whatever_the_priorities(blocks, per_step, extra, budget):
     limits = blocks, per_step, -(-blocks // per_step) + extra, blocks + budget

@@ -128,7 +128,7 @@ def use_observed_attention(model):
 # --- Nested tensors ------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
+class Held(NamedTuple):
     first: Tensor
     rest: list
 
@@ -138,11 +138,16 @@ def test_tensors_are_found_and_changed_in_every_nest():
     cache = DynamicCache()
     output = BaseModelOutputWithPast(last_hidden_state=one, past_key_values=cache, hidden_states=(two, three))
     found = torch.ones(2, 2).max(0)  # a named tuple of torch's own
-    value = {"pair": Pair(one, [two, "text", None]), "ordered": OrderedDict(a=three), "output": output, "found": found}
+    value = {
+        "pair": Held(one, [two, "text", None]),
+        "ordered": OrderedDict(a=three),
+        "output": output,
+        "found": found,
+    }
     assert [x.tolist() for x in tensors(value)][:7] == [[i, i] for i in (1, 2, 3, 1, 2, 3, 1)]
     doubled = map_tensors((value, 4.0, four), lambda x: x * 2)
     assert type(doubled) is tuple and doubled[1] == 4.0 and torch.equal(doubled[2], 2 * four)
-    assert type(doubled[0]["pair"]) is Pair and doubled[0]["pair"].rest[1:] == ["text", None]
+    assert type(doubled[0]["pair"]) is Held and doubled[0]["pair"].rest[1:] == ["text", None]
     assert torch.equal(doubled[0]["pair"].first, 2 * one) and type(doubled[0]["ordered"]) is OrderedDict
     assert type(doubled[0]["output"]) is BaseModelOutputWithPast and doubled[0]["output"].past_key_values is cache
     assert torch.equal(doubled[0]["output"].hidden_states[1], 2 * three)

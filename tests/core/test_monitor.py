@@ -2,13 +2,12 @@
 
 import copy
 import itertools
-import subprocess
-import sys
-import textwrap
 
 import pandas as pd
 import pytest
 import torch
+from drawn import two_power_steps
+from tiny import random_tokens
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,17 +241,6 @@ def test_weight_norms_are_exact_and_the_releases_are_below(
 # --- Every statistic against its definition ------------------------------------------------------
 
 
-def two_power_steps(p: torch.Tensor) -> torch.Tensor:
-    """The estimate of ||J(p)|| of one row (protocol section 3, d_smx)."""
-    jacobian = torch.diag(p) - torch.outer(p, p)
-    v = torch.linspace(-1, 1, len(p), dtype=p.dtype)
-    v = v - v.mean()
-    for _ in range(2):
-        v = jacobian @ v
-        v = v / v.norm().clamp_min(1e-300)
-    return (jacobian @ v).norm()
-
-
 def oracle(model: nn.Module, tokens: torch.Tensor) -> list[dict[str, float]]:
     """The statistics of protocol section 3 for one window (T,), from the library's eager attention in fp64."""
     base = model.base_model.double()
@@ -309,7 +297,7 @@ def oracle(model: nn.Module, tokens: torch.Tensor) -> list[dict[str, float]]:
 @pytest.mark.parametrize("length", [1, 9, 40, 64])
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-2])
 def test_statistics_agree_with_their_definitions(length, epsilon, tiny_gpt2):
-    tokens = torch.randint(101, (3, length), generator=torch.Generator().manual_seed(2))
+    tokens = random_tokens(3, length, seed=2)
     for module in tiny_gpt2.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = epsilon
@@ -464,16 +452,6 @@ def test_monitors_on_one_model_do_not_disturb_each_other(tiny_gpt2, tiny_tokens)
     pd.testing.assert_frame_equal(other(tiny_tokens).layers, seen, check_exact=True)
 
 
-def test_importing_registers_no_attention():
-    code = """
-        from transformers import AttentionInterface, AttentionMaskInterface
-        before = [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
-        import fragility_core.surrogates.monitor, fragility_lab.experiments.shadow, fragility_core.surrogates.patching
-        assert before == [sorted(of.valid_keys()) for of in (AttentionInterface(), AttentionMaskInterface())]
-        """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
 def test_nothing_is_left_on_the_model(tiny_gpt2, tiny_tokens):
     monitor = Monitor(lower(tiny_gpt2, "bf16"), power_iteration=True)
     before = len(observers)
@@ -603,7 +581,7 @@ def test_a_pass_in_inference_mode_does_not_spoil_later_ones(tiny_gpt2):
 
 
 @pytest.fixture
-def mixed() -> Qwen3ForCausalLM:
+def mixed_qwen3() -> Qwen3ForCausalLM:
     """Block 0 has neither norms of queries and keys nor a gate. Block 1 has the norms only. Block 2 has both."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -623,9 +601,9 @@ MIXED = {"query_gain": [0], "key_gain": [0], "up_max": [0, 1], "activated_max": 
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
-def test_blocks_without_gates_or_head_norms(format, mixed, tiny_tokens):
+def test_blocks_without_gates_or_head_norms(format, mixed_qwen3, tiny_tokens):
     """Their columns are neutral: without these columns each block's transport is the same."""
-    seen = Monitor(lower(mixed, format, "emulated"), power_iteration=True)(tiny_tokens)
+    seen = Monitor(lower(mixed_qwen3, format, "emulated"), power_iteration=True)(tiny_tokens)
     bound = residual_transport(seen.layers, "operator_norm")
     assert (seen.layers.branch_jacobian_norm < bound).all()
     for column, without in MIXED.items():

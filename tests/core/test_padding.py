@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny import fresh_model, keep_norms, random_tokens
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -42,26 +43,21 @@ CONFIGS = {
 }
 FAMILIES = pytest.mark.parametrize("family", CONFIGS)
 T = 18
-TOKENS = torch.randint(1, 101, (4, T), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(4, T, smallest=1)
 MASK = torch.ones(4, T, dtype=torch.long)  # windows of 18, 12, 12 and 15 tokens; padding left, right and on both sides
 MASK[1, :6], MASK[2, 12:], MASK[3, :1], MASK[3, 16:] = 0, 0, 0, 0
 ALONE = [tokens[mask.bool()][None] for tokens, mask in zip(TOKENS, MASK)]
 
 
-def random_model(family):
+def padding_model(family):
     """A model in which a padded position would change what follows it."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, 1.0 if "emb" in name or "wte" in name else parameter.shape[-1] ** -0.5)
-    return model
+    return fresh_model(CONFIGS[family], change=keep_norms)
 
 
 @FAMILIES
 @pytest.mark.parametrize("target", TARGETS)
 def test_predictions(family, target):
-    model = random_model(family)
+    model = padding_model(family)
     gradients = {"hidden": "low", "kl": "secant"}.get(target, "both")
     adjoint = Adjoint(lower(model, "bf16"), model, 2, target=target, gradients=gradients)
     found = adjoint(TOKENS, attention_mask=MASK)
@@ -73,7 +69,7 @@ def test_predictions(family, target):
 
 
 def test_counted_positions_move_along_with_padding():
-    model, mask = random_model("llama"), MASK
+    model, mask = padding_model("llama"), MASK
     counted = torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(2)) < 0.8
     adjoint = Adjoint(lower(model, "bf16"), model, 2, target="logprob", gradients="both")
     found = adjoint(TOKENS, counted, seeds=(4, 5, 6, 7), attention_mask=mask)
@@ -84,7 +80,7 @@ def test_counted_positions_move_along_with_padding():
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 def test_the_score(family):
-    model = random_model(family)
+    model = padding_model(family)
     monitor = Monitor(lower(model, "bf16"), power_iteration=family == "llama")
     exact = final_hidden(model, TOKENS, MASK)
     seen = monitor(TOKENS, exact, loss=True, attention_mask=MASK)
@@ -102,7 +98,7 @@ def test_the_score(family):
 
 @FAMILIES
 def test_what_is_measured(family):
-    model, low = random_model(family), lower(random_model(family), "bf16")
+    model, low = padding_model(family), lower(padding_model(family), "bf16")
     passes = observe(low.model, TOKENS, low, MASK), observe(model, TOKENS, None, MASK)
     windows, drift = compare(*passes, TOKENS, MASK)
     alone = [compare(observe(low.model, x, low), observe(model, x), x) for x in ALONE]
@@ -117,7 +113,7 @@ def test_what_is_measured(family):
 @FAMILIES
 def test_positions_are_those_of_generate(family):
     """The states are those of the library's own padded pass, with positions as ``generate`` counts them."""
-    model = random_model(family)
+    model = padding_model(family)
     positions = {"position_ids": (MASK.cumsum(-1) - 1).clamp_min(0)}
     takes = "position_ids" in inspect.signature(model.base_model.forward).parameters and family != "opt"
     with torch.no_grad():
@@ -131,7 +127,7 @@ def test_positions_are_those_of_generate(family):
 
 
 def test_what_stands_at_the_padding_does_not_matter():
-    model = random_model("gpt2")
+    model = padding_model("gpt2")
     low, other = lower(model, "bf16"), torch.where(MASK.bool(), TOKENS, 100 - TOKENS)
     adjoint, monitor = Adjoint(low, target="kl"), Monitor(low)
     found = [
@@ -148,7 +144,7 @@ def test_what_stands_at_the_padding_does_not_matter():
 
 
 def test_a_streamed_model(tmp_path):
-    model = random_model("llama")
+    model = padding_model("llama")
     model.save_pretrained(tmp_path)
     offloaded = load_offloaded(str(tmp_path), "cpu", AutoModelForCausalLM)
     found = [
@@ -184,7 +180,7 @@ TAKING = {
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("taker", TAKING)
 def test_masks_that_do_not_fit(taker, kind):
-    model, (mask, message) = random_model("gpt2"), WRONG[kind]
+    model, (mask, message) = padding_model("gpt2"), WRONG[kind]
     with pytest.raises(ValueError, match=message):
         TAKING[taker](model, lower(model, "bf16"), mask)
 
@@ -206,13 +202,13 @@ LAST[:, -1] = 1
     ids=lambda value: None if isinstance(value, torch.Tensor | Target) else value[:12],
 )
 def test_counted_positions_that_do_not_fit(target, counted, message):
-    model = random_model("gpt2")
+    model = padding_model("gpt2")
     with pytest.raises(ValueError, match=message):
         Adjoint(lower(model, "bf16"), model, target=target, gradients="low")(TOKENS, counted)
 
 
 def test_a_reference_of_other_windows():
-    model = random_model("gpt2")
+    model = padding_model("gpt2")
     with pytest.raises(ValueError, match=r"a state for every token, \(4, 18, 'd_model'\), got shape \(1, 18, 32\)"):
         Monitor(lower(model, "bf16"))(TOKENS, final_hidden(model, TOKENS[:1]))
     with pytest.raises(ValueError, match=r"logits must be those of the tokens, \(4, 18, 'vocabulary'\)"):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from drawn import exactly, normal, seeds, without_deadline
+from drawn import exactly, normal64, seeds
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -21,9 +21,8 @@ def test_softmax_jacobian_by_hand():
 
 
 @given(seed=seeds)
-@without_deadline
 def test_softmax_jacobian_is_the_derivative(seed):
-    scores = normal(seed, 5)
+    scores = normal64(5, seed=seed)
     derivative = torch.autograd.functional.jacobian(lambda s: s.softmax(-1), scores)
     torch.testing.assert_close(theory.softmax_jacobian(scores.softmax(-1)), derivative, rtol=1e-12, atol=1e-15)
 
@@ -38,17 +37,15 @@ def test_softmax_sensitivity_by_hand():
 
 
 @given(seed=seeds, scale=st.floats(0.01, 100), entries=st.integers(1, 12))
-@without_deadline
 def test_softmax_sensitivity_is_at_most_half(seed, scale, entries):
     """||J(p)|| <= 1/2 for every probability vector (Section 4.2 (`subsec:attn`))."""
-    assert theory.softmax_sensitivity((scale * normal(seed, 3, entries)).softmax(-1)).item() <= 0.5 + 1e-15
+    assert theory.softmax_sensitivity((scale * normal64(3, entries, seed=seed)).softmax(-1)).item() <= 0.5 + 1e-15
 
 
 @given(seed=seeds, scale=st.floats(0.01, 100), entries=st.integers(2, 12))
-@without_deadline
 def test_softmax_sensitivity_lies_between_the_two_largest_probabilities(seed, scale, entries):
     """J is Diag(p) less a matrix of rank one, so their eigenvalues interlace (Golub 1973). Only two halves give 1/2."""
-    p = (scale * normal(seed, 1, entries)).softmax(-1)
+    p = (scale * normal64(1, entries, seed=seed)).softmax(-1)
     largest, second = p.topk(2).values[0].tolist()
     sensitivity = theory.softmax_sensitivity(p).item()
     assert second - 1e-15 <= sensitivity <= largest + 1e-15
@@ -56,9 +53,8 @@ def test_softmax_sensitivity_lies_between_the_two_largest_probabilities(seed, sc
 
 
 @given(seed=seeds)
-@without_deadline
 def test_softmax_sensitivity_is_taken_per_leading_index(seed):
-    p = normal(seed, 2, 3, 4, 5).softmax(-1)
+    p = normal64(2, 3, 4, 5, seed=seed).softmax(-1)
     each = torch.stack([torch.stack([theory.softmax_sensitivity(head) for head in window]) for window in p])
     torch.testing.assert_close(theory.softmax_sensitivity(p), each)
 
@@ -77,17 +73,18 @@ heads = {"seed": seeds, "n": st.integers(1, 6), "m": st.integers(1, 6), "d": st.
 
 
 @given(**heads, scale=st.floats(0.01, 10))
-@without_deadline
 def test_chi_score_is_kappa_softmax_times_kappa_score(seed, n, m, d, scale):
     """kappa_score >= 1, so chi_score is never below kappa_softmax (Appendix A.7 (`app:estimation`))."""
-    norms = theory.attention_norms(scale * normal(seed, n, d), normal(seed + 1, m, d), normal(seed + 2, m, d))
+    norms = theory.attention_norms(
+        scale * normal64(n, d, seed=seed), normal64(m, d, seed=seed + 1), normal64(m, d, seed=seed + 2)
+    )
     by_definition = theory.kappa_score(norms.query_norm, norms.key_norm, norms.score_norm, d)
     assert norms.chi_score.item() == pytest.approx((norms.kappa_softmax * by_definition).item(), rel=1e-12, abs=1e-300)
     assert by_definition >= 1 - 1e-12
 
 
 def test_exact_attention_is_the_librarys():
-    query, key, value = normal(0, 3, 5, 4), normal(1, 3, 5, 4), normal(2, 3, 5, 4)
+    query, key, value = normal64(3, 5, 4), normal64(3, 5, 4, seed=1), normal64(3, 5, 4, seed=2)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     for masks in ({}, {"mask": mask}):
         want = torch.nn.functional.scaled_dot_product_attention(query, key, value, masks.get("mask"))
@@ -96,7 +93,7 @@ def test_exact_attention_is_the_librarys():
 
 def test_a_row_that_is_masked_throughout_is_not_a_number():
     """A softmax over no keys is not defined. The row has no effect on the others."""
-    query, key, value = normal(0, 2, 4), normal(1, 3, 4), normal(2, 3, 4)
+    query, key, value = normal64(2, 4), normal64(3, 4, seed=1), normal64(3, 4, seed=2)
     mask = torch.tensor([[True, True, False], [False, False, False]])
     scores, probabilities, context = theory.exact_attention(query, key, value, mask)
     assert (scores[~mask] == 0).all() and probabilities[0, 2] == 0
@@ -121,23 +118,26 @@ def test_attention_norms_by_hand():
 
 def test_masked_entries_count_as_zero():
     """A masked entry of P is 0 whatever S is, so only changes of the other scores move the softmax."""
-    query, key, value = normal(0, 5, 4), normal(1, 5, 4), normal(2, 5, 4)
+    query, key, value = normal64(5, 4), normal64(5, 4, seed=1), normal64(5, 4, seed=2)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     norms = theory.attention_norms(query, key, value, mask)
     scores = query @ key.T / 2
     assert norms.score_norm.item() == exactly(scores[mask].norm().item())
-    change = 1e-6 * normal(3, 5, 5)
+    change = 1e-6 * normal64(5, 5, seed=3)
     moved = [(scores + step).masked_fill(~mask, -math.inf).softmax(-1) for step in (change, 0 * change)]
     assert (moved[0] - moved[1]).norm() <= 1.0001 * norms.sensitivity * change[mask].norm()
     assert theory.attention_norms(query, key, value).score_norm > norms.score_norm
 
 
 @given(seed=seeds, heads=st.integers(1, 4), scale=st.floats(0.1, 10))
-@without_deadline
 def test_heads_taken_together_bound_the_heads_one_by_one(seed, heads, scale):
     """The bound from norms over all heads, the largest d_smx and ||V||_2 is at least the norm of the heads' bounds."""
-    scales = scale ** normal(seed + 3, heads, 1, 1)
-    query, key, value = normal(seed, heads, 3, 2), normal(seed + 1, heads, 4, 2), normal(seed + 2, heads, 4, 2)
+    scales = scale ** normal64(heads, 1, 1, seed=seed + 3)
+    query, key, value = (
+        normal64(heads, 3, 2, seed=seed),
+        normal64(heads, 4, 2, seed=seed + 1),
+        normal64(heads, 4, 2, seed=seed + 2),
+    )
     norms = theory.attention_norms(scales * query, key, scales * value)
     each = theory.attention_magnitude(
         norms.kappa_softmax, norms.chi_score, norms.probability_norm, norms.value_spectral_norm, 0.5, 2.0, 3.0
@@ -175,21 +175,21 @@ def test_softmax_growth_by_hand():
 
 
 @given(seed=seeds, entries=st.integers(2, 8), scale=st.floats(0.01, 5), size=st.floats(1e-3, 20))
-@without_deadline
 def test_softmax_growth_closes_the_first_order(seed, entries, scale, size):
     """||softmax(s + ds) - softmax(s)|| <= ||J|| ||ds|| (e^r - 1) / r however large ds is."""
-    scores, change = scale * normal(seed, 1, entries), size * normal(seed + 1, 1, entries)
+    scores, change = scale * normal64(1, entries, seed=seed), size * normal64(1, entries, seed=seed + 1)
     bound = theory.softmax_sensitivity(scores.softmax(-1)) * change.norm()
     bound = bound * theory.softmax_growth(change.max() - change.min())
     assert ((scores + change).softmax(-1) - scores.softmax(-1)).norm() <= bound * (1 + 1e-9)
 
 
 @given(**heads, exponent=st.floats(4, 12))
-@without_deadline
 def test_attention_bound_with_remainder_is_theorem_attn_to_first_order(seed, n, m, d, exponent):
     """The bound with remainder is at least that of Theorem 1 (`thm:attn`), and at most 1 + O(u) times that."""
     constants = {"c_softmax": 0.7, "c_gemm": 1.3, "c_gemm_out": 0.9}
-    norms = theory.attention_norms(normal(seed, n, d), normal(seed + 1, m, d), normal(seed + 2, m, d))
+    norms = theory.attention_norms(
+        normal64(n, d, seed=seed), normal64(m, d, seed=seed + 1), normal64(m, d, seed=seed + 2)
+    )
     u = 10**-exponent
     error = theory.score_error_bound(norms.score_norm, norms.query_norm, norms.key_norm, d, u, constants["c_gemm"])
     complete = theory.attention_error_bound_with_remainder(norms, 2**0.5 * error, u, **constants)
@@ -201,7 +201,7 @@ def test_attention_bound_with_remainder_is_theorem_attn_to_first_order(seed, n, 
 
 
 def test_attention_bound_with_remainder_adds_underflow():
-    norms = theory.attention_norms(normal(0, 3, 2), normal(1, 4, 2), normal(2, 4, 2))
+    norms = theory.attention_norms(normal64(3, 2), normal64(4, 2, seed=1), normal64(4, 2, seed=2))
     # With u -> 0 only the underflow is left: d_smx ||V||_2, ||V||_2 and 1 times the three kernels'.
     zero, value_norm = torch.zeros(()), norms.value_spectral_norm.item()
     constants = {"c_softmax": 1.0, "c_gemm": 1.0, "c_gemm_out": 1.0}
@@ -219,10 +219,9 @@ def test_attention_magnitude_by_hand():
 
 
 @given(seed=seeds, scale=st.floats(1e-7, 1e-5))
-@without_deadline
 def test_kappa_softmax_bounds_the_first_order_change_of_the_probabilities(seed, scale):
     """||dP|| / ||P|| <= kappa_softmax ||dS|| / ||S||: what kappa_softmax stands for (Section 4.2 (`subsec:attn`))."""
-    scores, direction = normal(seed, 4, 6), normal(seed + 1, 4, 6)
+    scores, direction = normal64(4, 6, seed=seed), normal64(4, 6, seed=seed + 1)
     change = scale * direction
     p = scores.softmax(-1)
     sensitivity = max(theory.softmax_sensitivity(p), theory.softmax_sensitivity((scores + change).softmax(-1)))
@@ -242,18 +241,16 @@ def random_mask(seed: int, n: int, m: int) -> torch.Tensor:
 
 
 @given(**masks)
-@without_deadline
 def test_dropout_jacobian_is_the_derivative(seed, n, m, keep):
-    scores, mask = normal(seed, m), random_mask(seed, 1, m)[0]
+    scores, mask = normal64(m, seed=seed), random_mask(seed, 1, m)[0]
     derivative = torch.autograd.functional.jacobian(lambda s: mask.double() / keep * s.softmax(-1), scores)
     torch.testing.assert_close(theory.dropout_jacobian(scores.softmax(-1), mask, keep), derivative)
 
 
 @given(**masks)
-@without_deadline
 def test_dropout_gain_bound_holds(seed, n, m, keep):
     """||Diag(M / p) J_f||_2 <= ||J_f||_2 / p, and so 1 + rho <= (1 + rho) / p for the transport factor."""
-    jacobian, mask = normal(seed, n, m), random_mask(seed, n, 1)
+    jacobian, mask = normal64(n, m, seed=seed), random_mask(seed, n, 1)
     rho = torch.linalg.matrix_norm(jacobian, 2)
     bound = theory.dropout_gain_bound(rho, keep)
     assert torch.linalg.matrix_norm(mask.double() / keep * jacobian, 2) <= bound * (1 + 1e-12)
@@ -261,10 +258,9 @@ def test_dropout_gain_bound_holds(seed, n, m, keep):
 
 
 @given(**masks, scale=st.floats(0.1, 5))
-@without_deadline
 def test_dropout_kappa_bound_holds(seed, n, m, keep, scale):
     """kappa' <= kappa ||P|| / ||M P||, for every mask that keeps something."""
-    scores, mask = scale * normal(seed, n, m), random_mask(seed, n, m)
+    scores, mask = scale * normal64(n, m, seed=seed), random_mask(seed, n, m)
     assume(mask.any())
     p = scores.softmax(-1)
     kappa = theory.kappa_softmax(scores.norm(), p.norm(), theory.softmax_sensitivity(p))

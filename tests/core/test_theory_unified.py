@@ -108,7 +108,7 @@ def block_magnitude(x, gamma, query, key, value, out, u, constants) -> tuple[flo
 
 @pytest.mark.parametrize("format", ["fp16", "bf16", "tf32"])
 @given(seed=seeds, blocks=st.integers(1, 4), scale=st.floats(0.1, 1.0))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_theorem_unified_holds_for_pre_norm_attention_blocks(format, seed, blocks, scale):
     """Attention, LayerNorm, remainder and transport together, with errors carried through their branch."""
     low, generator, (n, d) = arithmetic(format), seeded(seed), (4, 6)

@@ -5,6 +5,7 @@ import itertools
 import pandas as pd
 import pytest
 import torch
+from tiny import random_tokens
 from torch import nn
 
 from fragility_adjoint.quantization.quantized import lower
@@ -25,7 +26,7 @@ LENGTH = 6  # the exact Jacobian of a block is (6 * 32) x (6 * 32)
 
 @pytest.fixture
 def tokens() -> torch.Tensor:
-    return torch.randint(101, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    return random_tokens(2, LENGTH, seed=3)
 
 
 def exact_norms(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ main = runpy.run_path(str(PROJECT / "tools/compare_tables.py"))["main"]
 TABLE = "layer,mismatch,rests_until,seconds\n0,0.5,7,1.5\n1,0.25,9,2.5\n"
 
 
-def compared(tmp_path, capsys, old: str, new: str) -> tuple[int, str]:
+def compare_folders(tmp_path, capsys, old: str, new: str) -> tuple[int, str]:
     """Exit status and first line for one table in two folders."""
     for folder, text in (("old", old), ("new", new)):
         (tmp_path / folder / "tables").mkdir(parents=True)
@@ -32,12 +32,12 @@ def compared(tmp_path, capsys, old: str, new: str) -> tuple[int, str]:
     ],
 )
 def test_one_table(tmp_path, capsys, new, status, line):
-    code, text = compared(tmp_path, capsys, TABLE, new)
+    code, text = compare_folders(tmp_path, capsys, TABLE, new)
     assert code == status and text.startswith(f"tables/e5.csv: {line}")
 
 
 def test_a_table_of_one_folder_only(tmp_path, capsys):
-    compared(tmp_path, capsys, TABLE, TABLE)
+    compare_folders(tmp_path, capsys, TABLE, TABLE)
     (tmp_path / "new/tables/e5.csv").unlink()
     with pytest.raises(SystemExit):
         main([str(tmp_path / "old"), str(tmp_path / "new")])

@@ -5,15 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from tiny import random_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fragility_lab.measurement import comparison
 from fragility_lab.measurement.comparison import ObservedPass, by_token, compare
 
-T, TOKENS = 7, torch.randint(300, (3, 7), generator=torch.Generator().manual_seed(2))
+T, TOKENS = 7, random_tokens(3, 7, seed=2, vocabulary=300)
 
 
-def logits(vocabulary, change, batch=3):
+def peaked_logits(vocabulary, change, batch=3):
     """fp32 logits (batch, T, vocabulary) of a peaked distribution, and others that differ by about ``change``."""
     generator = torch.Generator().manual_seed(0)
     exact = 5 * torch.randn(batch, T, vocabulary, generator=generator)
@@ -36,7 +37,7 @@ def by_hand(low, exact):
 
 @pytest.mark.parametrize("change", [1e-5, 3e-5, 1e-3, 0.1, 1.0])
 def test_divergences_are_those_of_fp64_however_small(change):
-    low, exact = logits(300, change)
+    low, exact = peaked_logits(300, change)
     kl = by_token(low, exact, TOKENS).kl
     want = np.array([by_hand(*window) for window in zip(low, exact)])
     assert kl.dtype == torch.float64 and kl.min() > 0
@@ -45,14 +46,14 @@ def test_divergences_are_those_of_fp64_however_small(change):
 
 
 def test_equal_logits_have_no_divergence_and_a_shift_changes_nothing():
-    _, exact = logits(300, 0)
+    _, exact = peaked_logits(300, 0)
     same, shifted = by_token(exact, exact, TOKENS), by_token(exact + 8, exact, TOKENS)
     assert not same.kl.any() and not same.changed.any() and torch.equal(same.logprob, same.exact_logprob)
     assert shifted.kl.abs().max() < 1e-10  # the shifted fp32 logits are rounded
 
 
 def test_columns_of_windows():
-    low, exact = logits(300, 0.3)
+    low, exact = peaked_logits(300, 0.3)
     state = torch.ones(3, T, 4)
     windows, _ = compare(*(ObservedPass(z, state, [state]) for z in (low, exact)), TOKENS)
     for number, row in enumerate(windows.itertuples()):
@@ -79,7 +80,7 @@ class Wide(TorchDispatchMode):
 
 @pytest.mark.parametrize(("vocabulary", "at_once"), [(300, 1000), (300, 100), (300, 2**21), (262_144, None)])
 def test_positions_are_compared_a_few_at_a_time(vocabulary, at_once, monkeypatch):
-    low, exact = logits(vocabulary, 1e-3, batch=2)
+    low, exact = peaked_logits(vocabulary, 1e-3, batch=2)
     whole = by_token(low, exact, TOKENS[:2])
     if at_once is not None:
         monkeypatch.setattr(comparison, "AT_ONCE", at_once)
@@ -93,7 +94,7 @@ def test_positions_are_compared_a_few_at_a_time(vocabulary, at_once, monkeypatch
 
 @pytest.mark.parametrize("shape", [(1, T, 300), (3, T - 1, 300), (3, T, 299), (T, 300)])
 def test_logits_of_other_windows_are_refused(shape):
-    low, exact = logits(300, 0.1)
+    low, exact = peaked_logits(300, 0.1)
     other = low.flatten()[: math.prod(shape)].view(shape)
     for pair in ((other, exact), (exact, other)):
         with pytest.raises(ValueError, match=r"logits must be those of the tokens, \(3, 7, 'vocabulary'\), got shapes"):

@@ -5,6 +5,7 @@ import math
 import pandas as pd
 import pytest
 import torch
+from drawn import seeded
 
 from fragility_core import theory
 from fragility_core.numerics.formats import FORMATS, get_format
@@ -35,10 +36,6 @@ from fragility_lab.experiments.kernel_samples import (
 
 TRANSFER = 1.5  # how far a fresh sample may exceed measured constants: each is the maximum of a finite sample
 KERNELS = list(CONSTANTS.values())
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # --- Samples -------------------------------------------------------------------------------------

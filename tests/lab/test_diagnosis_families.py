@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-import torch
-from test_adjoint_families import random_model
+from tiny import random_model, random_tokens
 from transformers import (
     BloomConfig,
     CohereConfig,
@@ -82,7 +81,7 @@ TURNS = [(name, depth, format) for (name, depth), format in zip(
 def diagnosed(model, format: str, windows: int = 2, **changes) -> diagnosis.Diagnosis:
     """The diagnosis of ``model`` over a few random tokens, by a request like that of ``make diagnose``."""
     vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.randint(1, vocabulary, (windows, 8), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(windows, 8, seed=0, vocabulary=vocabulary, smallest=1)
     target = "kl" if format.startswith("w4") else "hidden"
     request = Request("tiny", "none", format, BUDGETS.get(format, "1 block"), windows, 8, probes=1, target=target)
     inputs = Inputs(model, tokens.flatten(), "")

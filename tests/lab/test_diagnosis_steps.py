@@ -5,8 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_tokens
 
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, run
@@ -16,7 +15,7 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.loading import Inputs
 
 REQUEST = Request("some/model", "embedded", "bf16", "1 block", windows=2, length=16)
-TOKENS = torch.randint(TINY.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(2, 16)
 # What cannot be known without a step, by the names of the page's parts.
 GOES = {
     "prediction": {"where", "plan", "explore", "coherence"}, "measurement": {"tokens", "range"},
@@ -30,7 +29,7 @@ def work(report=None, request=REQUEST):
     return diagnosis.diagnose(request, Inputs(model, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None), report)
 
 
-def parts(html: str) -> dict[str, str]:
+def sections_of(html: str) -> dict[str, str]:
     """The parts of a page by name."""
     return dict(re.findall(r'<section aria-labelledby="(\w+)">(.*?)</section>', html, re.DOTALL))
 
@@ -50,7 +49,7 @@ def test_a_step_that_fails_leaves_the_page_with_all_other_parts(monkeypatch, ste
     breaking(monkeypatch, step, KeyError("['layer'] not in index"))
     found = work()
     assert [*found.failed] == [step] and not found.pending
-    shown = parts(page.page(found))
+    shown = sections_of(page.page(found))
     assert ALL - GOES.get(step, set()) <= {*shown}
     told = [name for name, html in shown.items() if "['layer'] not in index" in html.replace("&#39;", "'")]
     assert "summary" in told and len(told) == 2
@@ -69,7 +68,7 @@ def test_a_part_of_the_page_that_fails_leaves_all_others(monkeypatch, section):
     whole = page.SECTIONS
     found = work()
     monkeypatch.setattr(page, "SECTIONS", broken)
-    shown = parts(page.page(found))
+    shown = sections_of(page.page(found))
     assert {*shown} == ALL
     assert "ZeroDivisionError: nothing to divide by" in shown[section]
     assert section == "summary" or "ZeroDivisionError" in shown["summary"]
@@ -87,7 +86,7 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         work(lambda found: pages.append(page.page(found)))
     assert len(pages) == 5
-    last = parts(pages[-1])
+    last = sections_of(pages[-1])
     assert {"where", "plan", "tokens"} <= {*last} and "steps are still to come" in last["summary"]
     assert "measuring the plan: not computed yet" in last["plan"]
 
@@ -101,7 +100,7 @@ def test_reports_of_short_steps_do_not_take_longer_than_they():
 def test_the_page_is_written_after_each_step_what_is_known_first_first(monkeypatch):
     monkeypatch.setattr(run, "SELDOM", 0)
     pages = []
-    work(lambda found: pages.append(parts(page.page(found))))
+    work(lambda found: pages.append(sections_of(page.page(found))))
     assert len(pages) == len(run.STEPS)
     assert "where" in pages[0] and "Measured against fp32" not in pages[0]["summary"]
     assert "Nothing was measured" not in pages[0]["summary"]

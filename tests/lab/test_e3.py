@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from test_e2 import GRID
 
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.numerics.lowering import LowPrecision
@@ -13,18 +14,10 @@ from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3
 from fragility_lab.experiments.e2 import window_rows
-from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running.engine import complete
 from fragility_lab.running.runs import RunStore
 
-GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16, 24), (0, 1), windows=6, batch_tokens=48)
 OPTIONS = {"windows": 4, "noisy_windows": 1, "realisations": 2}
-
-
-@pytest.fixture
-def inputs(tiny_gpt2):
-    stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
-    return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
 
 
 @pytest.fixture

@@ -2,17 +2,18 @@
 
 import os
 from dataclasses import replace
+from functools import cache
 from io import BytesIO
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny import TINY, random_gpt2, tiny_inputs
 
 from fragility_core.bgss import get_policy
 from fragility_lab.experiments import e5, evidence, outcomes
 from fragility_lab.experiments.outcomes import SpikeRule
-from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.reporting.tables import policy_summary
 from fragility_lab.running import runs
 from fragility_lab.running.engine import complete
@@ -23,13 +24,17 @@ SETTING = e5.TrainingSetting("tiny", "tiny", length=16, windows=12, steps=10, le
 EAGER = {"warmup_steps": 2, "cooldown_steps": 2, "trigger_quantile": 0.0, "max_total_actions": 7}
 
 
-@pytest.fixture
-def inputs(tiny_gpt2):
-    for module in tiny_gpt2.modules():
+def dropping(inputs):
+    """``inputs`` with dropout, so that the random generator matters."""
+    for module in inputs.model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1  # so that the random generator matters
-    stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
-    return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
+            module.p = 0.1
+    return inputs
+
+
+@pytest.fixture
+def inputs(inputs):
+    return dropping(inputs)
 
 
 def run_policies(setting, policies, seeds, inputs, folder, **options):
@@ -38,6 +43,14 @@ def run_policies(setting, policies, seeds, inputs, folder, **options):
 
 def acting(name: str):
     return get_policy(name, **EAGER)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    """The rows of every policy and seed, none of whose runs share a step."""
+    inputs = dropping(tiny_inputs(random_gpt2(TINY)))
+    policies = e5.policies(RELEASED, SETTING, inputs, **EAGER)
+    return run_policies(SETTING, policies, (0, 1), inputs, tmp_path_factory.mktemp("apart"), shared_steps=0)
 
 
 def test_a_mismatch_that_never_rises_leaves_the_papers_ratio():
@@ -56,14 +69,12 @@ def test_policies_that_need_a_value_say_so(inputs):
     assert bgss.base_epsilon == 1e-4
 
 
-def test_every_policy_and_seed_has_every_step_and_block_once(inputs, tmp_path):
-    policies = e5.policies(RELEASED, SETTING, inputs, **EAGER)
-    rows = run_policies(SETTING, policies, (0, 1), inputs, tmp_path)
-    assert len(rows) == 5 * 2 * 10 * 3
-    assert not rows.duplicated(["policy", "seed", "step", "layer"]).any()
-    steps = outcomes.step_rows(rows, 1e-5)
+def test_every_policy_and_seed_has_every_step_and_block_once(apart):
+    assert len(apart) == 5 * 2 * 10 * 3
+    assert not apart.duplicated(["policy", "seed", "step", "layer"]).any()
+    steps = outcomes.step_rows(apart, 1e-5)
     assert (steps.groupby(["policy", "seed"]).step.apply(list).map(lambda s: s == list(range(10)))).all()
-    acted = outcomes.action_rows(rows)
+    acted = outcomes.action_rows(apart)
     assert set(acted.policy) == {"random_same_budget", "risk_only_same_budget", "bgss"}
     assert (acted.groupby(["policy", "seed"]).size() == 7).all(), "the whole budget is spent and never more"
     assert (steps[steps.policy == "static_global"].protected == 3).all()
@@ -92,6 +103,18 @@ def test_an_action_is_in_force_from_the_next_step_on(inputs, tmp_path):
     assert (rows[rows.step > first].mismatch != unmoved[unmoved.step > first].mismatch).any()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The rows of a run that nothing interrupts, by policy and seed."""
+
+    @cache
+    def rows(policy, seed: int):
+        inputs = dropping(tiny_inputs(random_gpt2(TINY)))
+        return run_policies(SETTING, [policy], (seed,), inputs, tmp_path_factory.mktemp("whole"))
+
+    return rows
+
+
 def interrupted_after(monkeypatch, steps: int):
     """The training of a run is interrupted at its step number ``steps``."""
     original, done = e5.one_step, []
@@ -108,10 +131,9 @@ def interrupted_after(monkeypatch, steps: int):
 
 @pytest.mark.parametrize("steps", [2, 5, 9])
 @pytest.mark.parametrize("policy", ["random_same_budget", "bgss"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path, monkeypatch, policy, steps):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path, monkeypatch, whole, policy, steps):
     """The checkpoint holds model, optimizer, random generators, controller and followed norms."""
     run = [acting(policy)], (3,), inputs
-    whole = run_policies(SETTING, *run, tmp_path / "whole", checkpoint_interval=2)
     with monkeypatch.context() as patch:
         interrupted_after(patch, steps)
         with pytest.raises(KeyboardInterrupt):
@@ -122,14 +144,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(inputs, tmp_path,
         done = interrupted_after(patch, 100)
         resumed = run_policies(SETTING, *run, tmp_path / "cut", checkpoint_interval=2)
     assert len(done) == 10 - steps // 2 * 2, "it went on from the last checkpoint"
-    pd.testing.assert_frame_equal(whole, resumed, check_exact=True)
+    pd.testing.assert_frame_equal(whole(acting(policy), 3), resumed, check_exact=True)
     assert list((tmp_path / "cut").glob("*.checkpoint")) == []
 
 
-def test_runs_of_equal_seeds_share_what_comes_before_the_first_action(inputs, tmp_path, monkeypatch):
+def test_runs_of_equal_seeds_share_what_comes_before_the_first_action(apart, inputs, tmp_path, monkeypatch):
     """The same rows bit for bit, in fewer steps; static_global acts before the first step and shares nothing."""
     policies = e5.policies(RELEASED, SETTING, inputs, **EAGER)
-    apart = run_policies(SETTING, policies, (0, 1), inputs, tmp_path / "apart", shared_steps=0)
     done = interrupted_after(monkeypatch, 1000)
     together = run_policies(SETTING, policies, (0, 1), inputs, tmp_path / "together", shared_steps=2)
     assert len(done) == 2 * (5 * SETTING.steps - 3 * 2)
@@ -158,9 +179,8 @@ def test_a_policy_that_may_act_earlier_shares_nothing(inputs, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
-def test_a_truncated_checkpoint_is_started_over(inputs, tmp_path, monkeypatch, share):
+def test_a_truncated_checkpoint_is_started_over(inputs, tmp_path, monkeypatch, whole, share):
     policy = get_policy("none")
-    whole = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "whole")
     with monkeypatch.context() as patch:
         interrupted_after(patch, 5)
         with pytest.raises(KeyboardInterrupt):
@@ -169,7 +189,7 @@ def test_a_truncated_checkpoint_is_started_over(inputs, tmp_path, monkeypatch, s
     os.truncate(path, int(share * path.stat().st_size))
     with pytest.warns(UserWarning, match=r"cannot be read .*, its run starts again"):
         again = run_policies(SETTING, [policy], (0,), inputs, tmp_path / "broken")
-    pd.testing.assert_frame_equal(whole, again, check_exact=True)
+    pd.testing.assert_frame_equal(whole(policy, 0), again, check_exact=True)
 
 
 def test_a_flipped_byte_of_a_checkpoint_is_noticed(inputs, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pandas as pd
 import psutil
 import pytest
 import torch
+from swept import workers_of
 
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import engine, runs
@@ -165,7 +166,7 @@ def test_an_interrupt_ends_the_processes(tmp_path):
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         engine.complete(Square, SPECS, INPUTS, tmp_path, 2, endless=3)
-    assert workers_of(os.getpid()) == []
+    assert workers_of(psutil.Process()) == []
 
 
 def test_processes_end_with_a_killed_parent(tmp_path):
@@ -176,17 +177,11 @@ def test_processes_end_with_a_killed_parent(tmp_path):
     deadline = time.monotonic() + 60
     while RunStore(tmp_path).load(Number(2)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    children = workers_of(parent.pid)
+    children = workers_of(psutil.Process(parent.pid))
     assert children
     os.kill(parent.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
-
-
-def workers_of(pid: int) -> list[psutil.Process]:
-    """Processes that compute for ``pid``; Python's own resource tracker is none of them."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def test_best_choices_are_those_of_the_curve():
     assert [known.predict(choice).mean() for choice in found] == pytest.approx(curve.predicted.tolist())
 
 
-def test_shares_add_up_to_one():
-    for known, target in zip(contributions(), views()[0]["targets"]):
+def test_contributions_of_the_page_add_up_to_the_predicted_error():
+    for known, target in zip(contributions(), views()[0]["targets"], strict=True):
         assert np.mean(target["c2"], 0).sum() == pytest.approx(known.relative.sum(), rel=1e-5)
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from swept import sweep
+from swept import sweep, workers_of
 
 from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.running import engine, files
@@ -35,14 +35,6 @@ def start(name: str, folder: Path, **given: str) -> psutil.Popen:
     """An experiment on several workers in a process of its own."""
     command = [sys.executable, PROJECT / "tests" / "swept.py", name, folder, str(WORKERS)]
     return psutil.Popen(command, env=environ(SLOW_WRITES="0.1", **given), stderr=subprocess.DEVNULL)
-
-
-def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    """The worker processes of an experiment."""
-    try:
-        return [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
-    except psutil.NoSuchProcess:
-        return []
 
 
 @pytest.fixture(autouse=True)

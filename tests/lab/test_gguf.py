@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from ggufs import blocks_of, stored, write_gguf
+from tiny import fresh_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -88,8 +89,7 @@ FAMILIES = {
 
 def drawn(config) -> torch.nn.Module:
     """A model of ``config`` with random biases and norms, whose queries and keys differ from head to head."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = fresh_model(config)
     for x in model.parameters():
         x.add_(0.2 * torch.randn_like(x))
     return model

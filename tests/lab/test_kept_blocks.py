@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import fresh_model
+from transformers import LlamaConfig
 
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.predictor import Adjoint
@@ -19,12 +20,11 @@ CHOICES = [(), (0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2), (0, 1)]
 def model(request, tiny_gpt2):
     if request.param == "gpt2":
         return tiny_gpt2.transformer
-    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval().requires_grad_(False).model
+    return fresh_model(config).model
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from fragility_lab.lessons.attention_error import DRAWS, KEYS, WIDTH
 from fragility_lab.lessons.widgets import exercises
 
 formats = st.sampled_from(floating_point.LOW)
-without_deadline = settings(deadline=None, max_examples=30)
+some = settings(max_examples=30)
 
 
 def positive_numbers(name: str) -> np.ndarray:
@@ -53,7 +53,7 @@ def test_spacing_is_that_of_all_numbers(name):
 
 @pytest.mark.parametrize("name", floating_point.LOW)
 @given(position=st.floats(0.01, 0.99))
-@without_deadline
+@some
 def test_nearest_number_is_taken(name, position):
     numbers = positive_numbers(name)
     x = float(np.float32(np.exp(position * np.log(numbers[-1]) + (1 - position) * np.log(numbers[0]))))
@@ -74,7 +74,7 @@ def test_worst_error_is_u_over_one_plus_u_inside_the_range():
 
 
 @given(margin=st.floats(-6, 8), rivals=st.integers(1, 15))
-@without_deadline
+@some
 def test_sensitivity_of_one_against_many_in_closed_form(margin, rivals):
     # J has the eigenvectors (rivals, -1, ..., -1) and those among the rivals alone.
     p = floating_point.one_against_many(margin, rivals)
@@ -85,7 +85,7 @@ def test_sensitivity_of_one_against_many_in_closed_form(margin, rivals):
 
 
 @given(offset=st.floats(0, 64), spread=st.floats(0.25, 8), format=formats)
-@without_deadline
+@some
 def test_half_of_the_scores_error_is_never_exceeded(offset, spread, format):
     rows = floating_point.rounded_scores(offset, spread, format)
     assert (rows.observed <= rows.guaranteed * (1 + 1e-12)).all()
@@ -107,7 +107,7 @@ def test_readout_of_neighbours(x, format, nearest):
 
 
 @given(x=st.floats(0.3, 3.9), format=formats)
-@without_deadline
+@some
 def test_the_grid_has_every_number_of_its_window(x, format):
     (line, _), _ = floating_point.neighbours(x, format)
     grid, numbers = line.lines[0].get_xdata(), floating_point.all_numbers(format)
@@ -139,7 +139,7 @@ def test_peaked_heads_have_the_margin_and_values_that_cancel():
 
 
 @given(spread=st.floats(0.1, 8), format=formats)
-@without_deadline
+@some
 def test_bound_holds_within_the_range_of_a_format(spread, format):
     table = attention_error.errors(attention_error.stored(attention_error.normal(spread, 50), format), format)
     assert (table.observed <= table.bound).all()

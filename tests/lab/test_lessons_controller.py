@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tiny_inputs
 
 matplotlib.use("Agg")
 
@@ -18,7 +18,7 @@ from fragility_core import theory
 from fragility_core.bgss import get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.experiments import e5
-from fragility_lab.inputs.loading import Inputs, digest
+from fragility_lab.inputs.loading import Inputs
 from fragility_lab.lessons import controller, record
 from fragility_lab.paths import ASSETS, RECORDED_RUNS
 from fragility_lab.running.engine import complete
@@ -38,8 +38,7 @@ RUNS = pytest.mark.parametrize("run", controller.RUNS)
 
 @pytest.fixture
 def inputs(tiny_gpt2) -> Inputs:
-    stream = torch.randint(101, (80,), generator=torch.Generator().manual_seed(3))
-    return Inputs(tiny_gpt2, stream, digest(tiny_gpt2, stream))
+    return tiny_inputs(tiny_gpt2, 80)
 
 
 def finished(inputs: Inputs, folder, name: str, **changes) -> tuple:
@@ -120,7 +119,6 @@ def magnitude(rows: pd.DataFrame, site: int, epsilon) -> pd.Series:
 
 
 @given(exponents=st.tuples(st.floats(-5, 2), st.floats(-5, 2)))
-@settings(deadline=None)
 def test_raised_is_proposition_bgss(observed, exponents):
     """Against the magnitudes from gamma and input norms; it falls, and G with it, by the same share of M."""
     low, high = (10.0**exponent for exponent in sorted(exponents))
@@ -162,7 +160,7 @@ updates = st.fixed_dictionaries(
 
 
 @given(values=updates)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_update_shows_the_guarantee_kept(values):
     (axes, ratios), readout = controller.update(**values)
     before, guarantee, after = (line.get_ydata() for line in ratios.lines[:3])

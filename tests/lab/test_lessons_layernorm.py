@@ -4,19 +4,19 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from drawn import many
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import embedded_windows
 
 matplotlib.use("Agg")
 
 from fragility_core import theory
 from fragility_core.numerics.formats import get_format
 from fragility_lab.experiments.constants import CONSTANTS
-from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
-from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.inputs.checkpoints import EMBEDDED, load_model
 from fragility_lab.lessons import embedded, kernel_constants, layernorm_epsilon, rows
 
-without_deadline = settings(deadline=None, max_examples=40)
 exponents = st.floats(-3, 3)
 
 
@@ -24,7 +24,7 @@ exponents = st.floats(-3, 3)
 
 
 @given(variance=exponents, offset=st.floats(0, 8))
-@without_deadline
+@many
 def test_drawn_rows_have_the_variance_and_the_mean(variance, offset):
     x = rows.drawn(10**variance, offset, draws=3).double()
     deviation, mean = torch.std_mean(x, -1, correction=0)
@@ -56,7 +56,7 @@ def test_error_and_bound_by_hand():
     format=st.sampled_from(["fp16", "bf16"]),
     rounded=st.sampled_from(list(rows.A_LN)),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_constants_hold_within_the_range_of_a_format(variance, offset, epsilon, spread, format, rounded):
     """Up to underflow, which fp16 has for the squares and outputs of the smallest rows."""
     table = rows.errors(rows.drawn(10**variance, offset, 20), rows.uneven_gamma(spread), 10**epsilon, format, rounded)
@@ -92,7 +92,7 @@ def test_squares_that_underflow_leave_the_bound():
 @given(
     share=st.floats(-4, 4), offset=st.floats(0, 8), spread=st.floats(0, 1.5), format=st.sampled_from(["fp16", "bf16"])
 )
-@without_deadline
+@many
 def test_every_step_to_the_bound_gives_something_away(share, offset, spread, format):
     x, gamma = rows.drawn(3.0, offset, 20), rows.uneven_gamma(spread)
     steps = rows.ladder(x, gamma, 3 * 10**share, format)
@@ -109,7 +109,7 @@ def test_the_mean_variance_makes_no_bound_where_every_step_rounds(format):
 
 
 @given(loudness=st.floats(-12, 4), epsilon=st.floats(-8, -2), format=st.sampled_from(["fp16", "bf16"]))
-@without_deadline
+@many
 def test_the_mean_variance_makes_a_bound_where_the_result_is_rounded(loudness, epsilon, format):
     here = rows.mean_variance(2.0**loudness, 10**epsilon, format, "the result")
     assert here["observed"] <= here["bound with the mean variance"] * (1 + 1e-12)
@@ -142,8 +142,7 @@ def test_an_underflow_is_told_as_a_failure_of_the_bound():
 @pytest.fixture(scope="module")
 def hidden() -> list[torch.Tensor]:
     """The residual stream before every block, by a plain fp32 pass."""
-    stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
-    _, window = select_windows(stream, embedded.LENGTH, 1, seed=0)
+    window = embedded_windows(embedded.LENGTH, 1)
     with torch.no_grad():
         return load_model(EMBEDDED, "cpu")(window, output_hidden_states=True).hidden_states[:-1]
 

@@ -4,17 +4,17 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import many
+from hypothesis import given
 from hypothesis import strategies as st
+from tiny import embedded_windows
 
 matplotlib.use("Agg")
 
 from fragility_core import theory
-from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
-from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_lab.inputs.checkpoints import EMBEDDED, load_model
 from fragility_lab.lessons import embedded, residual_depth
 
-without_deadline = settings(deadline=None, max_examples=40)
 kinds = st.sampled_from(list(residual_depth.KINDS))
 
 
@@ -28,7 +28,7 @@ def test_every_jacobian_has_the_norm(kind):
 
 
 @given(rho=st.floats(0, 1.5), kind=kinds)
-@without_deadline
+@many
 def test_singular_values_lie_between_the_bounds(rho, kind):
     low, high = theory.residual_singular_value_bounds(rho)
     values = residual_depth.singular_values(residual_depth.jacobians(kind, rho, 1)[0])
@@ -36,7 +36,7 @@ def test_singular_values_lie_between_the_bounds(rho, kind):
 
 
 @given(rho=st.floats(0.05, 0.95), kind=kinds)
-@without_deadline
+@many
 def test_a_stack_stays_below_its_bounds(rho, kind):
     table = residual_depth.course(kind, rho, 24)
     assert (table.typical <= table.worst * (1 + 1e-12)).all()
@@ -110,8 +110,7 @@ def test_rounding_growth_of_a_scaling_is_its_factor():
 
 
 def test_downstream_maps_lead_to_the_models_output():
-    stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
-    _, window = select_windows(stream, embedded.LENGTH, 1, seed=0)
+    window = embedded_windows(embedded.LENGTH, 1)
     model = load_model(EMBEDDED, "cpu")
     with torch.no_grad():
         wanted = model(window).last_hidden_state

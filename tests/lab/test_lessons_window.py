@@ -71,7 +71,7 @@ def test_a_pass_leaves_no_hook_behind():
 # --- Formulas -------------------------------------------------------------------------------------
 
 
-def value(expression: str) -> float:
+def evaluated(expression: str) -> float:
     """A printed expression of numbers, evaluated."""
     return eval(expression.replace("·", "*"), {"__builtins__": {}})
 
@@ -85,7 +85,7 @@ def test_the_printed_numbers_add_up(format, block):
     computed = re.findall(r"= ([-+·/() \de.]+) = ([\de.+-]+)", "\n".join(lines))
     assert len(computed) == 8
     for expression, result in computed:
-        assert value(expression) == pytest.approx(value(result), rel=0.03), expression
+        assert evaluated(expression) == pytest.approx(evaluated(result), rel=0.03), expression
     text = "\n".join(lines)
     for name in (
         "kappa_softmax", "chi_score", "attention_term", "layernorm_1_term", "layernorm_2_term", "remainder_term",

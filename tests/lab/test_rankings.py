@@ -19,7 +19,7 @@ from fragility_lab.experiments.rankings import (
 )
 
 
-def rows(minimum: int = 2):
+def tied_rows(minimum: int = 2):
     """Two rows of equal length with ties among few values."""
     row = st.lists(st.integers(-3, 3).map(float), min_size=minimum, max_size=8)
     return row.flatmap(lambda first: st.tuples(st.just(first), st.permutations(first)))
@@ -37,7 +37,7 @@ def test_metrics_of_the_recorded_rows_are_the_recorded_ones(reference_e3):
             assert top_overlap(proxy, exact, count) == record[f"topk_overlap_{count}"]
 
 
-@given(rows())
+@given(tied_rows())
 def test_spearman_is_scipys(pair):
     if np.ptp(pair[0]) == 0:
         assert np.isnan(spearman(*pair))
@@ -45,7 +45,7 @@ def test_spearman_is_scipys(pair):
         assert spearman(*pair) == pytest.approx(stats.spearmanr(*pair).statistic, abs=1e-12)
 
 
-@given(rows())
+@given(tied_rows())
 def test_pairwise_accuracy_counts_untied_pairs(pair):
     first, second = pair
     untied = [(i, j) for i, j in combinations(range(len(first)), 2) if first[i] != first[j] and second[i] != second[j]]
@@ -54,14 +54,14 @@ def test_pairwise_accuracy_counts_untied_pairs(pair):
     assert got == len(same) / len(untied) if untied else np.isnan(got)
 
 
-@given(rows(), st.integers(1, 9))
+@given(tied_rows(), st.integers(1, 9))
 def test_top_overlap_breaks_ties_by_the_number_of_the_block(pair, count):
     count = min(count, len(pair[0]))
     first, second = (set(sorted(range(len(row)), key=lambda layer: (-row[layer], layer))[:count]) for row in pair)
     assert top_overlap(*pair, count) == len(first & second) / count
 
 
-@given(rows(minimum=3))
+@given(tied_rows(minimum=3))
 def test_agreement_depends_on_the_order_alone(pair):
     first, second = map(np.array, pair)
     changed = agreement(np.exp(first), 5 * second**3 - 1)

@@ -344,7 +344,7 @@ class Reader(HTMLParser):
         self.text.append(data)
 
 
-def read(html: str) -> Reader:
+def parsed(html: str) -> Reader:
     reader = Reader()
     reader.feed(html)
     assert not reader.open
@@ -366,7 +366,7 @@ def html(complete, figures) -> str:
 
 
 def test_page_stands_alone(html):
-    page = read(html)
+    page = parsed(html)
     assert page.references, "the page has links to its sections"
     for reference in page.references:
         assert reference.startswith("data:image/png;base64,") or reference[1:] in page.ids
@@ -377,7 +377,7 @@ def test_page_stands_alone(html):
 
 
 def test_page_is_accessible(html):
-    page = read(html)
+    page = parsed(html)
     assert dict(page.tags)["html"]["lang"] == "en"
     assert any(given.get("name") == "viewport" for tag, given in page.tags if tag == "meta")
     assert all(given["alt"] for tag, given in page.tags if tag == "img")
@@ -403,7 +403,7 @@ def test_adjoint_predictor_is_shown_where_it_was_run(html, complete, figures):
               "score_sd": 0.166, "above": 18, "runs": 18}]
         ),
     }  # fmt: skip
-    text = " ".join(" ".join(read(report.page("smoke", tables, figures)).text).split())
+    text = " ".join(" ".join(parsed(report.page("smoke", tables, figures)).text).split())
     for stated in ("0.991 to 1.017", "correlate at 0.75", "a correlation of 0.85", "has 0.80"):
         assert stated in text
     assert "E2: Pearson with the mismatch 0.901 ± 0.030 0.407 ± 0.166 18 18" in text
@@ -411,7 +411,7 @@ def test_adjoint_predictor_is_shown_where_it_was_run(html, complete, figures):
 
 
 def test_page_says_what_was_run(html):
-    text = " ".join("".join(read(html).text).split())
+    text = " ".join("".join(parsed(html).text).split())
     assert "bf16 native, fp16 emulated" in text
     assert "4 min 18 s" in text  # 100 s + 158 s
     assert "NVIDIA H100" in text
@@ -433,7 +433,7 @@ def test_same_run_same_bytes(html, tables, figures):
 def test_missing_experiment_is_named_with_its_command(experiment, tables, figures):
     notebook, _ = report.EXPERIMENTS[experiment]
     left = {name: table for name, table in tables.items() if not name.startswith(experiment.lower())}
-    text = "".join(read(report.page("embedded", left, figures)).text)
+    text = "".join(parsed(report.page("embedded", left, figures)).text)
     assert f"{experiment} was not run: its tables are not in outputs/embedded/tables" in text
     assert f"notebooks/{notebook}.ipynb" in text
     others = [other for other in report.EXPERIMENTS if other != experiment]
@@ -444,7 +444,7 @@ def test_report_of_nothing_is_a_page(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "OUTPUTS", tmp_path)
     path = report.write("smoke")
     assert path == tmp_path / "smoke" / "report.html"
-    text = "".join(read(path.read_text(encoding="utf-8")).text)
+    text = "".join(parsed(path.read_text(encoding="utf-8")).text)
     assert all(f"{experiment} was not run." in text for experiment in report.EXPERIMENTS)
 
 
@@ -454,7 +454,7 @@ def test_written_report_reads_tables_and_figures(tables, figures, tmp_path, monk
         table.to_csv(paths.output_folder("smoke", "tables") / f"{name}.csv", index=False)
     (paths.output_folder("smoke", "figures") / "e2_trend.png").write_bytes(PIXEL)
     html = report.write("smoke").read_text(encoding="utf-8")
-    (image,) = (given for tag, given in read(html).tags if tag == "img")
+    (image,) = (given for tag, given in parsed(html).tags if tag == "img")
     assert image["alt"].startswith("Curves on logarithmic axes: mean mismatch")
     assert "was not run" not in html
     assert report.write("smoke").read_text(encoding="utf-8") == html
@@ -485,7 +485,7 @@ def test_command_names_a_folder_of_another_name(tables, figures, monkeypatch):
 
 
 def test_notebooks_show_a_page_below_a_link_to_it():
-    shown = read(inline(paths.OUTPUTS / "my & own" / "report.html", "The report").data)
+    shown = parsed(inline(paths.OUTPUTS / "my & own" / "report.html", "The report").data)
     address = "../outputs/my & own/report.html"
     assert shown.references == [address, address] and "outputs/my & own/report.html" in "".join(shown.text)
     assert dict(shown.tags)["iframe"]["title"] == "The report"

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny import random_tokens
 
 from fragility_adjoint.quantization.operands import rounded_weight
 from fragility_adjoint.quantization.recipes import LINEAR
@@ -26,7 +27,7 @@ SMALL = "own int4 int8"
 
 @pytest.fixture(scope="module")
 def benchmark(reference_model_path, tmp_path_factory):
-    tokens = torch.randint(257, (7, 24), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(7, 24, vocabulary=257)
     return rivals.Benchmark(str(reference_model_path), tokens[:3], tokens[3:], tmp_path_factory.mktemp("answers"))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import fresh_model
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_core.models.paths import hidden_and_logits
@@ -54,8 +55,7 @@ def original(tmp_path_factory):
 
     def folder(family: str):
         if family not in made:
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(FAMILIES[family]).requires_grad_(False)
+            model = fresh_model(FAMILIES[family])
             for x in model.parameters():
                 x.add_(0.1 * torch.randn_like(x))
             made[family] = tmp_path_factory.mktemp(family)

@@ -12,27 +12,27 @@ sys.path.append(str(PROJECT / "tools"))
 from check_links import dead_links
 
 
-def page(folder, name: str, body: str) -> None:
+def write_page(folder, name: str, body: str) -> None:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"<!doctype html><body>{body}</body>", encoding="utf-8")
 
 
 def test_links_that_lead_somewhere_are_not_dead(tmp_path):
-    page(
+    write_page(
         tmp_path,
         "a.html",
         '<a href="b/c.html#here">c</a> <a href="#top" id="top">t</a> <a href="https://x.org/y">y</a>',
     )
-    page(tmp_path, "b/c.html", '<p id="here">h</p><a href="../a%20b.html">a b</a><img src="../a.html">')
-    page(tmp_path, "a b.html", '<a href="b">a folder with an index</a>')
-    page(tmp_path, "b/index.html", "")
-    page(tmp_path, "_static/template.html", '<a href="{{ nowhere }}">t</a>')
+    write_page(tmp_path, "b/c.html", '<p id="here">h</p><a href="../a%20b.html">a b</a><img src="../a.html">')
+    write_page(tmp_path, "a b.html", '<a href="b">a folder with an index</a>')
+    write_page(tmp_path, "b/index.html", "")
+    write_page(tmp_path, "_static/template.html", '<a href="{{ nowhere }}">t</a>')
     assert dead_links(tmp_path) == []
 
 
 def test_dead_links_are_found(tmp_path):
-    page(tmp_path, "a.html", '<a href="gone.html">g</a> <a href="b.html#gone">f</a> <img src="gone.png">')
-    page(tmp_path, "b.html", '<a href="#away">a</a>')
+    write_page(tmp_path, "a.html", '<a href="gone.html">g</a> <a href="b.html#gone">f</a> <img src="gone.png">')
+    write_page(tmp_path, "b.html", '<a href="#away">a</a>')
     found = {(str(name), link) for name, link in dead_links(tmp_path)}
     expected = {("a.html", "gone.html"), ("a.html", "b.html#gone"), ("a.html", "gone.png"), ("b.html", "#away")}
     assert found == expected

@@ -26,7 +26,7 @@ FITTING = {  # found with the model's parts, which PyTorch makes
 }
 
 
-def diagnosed(name: str) -> None:
+def diagnose_stored(name: str) -> None:
     make_diagnose.main(["-p", f"model={name}"])
 
 
@@ -35,7 +35,7 @@ def test_every_way_of_loading_refuses_the_same(how, tmp_path):
     copy = _copied(tmp_path)
     DAMAGES[how](copy)
     ways = [lambda name: load_model(name, "cpu", AutoModelForCausalLM)]
-    ways += [] if how in LATER else [load_offloaded, diagnosed]
+    ways += [] if how in LATER else [load_offloaded, diagnose_stored]
     said = []
     for way in ways:
         with pytest.raises((SystemExit, ValueError, OSError)) as refused:
@@ -114,6 +114,6 @@ def test_a_bias_that_the_configuration_leaves_out_is_no_silence(tmp_path):
     LlamaForCausalLM(LlamaConfig(**wide, vocab_size=64, attention_bias=True)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"attention_bias": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for load in (lambda name: load_model(name, "cpu", AutoModelForCausalLM), load_offloaded, diagnosed):
+    for load in (lambda name: load_model(name, "cpu", AutoModelForCausalLM), load_offloaded, diagnose_stored):
         with pytest.raises((OSError, SystemExit), match="leaves out model.layers.0.self_attn.k_proj.bias, .* others"):
             load(str(tmp_path))

@@ -100,7 +100,7 @@ def test_no_module_lies_loose_at_the_top():
     }
 
 
-def run(code: str) -> str:
+def run_code(code: str) -> str:
     """What ``code`` prints in a Python of its own; its error fails the test."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
@@ -150,7 +150,7 @@ def test_prediction_and_plan_run_on_the_bare_package():
     get_policy("bgss").start(layers=12)
     print(len(plan.modules), [name for name in sys.modules if name.split(".")[0] in {LAB_ONLY}])
     """
-    assert run(BLOCKED + textwrap.dedent(plan)).split(maxsplit=1) == ["2", "[]\n"]
+    assert run_code(BLOCKED + textwrap.dedent(plan)).split(maxsplit=1) == ["2", "[]\n"]
 
 
 def test_wheel_holds_the_packages_and_the_assets(tmp_path):
@@ -172,7 +172,7 @@ def test_make_learns_what_is_missing_without_waiting_for_torch():
     loaded = (
         "import sys, fragility_lab.running.environment; print('torch' in sys.modules, 'fragility_core' in sys.modules)"
     )
-    assert run(loaded) == "False False\n"
+    assert run_code(loaded) == "False False\n"
 
 
 MODULES = [name for name, path in SOURCES.items() if path.name != "__init__.py"]
@@ -180,7 +180,7 @@ MODULES = [name for name, path in SOURCES.items() if path.name != "__init__.py"]
 
 def test_importing_changes_nothing_elsewhere():
     """No theme, no attention function and no option is set by an import: only by a call."""
-    run(
+    run_code(
         f"""
         import importlib
         import matplotlib, matplotlib.pyplot, pandas, seaborn, torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_adjoint.explain.error_samples import ErrorSamples, Rescaled, scales
@@ -21,7 +21,7 @@ from fragility_lab.diagnosis.tails import SINK, origins
 from fragility_lab.diagnosis.tokens import TAIL, ErrorsByToken, errors_by_token, squares
 
 ROUNDING = [name for name in FORMATS if name not in ("fp32", "tf32")]
-TOKENS = torch.randint(TINY.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+TOKENS = random_tokens(2, 24)
 
 
 def sharp_llama(layers: int = 2, factor: float = 128.0, only: int | None = None) -> LlamaForCausalLM:
@@ -43,8 +43,8 @@ def by_token_of(low, model, tokens, draws, passes):
     return errors_by_token(low, realisations, dict(enumerate(tokens.split(1))), draws, passes)
 
 
-def words(windows: int, length: int = 64) -> torch.Tensor:
-    return torch.randint(257, (windows, length), generator=torch.Generator().manual_seed(0))
+def random_words(windows: int, length: int = 64) -> torch.Tensor:
+    return random_tokens(windows, length, seed=0, vocabulary=257)
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -133,7 +133,7 @@ def test_a_divergence_far_below_fp32_is_measured():
 
 def test_predictions_by_token_are_those_of_backward_passes_for_a_single_position():
     model = sharp_llama(factor=1.0)
-    tokens, low = words(1, 12), lower(model, "bf16", "emulated")
+    tokens, low = random_words(1, 12), lower(model, "bf16", "emulated")
     by_token = by_token_of(low, model, tokens, draws=60, passes=1)
     for position in (3, 11):
         counted = torch.zeros(1, 12, dtype=torch.bool)
@@ -145,7 +145,7 @@ def test_predictions_by_token_are_those_of_backward_passes_for_a_single_position
 
 def test_a_few_tokens_near_a_tie_make_the_error_and_draws_predict_it():
     """The prediction to first order is several times too large there; draws of the errors are not."""
-    model, tokens = sharp_llama(), words(2)
+    model, tokens = sharp_llama(), random_words(2)
     low = lower(model, "bf16", "emulated")
     found = by_token_of(low, model, tokens, draws=16, passes=16)
     summary = found.summary("kl")
@@ -164,14 +164,14 @@ def test_a_few_tokens_near_a_tie_make_the_error_and_draws_predict_it():
 
 
 def test_where_nothing_is_sharp_no_few_tokens_decide():
-    model, tokens = sharp_llama(factor=1.0), words(2)
+    model, tokens = sharp_llama(factor=1.0), random_words(2)
     summary = by_token_of(lower(model, "bf16", "emulated"), model, tokens, 4, 4).summary("kl")
     assert not summary.few.any() and not summary.in_tail.any() and (summary.half > 15).all()
 
 
 def test_without_a_reference_only_draws_are_known():
     model = sharp_llama(factor=1.0)
-    found = by_token_of(lower(model, "bf16", "emulated"), model, words(1, 8), 2, 0)
+    found = by_token_of(lower(model, "bf16", "emulated"), model, random_words(1, 8), 2, 0)
     assert found.measured is None and found.known is found.predicted
 
 
@@ -187,7 +187,7 @@ def test_one_large_token_decides_a_window():
 
 @pytest.mark.parametrize(("layers", "block"), [(4, 1), (40, 22)])
 def test_the_error_of_a_token_near_a_tie_begins_in_the_attention_that_has_it(layers, block):
-    model, tokens = sharp_llama(layers, only=block), words(2)
+    model, tokens = sharp_llama(layers, only=block), random_words(2)
     low = lower(model, "bf16", "emulated")
     tail = by_token_of(low, model, tokens, 1, 4).tail("kl", 3)
     assert len(tail)
@@ -198,7 +198,7 @@ def test_the_error_of_a_token_near_a_tie_begins_in_the_attention_that_has_it(lay
 
 
 def test_a_sink_is_named_by_its_block():
-    model, tokens = sharp_llama(factor=1.0), words(1)
+    model, tokens = sharp_llama(factor=1.0), random_words(1)
     tokens[0, 0] = 200
     tokens[0, 1:] %= 200
     model.model.embed_tokens.weight[200] *= 3 * SINK
@@ -213,7 +213,7 @@ def test_windows_that_scatter_get_more_probes():
 
     def estimates(model):
         estimator = Adjoint(lower(model, "bf16", "emulated"), model, 2, target="kl", gradients="low")
-        return lambda seed: estimator(words(2), seeds=[seed] * 2)
+        return lambda seed: estimator(random_words(2), seeds=[seed] * 2)
 
     assert probes_of(steady(estimates(calm))) == 2
     found = steady(estimates(sharp))
@@ -221,4 +221,4 @@ def test_windows_that_scatter_get_more_probes():
     each = [estimates(sharp)(seed).windows.predicted for seed in range(probes_of(found) // 2)]
     assert found.windows.predicted.to_numpy() == pytest.approx(np.mean(each, 0), rel=1e-6)
     assert probes_of(steady(estimates(sharp), most=4)) == 4
-    assert probes_of(predict(lower(calm, "bf16", "emulated"), calm, words(2).split(1), 2, "kl")) == 2
+    assert probes_of(predict(lower(calm, "bf16", "emulated"), calm, random_words(2).split(1), 2, "kl")) == 2

@@ -212,7 +212,7 @@ MILLISECONDS = 150
 
 
 @cache
-def run(name: str) -> tuple[list[Explorer], list[Exercise]]:
+def run_notebook(name: str) -> tuple[list[Explorer], list[Exercise]]:
     """The explorers and exercises that the code cells of the notebook ``name`` end with."""
     shown, scope = [], {}
     for cell in nbformat.read(notebook_path(name), as_version=4).cells:
@@ -237,7 +237,7 @@ def settings(control) -> list:
 
 @pytest.mark.parametrize("name", TEACHING)
 def test_notebooks_controls_work_at_their_ends(name):
-    explorers, exercises = run(name)
+    explorers, exercises = run_notebook(name)
     assert explorers
     assert 5 <= len(exercises) <= 7
     for explorer in explorers:
@@ -260,7 +260,7 @@ def test_notebooks_controls_work_at_their_ends(name):
 @pytest.mark.parametrize("name", TEACHING)
 @figures.style()
 def test_no_label_leaves_its_picture(name):
-    for explorer in run(name)[0]:
+    for explorer in run_notebook(name)[0]:
         panels, _ = explorer.draw(**{label: control.value for label, control in explorer.controls.items()})
         for axes in panels:
             figure = axes.get_figure()
@@ -272,7 +272,7 @@ def test_no_label_leaves_its_picture(name):
 @pytest.mark.parametrize("name", TEACHING)
 def test_redrawing_is_fast(name):
     """The aim is 150 ms on two free cores; three times that, of the best of a few, whatever else the machine does."""
-    for explorer in run(name)[0]:
+    for explorer in run_notebook(name)[0]:
         times = [math.inf]
         while min(times) >= 3 * MILLISECONDS and len(times) < 25:
             before = time.process_time()
@@ -283,7 +283,7 @@ def test_redrawing_is_fast(name):
 
 @pytest.mark.parametrize("name", TEACHING)
 def test_solutions_are_accepted_and_others_are_not(name):
-    for exercise in run(name)[1]:
+    for exercise in run_notebook(name)[1]:
         wrong = [option for option in exercise.options if option != exercise.solution]
         wrong = wrong or [repr(float(factor * exercise.solution)) for factor in (0.9, 1.1, -1.0)]
         assert exercise.is_right(str(exercise.solution))

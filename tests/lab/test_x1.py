@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, tiny_inputs
 
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.predictor import Adjoint
@@ -16,7 +16,6 @@ from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3, x1, x1_plans
 from fragility_lab.experiments.e2 import window_rows
-from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.running.engine import complete
 from fragility_lab.running.runs import RunStore
 
@@ -26,9 +25,7 @@ RUN = ["precision", "length", "seed"]
 
 @pytest.fixture(scope="module")
 def inputs():
-    model = random_gpt2(TINY)
-    stream = torch.randint(101, (400,), generator=torch.Generator().manual_seed(3))
-    return Inputs(model, stream, digest(model, stream))
+    return tiny_inputs(random_gpt2(TINY))
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +248,9 @@ def test_every_choice_has_a_prediction_and_a_measurement(plans):
 
 
 def test_greedy_choice_is_the_best_single_block(plans):
-    for _, run in plans[(plans.unit == "blocks") & (plans.budget == 1)].groupby("precision"):
+    runs = plans[(plans.unit == "blocks") & (plans.budget == 1)].groupby("precision")
+    assert len(runs) == 2
+    for _, run in runs:
         greedy = run[run.chosen_by == "greedy"].measured.item()
         assert greedy <= run.measured.min()
 

@@ -44,7 +44,7 @@ DIAGNOSIS = f"""
 """
 
 
-def config(depth: int) -> LlamaConfig:
+def llama_config(depth: int) -> LlamaConfig:
     """A Llama of ``depth`` blocks; 17 have 1.0 B parameters, each of them 51 M."""
     return LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=depth, num_attention_heads=16,
@@ -54,7 +54,7 @@ def config(depth: int) -> LlamaConfig:
 
 def write_model(folder: Path, depth: int) -> int:
     """A random model in shards, with the tokenizer of the embedded checkpoint; returns its number of parameters."""
-    made = config(depth)
+    made = llama_config(depth)
     with torch.device("meta"):
         shapes = {path: p.shape for path, p in AutoModelForCausalLM.from_config(made).named_parameters()}
     generator, shards, shard = torch.Generator().manual_seed(0), {}, {}
@@ -74,7 +74,7 @@ def write_model(folder: Path, depth: int) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
-def diagnose(folder: Path, limit: int) -> tuple[dict, int]:
+def run_diagnosis(folder: Path, limit: int) -> tuple[dict, int]:
     """What a diagnosis under the ``limit`` finds, and its largest number of bytes in memory that no file backs."""
     command = [sys.executable, "-c", textwrap.dedent(DIAGNOSIS), str(folder)]
     environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # its own pool reserves a gigabyte
@@ -100,7 +100,7 @@ def test_a_model_of_1_b_parameters_within_the_limit_and_its_double_in_the_same_m
         folder.mkdir()
         parameters = write_model(folder, depth)
         assert parameters > 5e7 * depth and 4 * parameters > 1.5 * LIMIT
-        found, peaks[depth] = diagnose(folder, LIMIT)
+        found, peaks[depth] = run_diagnosis(folder, LIMIT)
         print(f"\n{parameters / 1e9:.2f} B parameters: peak {peaks[depth] / 1e9:.3f} GB", json.dumps(found))
         shutil.rmtree(folder)
         assert "streamed, as the whole form takes" in found["form"]
@@ -110,6 +110,6 @@ def test_a_model_of_1_b_parameters_within_the_limit_and_its_double_in_the_same_m
         assert 0.25 < found["seconds"] / found["expected"] < 4
     assert abs(peaks[2 * DEPTH] / peaks[DEPTH] - 1) < 0.05
     with torch.device("meta"):
-        models = [AutoModelForCausalLM.from_config(config(depth)) for depth in peaks]
+        models = [AutoModelForCausalLM.from_config(llama_config(depth)) for depth in peaks]
     stated = [streamed_memory(Request("it", **REQUEST), model, 2) for model in models]
     assert stated[1] / stated[0] - 1 < 0.05

@@ -57,7 +57,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", GFLOAT)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(x=st.floats(width=32, allow_nan=False))
 def test_formats_are_those_of_gfloat(name, x):
     format = (FORMATS | NARROW)[name]
@@ -66,7 +66,7 @@ def test_formats_are_those_of_gfloat(name, x):
     same(format.round(torch.tensor([x])), torch.tensor([want]))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(x=st.floats(-300, 300, width=32))
 def test_int8_is_gfloats_with_the_point_moved_by_six_bits(x):
     """OCP's int8 has the numbers -2 to 127/64. In MXINT8 the scale takes the factor 64."""
