@@ -24,7 +24,7 @@ class Controller:
 
     def __init__(
         self, model: PreTrainedModel, policy: str = "bgss", format: str | NumberFormat = "bf16",
-        estimator: Estimator = Estimator(), execution: str = "auto", seed: int = 0, **parameters,
+        estimator: Estimator = Estimator(), execution: str = "auto", seed: int = 0, **parameters: float,
     ):  # fmt: skip
         """``model`` is the fp32 model that is trained, with a norm before each sublayer.
 
