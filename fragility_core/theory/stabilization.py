@@ -7,8 +7,8 @@ In a running model a larger epsilon changes all of them.
 
 import numpy as np
 
+from fragility_core.numerics.real import Real
 from fragility_core.theory import layernorm
-from fragility_core.theory.real import Real
 from fragility_core.theory.unified import layer_risk
 
 __all__ = [  # noqa: RUF022 (in the paper's order)

@@ -6,7 +6,7 @@ Section 3 (`sec:problem_formulation`), Section 4.5 (`subsec:unified`) and Sectio
 import torch
 from torch import Tensor
 
-from fragility_core.theory.real import Real
+from fragility_core.numerics.real import Real
 from fragility_core.theory.residual import downstream_transport
 
 __all__ = [  # noqa: RUF022 (in the paper's order)

@@ -1,4 +1,4 @@
-"""The type of real numbers that the formulas take and give entry by entry."""
+"""The type of real numbers that the formulas of ``theory`` take and give entry by entry."""
 
 from typing import Any, TypeAlias
 
