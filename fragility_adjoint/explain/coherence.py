@@ -19,6 +19,7 @@ over the sum of c^2 shows them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -55,15 +56,15 @@ class Coherence:
         """The Gram matrix (K, K), mean over windows."""
         return self.grams.mean(0)
 
-    def between(self) -> tuple[float, float]:
+    def between(self) -> tuple[np.ndarray, np.ndarray]:
         """The squared error over the trace of G, 1 if groups are independent, and its standard error over windows."""
         return quotient(self.totals, np.trace(self.grams, axis1=1, axis2=2))
 
-    def inside(self) -> tuple[float, float]:
+    def inside(self) -> tuple[np.ndarray, np.ndarray]:
         """The trace of G over the sum of c^2, 1 if errors inside of groups are independent, and its standard error."""
         return quotient(np.trace(self.grams, axis1=1, axis2=2), self.squares)
 
-    def overall(self) -> tuple[float, float]:
+    def overall(self) -> tuple[np.ndarray, np.ndarray]:
         """The squared error over the sum of c^2, 1 if errors are independent, and its standard error over windows."""
         return quotient(self.totals, self.squares)
 
@@ -144,18 +145,18 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
         tables.append(rows.assign(window=rows.window + first, c2=rows.c2 / norm**2, signed=rows.signed / norm))
         measured.append(finite)
         first += len(tokens)
-    windows = pd.concat(measured) if measured else []
-    if not len(windows):
+    found: Any = pd.concat(measured) if measured else []
+    if not len(found):
         raise ValueError("coherence needs a window whose prediction is finite, got none: choose a wider format")
     rows = pd.concat(tables)
     rows = rows if by else in_bands(rows)
     by_group = rows.groupby([*(by or GROUPS)], dropna=False)
     sums = rows.signed.groupby([rows.window, rows.probe, by_group.ngroup()]).sum().unstack(fill_value=0.0)
-    signed = sums.to_numpy().reshape(len(windows), adjoint.probes, -1)  # (W, P, K)
+    signed = sums.to_numpy().reshape(len(found), adjoint.probes, -1)  # (W, P, K)
     grams = np.einsum("wpa,wpb->wab", signed, signed) / adjoint.probes
     squares = rows.c2.groupby(rows.window).sum() / adjoint.probes
     totals, remainder = grams.sum((1, 2)), np.nan
-    if "measured" in windows:
-        totals = windows.measured.to_numpy() ** (1 if adjoint.target.squared else 2)
-        remainder = windows.remainder.max()
+    if "measured" in found:
+        totals = found.measured.to_numpy() ** (1 if adjoint.target.squared else 2)
+        remainder = found.remainder.max()
     return Coherence(by_group.size().index.to_frame(index=False), grams, squares.to_numpy(), totals, remainder)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class BlockwiseAttention:
     def __init__(
         self, scaling: float, mask: Tensor | None, causal: bool, format: NumberFormat | None = None, exact: bool = False
     ):
-        self.scaling, self.mask, self.causal, self.format, self.exact = scaling, mask, causal, format, exact
+        self.scaling, self.mask, self.causal, self.exact = scaling, mask, causal, exact
+        self.format: Any = format  # what rounds is called with a format alone
         self.rounds = format is not None and not exact
 
     def blocks(self, query: Tensor, key: Tensor, buffers: int) -> Iterator[tuple[slice, slice, list[Tensor]]]:
@@ -119,16 +121,16 @@ class BlockwiseAttention:
         stacked = gradient.permute(1, 0, 3, 2).flatten(1, 2)  # (N, P d, T): one product for all probes
         to_value = value.new_zeros(len(value), stacked.shape[1], value.shape[1])
         for rows, keys, (p, back, *more) in self.blocks(query, key, 5 if self.format else 2):
-            *errors, weighted = more or [None]
-            form = self.probabilities_and_errors if errors else self.probabilities
+            errors, weighted = more[:-1], more[-1] if more else None
+            form: Callable[..., None] = self.probabilities_and_errors if errors else self.probabilities
             form(query[:, rows], key[:, keys], rows, p, *errors)
             to_value[..., keys].baddbmm_(stacked[..., rows], p)
             for probe in range(probes):
                 torch.bmm(gradient[probe, :, rows], value[:, keys].mT, out=back)
-                if errors:
+                if record and errors:
                     record("softmax", probe, torch.mul(errors[1], back, out=weighted))
                 softmax_backward(back, p, -1, back.dtype, grad_input=back)
-                if errors:
+                if record and errors:
                     record("scores", probe, torch.mul(errors[0], back, out=weighted))
                 torch.bmm(back, key[:, keys], out=to_query[probe, :, rows])
                 to_key[probe, ..., keys].baddbmm_(query[:, rows].mT, back)

@@ -10,6 +10,7 @@ Products are the library's own, but their gradients take less time than the libr
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -236,8 +237,8 @@ class FusedAttention(torch.autograd.Function):
     def forward(ctx, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.blockwise = blockwise
-        options = {"is_causal": blockwise.causal, "scale": blockwise.scaling}
-        return functional.scaled_dot_product_attention(query, key, value, **options)
+        causal, scale = blockwise.causal, blockwise.scaling
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
 
     @staticmethod
     @over_probes
@@ -258,7 +259,7 @@ def library_attention(
         attn_mask = attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
 
     @over_windows
-    def of_windows(*operands: Tensor | None) -> Tensor:
+    def of_windows(*operands: Any) -> Tensor:
         flat = map_tensors(operands, lambda x: x.flatten(0, 1))
         return attend(*flat, *options, **named).unflatten(0, operands[0].shape[:2])
 

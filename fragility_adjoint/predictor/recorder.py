@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,8 +99,7 @@ class ErrorRecorder:
 
     def rewind(self, mark: tuple[int, int]) -> None:
         """Drop the records since ``mark``: their pass has failed."""
-        for records, first in zip((self._records, self._extremes), mark):
-            del records[first:]
+        del self._records[mark[0] :], self._extremes[mark[1] :]
         self._looked_up.clear()
 
     def begin(self, windows: range = range(1)) -> None:
@@ -232,7 +231,7 @@ class ErrorRecorder:
         self.hook_leaf(own, record)
         return own
 
-    def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
+    def hook_leaf(self, leaf: Tensor, function: Callable[[Any], object]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead.
 
         It is None where only rows of the leaf were looked up.

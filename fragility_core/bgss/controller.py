@@ -35,9 +35,7 @@ class Controller:
         found = blocks(model)
         first = found[0].norm_1
         if first is None or any(None in (block.norm_1, block.norm_2) for block in found):
-            raise TypeError(
-                "a controller raises the epsilon of norms before sublayers, but this model lacks some of them"
-            )
+            raise TypeError("a controller raises the epsilon of norms before sublayers, but this model lacks some")
         low = lower(model, format, execution)
         low.model.eval()
         known = {field.name for field in fields(policy_class(policy))}

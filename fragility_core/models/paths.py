@@ -36,7 +36,7 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens)
 
 
-def hidden_and_logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def hidden_and_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """``final_hidden`` and the logits (B, T, vocabulary) of one pass; the logits as the model scales or caps them."""
     finals: list[Tensor] = []
 

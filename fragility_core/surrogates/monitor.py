@@ -6,9 +6,8 @@ per batch, one value per window and block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -55,7 +54,7 @@ class PassRecord:
         self.small: dict[str, dict[int, Tensor]] = {}
         self.large: dict[str, Tensor] = {}
         self.apart: list[tuple[Tensor, Tensor]] = []  # entries of large values, and those written on other devices
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
 
     def write(self, layer: int, **values: Tensor) -> None:
         """Keep ``values`` of block ``layer``. Values named ``*_norm`` are norms of segments, (B, segments)."""
@@ -76,7 +75,7 @@ class PassRecord:
         self.apart.append((own, like.new_zeros(shape)))
         return self.apart[-1][1]
 
-    def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def call(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """A hook before the forward of ``block`` that keeps its arguments."""
         self.calls.append(entering(block, args, kwargs))
 
@@ -123,7 +122,7 @@ class PassRecord:
 class AttentionStatistics:
     """An ``AttentionObserver`` that measures one attention module over its blocks of query rows."""
 
-    def __init__(self, paused: Callable[[], Any], scaling: float, allocate: Callable[..., Tensor]):
+    def __init__(self, paused: Callable[[], AbstractContextManager[None]], scaling: float, allocate: partial[Tensor]):
         """Scores are ``scaling`` times Q K^T. ``allocate`` is ``PassRecord.allocate`` for the module's block."""
         self.paused, self.scaling, self.allocate = paused, scaling, allocate
 
@@ -322,7 +321,7 @@ class Monitor:
             yield observe(up.modules[0], lambda _, output: {"up_max": window_max(up.of(output))})
 
 
-def jacobian_norm(block: Block, call: tuple[Any, ...]) -> Tensor:
+def jacobian_norm(block: Block, call: tuple[tuple[object, ...], dict[str, object]]) -> Tensor:
     """``transport.branch_jacobian_norm`` of a ``block`` in a ``call`` of it."""
     with loaded(block.module):
         return branch_jacobian_norm(block.module, *call)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fragility_adjoint.offload.offloaded import is_offloaded, parts
 from fragility_adjoint.quantization.recipes import get_recipe
@@ -111,11 +113,12 @@ def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast
     return Forecast(sum(steps.values()), memory(request, model, together), free, form, together, steps)
 
 
-def free_on_devices(model: nn.Module) -> tuple[set[torch.device], int | None]:
+def free_on_devices(model: PreTrainedModel) -> tuple[set[torch.device], int | None]:
     """The devices of ``model``, and the bytes that are free on them; None if the system does not say."""
     devices = {p.device for p in model.parameters()}
     each = [free_memory(device) for device in devices]
-    return devices, None if None in each else sum(each)
+    known = [free for free in each if free is not None]
+    return devices, sum(known) if len(known) == len(each) else None
 
 
 def stored_dtype(request: Request) -> torch.dtype:
@@ -123,9 +126,10 @@ def stored_dtype(request: Request) -> torch.dtype:
     return torch.float32 if request.rounds_weights_alone else get_recipe(request.format).kernels.compute_dtype
 
 
-def activations(request: Request, model: nn.Module) -> tuple[int, int]:
+def activations(request: Request, model: PreTrainedModel) -> tuple[int, int]:
     """Bytes that the backward pass keeps of a window: of all blocks, and of the head."""
-    config, recipe = model.config.get_text_config(), get_recipe(request.format)
+    config: Any = model.config.get_text_config()
+    recipe = get_recipe(request.format)
     rounds_operands = recipe.linear.inputs is not None and not request.weights_only
     kept_a_token = kept_by_blocks(model, rounds_operands)
     if attention_of(model) == "eager":
@@ -133,7 +137,7 @@ def activations(request: Request, model: nn.Module) -> tuple[int, int]:
     return request.length * kept_a_token, request.length * 6 * 4 * config.vocab_size
 
 
-def memory(request: Request, model: nn.Module, together: int = 1) -> int:
+def memory(request: Request, model: PreTrainedModel, together: int = 1) -> int:
     """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps.
 
     Of several windows ``together`` in a pass each has gradients of its own: those of weights, one weight at a time in
@@ -155,30 +159,31 @@ def memory(request: Request, model: nn.Module, together: int = 1) -> int:
     return one + (together - 1) * (of_blocks + of_head) + together * own
 
 
-def whole(request: Request, model: nn.Module) -> int:
+def whole(request: Request, model: PreTrainedModel) -> int:
     """Bytes that the whole form takes, with the fp32 model and, with a reference model, the other one."""
     return memory(request, model) + 4 * (1 + bool(request.reference_model)) * sum(p.numel() for p in model.parameters())
 
 
-def whole_fits(request: Request, model: nn.Module) -> bool:
+def whole_fits(request: Request, model: PreTrainedModel) -> bool:
     """True if the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
     free = free_memory(torch.device(default_device()))
     return free is None or whole(request, model) < free
 
 
-def secants_fit(request: Request, model: nn.Module) -> bool:
+def secants_fit(request: Request, model: PreTrainedModel) -> bool:
     """True if secant slopes fit into what is free now.
 
     They keep three times as much as a backward pass does, halves of weights, and up to 28 numbers a score of attention.
     """
-    free, config = free_memory(next(model.parameters()).device), model.config.get_text_config()
+    config: Any = model.config.get_text_config()
+    free = free_memory(next(model.parameters()).device)
     scores = getattr(config, "num_attention_heads", 0) * request.length**2 * config.num_hidden_layers
     weights = sum(p.numel() for p in model.parameters())
     takes = memory(request, model) + 2 * sum(activations(request, model)) + 4 * weights + 4 * 28 * scores
     return free is None or takes < free
 
 
-def fits_together(request: Request, model: nn.Module) -> bool:
+def fits_together(request: Request, model: PreTrainedModel) -> bool:
     """True if the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs together.
 
     Each gets an equal share, and up to one part more, since parts are not divided.
@@ -187,11 +192,11 @@ def fits_together(request: Request, model: nn.Module) -> bool:
     if count < 2:
         return False
     sizes = [sum(p.numel() for p in part.parameters()) for part in parts(model).values()]
-    least = min(free_memory(torch.device("cuda", number)) for number in range(count))
+    least = min(free_memory(torch.device("cuda", number)) or 0 for number in range(count))
     return takes / count + takes * max(sizes) / sum(sizes) < least
 
 
-def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> int:
+def streamed_memory(request: Request, model: PreTrainedModel, together: int = 1) -> int:
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
@@ -199,7 +204,8 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
     its logits, signs and gradients of these, and gradients of tied matrices, which wait for the embedding; or two
     streams and logits to compare. All but one have threads of their own.
     """
-    config, blocks = model.config.get_text_config(), block_paths(model)
+    config: Any = model.config.get_text_config()
+    blocks = block_paths(model)
     of_blocks, of_head = activations(request, model)
 
     def held(part: nn.Module) -> int:
@@ -228,7 +234,7 @@ def windows_together(takes: Callable[[int], int], count: int, free: int | None, 
     return max(1, min(count, LARGEST, 1 + beside))
 
 
-def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
+def worthwhile(request: Request, model: PreTrainedModel, device: torch.device) -> int:
     """The number of windows that save time in a pass of the whole form, if memory allows; 0 for long ones."""
     if device.type != "cpu":
         return GPU_TOKENS // request.length
@@ -236,7 +242,7 @@ def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
     return min(TOKENS // request.length, CACHED // (4 * request.probes * largest))
 
 
-def readings_a_group(request: Request, model: nn.Module) -> int:
+def readings_a_group(request: Request, model: PreTrainedModel) -> int:
     """How often the streamed form reads the model for windows that share a reading, if fp32 passes are measured.
 
     An estimate reads it forward and backward at each end; one more, at one end, says which errors act together. Choices
@@ -246,19 +252,19 @@ def readings_a_group(request: Request, model: nn.Module) -> int:
     return BOTH_WAYS * (ends(request) * estimates + 1) + MEASURED + 2 * chooses_experts(model)
 
 
-def chooses_experts(model: nn.Module) -> bool:
+def chooses_experts(model: PreTrainedModel) -> bool:
     """True if ``model`` is a mixture of experts."""
     return getattr(model.config.get_text_config(), "num_experts_per_tok", None) is not None
 
 
-def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
+def kept_by_blocks(model: PreTrainedModel, rounds_operands: bool = False) -> int:
     """Bytes per token that the backward pass keeps of all blocks: a rough estimate, rather too high.
 
     It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), where experts count as far as a
     token meets them, and 100 bytes per entry of the stream (160 with experts). In eight families (with rounded operands
     in five), 0.5 to 1 times as many bytes were measured.
     """
-    config = model.config.get_text_config()
+    config: Any = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
     matrices = [p for path in block_paths(model) for p in model.get_submodule(path).parameters() if p.ndim > 1]
     routed = chosen is not None and any(p.ndim == 3 for p in matrices)

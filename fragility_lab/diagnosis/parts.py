@@ -11,7 +11,7 @@ import transformers
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, largest, shares, together
 from fragility_lab.diagnosis.explore import explorer
-from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import (
     TARGETS,
     agreement,
@@ -150,17 +150,17 @@ def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
 
 def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
     """Where the error comes from."""
-    return {"images": pictures(diagnosis), "modules": largest(diagnosis.contributions)}
+    return {"images": pictures(diagnosis), "modules": largest(made(diagnosis.contributions))}
 
 
 def of_signs(diagnosis: Diagnosis, known: dict) -> dict:
     """Which errors act together."""
-    return {"together": together(diagnosis.coherence)}
+    return {"together": together(made(diagnosis.coherence))}
 
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:
     """What leaves the range of the format."""
-    ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
+    ranges = made(diagnosis.ranges).head(MANY)[["module", "kind", "nonfinite", "saturated"]]
     return {
         "ranges": ranges.to_numpy().tolist(),
         "predicts": diagnosis.contributions is not None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow
-from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.quantized import Quantized, lower
 from fragility_adjoint.quantization.static_scales import needs_calibration
 from fragility_core.models.paths import block_of, hidden_and_logits, is_norm, within
 from fragility_core.numerics.formats import get_format
@@ -53,7 +53,7 @@ class Remedy:
 
 
 def find(
-    model: nn.Module, low: LowPrecision, prediction: predictor.Prediction, tokens: Tensor, execution: str
+    model: nn.Module, low: Quantized, prediction: predictor.Prediction, tokens: Tensor, execution: str
 ) -> Remedy:  # fmt: skip
     """The remedy for those windows of ``tokens`` (B, T) that overflow in ``prediction``, for ``model`` as ``low``."""
     numbers = prediction.windows.window[prediction.windows.overflow != ""]
@@ -96,7 +96,7 @@ def mending(remedy: Remedy | None, contributions: Contributions) -> Plan | None:
 
 
 def with_remedy(
-    contributions: Contributions, remedy: Remedy | None, budget: tuple[int, str], tokens: Tensor, execution: str
+    contributions: Contributions, remedy: Remedy | None, budget: tuple[float, str], tokens: Tensor, execution: str
 ) -> Plan:  # fmt: skip
     """The plan for the ``budget``, an amount and a unit, that brings back the windows of ``tokens`` that overflow.
 
@@ -109,6 +109,7 @@ def with_remedy(
         return alone
     plan = contributions.plan(*budget, beside=alone)
     calibrating = tokens if needs_calibration(contributions.recipe) else None
+    assert remedy is not None
     ladder = Ladder(contributions, tokens[list(remedy.places)].split(1), execution, calibrating)
     return alone if ladder.left(ladder.applied(plan)) else plan
 
@@ -193,7 +194,7 @@ class Ladder:
 
 
 def raised_epsilon(
-    model: nn.Module, low: LowPrecision, execution: str, places: dict[int, Overflow], windows: Sequence[Tensor]
+    model: nn.Module, low: Quantized, execution: str, places: dict[int, Overflow], windows: Sequence[Tensor]
 ) -> tuple[str, float] | None:  # fmt: skip
     """The norm that divides by an epsilon rounded to zero, and the least normal number as epsilon, if that mends it."""
     divided = [place.module for place in places.values() if place.kind == "infinite"]

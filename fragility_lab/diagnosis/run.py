@@ -21,7 +21,7 @@ from fragility_adjoint.quantization.static_scales import calibrated, needs_calib
 from fragility_core.numerics.internals import attention_of
 from fragility_core.numerics.lowering import LowPrecision, sharing_copy
 from fragility_lab.diagnosis import flips, remedy
-from fragility_lab.diagnosis.found import Diagnosis, Failure
+from fragility_lab.diagnosis.found import Diagnosis, Failure, made
 from fragility_lab.diagnosis.growth import growth
 from fragility_lab.diagnosis.measure import Ranges, each, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
@@ -98,16 +98,16 @@ def measure_windows(work: Work) -> None:
 def mend_overflows(work: Work) -> None:
     """Look for the cheapest plan that brings windows back that overflow."""
     work.found.remedy = remedy.find(
-        work.model, work.low, work.found.prediction, work.tokens, work.request.execution
+        work.model, work.low, made(work.found.prediction), work.tokens, work.request.execution
     )  # fmt: skip
 
 
 def predict_mended(work: Work) -> None:
     """Predict and measure the windows that overflow with the plan that brings them back."""
-    found, request, plan = work.found, work.request, work.found.remedy.plan
-    numbers = [*found.remedy.places]
+    found, request, mending = work.found, work.request, made(work.found.remedy)
+    numbers, plan = [*mending.places], made(mending.plan)
     tokens = work.tokens[numbers]
-    same = plan.format == found.prediction.recipe.name
+    same = plan.format == made(found.prediction).recipe.name
     calibrating = work.tokens if needs_calibration(plan.recipe) else None
     mended = apply(work.model, plan, request.execution if same else "auto", calibrating)
     target = "hidden" if request.measured_in == "hidden" else "kl"
@@ -125,29 +125,27 @@ def may_be_mended(work: Work) -> bool:
 
 def choose_plan(work: Work) -> None:
     """Make the plan for the budget, and predict it."""
-    found, request = work.found, work.request
+    found, request, contributions = work.found, work.request, made(work.found.contributions)
     if request.mixes:
-        keep = [site for site in request.kept if site in found.contributions.structure.sites]  # the page names others
-        choices = chosen_from(request, work.model, work.groups, found.prediction, keep)
+        keep = [site for site in request.kept if site in contributions.structure.sites]  # the page names others
+        choices = chosen_from(request, work.model, work.groups, made(found.prediction), keep)
         found.choices, found.choice = choices, mixed_choice(request, choices)
         found.planned = pd.Series(choices.predict(found.choice), index=choices.windows)
         found.plan = choices.plan(found.choice)
     else:
         budget = request.parsed_budget
-        plan = remedy.with_remedy(found.contributions, found.remedy, budget, work.tokens, request.execution)
-        found.planned = found.contributions.predict(plan).set_index("window").predicted
+        plan = remedy.with_remedy(contributions, found.remedy, budget, work.tokens, request.execution)
+        found.planned = contributions.predict(plan).set_index("window").predicted
         found.plan = plan
 
 
 def measure_plan(work: Work) -> None:
     """Measure every window with the plan."""
-    found, model, tokens = work.found, work.model, work.tokens
+    found, model, tokens, plan = work.found, work.model, work.tokens, made(work.found.plan)
     if work.loaded.rounded is None:
-        kept = apply(
-            model, found.plan, work.request.execution, tokens if needs_calibration(found.plan.recipe) else None
-        )
+        kept = apply(model, plan, work.request.execution, tokens if needs_calibration(plan.recipe) else None)
     else:
-        kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, found.plan)
+        kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, plan)
     found.protected, found.protected_drift = measure(kept, model, work.measured_groups, "with the plan")
 
 
@@ -177,15 +175,17 @@ def choose_tokens(work: Work) -> None:
     """Predict changed choices, and decode."""
     found = work.found
     found.flips = flips.find(
-        work.low, work.model, work.realisations, found.by_token, found.chooses_experts, found.referenced
+        work.low, work.model, work.realisations, made(found.by_token), found.chooses_experts, found.referenced
     )  # fmt: skip
 
 
 def add_up_signs(work: Work) -> None:
     """Say which errors act together; with secant slopes, where memory allows, up to the measured error."""
     secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
-    options = {"target": work.request.measured_in, "gradients": "secant" if secants else "low"}
-    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, batch=len(work.groups[0]), **options)
+    target, gradients = work.request.measured_in, "secant" if secants else "low"
+    estimator = predictor.Adjoint(
+        work.low, work.model, work.request.probes, target=target, gradients=gradients, batch=len(work.groups[0])
+    )
     work.found.coherence = coherence(estimator, progress(work.groups, desc="errors that act together"))
 
 
@@ -215,7 +215,7 @@ STEPS = (
     Step("remedy", "mending what overflows", mend_overflows, ("prediction",), may_be_mended),
     Step(
         "mended", "predicting what is mended", predict_mended, ("remedy",),
-        lambda work: work.found.remedy.plan is not None,
+        lambda work: made(work.found.remedy).plan is not None,
     ),
     Step("plan", "choosing a plan", choose_plan, ("contributions",)),
     Step("plan measured", "measuring the plan", measure_plan, ("plan",), lambda work: work.found.referenced),

@@ -195,9 +195,9 @@ class Comparison:
         letter each. ``predicted`` is our prediction for it, ``additive`` the sum of what its units alone measured.
         """
         asked = []
-        for rival in self.methods or {"": None}:
+        for rival in self.methods or [""]:
             for number, budget in enumerate(self.budgets):
-                theirs = self.methods[rival]["plans"][number] if rival else None
+                theirs: Any = self.methods[rival]["plans"][number] if rival else None
                 bits = self.bits(theirs) if rival else budget
                 made = [(rival, theirs)] if rival else []
                 made += [(OURS, self.best(self.ours["scores"], bits)), (ORACLE, self.best(self.singles[0], bits))]
@@ -263,8 +263,8 @@ def compare_all(
         ladder = get_ladder(name)
         least, most = min(ladder.bits), max(ladder.bits)
         comparison = Comparison(setting, ladder, [least + share * (most - least) for share in shares], draws)
-        for kind, tables in found.items():
-            tables.append(getattr(comparison, kind)())
+        for kind, rows in found.items():
+            rows.append(getattr(comparison, kind)())
         if ladder.library not in said:
             said[ladder.library] = setting.ask(ladder, "refuse")
     refused = [(library, scheme, text) for library, texts in said.items() for scheme, text in texts.items()]

@@ -1,6 +1,7 @@
 """X2: how many next tokens and experts quantization changes, and how soon greedy decoding leaves fp32's text."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,13 +22,13 @@ from fragility_lab.experiments.x2 import row
 from fragility_lab.running.environment import progress
 
 TOGETHER = 64  # prompts that are decoded at once
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 257, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 160, "num_experts_per_tok": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 MIXTURES = (
     MixtralConfig(num_local_experts=8, **SIZES),
-    Qwen3MoeConfig(num_experts=8, moe_intermediate_size=48, head_dim=16, **SIZES),
+    Qwen3MoeConfig(num_experts=8, moe_intermediate_size=48, **SIZES | {"head_dim": 16}),
 )
 
 

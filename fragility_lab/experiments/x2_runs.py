@@ -51,7 +51,7 @@ class PartSpec(Specification):
         return self.windows
 
 
-class Recipes(Worker):
+class Recipes(Worker[PartSpec]):
     """Computes parts of X2; those on equal windows share the fp32 passes."""
 
     def __init__(self, inputs: Inputs, store: RunStore):
@@ -73,19 +73,19 @@ class Recipes(Worker):
 
     def changed(self, spec: PartSpec) -> pd.DataFrame:
         """Rows of ``x2_flips.changed_rows``."""
-        return changed_rows(self.inputs.model, self.tokens(spec.length, spec.windows, spec.seed), *spec.recipes)
+        return changed_rows(self.inputs.model, self.tokens(spec.length, spec.windows, spec.seed), spec.recipes[0])
 
     def lengths(self, spec: PartSpec) -> pd.DataFrame:
         """Rows of ``x2_flips.length_rows``."""
         chosen = spec.length, spec.windows, spec.seed
         texts = self.texts(*chosen, count=spec.count)
-        return length_rows(self.inputs.model, self.tokens(*chosen), texts, *spec.recipes)
+        return length_rows(self.inputs.model, self.tokens(*chosen), texts, spec.recipes[0])
 
 
 PARTS: dict[str, Callable[[Recipes, PartSpec], pd.DataFrame]] = {
-    "recipes": lambda worker, spec: recipe_rows(worker.setting_of(spec), *spec.recipes, spec.quantities),
-    "growth": lambda worker, spec: growth_rows(worker.setting_of(spec), *spec.recipes),
-    "coherence": lambda worker, spec: coherence_rows(worker.setting_of(spec), *spec.recipes, spec.count),
+    "recipes": lambda worker, spec: recipe_rows(worker.setting_of(spec), spec.recipes[0], spec.quantities),
+    "growth": lambda worker, spec: growth_rows(worker.setting_of(spec), spec.recipes[0]),
+    "coherence": lambda worker, spec: coherence_rows(worker.setting_of(spec), spec.recipes[0], spec.count),
     "changed": Recipes.changed,
     "lengths": Recipes.lengths,
     "layers": lambda worker, spec: layer_rows(worker.setting_of(spec), *spec.recipes),

@@ -7,6 +7,7 @@ which parts remove it. That is asked of ``Contributions.vanishing`` here, one pa
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,10 +25,11 @@ PARENTS = {"norm": "norms", "mlp": "mlp", "router": "mlp", "residual": "residual
 PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
 BUDGETS = 25  # of bits, along a curve
 
-Measured = Iterable[tuple[Plan | Choice, Mapping[str, float]]]
+Kept = TypeVar("Kept", Plan, Choice)
+Measured = Iterable[tuple[Kept, Mapping[str, float]]]
 
 
-def rounded(values) -> list:
+def rounded(values) -> Any:
     """``values`` as nested lists of numbers with DIGITS significant digits."""
     if isinstance(values, float):
         return float(f"{values:.{DIGITS}g}")
@@ -155,13 +157,13 @@ def orders(parts: Parts, known: Contributions) -> dict[str, list]:
     return {**paths, "sites": [[], *sites]}
 
 
-def keeping(known: Sequence[Contributions], measured: Measured = ()) -> dict[str, object]:
+def keeping(known: Sequence[Contributions], measured: Measured[Plan] = ()) -> dict[str, object]:
     """The view in which parts are kept in fp32. ``known`` has one entry for each target, of one recipe and model.
 
     ``measured`` has plans with the errors that were measured, mean over windows, by the name of the target.
     """
     first, parts = known[0], Parts(known[0])
-    blocks = [block_of(path)[1] for path in first.structure.blocks]
+    blocks = [block[1] for block in map(block_of, first.structure.blocks) if block]
     return {
         "kind": "keep",
         "recipe": first.recipe.name,
@@ -193,12 +195,12 @@ def best_choices(known: Choices, count: int = BUDGETS) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def choosing(known: Choices, measured: Measured = ()) -> dict[str, object]:
+def choosing(known: Choices, measured: Measured[Choice] = ()) -> dict[str, object]:
     """The view in which every group of linear layers gets a scheme, and nothing else is kept in fp32.
 
     ``measured`` has choices in place of plans.
     """
-    blocks = [block_of(group[0]) for group in known.groups]
+    blocks = [block for block in (block_of(group[0]) for group in known.groups) if block]
     return {
         "kind": "choose",
         "recipe": known.kernels,

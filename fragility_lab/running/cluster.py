@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 @contextmanager
-def connected(workers: int, threads: int) -> Iterator[tuple[Client, Callable[[], None]]]:
+def connected(workers: int, threads: int | None) -> Iterator[tuple[Client, Callable[[], None]]]:
     """A client of the cluster that ``SCHEDULER=`` names, or of a new one of ``workers`` processes here.
 
     Also gives a function that starts workers anew which died while they started. Raises OSError where no scheduler
