@@ -56,15 +56,15 @@ class Coherence:
         """The Gram matrix (K, K), mean over windows."""
         return self.grams.mean(0)
 
-    def between(self) -> tuple[np.ndarray, np.ndarray]:
+    def between(self) -> tuple[float, float]:
         """The squared error over the trace of G, 1 if groups are independent, and its standard error over windows."""
         return quotient(self.totals, np.trace(self.grams, axis1=1, axis2=2))
 
-    def inside(self) -> tuple[np.ndarray, np.ndarray]:
+    def inside(self) -> tuple[float, float]:
         """The trace of G over the sum of c^2, 1 if errors inside of groups are independent, and its standard error."""
         return quotient(np.trace(self.grams, axis1=1, axis2=2), self.squares)
 
-    def overall(self) -> tuple[np.ndarray, np.ndarray]:
+    def overall(self) -> tuple[float, float]:
         """The squared error over the sum of c^2, 1 if errors are independent, and its standard error over windows."""
         return quotient(self.totals, self.squares)
 
@@ -87,7 +87,7 @@ class Coherence:
         return table.sort_values("share", key=abs, ascending=False, ignore_index=True)
 
 
-def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[Any, Any]:
     """The ratio of the means over windows, the first dimension, and its standard error (Cochran 1977, chapter 6).
 
     The standard error is NaN for one window, and both are NaN where nothing contributes.

@@ -37,9 +37,7 @@ def predictions(
     """
     rounding = [recipe for recipe in map(get_recipe, recipes) if recipe.rounds]
     how = model, probes, seed, target, gradients
-    return {
-        recipe.name: Adjoint(lower(model, recipe), *how)(tokens, attention_mask=attention_mask) for recipe in rounding
-    }
+    return {r.name: Adjoint(lower(model, r), *how)(tokens, attention_mask=attention_mask) for r in rounding}
 
 
 @torch.no_grad()

@@ -211,8 +211,7 @@ class Contributions:
         covers += [self.vanishing(self.together([units[i], units[j]])) for i, j in pairs]
         needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
         sizes = np.array([1.0] * len(units) + [0.0] * len(pairs))
-        shared: list = []
-        saved: list = []
+        shared, saved = list[Any](), list[Any]()
         if by_bytes:
             stream = 8.0 * self.stream_bytes * self.length
             sizes[: len(units)] = [unit.residual * stream for unit in units]

@@ -127,9 +127,8 @@ def open_offloaded(
     state |= {path: x for path, x in model.named_buffers() if x.device.type == "meta"}
     for path, x in state.items():
         paths.setdefault(id(x), []).append(path)
-    stored_at: dict[int, Any] = {
-        number: next((p for p in found if p in checkpoint.made), None) for number, found in paths.items()
-    }
+    known = checkpoint.made
+    stored_at: dict[int, Any] = {n: next((p for p in found if p in known), None) for n, found in paths.items()}
     if missing := [paths[number][0] for number, path in stored_at.items() if path is None]:
         raise OSError(
             f"a checkpoint must hold all weights of its model, but the files lack "

@@ -108,8 +108,8 @@ class LowArithmetic(TorchFunctionMode):
     @contextmanager
     def holding(self, held: Held) -> Iterator[None]:
         """A context in which ``held`` stands for more parameters and buffers."""
-        before: Any = self.held
-        self.held = Held(*({**old, **new} for old, new in zip(before, held)))
+        before, pairs = self.held, cast(Any, zip(self.held, held))
+        self.held = Held(*({**old, **new} for old, new in pairs))
         try:
             yield
         finally:

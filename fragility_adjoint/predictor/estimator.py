@@ -114,7 +114,7 @@ class Adjoint:
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
         rounding = self._dtype != torch.float32
-        self.model = sharing_copy(low.model)
+        self.model: Any = sharing_copy(low.model)
         self.recorder, self.lock = ErrorRecorder(), threading.Lock()
         self._sites = pd.DataFrame()
         self.leaves = leaves = Leaves(low, self.model, reference, self.recorder, self._dtype)
@@ -123,9 +123,9 @@ class Adjoint:
         kept = stays if self._stream is None else []
         self._versions = [(p, version_of(p)) for path, p in leaves.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
-        self.points = []
+        self.points: list[LowArithmetic] = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
-            held = leaves.make(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
+            held = leaves.make(kept, exact, lambda _, n, x, w: self.recorder.watch_leaf(n, x, w, kept=True))
             if self.secant:
                 self.points.append(SecantArithmetic(self.recipe, self.recorder, held, rounding, self.target.between))
             else:
@@ -188,16 +188,18 @@ class Adjoint:
             else:
                 with self._stream:
                     found = self._passes(single)
-            norms, errors = zip(*found)
+            lengths, errors = zip(*found)
             contributions = self.recorder.contributions(len(tokens), self.probes)
             inside, below = self.recorder.overflows()
             for window in below.keys() - inside.keys():  # masks store -inf, too
                 tokens = single[window].tokens
-                if first_overflow(self.low, lambda model, x=tokens: self.target.output(model, x)) is not None:
+                # mypy infers no type for a lambda with a default
+                found_at = first_overflow(self.low, lambda m, x=tokens: self.target.output(m, x))  # type: ignore[misc]
+                if found_at is not None:
                     inside[window] = below[window]
             for window, place in inside.items():  # an infinity is no small error
                 contributions[:, window, :, place] = np.nan
-            norms = torch.stack(norms).cpu().double()
+            norms = torch.stack(lengths).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, max(each.tokens.shape[-1] for each in single))
             if self.secant:

@@ -43,7 +43,7 @@ class ObservedPass:
 
 
 @contextmanager
-def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+def block_outputs(model: nn.Module) -> Iterator[list[Tensor]]:
     """A list that a pass inside of this context fills with the output of each block, (B, T, d_model)."""
     seen: list[Tensor] = []
     with ExitStack() as stack:

@@ -265,10 +265,10 @@ def kept_by_blocks(model: PreTrainedModel, rounds_operands: bool = False) -> int
     in five), 0.5 to 1 times as many bytes were measured.
     """
     config: Any = model.config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen: Any = getattr(config, "num_experts_per_tok", None)
     matrices = [p for path in block_paths(model) for p in model.get_submodule(path).parameters() if p.ndim > 1]
     routed = chosen is not None and any(p.ndim == 3 for p in matrices)
-    running = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
+    running: float = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
     of_matrices = (11 if rounds_operands else 8) * running / config.hidden_size
     return int(of_matrices + (160 if routed else 100) * config.hidden_size * config.num_hidden_layers)
 

@@ -16,10 +16,10 @@ from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_adjoint.offload.offloaded import is_offloaded
-from fragility_adjoint.quantization.quantized import as_prequantized, lower
+from fragility_adjoint.quantization.quantized import Quantized, as_prequantized, lower
 from fragility_adjoint.quantization.static_scales import calibrated, needs_calibration
 from fragility_core.numerics.internals import attention_of
-from fragility_core.numerics.lowering import LowPrecision, sharing_copy
+from fragility_core.numerics.lowering import sharing_copy
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure, made
 from fragility_lab.diagnosis.growth import growth
@@ -54,7 +54,7 @@ class Work:
         found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
 
     @cached_property
-    def low(self) -> LowPrecision:
+    def low(self) -> Quantized:
         """The model in low precision without a plan. For a mix of schemes all layers have the smallest one."""
         return low_model(self.request, self.loaded, self.tokens)
 

@@ -91,7 +91,7 @@ def origins(low: LowPrecision, model: PreTrainedModel, window: Tensor, positions
             hidden_and_logits(run, window)
         passes.append(seen)
     exact, rounded = passes
-    numbers = {path: block[1] for path in [*blocks, *branches] if (block := block_of(path))}
+    numbers = {path: inside[1] for path in [*blocks, *branches] if (inside := block_of(path))}
     streams = {numbers[path]: exact[path].norm(dim=-1) for path in blocks if path in exact}  # (T,) by block
     attention = {id(m) for m in attention_modules(model)}
     found = []

@@ -159,7 +159,7 @@ def _attention_bounds(attention: pd.DataFrame, format: NumberFormat, constants: 
     column: dict[str, Any] = {
         name: torch.from_numpy(attention[name].to_numpy(copy=True)) for name in attention.select_dtypes("number")
     }
-    norms, u = theory.AttentionNorms._make(map(column.get, theory.AttentionNorms._fields)), format.unit_roundoff
+    norms, u = theory.AttentionNorms._make(map(column.__getitem__, theory.AttentionNorms._fields)), format.unit_roundoff
     first_order = theory.attention_error_bound(
         norms.kappa_softmax, norms.chi_score, norms.probability_norm, norms.value_spectral_norm, u, **kernels
     )

@@ -10,6 +10,7 @@ because no bound covers overflow.
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pandas as pd
 import torch
@@ -142,7 +143,7 @@ def run_stack(x: Tensor, weights: Tensor, low: LowPrecision) -> Tensor:
     return torch.stack(states)
 
 
-def underflow(format: NumberFormat, entries: int) -> float:
+def underflow(format: Any, entries: int) -> float:
     """Norm of the underflow of ``entries`` results: each may err by half a subnormal spacing beyond the model."""
     return format.unit_roundoff * format.smallest_normal * entries**0.5
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 from scipy.sparse.linalg import LinearOperator, svds
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import jvp, vjp
 
 from fragility_core.numerics.formats import get_format
@@ -20,7 +20,7 @@ from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 LENGTH = 64  # tokens
 
-BlockCall = tuple[nn.Module, tuple, dict]
+BlockCall = tuple[Any, tuple, dict]
 
 
 @cache

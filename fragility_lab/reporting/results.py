@@ -96,7 +96,7 @@ def realisation(tables: Tables) -> dict[str, object]:
     again = read_tables(REALISATION)
     runs = [name for name in ("e5_seeds", "e5_scarce_seeds") if name in again]
     seeds = again["e5_seeds"].seed.unique()
-    same = {name: tables[name][tables[name].seed.isin(seeds)] for name in runs}
+    same: dict[str, pd.DataFrame] = {name: tables[name][tables[name].seed.isin(seeds)] for name in runs}
     quantities = (*E5, *E5_SCARCE) if len(runs) == 2 else E5
     both_runs: dict[str, Tables] = {"": same, "moved": again}
     compared = {name: compare(found, quantities) for name, found in both_runs.items()}

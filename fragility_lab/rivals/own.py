@@ -29,9 +29,9 @@ def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chose
 def best_plans(errors: np.ndarray, sizes: list[int], ladder: Ladder, budgets: list[float]) -> list[list[int]]:
     """For each budget in bits a weight the plan with the least sum of ``errors`` (units, rungs)."""
     errors, bits = np.asarray(errors), np.outer(sizes, ladder.bits) / sum(sizes)
-    one_each = np.arange(errors.size).reshape(errors.shape)
+    one_each: Any = np.arange(errors.size).reshape(errors.shape).tolist()
     weights, covers = np.zeros(1), np.zeros((errors.size, 1), dtype=bool)  # nothing else
-    problem = Knapsack(errors.ravel(), bits.ravel(), weights, covers, alternatives=one_each.tolist())
+    problem = Knapsack(errors.ravel(), bits.ravel(), weights, covers, alternatives=one_each)
     plans = [problem.least_error(budget * (1 + 1e-9)) for budget in budgets]
     return [taken.reshape(errors.shape).argmax(1).tolist() for taken in plans]
 

@@ -123,7 +123,7 @@ def measured(driver: Driver, model: PreTrainedModel, calibration: Tensor, task: 
         began = time.process_time()
         for path, number in zip(paths, choice, strict=True):
             there: dict[str, nn.Module] = layers[number] if number != NO_RUNG else {}
-            model.set_submodule(path, there.get(path, own[path]))
+            model.set_submodule(path, there[path] if path in there else own[path])
         found.append([kl for tokens, want in zip(held, exact) for kl in divergences(model, tokens, want)])
         seconds.append(time.process_time() - began)
     return {"kl": found, "seconds": seconds, "paths": paths}

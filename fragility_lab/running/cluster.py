@@ -58,7 +58,7 @@ def _refusal(address: str, reason: str) -> str:
 
 
 @contextmanager
-def _local(workers: int, threads: int) -> Iterator[LocalCluster]:
+def _local(workers: int, threads: int | None) -> Iterator[LocalCluster]:
     # The cluster's threads and processes inherit the mask. An interrupt at the terminal goes to all processes of its
     # group; only this thread takes it, and ends the others.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
