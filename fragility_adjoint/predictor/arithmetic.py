@@ -163,9 +163,8 @@ class LowArithmetic(TorchFunctionMode):
         if not x.is_floating_point():
             return x
         with internals.without_function_modes():
-            return self.round(
-                self.call(Tensor.clone, x), name, format=cast(NumberFormat, Through(stored, self.dtype(x)))
-            )
+            numbers = cast(NumberFormat, Through(stored, self.dtype(x)))
+            return self.round(self.call(Tensor.clone, x), name, format=numbers)
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""

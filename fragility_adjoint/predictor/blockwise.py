@@ -107,8 +107,7 @@ class BlockwiseAttention:
         return exact if self.exact else stored, local_error(exact, stored)
 
     def gradients(
-        self, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor,
-        record: Callable[[str, int, Tensor], None] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, record: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of query, key and value, from the ``gradient`` (P, N, T, d_v) of the context, for P probes.
 
@@ -127,10 +126,10 @@ class BlockwiseAttention:
             to_value[..., keys].baddbmm_(stacked[..., rows], p)
             for probe in range(probes):
                 torch.bmm(gradient[probe, :, rows], value[:, keys].mT, out=back)
-                if record and errors:
+                if errors:
                     record("softmax", probe, torch.mul(errors[1], back, out=weighted))
                 softmax_backward(back, p, -1, back.dtype, grad_input=back)
-                if record and errors:
+                if errors:
                     record("scores", probe, torch.mul(errors[0], back, out=weighted))
                 torch.bmm(back, key[:, keys], out=to_query[probe, :, rows])
                 to_key[probe, ..., keys].baddbmm_(query[:, rows].mT, back)

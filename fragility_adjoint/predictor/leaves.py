@@ -107,7 +107,7 @@ class Leaves:
         with self.read(paths := list(paths)):
             for path in paths:
                 rounded = self.tensors[path].detach().float()  # for fp32 ones, too: the model's own have no gradient
-                leaf = (self.exact[path] if self.exact and at_reference else rounded).detach()
+                leaf = ((self.exact or {})[path] if at_reference else rounded).detach()
                 if self.watched(path):
                     leaf.requires_grad_()
                     watch(path, self.recorder.weight(path), leaf, self.weighted(path, rounded))
