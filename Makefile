@@ -245,7 +245,7 @@ picture:  ## docs/diagnosis.png from outputs/embedded/diagnosis.html (needs Chro
 	    $(call quoted,file://$(CURDIR)/outputs/embedded/diagnosis.html)
 
 .PHONY: lint
-lint: $(ENVIRONMENT)  ## check the code's style, and the types of the core
+lint: $(ENVIRONMENT)  ## check the code's style and types, strictly in fragility_core
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy

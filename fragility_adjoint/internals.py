@@ -39,7 +39,7 @@ kernels_counted = private("torch.autograd._get_sequence_nr", PRIVATE)
 version_of = attrgetter("_version")  # of a tensor: grows with every change in place
 
 
-def can_set_attention(model: nn.Module) -> bool:
+def can_set_attention(model: Any) -> bool:
     """True if ``model`` calls transformers' attention interface, and so can be set to another attention."""
     return hasattr(model, "_can_set_attn_implementation") and model._can_set_attn_implementation()
 
@@ -51,7 +51,7 @@ def is_ignored(model: nn.Module, name: str) -> bool:
 
 
 @torch.no_grad()
-def fill_buffers(model: nn.Module, device_of: Callable[[str], torch.device]) -> None:
+def fill_buffers(model: Any, device_of: Callable[[str], torch.device]) -> None:
     """Compute the buffers of a model of transformers on "meta" that no checkpoint holds, as ``from_pretrained`` does.
 
     ``device_of`` gives the device of a buffer by its path. Raises ValueError for a floating buffer that the model's own
@@ -89,12 +89,13 @@ def outside_of_vmap() -> AbstractContextManager:
 @contextmanager
 def without_vmap_fallback() -> Iterator[None]:
     """A context in which a kernel that ``torch.func.vmap`` can only loop over raises RuntimeError."""
-    before = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)
+    functorch: Any = torch._C._functorch  # its type has not all of its functions
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
     try:
         yield
     finally:
-        torch._C._functorch._set_vmap_fallback_enabled(before)
+        functorch._set_vmap_fallback_enabled(before)
 
 
 # torch has no types for these errors.
@@ -130,7 +131,7 @@ def unbatched(x: Tensor, level: int | None) -> Tensor:
     return whole.movedim(dimension, 0) if dimension else whole
 
 
-def batched(x: Tensor, level: int | None) -> Tensor:
+def batched(x: Tensor, level: Any) -> Tensor:
     """The inverse of ``unbatched``, in the vmap with number ``level``."""
     return x[0] if len(x) == 1 else torch._C._functorch._add_batch_dim(x, 0, level)
 
@@ -146,7 +147,7 @@ def stored_as(x: Tensor) -> str | None:
 
 def mark_stored(x: Tensor, kind: str | None = "value") -> Tensor:
     """Let fp32 ``x`` stand for a tensor of the low dtype, a "weight" or a "value"."""
-    x._stored_as = kind
+    vars(x)["_stored_as"] = kind
     return x
 
 
@@ -157,7 +158,7 @@ def is_stream(x: Tensor) -> bool:
 
 def mark_stream(x: Tensor, stream: bool = True) -> Tensor:
     """Let ``x`` be, or not be, the residual stream."""
-    x._is_stream = stream
+    vars(x)["_is_stream"] = stream
     return x
 
 
@@ -173,7 +174,7 @@ def reference_of(x: Tensor) -> Tensor:
 
 def refer(x: Tensor, reference: Tensor) -> Tensor:
     """Let ``x`` have the value ``reference`` in the fp32 pass that runs beside this one."""
-    x._reference = reference
+    vars(x)["_reference"] = reference
     return x
 
 

@@ -40,6 +40,7 @@ docs/protocol.md. Importing this package imports nothing heavy: each name is loo
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -57,11 +58,11 @@ _NAMES = {
 }
 
 
-def lazily(package: str, names: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable, Callable]:
+def lazily(package: str, names: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[..., Any], Callable[[], Any]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a ``package`` whose ``names``, by module, load when used."""
     modules = {name: module for module, offered in names.items() for name in offered}
 
-    def look_up(name: str):
+    def look_up(name: str) -> Any:
         if name in modules:
             return getattr(import_module(f"{package}.{modules[name]}"), name)
         try:

@@ -19,6 +19,7 @@ over the sum of c^2 shows them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -86,7 +87,7 @@ class Coherence:
         return table.sort_values("share", key=abs, ascending=False, ignore_index=True)
 
 
-def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[Any, Any]:
     """The ratio of the means over windows, the first dimension, and its standard error (Cochran 1977, chapter 6).
 
     The standard error is NaN for one window, and both are NaN where nothing contributes.
@@ -144,18 +145,18 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
         tables.append(rows.assign(window=rows.window + first, c2=rows.c2 / norm**2, signed=rows.signed / norm))
         measured.append(finite)
         first += len(tokens)
-    windows = pd.concat(measured) if measured else []
-    if not len(windows):
+    found: Any = pd.concat(measured) if measured else []
+    if not len(found):
         raise ValueError("coherence needs a window whose prediction is finite, got none: choose a wider format")
     rows = pd.concat(tables)
     rows = rows if by else in_bands(rows)
     by_group = rows.groupby([*(by or GROUPS)], dropna=False)
     sums = rows.signed.groupby([rows.window, rows.probe, by_group.ngroup()]).sum().unstack(fill_value=0.0)
-    signed = sums.to_numpy().reshape(len(windows), adjoint.probes, -1)  # (W, P, K)
+    signed = sums.to_numpy().reshape(len(found), adjoint.probes, -1)  # (W, P, K)
     grams = np.einsum("wpa,wpb->wab", signed, signed) / adjoint.probes
     squares = rows.c2.groupby(rows.window).sum() / adjoint.probes
     totals, remainder = grams.sum((1, 2)), np.nan
-    if "measured" in windows:
-        totals = windows.measured.to_numpy() ** (1 if adjoint.target.squared else 2)
-        remainder = windows.remainder.max()
+    if "measured" in found:
+        totals = found.measured.to_numpy() ** (1 if adjoint.target.squared else 2)
+        remainder = found.remainder.max()
     return Coherence(by_group.size().index.to_frame(index=False), grams, squares.to_numpy(), totals, remainder)

@@ -7,7 +7,7 @@ whether the error of the output grows in proportion, as a prediction assumes.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParame
 from fragility_adjoint.predictor.recorder import local_error, stochastic_error
 from fragility_adjoint.quantization.operands import operands_by_storage
 from fragility_core.models.paths import within
-from fragility_core.numerics.formats import Format, NumberFormat
+from fragility_core.numerics.formats import NumberFormat
 
 Result = TypeVar("Result")
 
@@ -97,14 +97,15 @@ class Rescaled(ScaledErrors):
         rounded = stored.round(x).float()
         if self.scale == 1 or not stored.elementwise:
             return rounded
-        inside = (x.abs() >= 2 * stored.smallest_normal) & (x.abs() <= stored.largest / 2)
+        numbers: Any = stored  # a Format, perhaps behind a stand-in
+        inside = (x.abs() >= 2 * numbers.smallest_normal) & (x.abs() <= numbers.largest / 2)
         return torch.where(inside, stored.round(x * self.scale).float() / self.scale, rounded)
 
 
 Rounding = RandomSigns | ScaledErrors
 
 
-def scales(format: Format, count: int) -> list[float]:
+def scales(format: NumberFormat, count: int) -> list[float]:
     """At most ``count`` numbers of ``format`` from 1 on and below 2, about evenly apart in the logarithm.
 
     There are fewer in a format of few numbers: fp8_e5m2 has four. Raises ValueError for a count below 1.
@@ -138,7 +139,7 @@ class SampledArithmetic(LowArithmetic):
     def __init__(self, at: LowArithmetic, parameters: ParameterTable, base: str, rounding: Rounding | None):
         super().__init__(at.recipe, at.recorder, parameters, rounding=at.rounding)
         self.base, self.rounding_by = base, rounding
-        self.format = Sampled(at.recipe.kernels, rounding)
+        self.format = cast(NumberFormat, Sampled(at.recipe.kernels, rounding))
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
@@ -146,7 +147,7 @@ class SampledArithmetic(LowArithmetic):
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
         if not constant and (not self.base or within(self.recorder.path[-1], self.base)):
-            numbers = self.format if format is None else Sampled(format, self.rounding_by)
+            numbers: Any = self.format if format is None else Sampled(format, self.rounding_by)
             y.data.copy_(numbers.round(y.data, alike=name == "operand"))
         return self._marked(y)
 

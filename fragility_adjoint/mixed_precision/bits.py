@@ -36,8 +36,8 @@ def predictions(
     The other arguments are those of ``Adjoint``. Recipes that round nothing are left out.
     """
     rounding = [recipe for recipe in map(get_recipe, recipes) if recipe.rounds]
-    how, where = (model, probes, seed, target, gradients), {"attention_mask": attention_mask}
-    return {recipe.name: Adjoint(lower(model, recipe), *how)(tokens, **where) for recipe in rounding}
+    how = model, probes, seed, target, gradients
+    return {r.name: Adjoint(lower(model, r), *how)(tokens, attention_mask=attention_mask) for r in rounding}
 
 
 @torch.no_grad()
@@ -265,7 +265,7 @@ class Choices:
             )
         return self._choice(self._knapsack.least_error(bits * self.weights))
 
-    def within_bytes(self, size: int) -> Choice:
+    def within_bytes(self, size: float) -> Choice:
         """The same as ``within_bits``, with at most ``size`` bytes for the whole model (``stored_bytes``)."""
         least = (self.least_bits * self.weights + self.fixed_bits) / 8
         if size < least:

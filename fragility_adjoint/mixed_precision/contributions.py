@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -140,7 +141,7 @@ class Contributions:
         """
         return self.priced(self._plan(modules, blocks, sites, label))
 
-    def plan(self, budget: int, unit: str = "blocks", beside: Plan | None = None) -> Plan:
+    def plan(self, budget: float, unit: str = "blocks", beside: Plan | None = None) -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
 
         ``unit`` is one of
@@ -169,10 +170,11 @@ class Contributions:
         taken = self._knapsack(units, by_bytes=unit == "bytes").least_error(8 * budget if unit == "bytes" else budget)
         chosen = np.flatnonzero(taken[: len(units)])
         if unit in ("blocks", "sites"):
-            return self.keep(**{unit: [self._names(unit)[i] for i in chosen]})
+            named: dict[str, Any] = {unit: [self._names(unit)[i] for i in chosen]}
+            return self.keep(**named)
         return self.priced(self.together([units[i] for i in chosen]))
 
-    def _plan_beside(self, beside: Plan, budget: int, unit: str) -> Plan:
+    def _plan_beside(self, beside: Plan, budget: float, unit: str) -> Plan:
         """The best plan for the ``budget`` among those that keep what ``beside`` keeps."""
         if (needed := self.size(beside, unit)) > budget:
             raise ValueError(f"the budget must pay for {beside.label}, {needed} {unit}, got {budget}: raise it")
@@ -209,7 +211,7 @@ class Contributions:
         covers += [self.vanishing(self.together([units[i], units[j]])) for i, j in pairs]
         needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
         sizes = np.array([1.0] * len(units) + [0.0] * len(pairs))
-        shared = saved = ()
+        shared, saved = list[Any](), list[Any]()
         if by_bytes:
             stream = 8.0 * self.stream_bytes * self.length
             sizes[: len(units)] = [unit.residual * stream for unit in units]
@@ -250,7 +252,8 @@ class Contributions:
 
     def _single_units(self, unit: str) -> list[Plan]:
         if unit in ("blocks", "sites"):
-            return [self._plan(**{unit: [name]}) for name in self._names(unit)]
+            named: list[dict[str, Any]] = [{unit: [name]} for name in self._names(unit)]
+            return [self._plan(**each) for each in named]
         if unit == "modules":
             return [self._plan((path,)) for path in self.structure.modules]
         streams = [self._plan(sites=[site]) for site in ("residual", "scores") if site in self.structure.sites]
@@ -265,7 +268,7 @@ class Contributions:
     def stream_bytes(self) -> int:
         """Bytes that an fp32 residual stream takes more, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
-        return (structure.FP32_BITS - self.recipe.kernels.bits) // 8 * width
+        return int((structure.FP32_BITS - self.recipe.kernels.bits) // 8) * width
 
     def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         sites = self.structure.sites

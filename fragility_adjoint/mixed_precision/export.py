@@ -56,7 +56,7 @@ def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
 
 def missing_parts(plan: Plan, library: str) -> list[str]:
     """Parts of ``plan`` that no configuration of ``library`` can say."""
-    parts = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
+    parts: dict[str, object] = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
     parts["the KV cache"] = plan.recipe.cache is not None and library != "ModelOpt"
     shown = ", ".join(plan.modules[:MANY]) + (
         f" and {len(plan.modules) - MANY} more" if len(plan.modules) > MANY else ""
@@ -77,7 +77,7 @@ def bits_of(format: Format) -> int | tuple[int, int]:
     return format.bits if format.lowest is not None else (format.bits - format.significand, format.significand - 1)
 
 
-def parts(stored: NumberFormat) -> tuple[Format, Scheme]:
+def parts(stored: Any) -> tuple[Format, Scheme]:
     """The format of ``stored``, and the scheme; a format alone is one under the scale 1."""
     return (stored.format, stored) if isinstance(stored, Scheme) else (stored, Scheme(stored))
 
@@ -132,7 +132,7 @@ def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
     for path, operands in layers.items():
         if operands.weights is not None:
             groups.setdefault(operands, []).append(path)
-    config = {}
+    config: dict[str, Any] = {}
     for number, (operands, paths) in enumerate(groups.items()):
         config[f"group_{number}"] = {"targets": paths, "weights": arguments(operands.weights, dynamic=False)}
         if operands.inputs is not None:
@@ -145,7 +145,7 @@ def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
     )
 
 
-def arguments(stored: NumberFormat, dynamic: bool) -> dict[str, Any]:
+def arguments(stored: NumberFormat | None, dynamic: bool) -> dict[str, Any]:
     """The ``QuantizationArgs`` of compressed-tensors for how weights or (``dynamic``) inputs are stored."""
     format, scheme = parts(stored)
     strategy = {"row": "token" if dynamic else "channel"}.get(scheme.granularity, scheme.granularity)

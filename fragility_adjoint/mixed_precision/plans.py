@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
 from fragility_adjoint.offload.offloaded import parameter_copy, widen
 from fragility_adjoint.quantization.cache import unrounded
 from fragility_adjoint.quantization.operands import owner, stored_weights, with_known_layers
-from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.quantized import Quantized, lower
 from fragility_adjoint.quantization.recipes import Operands, Recipe, get_recipe
 from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_core.models.paths import (
@@ -37,6 +37,8 @@ from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.numerics.nested import map_tensors, tensors
 
 NOISE = 1e-6  # relative error of a kept module that is none of rounding, at most
+
+Low = TypeVar("Low", bound=LowPrecision)
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,9 @@ def keep_stream(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[s
 def clamp_mask(lowest: float, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Raise an additive mask to the ``lowest`` number of the format; with an fp32 stream it holds fp32's lowest."""
     mask = kwargs.get("attention_mask")
-    additive = mask is not None and mask.dtype == torch.float32
-    return args, kwargs | {"attention_mask": mask.clamp_min(lowest)} if additive else kwargs
+    if mask is None or mask.dtype != torch.float32:
+        return args, kwargs
+    return args, kwargs | {"attention_mask": mask.clamp_min(lowest)}
 
 
 def widen_weights(norm: nn.Module, args: tuple) -> None:
@@ -152,7 +155,7 @@ def widen_weights(norm: nn.Module, args: tuple) -> None:
 
 
 @torch.no_grad()
-def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> LowPrecision:
+def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor | None = None) -> Quantized:
     """A copy of the fp32 ``model`` in the plan's format, except for the parts that the plan keeps.
 
     ``execution`` is that of ``lowering.lower``. By default it is "weights" for a plan that was made for weights alone.
@@ -179,7 +182,7 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
 
 
 @torch.no_grad()
-def protect(low: LowPrecision, model: nn.Module, plan: Plan, tokens: Tensor | None = None) -> LowPrecision:
+def protect(low: Low, model: nn.Module, plan: Plan, tokens: Tensor | None = None) -> Low:
     """``low``, changed in place: the parts that ``plan`` keeps are those of ``model``, from which it was rounded.
 
     ``apply`` does so with a model that it lowers itself. ``tokens`` and errors are those of ``apply``.

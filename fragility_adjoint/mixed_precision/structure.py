@@ -1,10 +1,10 @@
 """The parts of a model that can be kept in fp32, found from its modules and the kernels that ran, and their price."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -29,11 +29,12 @@ FP32_BITS = 32
 
 
 @torch.no_grad()
-def scores_can_be_kept(model: nn.Module) -> bool:
+def scores_can_be_kept(model: Any) -> bool:
     """True if the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
     if not (can_set_attention(model) and paths.attention_modules(model)):
         return False
-    own, kept = sharing_copy(model).eval(), sharing_copy(model).eval()
+    copies: list[Any] = [sharing_copy(model).eval(), sharing_copy(model).eval()]
+    own, kept = copies
     tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
     try:
         set_attention(kept, FP32_SCORES)
@@ -84,7 +85,7 @@ class Structure:
 
     def _branches_of(self, sites: Collection[str]) -> list[str]:
         """Paths of the children of blocks that have parameters and contain places of ``sites``."""
-        parts = (block_of(path) for path in self.places.module[self.places.site.isin(sites)])
+        parts = filter(None, map(block_of, self.places.module[self.places.site.isin(sites)]))
         paths = dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch)
         branches = {path: self.model.get_submodule(path) for path in paths}
         owning = (path for path, module in branches.items() if not isinstance(module, nn.ModuleList))
@@ -111,7 +112,7 @@ class Structure:
             return False
         before = kernels[: kernels.module.map(block_of).notna().argmax()]
         outputs = kernels[kernels.block_output]
-        ended = {block_of(path)[0] for path in outputs.module}
+        ended = {block[0] for block in map(block_of, outputs.module) if block}
         read = [any(within(norm, block) for norm in self.stream_norms) for block in self.blocks]
         return {*self.blocks} <= ended and outputs.stream.all() and all(read) and not before.site.eq("norm").any()
 
@@ -177,7 +178,8 @@ def storage(parameters: Iterable[Stored], kept: Sequence[Collection[str]]) -> tu
     for number, own in enumerate(kept):
         for path in own:
             keeping.setdefault(path, []).append(number)
-    copies, dropped = Counter(), Counter()
+    copies: dict[tuple[int, ...], float] = defaultdict(int)
+    dropped: dict[tuple[tuple[int, ...], ...], float] = defaultdict(int)
     for stored in parameters:
         sets = []
         for user in stored.users:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -27,7 +28,7 @@ class CheckpointTensors:
 
     def __init__(self, path: str, converter: WeightConverter | None):
         self.path, self.converter = path, converter
-        self.sources: list[tuple[str, str | None]] = []  # names in the files, with the converter's patterns
+        self.sources: list[tuple[str, Any]] = []  # names in the files, with the converter's patterns
 
     def paths(self) -> list[str]:
         """The paths of the tensors in the model."""
@@ -40,7 +41,8 @@ class CheckpointTensors:
             return next(iter(stored.values()))
         converter = copy.deepcopy(self.converter)
         for name, pattern in self.sources:
-            converter.add_tensor(self.path, name, pattern, partial(stored.__getitem__, name))
+            read: Any = partial(stored.__getitem__, name)  # asked for as a Future is
+            converter.add_tensor(self.path, name, pattern, read)
         made = converter.convert(self.path, model=model, config=model.config)[path]
         return made[0] if isinstance(made, list) else made
 
@@ -120,11 +122,12 @@ def open_offloaded(
     places = device if isinstance(device, Mapping) else {"": device}
     fill_buffers(model, partial(device_of, places))
     paths: dict[int, list[str]] = {}  # tied parameters have several
-    state = dict(model.named_parameters(remove_duplicate=False))
+    state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     state |= {path: x for path, x in model.named_buffers() if x.device.type == "meta"}
     for path, x in state.items():
         paths.setdefault(id(x), []).append(path)
-    stored_at = {number: next((p for p in found if p in checkpoint.made), None) for number, found in paths.items()}
+    known = checkpoint.made
+    stored_at: dict[int, Any] = {n: next((p for p in found if p in known), None) for n, found in paths.items()}
     if missing := [paths[number][0] for number, path in stored_at.items() if path is None]:
         raise OSError(
             f"a checkpoint must hold all weights of its model, but the files lack "

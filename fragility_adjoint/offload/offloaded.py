@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class Source:
         self.read, self.empty, self.asked = read, empty, 0
 
     @contextmanager
-    def present(self, parameter: nn.Parameter) -> Iterator[None]:
+    def present(self, parameter: Tensor) -> Iterator[None]:
         """A context in which ``parameter`` has its entries. Contexts may be nested."""
         try:
             self.asked += 1
@@ -42,7 +43,7 @@ class Source:
             if not self.asked:
                 parameter.data = self.empty
 
-    def another(self, *of) -> nn.Parameter:
+    def another(self, *of: Any) -> nn.Parameter:
         """``offloaded_parameter`` of these arguments."""
         return offloaded_parameter(*of)
 
@@ -59,9 +60,14 @@ def offloaded_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.dev
     return parameter
 
 
+def own_source(parameter: Tensor) -> Source | None:
+    """The source of ``parameter``, which only this module makes."""
+    return cast(Source | None, source_of(parameter))
+
+
 def widen(parameter: nn.Parameter) -> None:
     """Let ``parameter`` have its entries in fp32 from now on."""
-    source = source_of(parameter)
+    source = own_source(parameter)
     if source is None or parameter.dtype == torch.float32:
         parameter.data = parameter.data.float()
         return
@@ -78,7 +84,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:
     """A copy of ``parameter``; that of an offloaded one is offloaded, too, and reads the same entries."""
-    source = source_of(parameter)
+    source = own_source(parameter)
     if source is None:
         return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     copied = nn.Parameter(source.empty, requires_grad=False)
@@ -133,6 +139,6 @@ def load_when_running(model: nn.Module) -> None:
         replace_forward(module, Loading(module))
     inside = {id(p) for module in found.values() for p in module.parameters()}
     for parameter in model.parameters():
-        if id(parameter) not in inside and (source := source_of(parameter)) is not None:
+        if id(parameter) not in inside and (source := own_source(parameter)) is not None:
             parameter.data = source.read()
             set_source(parameter, None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +30,10 @@ from fragility_core.numerics.formats import NumberFormat
 from fragility_core.numerics.kernels import CASTS, FILLING, deciding
 from fragility_core.numerics.nested import map_tensors
 
-GET_DTYPE = Tensor.dtype.__get__
+PROPERTIES: Any = Tensor  # on the class, torch's types take a property for its value
+GET_DTYPE = PROPERTIES.dtype.__get__
 # Half of the calls that a model makes. They take a short way: questions about a tensor, and moves of one tensor.
-QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.device.__get__}
+QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, PROPERTIES.shape.__get__, PROPERTIES.device.__get__}
 MOVES = {
     Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, Tensor.cpu, Tensor.cuda,
     functional.dropout,
@@ -119,11 +120,11 @@ class LowArithmetic(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in MOVES:
             return self._move(func, args, kwargs)
-        if isinstance(func, FunctionType) and func not in self._running and with_visible_kernels(func):
+        if isinstance(func, FunctionType) and func not in self._running and (visible := with_visible_kernels(func)):
             self._running.add(func)  # its C++ part calls the mode again under the same name
             try:
                 with self:
-                    return with_visible_kernels(func)(*args, **kwargs)
+                    return visible(*args, **kwargs)
             finally:
                 self._running.remove(func)
         if func == GET_DTYPE:

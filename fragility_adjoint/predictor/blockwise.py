@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class BlockwiseAttention:
     def __init__(
         self, scaling: float, mask: Tensor | None, causal: bool, format: NumberFormat | None = None, exact: bool = False
     ):
-        self.scaling, self.mask, self.causal, self.format, self.exact = scaling, mask, causal, format, exact
+        self.scaling, self.mask, self.causal, self.exact = scaling, mask, causal, exact
+        self.format: Any = format  # what rounds is called with a format alone
         self.rounds = format is not None and not exact
 
     def blocks(self, query: Tensor, key: Tensor, buffers: int) -> Iterator[tuple[slice, slice, list[Tensor]]]:
@@ -105,8 +107,7 @@ class BlockwiseAttention:
         return exact if self.exact else stored, local_error(exact, stored)
 
     def gradients(
-        self, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor,
-        record: Callable[[str, int, Tensor], None] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, record: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of query, key and value, from the ``gradient`` (P, N, T, d_v) of the context, for P probes.
 
@@ -119,8 +120,8 @@ class BlockwiseAttention:
         stacked = gradient.permute(1, 0, 3, 2).flatten(1, 2)  # (N, P d, T): one product for all probes
         to_value = value.new_zeros(len(value), stacked.shape[1], value.shape[1])
         for rows, keys, (p, back, *more) in self.blocks(query, key, 5 if self.format else 2):
-            *errors, weighted = more or [None]
-            form = self.probabilities_and_errors if errors else self.probabilities
+            errors, weighted = more[:-1], more[-1] if more else None
+            form: Callable[..., None] = self.probabilities_and_errors if errors else self.probabilities
             form(query[:, rows], key[:, keys], rows, p, *errors)
             to_value[..., keys].baddbmm_(stacked[..., rows], p)
             for probe in range(probes):

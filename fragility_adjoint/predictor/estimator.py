@@ -120,7 +120,7 @@ class Adjoint:
         kept = stays if self._stream is None else []
         self._versions = [(p, version_of(p)) for path, p in rounded.parameters.items() if path in stays]
         stochastic = low.execution == "stochastic"
-        self.points = []
+        self.points: list[LowArithmetic] = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
             leaves = rounded.make_leaves(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
             how = self.recipe, self.recorder, leaves
@@ -193,7 +193,7 @@ class Adjoint:
                     inside[window] = below[window]
             for window, place in inside.items():  # an infinity is no small error
                 contributions[:, window, :, place] = np.nan
-            norms = torch.stack(norms).cpu().double()
+            norms = torch.stack(lengths).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, max(each.tokens.shape[-1] for each in windows))
             if self.secant:

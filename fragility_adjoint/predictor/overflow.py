@@ -126,7 +126,7 @@ class OverflowDetector(TorchDispatchMode):
         if finite(map(numbers, tensors(result))) and not finite(map(numbers, tensors(before))):
             self.first = None
 
-    def look(self, kernel: Callable | None, args: tuple, kwargs: dict, result: Any) -> None:
+    def look(self, kernel: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Keep the running kernel if it is the first to leave the range; ``args`` are as they were before it."""
         results = [x for x in tensors(result) if x.is_floating_point()]
         if self.first is not None or finite(results):
@@ -247,8 +247,12 @@ def with_overflows(
     """
     windows = prediction.windows.assign(overflow="")
     lost = {*prediction.contributions.window[~np.isfinite(prediction.contributions.c2)]}
-    for window in np.flatnonzero(~np.isfinite(windows.predicted)):
-        found = first_overflow(low, lambda model, x=tokens[window]: prediction.target.output(model, x))
+    for window in np.flatnonzero(~np.isfinite(windows.predicted)).tolist():
+
+        def run(model: nn.Module, window: int = window) -> Tensor:
+            return prediction.target.output(model, tokens[window])
+
+        found = first_overflow(low, run)
         if found is not None:
             words = found.words
         elif window in inside:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import EllipsisType
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class RoundedParameters:
         with self.read(paths := list(paths)):
             for path in paths:
                 rounded = self.tensors[path].detach().float()  # for fp32 ones, too: the model's own have no gradient
-                leaf = (self.exact[path] if at_reference else rounded).detach()
+                leaf = ((self.exact or {})[path] if at_reference else rounded).detach()
                 if self.watched(path):
                     leaf.requires_grad_()
                     watch(path, self.recorder.weight(path), leaf, self.weighted_error(path, rounded))
@@ -121,15 +122,17 @@ class WeightedError:
         """``rounded`` has its entries, ``origin`` those before they were rounded, or else the format they have."""
         self.rounded, self.origin = rounded, origin
 
-    def error(self, rows: slice | Tensor) -> Tensor:
+    def error(self, rows: slice | Tensor | EllipsisType) -> Tensor:
         """The local error of ``rows``, in memory of its own."""
         rounded = self.rounded[rows]
-        known = isinstance(self.origin, Tensor)
-        return local_error(self.origin[rows], rounded) if known else expected_error(rounded, self.origin)
+        if isinstance(self.origin, Tensor):
+            return local_error(self.origin[rows], rounded)
+        return expected_error(rounded, self.origin)
 
     def __call__(self, gradient: Tensor | None, looked_up: LookedUp | None = None) -> Iterator[Tensor]:
         """Error times ``gradient`` (P, ...) in pieces. The gradient of rows ``looked_up`` comes beside it, or alone."""
         if gradient is None:
+            assert looked_up is not None
             yield self.error(looked_up.rows) * looked_up.gradient
         elif self.rounded.numel() <= LARGE:
             yield self.error(...) * gradient
@@ -155,7 +158,7 @@ def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
 
     Raises ValueError for a reference that is not in fp32, or lacks a tensor of ``rounded`` in the same shape.
     """
-    exact = dict(reference.named_parameters(remove_duplicate=False))
+    exact: dict[str, Tensor] = dict(reference.named_parameters(remove_duplicate=False))
     exact |= {path: x for path, x in reference.named_buffers(remove_duplicate=False) if path in rounded}
     if other := sorted({str(p.dtype) for p in exact.values() if p.is_floating_point()} - {"torch.float32"}):
         raise ValueError(f"the reference must be in fp32, before its weights were rounded, got {', '.join(other)}")

@@ -7,6 +7,7 @@ the forward pass are formed again once, not once a probe.
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def backward(
         return list(torch.func.vmap(run)(*gradients))
 
 
-def of_probes(function: Callable[[Tensor | None], object]) -> Callable[[Tensor | None], None]:
+def of_probes(function: Callable[[Any], object]) -> Callable[[Tensor | None], None]:
     """A hook that gives ``function`` the gradient of all probes, (P, ...), if there is one."""
 
     @wraps(function)

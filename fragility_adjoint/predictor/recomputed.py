@@ -214,8 +214,8 @@ class FusedAttention(torch.autograd.Function):
     def forward(ctx, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.blockwise = blockwise
-        options = {"is_causal": blockwise.causal, "scale": blockwise.scaling}
-        return functional.scaled_dot_product_attention(query, key, value, **options)
+        causal, scale = blockwise.causal, blockwise.scaling
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
 
     @staticmethod
     @over_probes

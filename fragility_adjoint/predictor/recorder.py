@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,8 +99,7 @@ class ErrorRecorder:
 
     def rewind(self, mark: tuple[int, int]) -> None:
         """Drop the records since ``mark``: their pass has failed."""
-        for records, first in zip((self._records, self._extremes), mark):
-            del records[first:]
+        del self._records[mark[0] :], self._extremes[mark[1] :]
         self._looked_up.clear()
 
     def begin(self, window: int = 0) -> None:

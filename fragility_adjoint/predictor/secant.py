@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.internals import base_of, has_reference, is_view, refer, reference_of
-from fragility_adjoint.predictor.arithmetic import LowArithmetic
+from fragility_adjoint.predictor.arithmetic import PROPERTIES, LowArithmetic
 from fragility_adjoint.predictor.calls import FunctionCall, in_place
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recorder import ErrorRecorder
@@ -43,7 +43,7 @@ from fragility_core.numerics.kernels import EXACT_FUNCTIONS
 from fragility_core.numerics.nested import map_tensors, tensors
 
 CLOSE = 1e-7  # relative difference in fp64 up to which a secant is a tangent; its relative error is the square of that
-CUT = {Tensor.detach, Tensor.data.__get__}  # functions that give a tensor without a history
+CUT = {Tensor.detach, PROPERTIES.data.__get__}  # functions that give a tensor without a history
 # Linear in floating tensors, and so run as they are. To leave one out costs time alone: halfway is exact, too.
 # Those of EXACT_FUNCTIONS that look at the size of entries are not linear.
 SELECTING = {"max", "min", "topk", "sort", "kthvalue", "median", "mode"}
@@ -175,7 +175,7 @@ def attention(
 
 
 RULES = {"softmax": softmax, "log_softmax": softmax} | dict.fromkeys(ELEMENTWISE, elementwise)
-MADE_OF = {
+MADE_OF: dict[str, Callable] = {
     "layer_norm": layer_norm, "rms_norm": rms_norm, "div": quotient, "true_divide": quotient,
     "scaled_dot_product_attention": attention,
 }  # fmt: skip

@@ -48,8 +48,9 @@ class Sites:
         self.blocks = [block_of(place.module) for place in self.places]
         in_blocks = (i for i, place in enumerate(self.places) if self.blocks[i] and place.kind == "kernel")
         self.first_in_block = next(in_blocks, len(self.places))
-        self.attention_branches = {block_of(path)[::2] for path in recorder.roles["attention"] if block_of(path)}
-        self.branches = [block[::2] if block else None for block in self.blocks]
+        attending = filter(None, map(block_of, recorder.roles["attention"]))
+        self.attention_branches = {(path, branch) for path, _, branch in attending}
+        self.branches = [(block[0], block[2]) if block else None for block in self.blocks]
         branches = defaultdict(list)
         for i, place in enumerate(self.places):
             if self.branches[i] in self.attention_branches and place.kind == "kernel" and not self._in_norm(place):
@@ -70,17 +71,16 @@ class Sites:
             return "norm"
         if place.kind == "weight" and isinstance(self.modules[place.module], nn.Embedding):
             return "embedding"
-        if not self.blocks[i]:
+        if (branch := self.branches[i]) is None:
             before = place.kind == "kernel" and i < self.first_in_block
             return "embedding" if before else "head"
         if place.module in self.roles["router"]:
             return "router"
         if i in self.attention:
             return self.attention[i]
-        if self.branches[i] in self.attention_branches:
+        if branch in self.attention_branches:
             return "projection"  # a weight
-        in_block_itself = not self.branches[i][1]
-        return "residual" if in_block_itself and place.name in SUMS else "mlp"
+        return "residual" if not branch[1] and place.name in SUMS else "mlp"
 
     def table(self) -> pd.DataFrame:
         """One row per place, with these columns:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -65,14 +66,15 @@ def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = 
 def cached_layers(model: nn.Module, kept: Collection[str]) -> frozenset[int]:
     """The numbers under which attention modules within the paths ``kept`` store keys and values."""
     inside = {id(m): path for path, m in model.named_modules() if any(within(path, each) for each in kept)}
-    found = {inside[id(m)]: getattr(m, "layer_idx", None) for m in attention_modules(model) if id(m) in inside}
+    attending = ((inside[id(m)], m) for m in attention_modules(model) if id(m) in inside)
+    found: dict[str, Any] = {path: getattr(m, "layer_idx", None) for path, m in attending}
     if unknown := [path for path, number in found.items() if number is None]:
         raise ValueError(f"attention whose cache is kept must have its number as layer_idx, got none in {unknown[0]}")
     return frozenset(found.values())
 
 
 def give_cache(
-    stored: NumberFormat, kept: Collection[int], model: nn.Module, args: tuple, kwargs: dict
+    stored: NumberFormat, kept: Collection[int], model: Any, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:  # fmt: skip
     """A hook before the forward of ``model``: an empty cache, or none, becomes a ``RoundedCache``."""
     given = kwargs.get("past_key_values")

@@ -4,10 +4,11 @@ fp8 and int8 are used so in practice (W8A8): their products are fast, while norm
 in bf16.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def stored_weights(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
     """The matrices, by path, that have ``recipe.operands``: ``linear_weights``, and ends that are among its layers."""
-    ends = {f"{path}.weight": path for path in (*embedding_paths(model), *head_paths(model)) if path in recipe.layers}
-    return linear_weights(model) | {name: model.get_submodule(path).weight for name, path in ends.items()}
+    ends = (path for path in (*embedding_paths(model), *head_paths(model)) if path in recipe.layers)
+    return linear_weights(model) | {f"{path}.weight": model.get_parameter(f"{path}.weight") for path in ends}
 
 
 def weight_schemes(model: nn.Module, recipe: Recipe) -> dict[int, NumberFormat]:
@@ -105,7 +106,7 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
     return set(map(address, tensors))
 
 
-def operands_by_storage(weights: dict[str, Tensor], recipe: Recipe) -> dict[int, Operands]:
+def operands_by_storage(weights: Mapping[str, Tensor], recipe: Recipe) -> dict[int, Operands]:
     """The operands of linear layers that have any in ``recipe``, by the addresses of their ``weights``."""
     found = {address(x): recipe.operands(owner(path)) for path, x in weights.items()}
     return {address: operands for address, operands in found.items() if operands}
@@ -140,10 +141,7 @@ class RoundedOperands(TorchFunctionMode):
         if operands is None or operands.inputs is None:
             return func(*args, **kwargs)
         wide = operands.wide(self.kernels)
-
-        def change(x: Tensor) -> Tensor:
-            return self._changed(x, operands.inputs, wide)
-
+        change = partial(self._changed, stored=operands.inputs, wide=wide)
         with self.paused():
             args, kwargs = map_tensors(args, change), map_tensors(kwargs, change)
         result = func(*args, **kwargs)

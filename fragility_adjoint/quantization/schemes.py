@@ -198,7 +198,8 @@ class Scheme:
         if self.rule == "ceil":
             _, exponent = torch.frexp(top / largest)
             return torch.exp2(1.0 - exponent)
-        return self._stored(largest, (top - self.format.lowest) / 2 if self.rule == "range" else top)
+        lowest = self.format.lowest if self.rule == "range" else None
+        return self._stored(largest, top if lowest is None else (top - lowest) / 2)
 
     def _stored(self, largest: Tensor, top: float) -> Tensor:
         """The scale under which ``top`` stands for ``largest``, as its kind stores it."""

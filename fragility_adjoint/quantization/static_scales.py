@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ def calibrated(model: nn.Module, recipe: Recipe, tokens: Tensor) -> Recipe:
     layers = dict(recipe.layers)
     for path in static:
         operands = recipe.operands(path)
-        measured = replace(operands.inputs, largest_input=largest[path]) if path in largest else None
+        scheme: Any = operands.inputs
+        measured = replace(scheme, largest_input=largest[path]) if path in largest else None
         layers[path] = replace(operands, inputs=measured)
     return replace(recipe, layers=layers, linear=Operands(recipe.linear.weights))

@@ -37,7 +37,7 @@ def policy_class(name: str) -> type[Policy]:
     return POLICIES[name]
 
 
-def get_policy(name: str, **parameters) -> Policy:
+def get_policy(name: str, **parameters: float) -> Policy:
     """Policy ``name`` with ``parameters``; those not given are the protocol's (section 6).
 
     Raises ValueError for an unknown name and for values out of range, TypeError for an unknown or missing parameter.

@@ -24,7 +24,7 @@ class Controller:
 
     def __init__(
         self, model: PreTrainedModel, policy: str = "bgss", format: str | NumberFormat = "bf16",
-        estimator: Estimator = Estimator(), execution: str = "auto", seed: int = 0, **parameters,
+        estimator: Estimator = Estimator(), execution: str = "auto", seed: int = 0, **parameters: float,
     ):  # fmt: skip
         """``model`` is the fp32 model that is trained, with a norm before each sublayer.
 
@@ -35,9 +35,7 @@ class Controller:
         found = blocks(model)
         first = found[0].norm_1
         if first is None or any(None in (block.norm_1, block.norm_2) for block in found):
-            raise TypeError(
-                "a controller raises the epsilon of norms before sublayers, but this model lacks some of them"
-            )
+            raise TypeError("a controller raises the epsilon of norms before sublayers, but this model lacks some")
         low = lower(model, format, execution)
         low.model.eval()
         known = {field.name for field in fields(policy_class(policy))}

@@ -24,7 +24,7 @@ class Policy(ABC):
 
     base_epsilon: float = 1e-5
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             if field.type is int:
                 count = getattr(self, field.name)
@@ -109,7 +109,7 @@ class StaticGlobal(Policy):
 
     static_epsilon: float = 1e-3
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         in_range = self.base_epsilon < self.static_epsilon < math.inf
         self._require("static_epsilon", in_range, "be above base_epsilon and finite")

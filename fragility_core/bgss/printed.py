@@ -24,7 +24,7 @@ class Printed(Policy):
     epsilon_min: float = 1e-5
     epsilon_max: float = 1e-2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._require("target_ratio", 0 < self.target_ratio < 1, "lie strictly between 0 and 1")
         self._require("monitor_interval", self.monitor_interval >= 1, "be at least 1")
@@ -66,7 +66,7 @@ class PrintedBGSS(Printed):
     budget: int = 2  # B, actions a step
     cooldown: int = 10  # c, monitored steps
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._require("risk_threshold", 0 <= self.risk_threshold < math.inf, "be at least 0 and finite")
         self._require("dominance_threshold", 0 <= self.dominance_threshold <= 1, "lie between 0 and 1")
@@ -140,7 +140,7 @@ class EpsilonBump(Printed):
         return raise_epsilons(state, raised, target, ratio, regime.sum())
 
 
-def choose_thresholds(layers: pd.DataFrame, quantile: float = 0.5, **parameters) -> PrintedBGSS:
+def choose_thresholds(layers: pd.DataFrame, quantile: float = 0.5, **parameters: float) -> PrintedBGSS:
     """Algorithm 1 (`alg:bgss`) with thresholds from the rows that were monitored under policy ``none``.
 
     tau_G and tau_phi are the ``quantile`` of G and of phi over all steps and blocks. By default half of the
@@ -159,4 +159,4 @@ def choose_thresholds(layers: pd.DataFrame, quantile: float = 0.5, **parameters)
         "dominance_threshold": float(rows.dominance.quantile(quantile)),
         "target_ratio": float(ratios.median()) if len(ratios) else 0.5,
     }
-    return PrintedBGSS(**chosen | parameters)
+    return PrintedBGSS(**chosen | parameters)  # type: ignore[arg-type]  # some fields are int

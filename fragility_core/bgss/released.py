@@ -38,7 +38,7 @@ class Released(Policy):
     update_repetition_penalty: float = 0.6
     unit_roundoff: float = 2.0**-11  # of the monitored pass, fp16
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._require("epsilon_max", self.base_epsilon < self.epsilon_max < math.inf, "be above base_epsilon, finite")
         for name in ("trigger_quantile", "update_headroom_weight"):
@@ -113,7 +113,7 @@ class ReleasedBGSS(Released):
 
     ln_bonus_weight: float = 1.0  # b
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._require("ln_bonus_weight", 0 <= self.ln_bonus_weight < math.inf, "be at least 0 and finite")
 

@@ -152,7 +152,7 @@ class _Reading:
         self.inside, self.outside = [m for m in calls if m in attending], [m for m in calls if m not in attending]
         self.projections, self.mlp = ([m for m in part if is_linear(m)] for part in (self.inside, self.outside))
 
-    def require(self, found, sought: str) -> None:
+    def require(self, found: object, sought: str) -> None:
         if not found:
             modules = ", ".join(
                 f"{name} ({type(m).__name__})" for name, m in self.module.named_modules() if m in self.calls and name
@@ -224,7 +224,7 @@ class _Reading:
         self.require(agree(output, h, a, m), "an output h + attention(norm(h)) + mlp(norm(...)), h the input")
         return parallel
 
-    def heads_projections(self) -> dict:
+    def heads_projections(self) -> dict[str, Any]:
         """Query, key and value projections and the width of a head.
 
         A softmax over one token is 1, so the context is the value. It tells how a projection to all three is laid out,
@@ -282,7 +282,7 @@ class _Reading:
         return found[0], ups[0]
 
 
-def fused_layouts(features: int, heads: int, width: int) -> list[tuple]:
+def fused_layouts(features: int, heads: int, width: int) -> list[tuple[Any, ...]]:
     """Places of queries, keys and values in a projection to all three: side by side, or head by head."""
     queries = heads * width
     keys = (features - queries) // 2
@@ -294,7 +294,7 @@ def fused_layouts(features: int, heads: int, width: int) -> list[tuple]:
     return layouts
 
 
-def _tensor(value) -> Tensor | None:
+def _tensor(value: object) -> Tensor | None:
     """``value`` or the first tensor of nested tuples; None where that is no tensor."""
     while isinstance(value, tuple) and value:
         value = value[0]
@@ -312,7 +312,7 @@ def one_token_pass(base: Any, found: list[nn.Module]) -> dict[nn.Module, dict[nn
         for block in found:
             stack.callback(block.register_forward_pre_hook(entering, with_kwargs=True).remove)
 
-            def record(module, args, kwargs, output, own=calls[block]):
+            def record(module: nn.Module, args: Any, kwargs: Any, output: object, own: Any = calls[block]) -> None:
                 read, returned = _tensor(args or kwargs.get("hidden_states")), _tensor(output)
                 if read is not None and returned is not None:
                     own[module] = ModuleCall(read, returned)

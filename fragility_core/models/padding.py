@@ -100,14 +100,14 @@ def padded(groups: Sequence[Group], parts: Sequence[Tensor], length: int) -> Ten
     return torch.cat(whole).index_select(0, order.to(whole[0].device))
 
 
-def without_padding(run: Callable) -> Callable:
+def without_padding(run: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
     """``run(model, tokens)``, which gives a tensor (B, T, ...), with a third argument ``attention_mask`` (B, T).
 
     The mask is 1 for tokens and 0 for padding, before or after them. The result is 0 at padding.
     """
 
     @wraps(run)
-    def with_mask(model, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def with_mask(model: Any, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         if attention_mask is None:
             return run(model, tokens)
         alike = groups(tokens, attention_mask)

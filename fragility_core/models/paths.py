@@ -19,7 +19,7 @@ from fragility_core.models.padding import without_padding
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
 
 
-def forward_hook(module: nn.Module, hook: Callable) -> RemovableHandle:
+def forward_hook(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Register a forward hook on ``module`` that does not see passes beside that of the caller."""
     caller = threading.get_ident()
     return module.register_forward_hook(lambda *call: hook(*call) if threading.get_ident() == caller else None)
@@ -36,11 +36,11 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens)
 
 
-def hidden_and_logits(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def hidden_and_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """``final_hidden`` and the logits (B, T, vocabulary) of one pass; the logits as the model scales or caps them."""
     finals: list[Tensor] = []
 
-    def keep(module: nn.Module, args: tuple, output: object) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if (final := getattr(output, "last_hidden_state", None)) is not None:
             finals.append(final)
 

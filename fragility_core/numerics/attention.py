@@ -20,20 +20,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from fragility_core.numerics.internals import (
-    attention_of,
-    current_function_mode,
-    differentiated,
-    restored_attention,
-    without_function_modes,
-)
+from fragility_core.numerics import internals
 
 OBSERVED_EAGER = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
@@ -86,17 +80,17 @@ class Hiding:
     @torch.inference_mode(False)
     def __init__(self, hidden: Tensor, dtype: torch.dtype):
         lowest = -1 - int(1 / torch.finfo(dtype).eps)  # all bits are 1, except the last one of the exponent
-        with without_function_modes():
+        with internals.without_function_modes():
             everything = -hidden.to(INTEGERS[dtype.itemsize])
             self._bits = (Tensor.bitwise_and_, ~everything), (Tensor.bitwise_or_, everything & lowest)
         self.hidden = hidden
 
     def fill(self, scores: Tensor, number: float) -> None:
         """Make hidden scores 0 first, and then, if so asked, the lowest number of their dtype."""
-        if differentiated(scores) or getattr(current_function_mode(), "follows_changes", False):
+        if internals.differentiated(scores) or getattr(internals.current_function_mode(), "follows_changes", False):
             scores.masked_fill_(self.hidden, number)
             return
-        with without_function_modes():
+        with internals.without_function_modes():
             change, bits = self._bits[number != 0]
             change(scores.view(bits.dtype), bits)
 
@@ -107,7 +101,7 @@ def hiding_future(rows: int, dtype: torch.dtype, device: torch.device) -> Hiding
     return Hiding(future(rows, device), dtype)
 
 
-def register_attention(name: str, function: Callable) -> None:
+def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Let models of transformers be set to the attention ``function``, with boolean masks, by ``name``."""
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -128,14 +122,14 @@ def observing_attention(model: PreTrainedModel) -> Iterator[None]:
 
     Eager GPT-2 keeps them in fp32 where its configuration says ``reorder_and_upcast_attn``.
     """
-    implementation = attention_of(model)
+    implementation = internals.attention_of(model)
     upcast = implementation == "eager" and getattr(model.config, "reorder_and_upcast_attn", False)
-    with restored_attention(model):
+    with internals.restored_attention(model):
         set_attention(model, FP32_SCORES if upcast or implementation == FP32_SCORES else OBSERVED_EAGER)
         yield
 
 
-def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) -> None:
+def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict[str, Any]) -> None:
     """Raises ValueError where a model asks for more than a softmax of scaled products, some of them masked."""
     if dropout:
         raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
@@ -152,7 +146,7 @@ def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict) ->
             )
 
 
-def is_causal(module: nn.Module, options: dict) -> bool:
+def is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
     """True if attention is causal, as transformers' sdpa decides: by the option, the module's attribute, or yes."""
     asked = options.get("is_causal")
     return getattr(module, "is_causal", True) if asked is None else asked
@@ -160,7 +154,7 @@ def is_causal(module: nn.Module, options: dict) -> bool:
 
 def observed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, score_dtype: torch.dtype | None = None, **options,
+    scaling: float | None = None, dropout: float = 0.0, score_dtype: torch.dtype | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of ``query`` (B, H, T, d) over ``key`` and ``value`` (B, H_kv, T_kv, d): (B, T, H, d).
 
@@ -189,7 +183,7 @@ def observed_attention(
     for start, stop in row_blocks(rows, batch * heads * key.shape[2], query.device):
         seen = cached + stop if causal else key.shape[2]
         scores = torch.matmul(query[:, :, start:stop], transposed[..., :seen]) * scaling  # (B, H, C, seen)
-        with without_function_modes():
+        with internals.without_function_modes():
             dtype = scores.dtype
         maskable, hiding = scores, None
         if causal:

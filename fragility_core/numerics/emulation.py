@@ -18,7 +18,7 @@ from fragility_core.numerics.kernels import CAST, EXACT, FACTORS, FILLING, SOFTM
 from fragility_core.numerics.nested import map_tensors, tensors
 
 
-def fits_in_chunks(kernel: Any, args: tuple, kwargs: dict) -> bool:
+def fits_in_chunks(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if ``kernel`` is elementwise, over large contiguous tensors of one shape on the CPU."""
     schema = schema_of(kernel)
     elementwise = torch.Tag.pointwise in kernel.tags and len(schema.returns) == 1 and not schema.is_mutable
@@ -30,7 +30,7 @@ def fits_in_chunks(kernel: Any, args: tuple, kwargs: dict) -> bool:
     )
 
 
-def written(kernel: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+def written(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an in-place or out= ``kernel`` writes to."""
     arguments = [
         kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
@@ -40,7 +40,7 @@ def written(kernel: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     return list(tensors(arguments))
 
 
-class Emulation(TorchDispatchMode):
+class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (numerics/internals.py)
     """A context in which the result of every kernel is rounded to ``format``; see the module docstring.
 
     PyTorch's type promotion holds: the result of a kernel with an fp32 operand is fp32 and is not rounded. Models
@@ -79,7 +79,7 @@ class Emulation(TorchDispatchMode):
                 self.__enter__()
             self.active = before
 
-    def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, kernel: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.active:
             return kernel(*args, **kwargs)
@@ -93,7 +93,7 @@ class Emulation(TorchDispatchMode):
                     target.copy_(self._round(target.float()))
         return result
 
-    def _rounded(self, kernel, args, kwargs):
+    def _rounded(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = kernel.overloadpacket.__name__
         if name == "lift_fresh" and self.format.is_storage_only:  # a constant that torch.tensor() made
             return self._round(args[0].float()) if args[0].dtype == self.format.compute_dtype else args[0]
@@ -109,7 +109,7 @@ class Emulation(TorchDispatchMode):
         in_chunks = self.format.elementwise and self.copies == 1 and fits_in_chunks(kernel, args, kwargs)
         return (self._in_chunks if in_chunks else self._in_fp32)(kernel, args, kwargs)
 
-    def _is_low(self, args: tuple, kwargs: dict) -> bool:
+    def _is_low(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if the result of a kernel must be rounded."""
         operands = deciding(tensors((*args, *kwargs.values())))
         if not operands and self.format.is_storage_only:  # torch.full() and the like
@@ -127,7 +127,7 @@ class Emulation(TorchDispatchMode):
     def _widen(self, x: Tensor) -> Tensor:
         return x.float() if x.dtype == self.format.compute_dtype else x
 
-    def _in_fp32(self, kernel, args, kwargs):
+    def _in_fp32(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wide_args = map_tensors(args, self._widen)
         wide_kwargs = map_tensors(kwargs, self._widen)
         requested = kwargs.get("dtype")
@@ -140,7 +140,7 @@ class Emulation(TorchDispatchMode):
             return self._write_back(kernel, (args, kwargs), (wide_args, wide_kwargs), result)
         return result if requested == torch.float32 else map_tensors(result, self._narrow)
 
-    def _in_chunks(self, kernel, args, kwargs):
+    def _in_chunks(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Compute in fp32 chunk by chunk: the fp32 copy of a chunk stays in cache, that of a tensor would not."""
         whole = next(x for x in tensors(args) if x.ndim)
         flat = (x.view(-1).split(CHUNK_ELEMENTS) if torch.is_tensor(x) and x.ndim else repeat(x) for x in args)
@@ -151,14 +151,14 @@ class Emulation(TorchDispatchMode):
             target.copy_(part)
         return result
 
-    def _write_back(self, kernel, given, wide, result):
+    def _write_back(self, kernel: Any, given: tuple[Any, Any], wide: tuple[Any, Any], result: Any) -> Any:
         """Store what an in-place kernel wrote to widened copies into the tensors it was given."""
         targets = dict(zip(map(id, written(kernel, *wide)), written(kernel, *given)))
         for source in written(kernel, *wide):
             targets[id(source)].copy_(self._narrow(source))
         return map_tensors(result, lambda x: targets[id(x)] if id(x) in targets else self._narrow(x))
 
-    def _cast(self, kernel, args, kwargs):
+    def _cast(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         narrowed = kwargs.get("dtype") == self.format.compute_dtype != args[0].dtype
         if narrowed and (self.format.is_storage_only or self.generator is not None):
             return kernel(self._round(args[0].float()), **kwargs)

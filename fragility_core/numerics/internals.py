@@ -123,7 +123,7 @@ def names_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     return names
 
 
-def replace_forward(module: nn.Module, forward: Callable) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let ``module`` run ``forward`` in place of its own, which no hook can prevent from running.
 
     Wrapping the module would also work, but would change the paths of modules.

@@ -112,7 +112,7 @@ def entrances(model: Any) -> list[nn.Module]:
     return [model, *([model.base_model] if getattr(model, "base_model", model) is not model else [])]
 
 
-def require_running(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def require_running(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before the forward of ``module``: raises RuntimeError for a call that would compute other numbers.
 
     Embeddings in place of tokens are given by those who ask what modules read, not for numbers.
@@ -158,7 +158,7 @@ class LowPrecision:
         """True if all that is rounded is rounded to ``format``."""
         return True
 
-    def __call__(self, *args, **kwargs) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``model`` on these arguments inside of ``running``, and return its result."""
         with self.running():
             return self.model(*args, **kwargs)
@@ -200,7 +200,7 @@ class LowPrecision:
                 stack.enter_context(self.emulation)
             yield
 
-    def paused(self) -> AbstractContextManager:
+    def paused(self) -> AbstractContextManager[None]:
         """A context, inside ``running``, in which results of kernels are not rounded."""
         return nullcontext() if self.emulation is None else self.emulation.paused()
 

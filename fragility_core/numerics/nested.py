@@ -46,8 +46,8 @@ def together(values: Iterable[Tensor]) -> list[Tensor]:
 
 
 def entering(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], move: Callable[..., Tensor] = Tensor.to
-) -> tuple[tuple, dict[str, Any]]:  # fmt: skip
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], move: Callable[..., Tensor] = Tensor.to
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """A hook before the forward of ``module``: its arguments on its device, where accelerate would move them later.
 
     The module's other hooks and its children then see the same tensors. ``move`` is given a tensor and the device.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class Source(Protocol):
     """A source of the entries of a parameter."""
 
-    def present(self, parameter: nn.Parameter) -> AbstractContextManager:
+    def present(self, parameter: Tensor) -> AbstractContextManager[None]:
         """A context in which ``parameter`` has its entries. Contexts may be nested."""
 
     def another(
@@ -34,7 +34,7 @@ def set_source(parameter: Tensor, source: Source | None) -> None:
 
 
 @contextmanager
-def filled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def filled(parameters: Iterable[Tensor]) -> Iterator[None]:
     """A context in which all ``parameters`` have their entries."""
     with ExitStack() as stack:
         for parameter in parameters:
@@ -43,7 +43,7 @@ def filled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
 
 
-def loaded(*modules: nn.Module) -> AbstractContextManager:
+def loaded(*modules: nn.Module) -> AbstractContextManager[None]:
     """A context in which all parameters of ``modules`` have their entries."""
     return filled(parameter for module in modules for parameter in module.parameters())
 

@@ -54,7 +54,7 @@ class PassRecord:
         self.small: dict[str, dict[int, Tensor]] = {}
         self.large: dict[str, Tensor] = {}
         self.apart: list[tuple[Tensor, Tensor]] = []  # entries of large values, and those written on other devices
-        self.calls: list[tuple[tuple, dict]] = []
+        self.calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
 
     def write(self, layer: int, **values: Tensor) -> None:
         """Keep ``values`` of block ``layer``. Values named ``*_norm`` are norms of segments, (B, segments)."""
@@ -75,7 +75,7 @@ class PassRecord:
         self.apart.append((own, like.new_zeros(shape)))
         return self.apart[-1][1]
 
-    def call(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+    def call(self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """A hook before the forward of ``block`` that keeps its arguments."""
         self.calls.append(entering(block, args, kwargs))
 
@@ -122,7 +122,7 @@ class PassRecord:
 class AttentionStatistics:
     """An ``AttentionObserver`` that measures one attention module over its blocks of query rows."""
 
-    def __init__(self, paused: Callable[[], AbstractContextManager], scaling: float, allocate: Callable[..., Tensor]):
+    def __init__(self, paused: Callable[[], AbstractContextManager[None]], scaling: float, allocate: partial[Tensor]):
         """Scores are ``scaling`` times Q K^T. ``allocate`` is ``PassRecord.allocate`` for the module's block."""
         self.paused, self.scaling, self.allocate = paused, scaling, allocate
 
@@ -287,7 +287,7 @@ class Monitor:
             return x if x.ndim > 2 else x.unflatten(0, (windows, -1))
 
         def observe(module: nn.Module, measure: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> RemovableHandle:
-            def hook(module, args, output):
+            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
                 with paused():
                     write(**measure(by_window(args[0]), by_window(output)))
 
@@ -321,7 +321,7 @@ class Monitor:
             yield observe(up.modules[0], lambda _, output: {"up_max": window_max(up.of(output))})
 
 
-def jacobian_norm(block: Block, call: tuple) -> Tensor:
+def jacobian_norm(block: Block, call: tuple[tuple[object, ...], dict[str, object]]) -> Tensor:
     """``transport.branch_jacobian_norm`` of a ``block`` in a ``call`` of it."""
     with loaded(block.module):
         return branch_jacobian_norm(block.module, *call)

@@ -7,7 +7,7 @@ same random bits, so they differ by the patch alone.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ class Patching:
         with low.paused():  # blocks are found by what modules compute
             found = zip(blocks(low.model), blocks(model), strict=True)
         self.pairs = [(block.module, fp32.module) for block, fp32 in found]
-        self.positions: dict[int, tuple] = {}  # rotary embeddings, and the same in fp32, by the id of the former
+        self.positions: dict[int, tuple[Any, Any]] = {}  # rotary embeddings and the same in fp32, by the former's id
 
     def stochastic(self, seed: int) -> "Patching":
         """The same models, the low-precision one with stochastic rounding (``LowPrecision.stochastic``)."""
@@ -83,7 +83,7 @@ class Patching:
         """A context in which passes of the low-precision model have block ``number`` in fp32."""
         block, reference = self.pairs[number]
 
-        def hook(block, args, kwargs, output):
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             return self._patched(reference, args[0], args, kwargs).to(output.dtype)
 
         with ExitStack() as stack:
@@ -96,7 +96,7 @@ class Patching:
         if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
             stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
 
-    def _patched(self, reference: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
+    def _patched(self, reference: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Result of the fp32 block ``reference`` for ``x``, with the other arguments of a low-precision block.
 
         A cache of keys and values is that of the low-precision pass, and must hold nothing of passes before.
@@ -110,15 +110,15 @@ class Patching:
         with self.low.paused():
             return reference(x.float(), *args[1:], **kwargs)
 
-    def _keep_positions(self, rotary, args, kwargs, output) -> None:
+    def _keep_positions(self, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: object) -> None:
         """Compute rotary embeddings in fp32 for the fp32 blocks; each kind of layer has its own in Gemma 3."""
         with self.low.paused():
             base: Any = self.model.base_model
             exact = base.rotary_emb(args[0].float(), *args[1:], **kwargs)
         self.positions[id(output)] = output, exact  # what is kept has an id of its own
 
-    def _entry(self, reference: nn.Module, windows: int):
-        def hook(block, args, kwargs, output):
+    def _entry(self, reference: nn.Module, windows: int) -> Callable[..., Tensor]:
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             patched = self._patched(reference, args[0][:windows], args, kwargs)
             self._share_bits(1)
             entered = torch.cat([output, patched.to(output.dtype)])  # the cast is a kernel of the format
@@ -132,7 +132,7 @@ class Patching:
             self.low.emulation.copies = variants
 
 
-def one_mask(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def one_mask(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with the first window's mask for all variants. Without padding the masks of all windows are equal."""
     mask = kwargs.get("attention_mask")
     return args, kwargs if mask is None else kwargs | {"attention_mask": mask[:1]}
@@ -153,7 +153,7 @@ def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:
     return effects.assign(exact_reduction=reduction, reduction_fraction=reduction / effects.base_mismatch)
 
 
-def patch(low: LowPrecision, model: PreTrainedModel, block: int) -> AbstractContextManager:
+def patch(low: LowPrecision, model: PreTrainedModel, block: int) -> AbstractContextManager[None]:
     """A context in which block number ``block`` of ``low`` is that of the fp32 ``model``.
 
         with patch(low, model, block=3):

@@ -4,7 +4,7 @@
 Jacobian. Only ``operator_norm`` is an upper bound, and only with exact weight norms (``Monitor.refresh``).
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -88,7 +88,7 @@ def residual_transport(layers: pd.DataFrame, estimator: str) -> pd.Series:
 
 @torch.no_grad()
 @torch.inference_mode(False)  # torch 2.6 takes derivatives in it for 0
-def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int = 2) -> Tensor:
+def branch_jacobian_norm(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int = 2) -> Tensor:
     """||J_f||_2 of each window by power iteration with JVPs and VJPs, (B,) (Appendix A.7 (`app:estimation`), option i).
 
     ``args`` and ``kwargs`` are those of the observed call; the block input (B, T, d_model) comes first. The rounded
@@ -111,6 +111,5 @@ def branch_jacobian_norm(block: nn.Module, args: tuple, kwargs: dict, steps: int
         direction = direction / length[:, None, None]
         image: Tensor = jvp(branch, (x,), (direction,))[1]
         norm = torch.linalg.vector_norm(image.flatten(1), dim=-1)
-        pull_back: Callable = vjp(branch, x)[1]
-        (direction,) = pull_back(image)
+        (direction,) = vjp(branch, x)[1](image)
     return norm

@@ -47,7 +47,7 @@ class WeightStatistics:
 
     def __init__(self, blocks: list[Block]):
         self.blocks = blocks
-        self.subspaces: dict[tuple[int, int], Tensor] = {}
+        self.subspaces: dict[tuple[int, ...], Tensor] = {}
         self._constants = {
             "activation_lipschitz": [activation_lipschitz(block.activation) for block in blocks],
             "score_scaling": [block.score_scaling for block in blocks],
@@ -83,7 +83,7 @@ class WeightStatistics:
         norms, and below them to second order in the movement. So ``transport.operator_norm_transport`` is no
         strict upper bound with them. The first call measures exactly.
         """
-        stacks: dict[tuple, dict[str, Tensor]] = {}  # matrices of one shape form one batch
+        stacks: dict[tuple[int, ...], dict[str, Tensor]] = {}  # matrices of one shape form one batch
         for layer, block in enumerate(self.blocks):
             for name, weight in matrices(block).items():
                 stacks.setdefault(tuple(weight.shape), {})[f"{name} {layer}"] = weight

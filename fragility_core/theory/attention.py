@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fragility_core.numerics.real import Real
+
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "exact_attention", "softmax_jacobian", "softmax_sensitivity", "kappa_softmax", "chi_score", "kappa_value",
     "kappa_score", "AttentionNorms", "attention_norms", "score_error_bound", "gemm_error_bound",
@@ -55,7 +57,7 @@ def softmax_sensitivity(p: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(softmax_jacobian(p), 2).amax(-1)
 
 
-def kappa_softmax(score_norm, probability_norm, sensitivity):
+def kappa_softmax(score_norm: Real, probability_norm: Real, sensitivity: Real) -> Real:
     """kappa_softmax = (||S|| / ||P||) d_smx (Section 4.2 (`subsec:attn`)).
 
     ||S|| counts a masked entry as 0. The paper has no masks; with the usual -inf in S, ||S|| would be infinite.
@@ -64,17 +66,17 @@ def kappa_softmax(score_norm, probability_norm, sensitivity):
     return score_norm / probability_norm * sensitivity
 
 
-def chi_score(query_norm, key_norm, probability_norm, head_width, sensitivity):
+def chi_score(query_norm: Real, key_norm: Real, probability_norm: Real, head_width: Real, sensitivity: Real) -> Real:
     """chi_score = ||Q|| ||K|| d_smx / (||P|| sqrt(d)) >= kappa_softmax (Section 4.2 (`subsec:attn`))."""
     return query_norm * key_norm / (probability_norm * head_width**0.5) * sensitivity
 
 
-def kappa_value(probability_norm, value_spectral_norm, context_norm):
+def kappa_value(probability_norm: Real, value_spectral_norm: Real, context_norm: Real) -> Real:
     """kappa_val = ||P|| ||V||_2 / ||A||, defined where ||A|| > 0 (Section 4.2 (`subsec:attn`))."""
     return probability_norm * value_spectral_norm / context_norm
 
 
-def kappa_score(query_norm, key_norm, score_norm, head_width):
+def kappa_score(query_norm: Real, key_norm: Real, score_norm: Real, head_width: Real) -> Real:
     """kappa_score = ||Q|| ||K|| / (||S|| sqrt(d)) >= 1, where ||S|| > 0 (Appendix A.7 (`app:estimation`)).
 
     The paper names kappa_score without defining it. This definition is inferred from the identity chi_score =
@@ -127,7 +129,9 @@ def attention_norms(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     )
 
 
-def score_error_bound(score_norm, query_norm, key_norm, head_width, unit_roundoff, c_gemm):
+def score_error_bound(
+    score_norm: Real, query_norm: Real, key_norm: Real, head_width: Real, unit_roundoff: Real, c_gemm: float
+) -> Real:
     """u (||S|| + c_gemm ||Q|| ||K|| / sqrt(d)) >= ||S~ - S||, S~ = fl(Q K^T / sqrt(d)) (Lemma 1 (`lem:score-bound`)).
 
     To first order in u. The term u ||S|| is the rounding of the scaling, which is exact where sqrt(d) is a power
@@ -136,7 +140,7 @@ def score_error_bound(score_norm, query_norm, key_norm, head_width, unit_roundof
     return unit_roundoff * (score_norm + c_gemm * query_norm * key_norm / head_width**0.5)
 
 
-def gemm_error_bound(left_norm, right_spectral_norm, unit_roundoff, c_gemm_out):
+def gemm_error_bound(left_norm: Real, right_spectral_norm: Real, unit_roundoff: Real, c_gemm_out: float) -> Real:
     """u c'_gemm ||M|| ||V||_2 >= ||fl(M V) - M V|| (Lemma 2 (`lem:gemm-out`)).
 
     To first order in u. The printed proof needs one perturbation of a row m that explains all its products, fl(m^T V) =
@@ -147,7 +151,7 @@ def gemm_error_bound(left_norm, right_spectral_norm, unit_roundoff, c_gemm_out):
     return unit_roundoff * c_gemm_out * left_norm * right_spectral_norm
 
 
-def softmax_error_bound(probability_norm, unit_roundoff, c_softmax):
+def softmax_error_bound(probability_norm: Real, unit_roundoff: Real, c_softmax: float) -> Real:
     """u c_smx ||P|| >= ||fl_smx(S) - softmax(S)|| (Lemma 3 (`lem:softmax-kernel`)).
 
     To first order in u, and only without underflow: as ||P|| shrinks the bound vanishes, while the error of a
@@ -156,12 +160,17 @@ def softmax_error_bound(probability_norm, unit_roundoff, c_softmax):
     return unit_roundoff * c_softmax * probability_norm
 
 
-def attention_coefficient(kappa, chi, c_softmax=0.0, c_gemm=1.0, c_gemm_out=0.0):
+def attention_coefficient(
+    kappa: Real, chi: Real, c_softmax: float = 0.0, c_gemm: float = 1.0, c_gemm_out: float = 0.0
+) -> Real:
     """c_smx + kappa_softmax + c_gemm chi_score + c'_gemm, the bracket of Theorem 1 (`thm:attn`)."""
     return c_softmax + kappa + c_gemm * chi + c_gemm_out
 
 
-def attention_magnitude(kappa, chi, probability_norm, value_spectral_norm, c_softmax=0.0, c_gemm=1.0, c_gemm_out=0.0):
+def attention_magnitude(
+    kappa: Real, chi: Real, probability_norm: Real, value_spectral_norm: Real, c_softmax: float = 0.0,
+    c_gemm: float = 1.0, c_gemm_out: float = 0.0,
+) -> Real:  # fmt: skip
     """A = [c_smx + kappa_softmax + c_gemm chi_score + c'_gemm] ||P|| ||V||_2 (Eq. (7) (`eq:attn-contrib`)).
 
     At step t of a training run, A is Eq. (11) (`eq:bgss-attn`). u A bounds the forward error of P V (Theorem 1
@@ -172,8 +181,9 @@ def attention_magnitude(kappa, chi, probability_norm, value_spectral_norm, c_sof
 
 
 def attention_error_bound(
-    kappa, chi, probability_norm, value_spectral_norm, unit_roundoff, *, c_softmax, c_gemm, c_gemm_out
-):
+    kappa: Real, chi: Real, probability_norm: Real, value_spectral_norm: Real, unit_roundoff: Real, *,
+    c_softmax: float, c_gemm: float, c_gemm_out: float,
+) -> Real:  # fmt: skip
     """u A >= ||A~ - A|| for Q, K and V given exactly (Theorem 1 (`thm:attn`), Eq. (2) (`eq:attn-bound`)).
 
     To first order in u. The neglected terms are small only while the errors of the scores are small. Once u ||S||
@@ -185,7 +195,9 @@ def attention_error_bound(
     )
 
 
-def attention_relative_error_bound(kappa, chi, kappa_val, unit_roundoff, *, c_softmax, c_gemm, c_gemm_out):
+def attention_relative_error_bound(
+    kappa: Real, chi: Real, kappa_val: Real, unit_roundoff: Real, *, c_softmax: float, c_gemm: float, c_gemm_out: float
+) -> Real:
     """u [c_smx + kappa + c_gemm chi + c'_gemm] kappa_val >= ||A~ - A|| / ||A||, ||A|| > 0 (Theorem 1 (`thm:attn`))."""
     return unit_roundoff * attention_coefficient(kappa, chi, c_softmax, c_gemm, c_gemm_out) * kappa_val
 

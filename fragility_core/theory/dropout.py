@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from fragility_core.numerics.real import Real
 from fragility_core.theory.attention import kappa_softmax, softmax_jacobian
 
 __all__ = ["dropout_gain_bound", "dropout_jacobian", "dropout_kappa_softmax", "dropout_kappa_bound"]  # noqa: RUF022
 
 
-def dropout_gain_bound(rho, keep):
+def dropout_gain_bound(rho: Real, keep: float) -> Real:
     """rho / p >= ||J_{Drop o f}||_2 for rho = ||J_f||_2 and p = ``keep`` (Remark 1 (`rem:dropout`)).
 
     So a transport factor grows by at most 1 / p: 1 + rho / p <= (1 + rho) / p. The remark says the same of all
@@ -26,7 +27,7 @@ def dropout_jacobian(p: Tensor, mask: Tensor, keep: float) -> Tensor:
     return (mask.double() / keep).unsqueeze(-1) * softmax_jacobian(p)
 
 
-def dropout_kappa_softmax(score_norm, p: Tensor, mask: Tensor, keep: float) -> Tensor:
+def dropout_kappa_softmax(score_norm: Real, p: Tensor, mask: Tensor, keep: float) -> Tensor:
     """kappa'_softmax = (||S|| / ||P'||) max_i ||Diag(M_i / p) J(P_i)||_2 with P' = (M / p) P, for ``p`` (..., n, m).
 
     Remark 1 (`rem:dropout`) and Lemma 6 after it claim kappa' <= kappa_softmax. The claim fails: 1 / p cancels,
@@ -37,7 +38,7 @@ def dropout_kappa_softmax(score_norm, p: Tensor, mask: Tensor, keep: float) -> T
     return kappa_softmax(score_norm, torch.linalg.matrix_norm(mask * p.double()) / keep, sensitivity)
 
 
-def dropout_kappa_bound(kappa, probability_norm, kept_norm):
+def dropout_kappa_bound(kappa: Real, probability_norm: Real, kept_norm: Real) -> Real:
     """kappa_softmax ||P|| / ||M P|| >= kappa'_softmax where M P is not all zero (Remark 1 (`rem:dropout`), corrected).
 
     ``kept_norm`` is ||M P||, the norm of the probabilities that the mask keeps. Equality where it keeps all.

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fragility_core.numerics.real import Real
+
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "layernorm_path", "LayerNormNorms", "layernorm_norms", "layernorm_factor", "layernorm_factor_slope",
     "layernorm_magnitude", "layernorm_coefficient", "layernorm_error_bound", "layernorm_relative_error_bound",
@@ -55,7 +57,7 @@ def layernorm_norms(x: Tensor, gamma: Tensor, epsilon: float) -> LayerNormNorms:
     )
 
 
-def layernorm_factor(variance, epsilon):
+def layernorm_factor(variance: Real, epsilon: Real) -> Real:
     """f(epsilon) = (epsilon + 2 sigma^2) / (sigma^2 + epsilon)^{3/2}, strictly decreasing (Proposition 1 (`prop:ln`)).
 
     The local Lipschitz constant of the normalization at x, the norm of its Jacobian, is 1 / sqrt(sigma^2 +
@@ -65,12 +67,12 @@ def layernorm_factor(variance, epsilon):
     return (epsilon + 2 * variance) / (variance + epsilon) ** 1.5
 
 
-def layernorm_factor_slope(variance, epsilon):
+def layernorm_factor_slope(variance: Real, epsilon: Real) -> Real:
     """f'(epsilon) = -(epsilon + 4 sigma^2) / (2 (sigma^2 + epsilon)^{5/2}) < 0 (Appendix A.4 (`app:ln-proof`))."""
     return -(epsilon + 4 * variance) / (2 * (variance + epsilon) ** 2.5)
 
 
-def layernorm_magnitude(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
+def layernorm_magnitude(gamma_max: Real, variance: Real, epsilon: Real, input_norm: Real, a_ln: float = 1.0) -> Real:
     """M_LN = ||Diag(gamma)||_2 f(epsilon) a_ln ||x|| (Eq. (4) (`eq:ln-abs-mag`)).
 
     u M_LN bounds the forward error of the normalization path (Proposition 1 (`prop:ln`)). M_LN stays the same
@@ -79,7 +81,7 @@ def layernorm_magnitude(gamma_max, variance, epsilon, input_norm, a_ln=1.0):
     return gamma_max * layernorm_factor(variance, epsilon) * a_ln * input_norm
 
 
-def layernorm_coefficient(magnitude, path_norm):
+def layernorm_coefficient(magnitude: Real, path_norm: Real) -> Real:
     """C_LN = M_LN / ||Z||, defined where ||Z|| > 0 (Eq. (6) (`eq:ln-coeff`)).
 
     The practical score (Section 5.1 (`subsec:bgss_estimation`)) gives the name C_LN to f(epsilon) alone. With
@@ -89,7 +91,9 @@ def layernorm_coefficient(magnitude, path_norm):
     return magnitude / path_norm
 
 
-def layernorm_error_bound(gamma_max, variance, epsilon, input_norm, unit_roundoff, *, a_ln):
+def layernorm_error_bound(
+    gamma_max: Real, variance: Real, epsilon: Real, input_norm: Real, unit_roundoff: Real, *, a_ln: float
+) -> Real:
     """u M_LN >= ||Z~ - Z|| of a row, to first order in u (Eq. (3) (`eq:ln-abs-bound`), Proposition 1 (`prop:ln`)).
 
     The neglected terms are small while u ||x|| / sqrt(d_model (sigma^2 + epsilon)) is small, for the u of the
@@ -99,7 +103,7 @@ def layernorm_error_bound(gamma_max, variance, epsilon, input_norm, unit_roundof
     return unit_roundoff * layernorm_magnitude(gamma_max, variance, epsilon, input_norm, a_ln)
 
 
-def layernorm_relative_error_bound(magnitude, path_norm, unit_roundoff):
+def layernorm_relative_error_bound(magnitude: Real, path_norm: Real, unit_roundoff: Real) -> Real:
     """u C_LN >= ||Z~ - Z|| / ||Z|| of a row with ||Z|| > 0, to first order in u (Eq. (5) (`eq:ln-bound`)).
 
     A constant row has Z = 0, and its computed Z~ need not be 0. Only the absolute bound covers such a row.
@@ -107,7 +111,7 @@ def layernorm_relative_error_bound(magnitude, path_norm, unit_roundoff):
     return unit_roundoff * layernorm_coefficient(magnitude, path_norm)
 
 
-def layernorm_ratio(variance, epsilon, d_model, unit_roundoff):
+def layernorm_ratio(variance: Real, epsilon: Real, d_model: Real, unit_roundoff: Real) -> Real:
     """rho_LN = (sigma^2 / epsilon) d_model u (Section 4.4 (`subsec:ln`), Eq. (22) (`eq:alg-rho-ln`)).
 
     The paper reads rho_LN < 1 as "epsilon dominates". But epsilon dominates sigma^2 where sigma^2 < epsilon,

@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fragility_core.numerics.real import Real
+
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "residual_singular_value_bounds", "residual_condition_bound", "depth_condition_bound", "downstream_transport",
 ]  # fmt: skip
 
 
-def residual_singular_value_bounds(rho):
+def residual_singular_value_bounds(rho: Real) -> tuple[Real, Real]:
     """The pair (1 - rho, 1 + rho) that encloses the singular values of I + J_f (Appendix A.3 (`app:residual-proof`)).
 
     ``rho`` is ||J_f||_2. The lower bound says something for rho < 1 only.
@@ -20,7 +22,7 @@ def residual_singular_value_bounds(rho):
     return 1 - rho, 1 + rho
 
 
-def residual_condition_bound(rho):
+def residual_condition_bound(rho: Real) -> Real:
     """(1 + rho) / (1 - rho) >= kappa(I + J_f) for rho = ||J_f||_2 < 1 (Theorem 2 (`thm:residual`)).
 
     J_f = diag(rho, -rho) attains it. Raises ValueError for a rho outside [0, 1).

@@ -6,6 +6,7 @@ Section 3 (`sec:problem_formulation`), Section 4.5 (`subsec:unified`) and Sectio
 import torch
 from torch import Tensor
 
+from fragility_core.numerics.real import Real
 from fragility_core.theory.residual import downstream_transport
 
 __all__ = [  # noqa: RUF022 (in the paper's order)
@@ -29,7 +30,7 @@ def total_risk(risk: Tensor) -> Tensor:
     return risk.sum(-1)
 
 
-def remainder_magnitude(*bounds):
+def remainder_magnitude(*bounds: Real) -> Real:
     """M_eff = sum_r b_r, where u b_r bounds the error of one remaining kernel (Eq. (8) (`eq:eff-module`)).
 
     u M_eff then bounds the sum of the errors (Lemma 5 (`lem:eff-closure`)).
@@ -37,7 +38,7 @@ def remainder_magnitude(*bounds):
     return sum(bounds)
 
 
-def local_magnitude(remainder, attention, layernorm):
+def local_magnitude(remainder: Real, attention: Real, layernorm: Real) -> Real:
     """M = M_eff + A + M_LN (Eq. (9) (`eq:local-coeff`); at step t, Eq. (12) (`eq:bgss-local`))."""
     return remainder + attention + layernorm
 
@@ -56,7 +57,7 @@ def mismatch_bound(magnitude: Tensor, rho: Tensor, final_norm: Tensor, unit_roun
     return predicted_mismatch(layer_risk(magnitude, downstream_transport(rho), final_norm[..., None]), unit_roundoff)
 
 
-def layer_risk(magnitude, transport, final_norm):
+def layer_risk(magnitude: Real, transport: Real, final_norm: Real) -> Real:
     """G = (M / ||X_L||) prod_{k > l} (1 + rho_k) (Eq. (13) (`eq:bgss-layer`)); ``transport`` is the product."""
     return magnitude / final_norm * transport
 

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = {name: typed(name, text) for name, text in given.items()}
         defaults = {"model": EMBEDDED, "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2}
         request = defaults | given
-        names = [name for name in (request["model"], request.get("reference_model")) if name]
+        names = [str(name) for name in (request["model"], request.get("reference_model")) if name]
         for name in names:
             require_readable(name)  # takes no time
         require_request(request, names)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import nats
 from fragility_lab.diagnosis.tokens import COLUMNS, TAIL, TOLD, ErrorsByToken
 from fragility_lab.reporting import figures_diagnosis
@@ -27,7 +27,7 @@ def size(column: str) -> Callable[[float], str]:
 
 def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
     """Bulk and tail of the error by token."""
-    by_token, column = diagnosis.by_token, COLUMNS[diagnosis.request.measured_in]
+    by_token, column = made(diagnosis.by_token), COLUMNS[diagnosis.request.measured_in]
     write, summary, tail = size(column), by_token.summary(column), by_token.tail(column, TOLD)
     rows = [
         [
@@ -44,7 +44,7 @@ def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
         "tail": [
             [
                 f"{row.window}, {row.position}", diagnosis.text(row.token), f"{number(row.times, '.0f')} times",
-                write(row.value), write(row.predicted), str(diagnosis.origins[row.Index]),
+                write(row.value), write(row.predicted), str(made(diagnosis.origins)[row.Index]),
             ]
             for row in tail.itertuples()
         ],

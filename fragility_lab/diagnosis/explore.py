@@ -1,7 +1,7 @@
 """The explorer of plans for the model of a diagnosis."""
 
 from fragility_adjoint.mixed_precision.bits import Choice
-from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
 
@@ -15,9 +15,9 @@ def explorer(diagnosis: Diagnosis) -> str:
     with_plan = [] if diagnosis.protected is None else [terms.measured_means(diagnosis.protected)]
     nothing = [(known.keep(), each) for each in without]
     if choices is None:
-        return Component(terms.keeping([known], nothing + [(plan, each) for each in with_plan])).html
+        return Component(terms.keeping([known], nothing + [(made(plan), each) for each in with_plan])).html
     if choices.parts:  # the view of schemes has no parts in fp32
         return Component(terms.keeping([known], nothing)).html
     smallest = Choice(tuple(choices.bits.argmin(1).tolist()))
-    measured = [(smallest, each) for each in without] + [(diagnosis.choice, each) for each in with_plan]
+    measured = [(smallest, each) for each in without] + [(made(diagnosis.choice), each) for each in with_plan]
     return Component(terms.choosing(choices, measured), terms.keeping([known], nothing)).html

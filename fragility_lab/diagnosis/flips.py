@@ -69,8 +69,8 @@ def find(
     experts = [predicted_choices(realisations, window, draws).flatten() for window in groups]
     text = greedy(model, prompts, count)
     lengths = torch.cat([
-        predicted_length(realisations, *each, draws)
-        for each in progress([*zip(prompts.split(1), text.split(1))], desc="lengths of equal texts")
+        predicted_length(realisations, prompt, its, draws)
+        for prompt, its in progress([*zip(prompts.split(1), text.split(1))], desc="lengths of equal texts")
     ])  # fmt: skip
     found = None
     if measured:

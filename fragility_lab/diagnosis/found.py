@@ -2,6 +2,7 @@
 
 import traceback
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pandas as pd
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -15,6 +16,14 @@ from fragility_lab.diagnosis.remedy import Remedy
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.tokens import ErrorsByToken
 from fragility_lab.measurement.growth import Growth
+
+Result = TypeVar("Result")
+
+
+def made(result: Result | None) -> Result:
+    """The ``result`` of a step that ran before this one."""
+    assert result is not None
+    return result
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Loading what a request names: the model, whole or offloaded, and its windows, checked before any work."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
@@ -47,8 +48,9 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     if given:
         require_same_settings(request.model, name, loaded.model, tokens)
         dtypes = {request.model: stored_dtypes(request.model)} | loaded.dtypes
-        loaded = replace(loaded, rounded=load_rounded(request.model, loaded.model), dtypes=dtypes)
-        set_attention(loaded.rounded, request)
+        rounded = load_rounded(request.model, loaded.model)
+        loaded = replace(loaded, rounded=rounded, dtypes=dtypes)
+        set_attention(rounded, request)
     (count, unit), modules = request.parsed_budget, [m.parameters(recurse=False) for m in loaded.model.modules()]
     owning = sum(next(parameters, None) is not None for parameters in modules)
     most = {"blocks": len(block_paths(loaded.model)), "sites": len(KEEPABLE_SITES), "modules": owning}.get(unit, count)
@@ -58,7 +60,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     return loaded, tokens
 
 
-def set_attention(model: nn.Module, request: Request) -> None:
+def set_attention(model: Any, request: Request) -> None:
     """Set ``model`` to the attention of ``request``: for "auto" sdpa where the model has it, else its own.
 
     Raises ValueError for one that the model lacks.
@@ -77,7 +79,7 @@ def set_attention(model: nn.Module, request: Request) -> None:
 
 
 @torch.no_grad()
-def require_causal(model: nn.Module, name: str) -> None:
+def require_causal(model: Any, name: str) -> None:
     """Raises ValueError unless the logits of ``model`` at a position are the same whatever follows it."""
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
     a, b = model(tokens, use_cache=False).logits[:, :-1]

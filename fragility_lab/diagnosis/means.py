@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.reporting.tables import number, percent
 from fragility_lab.reporting.verdicts import student
@@ -78,7 +78,8 @@ def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
     """A mean prediction in the unit of the page: for the target "flips" the share of changed tokens."""
     if diagnosis.request.measured_in != "flips":
         return predicted
-    return diagnosis.flips.changed(predicted / diagnosis.prediction.windows.predicted.mean()).mean()
+    mean = made(diagnosis.prediction).windows.predicted.mean()
+    return made(diagnosis.flips).changed(predicted / mean).mean()
 
 
 def helps(diagnosis: Diagnosis) -> bool | None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fragility_adjoint.offload.offloaded import is_offloaded, parts
 from fragility_adjoint.quantization.recipes import get_recipe
@@ -106,11 +108,12 @@ def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast
     return Forecast(sum(steps.values()), memory(request, model), free, form, steps=steps)
 
 
-def free_on_devices(model: nn.Module) -> tuple[set[torch.device], int | None]:
+def free_on_devices(model: PreTrainedModel) -> tuple[set[torch.device], int | None]:
     """The devices of ``model``, and the bytes that are free on them; None if the system does not say."""
     devices = {p.device for p in model.parameters()}
     each = [free_memory(device) for device in devices]
-    return devices, None if None in each else sum(each)
+    known = [free for free in each if free is not None]
+    return devices, sum(known) if len(known) == len(each) else None
 
 
 def stored_dtype(request: Request) -> torch.dtype:
@@ -118,9 +121,10 @@ def stored_dtype(request: Request) -> torch.dtype:
     return torch.float32 if request.rounds_weights_alone else get_recipe(request.format).kernels.compute_dtype
 
 
-def activations(request: Request, model: nn.Module) -> tuple[int, int]:
+def activations(request: Request, model: PreTrainedModel) -> tuple[int, int]:
     """Bytes that the backward pass keeps of a window: of all blocks, and of the head."""
-    config, recipe = model.config.get_text_config(), get_recipe(request.format)
+    config: Any = model.config.get_text_config()
+    recipe = get_recipe(request.format)
     rounds_operands = recipe.linear.inputs is not None and not request.weights_only
     kept_a_token = kept_by_blocks(model, rounds_operands)
     if attention_of(model) == "eager":
@@ -134,23 +138,24 @@ def memory(request: Request, model: nn.Module) -> int:
     return parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request)) + sum(activations(request, model))
 
 
-def whole(request: Request, model: nn.Module) -> int:
+def whole(request: Request, model: PreTrainedModel) -> int:
     """Bytes that the whole form takes, with the fp32 model and, with a reference model, the other one."""
     return memory(request, model) + 4 * (1 + bool(request.reference_model)) * sum(p.numel() for p in model.parameters())
 
 
-def whole_fits(request: Request, model: nn.Module) -> bool:
+def whole_fits(request: Request, model: PreTrainedModel) -> bool:
     """True if the whole form of ``model``, which may be on "meta", fits into the memory of the default device."""
     free = free_memory(torch.device(default_device()))
     return free is None or whole(request, model) < free
 
 
-def secants_fit(request: Request, model: nn.Module) -> bool:
+def secants_fit(request: Request, model: PreTrainedModel) -> bool:
     """True if secant slopes fit into what is free now.
 
     They keep three times as much as a backward pass does, halves of weights, and up to 28 numbers a score of attention.
     """
-    free, config = free_memory(next(model.parameters()).device), model.config.get_text_config()
+    config: Any = model.config.get_text_config()
+    free = free_memory(next(model.parameters()).device)
     scores = getattr(config, "num_attention_heads", 0) * request.length**2 * config.num_hidden_layers
     weights = sum(p.numel() for p in model.parameters())
     takes = memory(request, model) + 2 * sum(activations(request, model)) + 4 * weights + 4 * 28 * scores
@@ -166,7 +171,7 @@ def fits_several_gpus(request: Request, model: nn.Module) -> bool:
     if count < 2:
         return False
     sizes = [sum(p.numel() for p in part.parameters()) for part in parts(model).values()]
-    least = min(free_memory(torch.device("cuda", number)) for number in range(count))
+    least = min(free_memory(torch.device("cuda", number)) or 0 for number in range(count))
     return takes / count + takes * max(sizes) / sum(sizes) < least
 
 
@@ -178,7 +183,8 @@ def streamed_memory(request: Request, model: nn.Module, batch: int = 1) -> int:
     its logits, signs and gradients of these, and gradients of tied matrices, which wait for the embedding; or two
     streams and logits to compare. All but one have threads of their own.
     """
-    config, blocks = model.config.get_text_config(), block_paths(model)
+    config: Any = model.config.get_text_config()
+    blocks = block_paths(model)
     of_blocks, of_head = activations(request, model)
 
     def held(part: nn.Module) -> int:
@@ -217,23 +223,23 @@ def reads_a_batch(request: Request, model: nn.Module) -> int:
     return BOTH_WAYS * (ends(request) * estimates + 1) + MEASURED + 2 * chooses_experts(model)
 
 
-def chooses_experts(model: nn.Module) -> bool:
+def chooses_experts(model: PreTrainedModel) -> bool:
     """True if ``model`` is a mixture of experts."""
     return getattr(model.config.get_text_config(), "num_experts_per_tok", None) is not None
 
 
-def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
+def kept_by_blocks(model: PreTrainedModel, rounds_operands: bool = False) -> int:
     """Bytes per token that the backward pass keeps of all blocks: a rough estimate, rather too high.
 
     It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), where experts count as far as a
     token meets them, and 100 bytes per entry of the stream (160 with experts). In eight families (with rounded operands
     in five), 0.5 to 1 times as many bytes were measured.
     """
-    config = model.config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None)
+    config: Any = model.config.get_text_config()
+    chosen: Any = getattr(config, "num_experts_per_tok", None)
     matrices = [p for path in block_paths(model) for p in model.get_submodule(path).parameters() if p.ndim > 1]
     routed = chosen is not None and any(p.ndim == 3 for p in matrices)
-    running = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
+    running: float = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
     of_matrices = (11 if rounds_operands else 8) * running / config.hidden_size
     return int(of_matrices + (160 if routed else 100) * config.hidden_size * config.num_hidden_layers)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fragility_adjoint import predictor
 from fragility_adjoint.offload.offloaded import is_offloaded
-from fragility_adjoint.quantization.quantized import as_prequantized, lower
+from fragility_adjoint.quantization.quantized import Quantized, as_prequantized, lower
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_core.numerics.lowering import LowPrecision
@@ -19,7 +19,7 @@ from fragility_lab.measurement.comparison import compare, numbered, observe_each
 from fragility_lab.running.environment import progress
 
 
-def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> LowPrecision:
+def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> Quantized:
     """The model in low precision without a plan. For a mix of schemes all layers have the smallest one.
 
     Static scales are measured over ``tokens`` (B, T).

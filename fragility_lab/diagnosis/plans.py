@@ -9,7 +9,7 @@ from fragility_adjoint.quantization.recipes import PREQUANTIZED
 from fragility_core.models.paths import within
 from fragility_core.numerics.formats import get_format
 from fragility_lab import paths
-from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import TARGETS, helps, in_unit, writer
 from fragility_lab.diagnosis.remedy import WHOLE, WIDE, mending
 from fragility_lab.diagnosis.request import Request
@@ -86,17 +86,17 @@ def alternatives(contributions: Contributions, write: Callable[[float], str] = p
     for plan in (contributions.keep(), *(contributions.plan(*budget) for budget in budgets)):
         memory = [quantity(plan.parameter_bytes), quantity(plan.activation_bytes)]
         costs = [] if plan.format == PREQUANTIZED else [*memory, quantity(plan.flops, "FLOP")]
-        rows.append([plan.label, write(plan.predicted), *costs])
+        rows.append([plan.label, write(made(plan.predicted)), *costs])
     return rows
 
 
 def budgets_figure(diagnosis: Diagnosis) -> str:
     """The figure of all budgets for schemes."""
-    target, bits = TARGETS[diagnosis.request.measured_in][1], diagnosis.choices.curve()
+    target, bits = TARGETS[diagnosis.request.measured_in][1], made(diagnosis.choices).curve()
     bits = bits.assign(predicted=[in_unit(diagnosis, x) for x in bits.predicted])
     measured = None if diagnosis.protected is None else diagnosis.protected[target].mean()
-    predicted = in_unit(diagnosis, diagnosis.plan.predicted)
-    label = float(diagnosis.plan.label.split()[0])
+    plan = made(diagnosis.plan)
+    predicted, label = in_unit(diagnosis, made(plan.predicted)), float(plan.label.split()[0])
     return uri(figures_diagnosis.budgets(bits, label, predicted, measured, target))
 
 
@@ -112,7 +112,8 @@ def of_mending(diagnosis: Diagnosis) -> dict:
 
 def of_plan(diagnosis: Diagnosis, known: dict) -> dict:
     """The plan, its price, and what other budgets give."""
-    request, plan, choices = diagnosis.request, diagnosis.plan, diagnosis.choices
+    request, plan, choices = diagnosis.request, made(diagnosis.plan), diagnosis.choices
+    contributions = made(diagnosis.contributions)
 
     def write(predicted: float) -> str:
         return writer(request)(in_unit(diagnosis, predicted))
@@ -121,12 +122,12 @@ def of_plan(diagnosis: Diagnosis, known: dict) -> dict:
         "helps": helps(diagnosis),
         "price": price(plan),
         "snippet": snippet(request, plan, diagnosis.attention),
-        "alternatives": alternatives(diagnosis.contributions, write),
+        "alternatives": alternatives(contributions, write),
         **of_mending(diagnosis),
-        "absent": [site for site in request.kept if site not in diagnosis.contributions.structure.sites],
+        "absent": [site for site in request.kept if site not in contributions.structure.sites],
         "schemes": [] if choices is None else schemes_of(plan, choices),
         "kept_parts": [] if choices is None else kept_parts(plan, choices),
-        "stored_size": None if choices is None else quantity(choices.stored_bytes(diagnosis.choice)),
+        "stored_size": None if choices is None else quantity(choices.stored_bytes(made(diagnosis.choice))),
         "budgets": [] if choices is None else budgets(choices, write),
         "images": {} if choices is None else {"budgets": budgets_figure(diagnosis)},
     }

@@ -54,7 +54,7 @@ class Remedy:
 
 
 def find(
-    model: nn.Module, low: LowPrecision, prediction: predictor.Prediction, tokens: Tensor, execution: str
+    model: nn.Module, low: Quantized, prediction: predictor.Prediction, tokens: Tensor, execution: str
 ) -> Remedy:  # fmt: skip
     """The remedy for those windows of ``tokens`` (B, T) that overflow in ``prediction``, for ``model`` as ``low``."""
     numbers = prediction.windows.window[prediction.windows.overflow != ""]
@@ -97,7 +97,7 @@ def mending(remedy: Remedy | None, contributions: Contributions) -> Plan | None:
 
 
 def with_remedy(
-    contributions: Contributions, remedy: Remedy | None, budget: tuple[int, str], tokens: Tensor, execution: str
+    contributions: Contributions, remedy: Remedy | None, budget: tuple[float, str], tokens: Tensor, execution: str
 ) -> Plan:  # fmt: skip
     """The plan for the ``budget``, an amount and a unit, that brings back the windows of ``tokens`` that overflow.
 
@@ -199,7 +199,7 @@ class CandidatePlans:
 
 
 def raised_epsilon(
-    model: nn.Module, low: LowPrecision, execution: str, places: dict[int, Overflow], windows: Sequence[Tensor]
+    model: nn.Module, low: Quantized, execution: str, places: dict[int, Overflow], windows: Sequence[Tensor]
 ) -> tuple[str, float] | None:  # fmt: skip
     """The norm that divides by an epsilon rounded to zero, and the least normal number as epsilon, if that mends it."""
     divided = [place.module for place in places.values() if place.kind == "infinite"]

@@ -16,10 +16,10 @@ from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_adjoint.offload.offloaded import is_offloaded
-from fragility_adjoint.quantization.quantized import as_prequantized, lower
+from fragility_adjoint.quantization.quantized import Quantized, as_prequantized, lower
 from fragility_adjoint.quantization.static_scales import calibrated, needs_calibration
 from fragility_core.numerics.internals import attention_of
-from fragility_core.numerics.lowering import LowPrecision, sharing_copy
+from fragility_core.numerics.lowering import sharing_copy
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
@@ -52,7 +52,7 @@ class Work:
         found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
 
     @cached_property
-    def low(self) -> LowPrecision:
+    def low(self) -> Quantized:
         """The model in low precision without a plan. For a mix of schemes all layers have the smallest one."""
         return low_model(self.request, self.loaded, self.tokens)
 
@@ -96,14 +96,14 @@ def measure_windows(work: Work) -> None:
 def mend_overflows(work: Work) -> None:
     """Look for the cheapest plan that brings windows back that overflow."""
     work.found.remedy = remedy.find(
-        work.model, work.low, work.found.prediction, work.tokens, work.request.execution
+        work.model, work.low, made(work.found.prediction), work.tokens, work.request.execution
     )  # fmt: skip
 
 
 def predict_mended(work: Work) -> None:
     """Predict and measure the windows that overflow with the plan that brings them back."""
-    found, request, plan = work.found, work.request, work.found.remedy.plan
-    numbers = [*found.remedy.places]
+    found, request, mending = work.found, work.request, made(work.found.remedy)
+    numbers, plan = [*mending.places], made(mending.plan)
     tokens = work.tokens[numbers]
     calibrating = work.tokens if needs_calibration(plan.recipe) else None
     mended = apply(work.model, plan, remedy.execution_of(plan, work.low.recipe, request.execution), calibrating)
@@ -122,27 +122,25 @@ def may_be_mended(work: Work) -> bool:
 
 def choose_plan(work: Work) -> None:
     """Make the plan for the budget, and predict it."""
-    found, request = work.found, work.request
+    found, request, contributions = work.found, work.request, made(work.found.contributions)
     if request.mixes:
-        keep = [site for site in request.kept if site in found.contributions.structure.sites]  # the page names others
-        choices = chosen_from(request, work.model, work.groups, found.prediction, keep)
+        keep = [site for site in request.kept if site in contributions.structure.sites]  # the page names others
+        choices = chosen_from(request, work.model, work.groups, made(found.prediction), keep)
         found.choices, found.choice = choices, mixed_choice(request, choices)
         found.planned = pd.Series(choices.predict(found.choice), index=choices.windows)
         found.plan = choices.plan(found.choice)
     else:
         budget = request.parsed_budget
-        plan = remedy.with_remedy(found.contributions, found.remedy, budget, work.tokens, request.execution)
-        found.planned = found.contributions.predict(plan).set_index("window").predicted
+        plan = remedy.with_remedy(contributions, found.remedy, budget, work.tokens, request.execution)
+        found.planned = contributions.predict(plan).set_index("window").predicted
         found.plan = plan
 
 
 def measure_plan(work: Work) -> None:
     """Measure every window with the plan."""
-    found, model, tokens = work.found, work.model, work.tokens
+    found, model, tokens, plan = work.found, work.model, work.tokens, made(work.found.plan)
     if work.loaded.rounded is None:
-        kept = apply(
-            model, found.plan, work.request.execution, tokens if needs_calibration(found.plan.recipe) else None
-        )
+        kept = apply(model, plan, work.request.execution, tokens if needs_calibration(plan.recipe) else None)
     else:
         kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, found.plan)
     found.protected, found.protected_drift = measure(kept, model, work.groups, "with the plan")
@@ -174,7 +172,7 @@ def choose_tokens(work: Work) -> None:
     """Predict changed choices, and decode."""
     found = work.found
     found.flips = flips.find(
-        work.low, work.model, work.realisations, found.by_token, found.chooses_experts, found.referenced
+        work.low, work.model, work.realisations, made(found.by_token), found.chooses_experts, found.referenced
     )  # fmt: skip
 
 
@@ -212,7 +210,7 @@ STEPS = (
     Step("remedy", "mending what overflows", mend_overflows, ("prediction",), may_be_mended),
     Step(
         "mended", "predicting what is mended", predict_mended, ("remedy",),
-        lambda work: work.found.remedy.plan is not None,
+        lambda work: made(work.found.remedy).plan is not None,
     ),
     Step("plan", "choosing a plan", choose_plan, ("contributions",)),
     Step("plan measured", "measuring the plan", measure_plan, ("plan",), lambda work: work.found.referenced),

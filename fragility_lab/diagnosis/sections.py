@@ -11,7 +11,7 @@ import transformers
 from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, coherence_summary, largest, shares
 from fragility_lab.diagnosis.explore import explorer
-from fragility_lab.diagnosis.found import Diagnosis
+from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import (
     TARGETS,
     agreement,
@@ -150,7 +150,7 @@ def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
 
 def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
     """Where the error comes from."""
-    return {"images": pictures(diagnosis), "modules": largest(diagnosis.contributions)}
+    return {"images": pictures(diagnosis), "modules": largest(made(diagnosis.contributions))}
 
 
 def of_coherence(diagnosis: Diagnosis, known: dict) -> dict:
@@ -160,7 +160,7 @@ def of_coherence(diagnosis: Diagnosis, known: dict) -> dict:
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:
     """What leaves the range of the format."""
-    ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
+    ranges = made(diagnosis.ranges).head(MANY)[["module", "kind", "nonfinite", "saturated"]]
     return {
         "ranges": ranges.to_numpy().tolist(),
         "predicts": diagnosis.contributions is not None,

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ def streaming(request: Request, name: str, disk: float, bus: float) -> str:
 
     ``disk`` and ``bus`` are bytes a second. Files are taken to hold the dtype that the configuration names.
     """
-    model, dtype = on_meta(name), load_config(name).dtype or torch.float32
+    model = on_meta(name)
+    dtype: Any = load_config(name).dtype or torch.float32
     parameters = sum(p.numel() for p in model.parameters())
     size, batch = parameters * dtype.itemsize, min(request.windows, LARGEST)
     memory, estimate = streamed_memory(request, model, batch), BOTH_WAYS * ends(request)

@@ -91,11 +91,12 @@ def origins(low: LowPrecision, model: PreTrainedModel, window: Tensor, positions
             hidden_and_logits(run, window)
         passes.append(seen)
     exact, rounded = passes
-    streams = {block_of(path)[1]: exact[path].norm(dim=-1) for path in blocks if path in exact}  # (T,) by block
+    numbers = {path: inside[1] for path in [*blocks, *branches] if (inside := block_of(path))}
+    streams = {numbers[path]: exact[path].norm(dim=-1) for path in blocks if path in exact}  # (T,) by block
     attention = {id(m) for m in attention_modules(model)}
     found = []
     for path in branches:
-        block = block_of(path)[1]
+        block = numbers[path]
         if path in exact and path in rounded and block in streams and exact[path].shape == rounded[path].shape:
             error = (rounded[path] - exact[path]).norm(dim=-1)
             relative = error / streams[block]

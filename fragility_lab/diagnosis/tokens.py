@@ -13,9 +13,8 @@ from itertools import islice
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.changed_choices import Competition, competition
 from fragility_adjoint.explain.error_samples import ErrorSamples, scales
@@ -120,7 +119,7 @@ def errors_by_token(
     groups = batched(windows.items(), max(1, LOGITS // largest))
     for group in progress([dict(each) for each in groups], desc="errors by token"):
 
-        def run(model: PreTrainedModel, group: dict[int, Tensor] = group) -> dict[int, State]:
+        def run(model: nn.Module, group: dict[int, Tensor] = group) -> dict[int, State]:
             states = {number: hidden_and_logits(model, window) for number, window in group.items()}
             return {number: (final, logits.float()) for number, (final, logits) in states.items()}
 

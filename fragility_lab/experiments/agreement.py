@@ -47,7 +47,7 @@ def by_run(windows: pd.DataFrame, summary: Callable[[pd.DataFrame], dict]) -> pd
 
 
 def _run_agreement(kept: pd.DataFrame) -> dict[str, float]:
-    row = {}
+    row: dict[str, float] = {}
     for signal in SIGNALS:
         row |= signal_agreement(kept, signal)
     for measure in MEASURES:

@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 import pandas as pd
 import torch
@@ -50,11 +51,14 @@ def random_tokens(length: int) -> Tensor:
     return torch.randint(4096, (1, length), device=default_device())
 
 
+Key = TypeVar("Key", str, int)
+
+
 def medians(
-    calls: dict[str, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
+    calls: Mapping[Key, Callable[[], object]], repetitions: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[Key, float]:
     """Median seconds of each call by ``clock``, the calls taking turns after one warm-up each."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[Key, list[float]] = {name: [] for name in calls}
     for turn in range(repetitions + 1):
         for name, call in calls.items():
             begin = clock()
@@ -128,7 +132,7 @@ def time_training_step(repetitions: int) -> pd.DataFrame:
 
     def step() -> None:
         shadowed.train_step(tokens, 1e-5)
-        shadowed.observe(tokens)
+        shadowed.shadow.observe(tokens)
 
     seconds = medians({"E5": step, "bare": lambda: bare.train_step(tokens, 1e-5)}, 2 * repetitions)
     return pd.DataFrame([compared("E5 step / training step", 256, seconds["E5"], seconds["bare"], 2.5)])
@@ -181,6 +185,8 @@ def memory_of(kind: str) -> float:
     A "plain" (eager) or "monitored" pass counts with the loaded model. An "estimate" or a "training forward" counts
     without the loaded models (fp32 and bf16).
     """
+    low: LowPrecision
+    call: Callable[[Tensor], object]
     if kind in ("plain", "monitored"):
         low = lower(random_gpt2(), "bf16")
         if kind == "plain":
@@ -217,8 +223,8 @@ def _peak() -> float:
 def memory_passes() -> pd.DataFrame:
     """Memory of the monitored pass over the plain eager pass, and of an estimate; each in a fresh process."""
     command = [sys.executable, "-m", __spec__.name, "--peak"]
-    given = {"env": os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, "text": True}
-    peaks = {kind: float(subprocess.check_output([*command, kind], **given)) for kind in ALONE}
+    given = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    peaks = {kind: float(subprocess.check_output([*command, kind], env=given, text=True)) for kind in ALONE}
     pairs = ("monitored", "plain", 1.3), ("estimate", "training forward", 1.5)
     return pd.DataFrame(
         [

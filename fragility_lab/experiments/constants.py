@@ -3,11 +3,13 @@
 ``kernel_samples`` draws the samples and states the error model.
 """
 
+from typing import Any
+
 import pandas as pd
 import torch
 
 from fragility_core import theory
-from fragility_core.numerics.formats import Format, get_format
+from fragility_core.numerics.formats import NumberFormat, get_format
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.experiments.kernel_samples import (
     arithmetic,
@@ -49,7 +51,7 @@ def a_priori_constants(format: str, *, keys: int, head_width: int, features: int
     }
 
 
-def attention_terms(sample: pd.DataFrame, format: Format) -> pd.DataFrame:
+def attention_terms(sample: pd.DataFrame, format: NumberFormat) -> pd.DataFrame:
     """``observed`` error of the three attention kernels, and its bound as ``free`` + constant x ``unit``.
 
     One row for each draw of ``sample_attention`` and constant, with family and shape.
@@ -151,14 +153,16 @@ def summarize_slack(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows.groupby(by, sort=False).size().rename("draws"), exact.rename("exact"), quantiles], axis=1)
 
 
-def _attention_bounds(attention: pd.DataFrame, format: Format, constants: dict[str, float]) -> tuple:
+def _attention_bounds(attention: pd.DataFrame, format: NumberFormat, constants: dict[str, float]) -> tuple:
     """The bound of Theorem 1 (`thm:attn`) for every draw, to first order and in full."""
     kernels = {name: constants[name] for name in ("c_softmax", "c_gemm", "c_gemm_out")}
-    column = {name: torch.from_numpy(attention[name].to_numpy(copy=True)) for name in attention.select_dtypes("number")}
-    norms, u = theory.AttentionNorms(*(column[name] for name in theory.AttentionNorms._fields)), format.unit_roundoff
+    column: dict[str, Any] = {
+        name: torch.from_numpy(attention[name].to_numpy(copy=True)) for name in attention.select_dtypes("number")
+    }
+    norms, u = theory.AttentionNorms._make(map(column.__getitem__, theory.AttentionNorms._fields)), format.unit_roundoff
     first_order = theory.attention_error_bound(
         norms.kappa_softmax, norms.chi_score, norms.probability_norm, norms.value_spectral_norm, u, **kernels
     )
-    underflow = tuple(column[f"{kernel}_underflow"] for kernel in ("score", "softmax", "context"))
+    underflow = column["score_underflow"], column["softmax_underflow"], column["context_underflow"]
     complete = theory.attention_error_bound_with_remainder(norms, column["spread"], u, **kernels, underflow=underflow)
     return first_order.numpy(), complete.numpy()

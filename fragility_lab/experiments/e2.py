@@ -19,7 +19,7 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.running.runs import RunStore, Specification
-from fragility_lab.running.task import Advance, Worker
+from fragility_lab.running.task import Advance, Run, Worker
 
 T = TypeVar("T")
 LEAST = 3  # windows of a correlation
@@ -101,7 +101,7 @@ class DerivedSpec(Specification):
         return [cls(source, **options) for source in sources]
 
     @property
-    def device(self) -> str:
+    def device(self) -> str:  # type: ignore[override]  # read-only here, and everywhere, since specifications are frozen
         return self.source.device
 
     @property
@@ -198,7 +198,7 @@ class MonitoredPasses(Worker):
         return rows.assign(**spec.identity)
 
 
-class DerivedWorker(Worker):
+class DerivedWorker(Worker[Run]):
     """Computes runs on windows of E2's runs, which are in the folder ``source``."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):

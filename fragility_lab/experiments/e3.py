@@ -48,7 +48,7 @@ class PatchSpec(DerivedSpec):
         return self.source.length * (self.windows + self.noisy_windows * self.realisations)
 
 
-class Patches(DerivedWorker):
+class Patches(DerivedWorker[PatchSpec]):
     """Computes the runs of E3; runs of one precision share its model."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):

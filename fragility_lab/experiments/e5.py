@@ -167,7 +167,7 @@ def initial_model(model: PreTrainedModel, setting: TrainingSetting, seed: int) -
     return model
 
 
-class Mitigation(Worker):
+class Mitigation(Worker[TrainingSpec]):
     """Computes the runs of E5, each from its last checkpoint where there is one.
 
     Runs of equal seeds are one run until the first action. The first of them leaves its state at step ``shared_steps``,
@@ -217,7 +217,8 @@ class Mitigation(Worker):
         path = self.store.path(spec).with_suffix(".checkpoint")
         start = self.store.path(uncontrolled(spec)).with_suffix(f".{self.shared_steps}.start")
         shares = 0 < self.shared_steps <= policy.first_step
-        state, rows = policy.start(len(training.shadow.monitor.blocks), spec.seed), []
+        state = policy.start(len(training.shadow.monitor.blocks), spec.seed)
+        rows: list[pd.DataFrame] = []
         if taken_up := restore(path, spec, training):
             state, rows = taken_up
         elif shares and (shared := restore(start, spec, training)):
@@ -252,7 +253,8 @@ def one_step(
     rate = warmed_up(setting.learning_rate, state.step, setting.warmup_steps)
     loss, gradient_norm = training.train_step(tokens, rate)
     seen = {"step": state.step, "learning_rate": rate, "loss": loss, "gradient_norm": gradient_norm}
-    actions, signal = (), np.nan
+    actions: tuple[Action, ...] = ()
+    signal = np.nan
     rows = pd.DataFrame({"layer": range(state.layers)})
     if np.isfinite([loss, gradient_norm]).all():
         rows, windows = training.shadow.observe(tokens)

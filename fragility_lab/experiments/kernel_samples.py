@@ -10,6 +10,7 @@ because no bound covers overflow.
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pandas as pd
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core import theory
-from fragility_core.numerics.formats import Format
+from fragility_core.numerics.formats import NumberFormat
 from fragility_core.numerics.lowering import LowPrecision
 
 ATTENTION_SHAPES = (  # queries n, keys m, head width d; small shapes average least, so they come near the worst case
@@ -77,7 +78,7 @@ HEADS: dict[str, Callable[..., Heads]] = {
 
 
 def draw_heads(
-    family: str, shape: tuple[int, int, int], draws: int, format: Format, generator: torch.Generator
+    family: str, shape: tuple[int, int, int], draws: int, format: NumberFormat, generator: torch.Generator
 ) -> Heads:
     """Q (draws, n, d), K and V (draws, m, d) exactly in ``format``, each draw at scales of its own.
 
@@ -88,7 +89,7 @@ def draw_heads(
     return query, key, value
 
 
-def draw_rows(features: int, draws: int, format: Format, generator: torch.Generator) -> dict[str, Tensor]:
+def draw_rows(features: int, draws: int, format: NumberFormat, generator: torch.Generator) -> dict[str, Tensor]:
     """LayerNorm inputs (draws, d_model) by family, exactly in ``format``, each row at a scale of its own."""
     rows = {
         "centred": _normal(generator, draws, features),
@@ -100,7 +101,7 @@ def draw_rows(features: int, draws: int, format: Format, generator: torch.Genera
 
 
 def draw_stacks(
-    shape: tuple[int, int], gain: float, draws: int, format: Format, generator: torch.Generator
+    shape: tuple[int, int], gain: float, draws: int, format: NumberFormat, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """X_0 (draws, ROWS, d) and weights F (L, draws, d, d) with ||F_l||_2 near ``gain``, exactly in ``format``."""
     blocks, width = shape
@@ -142,7 +143,7 @@ def run_stack(x: Tensor, weights: Tensor, low: LowPrecision) -> Tensor:
     return torch.stack(states)
 
 
-def underflow(format: Format, entries: int) -> float:
+def underflow(format: Any, entries: int) -> float:
     """Norm of the underflow of ``entries`` results: each may err by half a subnormal spacing beyond the model."""
     return format.unit_roundoff * format.smallest_normal * entries**0.5
 
@@ -222,8 +223,8 @@ def sample_attention(low: LowPrecision, seed: int) -> pd.DataFrame:
     generator, tables = torch.Generator().manual_seed(seed), []
     for (n, m, d), family in product(ATTENTION_SHAPES, HEADS):
         draws = max(16, NUMBERS // (n * d + 2 * m * d + n * m * m))
-        heads = (x.to(device_of(low)) for x in draw_heads(family, (n, m, d), draws, low.format, generator))
-        tables.append(observe_attention(*heads, low).assign(family=family, shape=f"{n}x{m}x{d}"))
+        query, key, value = (x.to(device_of(low)) for x in draw_heads(family, (n, m, d), draws, low.format, generator))
+        tables.append(observe_attention(query, key, value, low).assign(family=family, shape=f"{n}x{m}x{d}"))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -246,6 +247,6 @@ def sample_stacks(low: LowPrecision, seed: int) -> pd.DataFrame:
     for shape, gain in product(STACKS, GAINS):
         blocks, width = shape
         draws = max(16, NUMBERS // (blocks * width**2 * 16))
-        stacks = (part.to(device_of(low)) for part in draw_stacks(shape, gain, draws, low.format, generator))
-        tables.append(observe_stack(*stacks, low).assign(family=f"rho={gain:g}", shape=f"{blocks}x{width}"))
+        x, weights = (part.to(device_of(low)) for part in draw_stacks(shape, gain, draws, low.format, generator))
+        tables.append(observe_stack(x, weights, low).assign(family=f"rho={gain:g}", shape=f"{blocks}x{width}"))
     return pd.concat(tables, ignore_index=True)

@@ -1,12 +1,15 @@
 """Other realisations of rounding: the same function, nearly, with other rounding errors."""
 
 import copy
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def moved(model: nn.Module, scale: float, number: int) -> nn.Module:
+
+def moved(model: Model, scale: float, number: int) -> Model:
     """A copy of ``model`` whose weights are multiplied by 1 + ``scale`` z, with z standard normal.
 
     With half a unit roundoff as ``scale``, the copy computes nearly the same function but rounds everything

@@ -197,9 +197,9 @@ class Comparison:
         letter each. ``predicted`` is our prediction for it, ``additive`` the sum of what its units alone measured.
         """
         asked = []
-        for rival in self.methods or {"": None}:
+        for rival in self.methods or [""]:
             for number, budget in enumerate(self.budgets):
-                theirs = self.methods[rival]["plans"][number] if rival else None
+                theirs: Any = self.methods[rival]["plans"][number] if rival else None
                 bits = self.bits(theirs) if rival else budget
                 made = [(rival, theirs)] if rival else []
                 made += [(OURS, self.best(self.ours["scores"], bits)), (ORACLE, self.best(self.singles[0], bits))]

@@ -52,7 +52,7 @@ class EstimateSpec(DerivedSpec):
         return self.source.length * self.source.windows * (1 + self.redraws)
 
 
-class Estimates(DerivedWorker):
+class Estimates(DerivedWorker[EstimateSpec]):
     """Computes the runs of X1; runs of one precision share the estimator."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):

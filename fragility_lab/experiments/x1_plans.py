@@ -61,7 +61,7 @@ class PlanSpec(DerivedSpec):
         return self.digest  # nothing is shared
 
 
-class Plans(DerivedWorker):
+class Plans(DerivedWorker[PlanSpec]):
     """Computes the plans of X1."""
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):

@@ -1,6 +1,7 @@
 """X2: how many next tokens and experts quantization changes, and how soon greedy decoding leaves fp32's text."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +28,7 @@ SIZES = {
 }  # fmt: skip
 MIXTURES = (
     MixtralConfig(num_local_experts=8, **SIZES),
-    Qwen3MoeConfig(num_experts=8, moe_intermediate_size=48, head_dim=16, **SIZES),
+    Qwen3MoeConfig(num_experts=8, moe_intermediate_size=48, **SIZES | {"head_dim": 16}),
 )
 
 

@@ -73,13 +73,13 @@ class Recipes(Worker):
 
     def changed(self, spec: AnalysisSpec) -> pd.DataFrame:
         """Rows of ``x2_flips.changed_rows``."""
-        return changed_rows(self.inputs.model, self.tokens(spec.length, spec.windows, spec.seed), *spec.recipes)
+        return changed_rows(self.inputs.model, self.tokens(spec.length, spec.windows, spec.seed), spec.recipes[0])
 
     def lengths(self, spec: AnalysisSpec) -> pd.DataFrame:
         """Rows of ``x2_flips.length_rows``."""
         chosen = spec.length, spec.windows, spec.seed
         texts = self.texts(*chosen, count=spec.count)
-        return length_rows(self.inputs.model, self.tokens(*chosen), texts, *spec.recipes)
+        return length_rows(self.inputs.model, self.tokens(*chosen), texts, spec.recipes[0])
 
 
 ANALYSES: dict[str, Callable[[Recipes, AnalysisSpec], pd.DataFrame]] = {

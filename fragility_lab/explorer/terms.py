@@ -7,6 +7,7 @@ which parts remove it. That is asked of ``Contributions.vanishing`` here, one pa
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -34,7 +35,7 @@ def measured_means(windows: pd.DataFrame) -> dict[str, float]:
     return {target: float(finite[column].mean()) for target, column in MEASURES.items()}
 
 
-def rounded(values) -> list:
+def rounded(values) -> Any:
     """``values`` as nested lists of numbers with DIGITS significant digits."""
     if isinstance(values, float):
         return float(f"{values:.{DIGITS}g}")
@@ -168,7 +169,7 @@ def keeping(known: Sequence[Contributions], measured: MeasuredPlans = ()) -> dic
     ``measured`` has plans with the errors that were measured, mean over windows, by the name of the target.
     """
     first, parts = known[0], Parts(known[0])
-    blocks = [block_of(path)[1] for path in first.structure.blocks]
+    blocks = [block[1] for block in map(block_of, first.structure.blocks) if block]
     return {
         "kind": "keep",
         "recipe": first.recipe.name,
@@ -205,7 +206,7 @@ def choosing(known: Choices, measured: MeasuredPlans = ()) -> dict[str, object]:
 
     ``measured`` has choices in place of plans.
     """
-    blocks = [block_of(group[0]) for group in known.groups]
+    blocks = [block for block in (block_of(group[0]) for group in known.groups) if block]
     return {
         "kind": "choose",
         "recipe": known.kernels,

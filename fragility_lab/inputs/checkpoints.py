@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import datasets
 import torch
@@ -86,7 +87,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_model(
-    name: str, device: str | dict | None = None, auto_class: type = AutoModel, config: PreTrainedConfig | None = None
+    name: str, device: str | dict | None = None, auto_class: Any = AutoModel, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:  # fmt: skip
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 

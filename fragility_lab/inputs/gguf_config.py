@@ -66,7 +66,8 @@ def configuration(header: Header) -> PreTrainedConfig:
         fields["query_pre_attn_scalar"] = equal if settings["block_count"] == LARGEST[header.architecture] else width
     if header.architecture == "qwen3moe":
         fields["norm_topk_prob"] = True  # as llama.cpp computes; no file says it
-    config = kind(**fields | given)
+    everything: dict[str, Any] = fields | given
+    config = kind(**everything)
     taken = {name for name in WIDTHS if settings.get(name) == width}
     if "rope_parameters" in known:
         taken |= rope(config, header, settings)
@@ -84,7 +85,7 @@ def configuration(header: Header) -> PreTrainedConfig:
     return config
 
 
-def field_of(name: str, kind: type, known: dict[str, Any]) -> str | None:
+def field_of(name: str, kind: type[PreTrainedConfig], known: dict[str, Any]) -> str | None:
     """The field for the setting ``name`` in a configuration of ``kind``, if there is one."""
     names = [kind.attribute_map.get(field, field) for field in FIELDS.get(name, "").split()]
     return next((field for field in names if field in known), None)

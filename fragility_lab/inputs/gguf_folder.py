@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -93,10 +94,11 @@ def write_model(header: Header, folder: Path) -> None:
     print(f"converting {header.file} to fp32, once, in {cache()}", file=sys.stderr, flush=True)
     file = header.file.absolute()
     with patch("transformers.modeling_gguf_pytorch_utils.tqdm", partial(tqdm, disable=True)):
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        both: Any = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, config=config, dtype=torch.float32,
             ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
+    loaded, info = both
     require_described_weights(loaded, str(header.file), info)
     state = {name: x.contiguous() for name, x in loaded.state_dict().items()}
     model.load_state_dict(state, strict=True, assign=True)
@@ -114,7 +116,7 @@ def require_space(header: Header, model: torch.nn.Module) -> None:
         )
 
 
-def require_all_read(header: Header, model: torch.nn.Module) -> None:
+def require_all_read(header: Header, model: Any) -> None:
     """Raises ValueError for tensors in the file of ``header`` that are none of ``model``."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 

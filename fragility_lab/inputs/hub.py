@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
@@ -36,7 +36,7 @@ def snapshot(name: str, weights: bool) -> str:
     is taken as it is, and stderr says so. Raises HubError where there is none, and for a download that broke off or has
     a wrong checksum.
     """
-    wanted = {"allow_patterns": OTHERS + WEIGHTS * weights, "ignore_patterns": ["*/*"]}
+    wanted: dict[str, Any] = {"allow_patterns": OTHERS + WEIGHTS * weights, "ignore_patterns": ["*/*"]}
     if error := trouble(name, "model"):
         return cached(name, wanted, error)
     started = time.time()

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ def load(
         )
     for length in lengths:
         select_windows(stream, length, windows, seed=0, opening=begins)
-    found = {
+    found: dict[str, Any] = {
         "tokenizer": tokenizer, "opening": begins, "dtypes": {model: checkpoints.stored_dtypes(model)},
     }  # fmt: skip
     if offloaded:

@@ -107,7 +107,7 @@ def _parquet(file: Path) -> Columns:
         names = pq.ParquetFile(opened).schema_arrow.names
         opened.seek(0)
         text = pq.read_table(opened, columns=["text"]) if "text" in names else None
-    return {name: text["text"].to_pylist() if name == "text" else [] for name in names}
+    return {name: text["text"].to_pylist() if text is not None and name == "text" else [] for name in names}
 
 
 READERS: dict[str, Callable[[Path], Columns]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +21,7 @@ from fragility_lab.inputs.stored import require_numbers, weight_files
 
 
 def on_meta(
-    name: str, auto_class: type = AutoModelForCausalLM, config: PreTrainedConfig | None = None
+    name: str, auto_class: Any = AutoModelForCausalLM, config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:  # fmt: skip
     """The fp32 model ``name`` without weights, on the device "meta"; raises the errors of ``load_config``.
 

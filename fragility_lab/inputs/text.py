@@ -132,6 +132,6 @@ def select_windows(
     if disjoint:
         chosen = random.Random(0).sample(range(available), available)[needed - count : needed]
     else:
-        chosen = range(available) if available == count else random.Random(seed).sample(range(available), count)
+        chosen = [*range(available)] if available == count else random.Random(seed).sample(range(available), count)
     starts = [index * step for index in sorted(chosen)]
     return starts, torch.stack([opening.window(stream, start, length) for start in starts])

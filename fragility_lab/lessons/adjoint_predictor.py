@@ -117,7 +117,7 @@ def by_hand(x: float, format: str) -> Picture:
     terms = slopes * local
     typical, measured = (float((table[name] ** 2).mean() ** 0.5) for name in ("predicted", "measured"))
     page, histogram = panels(5.4, 4.2, height=3.6)
-    page.set_position([0.0, 0.0, 1.0, 0.92])
+    page.set_position((0.0, 0.0, 1.0, 0.92))
     page.axis("off")
     columns = (0.02, 0.36, 0.58, 0.84)
     lines = [("result", "gradient", "error", "(g·e)²")]

@@ -41,7 +41,8 @@ Head = tuple[Tensor, Tensor, Tensor]
 
 def stored(head: Head, format: str) -> Head:
     """``head`` rounded to ``format``, in the format's ``compute_dtype``."""
-    return tuple(get_format(format).round(part.float()) for part in head)
+    query, key, value = (get_format(format).round(part.float()) for part in head)
+    return query, key, value
 
 
 def low_attention(head: Head, format: str) -> tuple[Tensor, Tensor, Tensor]:

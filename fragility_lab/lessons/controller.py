@@ -4,7 +4,7 @@ The statistics stay as recorded. Raising epsilon changes neither LayerNorm's out
 """
 
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from fragility_lab.lessons import record
 from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import HERE, LIMIT, Picture, finish, panels
 from fragility_lab.lessons.widgets import exercises
-from fragility_lab.reporting.figures import COLOURS, Axes
+from fragility_lab.reporting.figures import COLOURS, Axes, figure_of
 
 EXERCISES = exercises("controller")
 RUNS = {"steady": 6e-4, "spiking": 3e-2}  # names of the recorded runs, by their learning rate
@@ -69,7 +69,7 @@ def frozen(block: int, exponent: float) -> Picture:
     finish(curve, "ε", "M_LN(ε) / M_LN(10⁻⁵)", f"LayerNorm magnitude of block {block}", "x", ylim=(0, 1.12))
 
     bars.bar(rows.layer, table.share, color=["C3" if layer == block else "C0" for layer in rows.layer])
-    dashes = {"color": "0.2", "markersize": 14, "markeredgewidth": 2}
+    dashes: dict[str, Any] = {"color": "0.2", "markersize": 14, "markeredgewidth": 2}
     bars.plot(rows.layer, rows.dominance, "_", label="φ, the share of M_LN", **dashes)
     labels = ("block", "share of its G", "by how much raising ε lowers G")
     finish(bars, *labels, "y", "upper right", ylim=(1e-9, 50), xticks=range(0, 12, 2))
@@ -104,7 +104,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     right.plot(variance[-1], after[-1], "o", color="C3", markersize=9)
     for axes in (left, right):
         axes.axvline(variance[-1], **HERE)
-    scales = {"log": "xy", "xlim": (1e-6, 1e3)}
+    scales: dict[str, Any] = {"log": "xy", "xlim": (1e-6, 1e3)}
     finish(left, "σ²", "ε after the update", "ε follows σ² between base and cap", **scales, ylim=(1e-6, 2))
     finish(right, "σ²", "ρ_LN", "green: where the algorithm acts", **scales, legend="upper left", ylim=(1e-4, 1e4))
     gate, gives = ("open", "gives") if before[-1] < 1 else ("closed", "would give")
@@ -139,7 +139,7 @@ CODING = Coding(
                 epsilon if variance / epsilon * d * u >= 1 else min(variance * d * u / target, cap)
             )
         ),
-        "the cap is missing.": lambda *given: new_epsilon(*given[:5], 1.0),
+        "the cap is missing.": lambda e, v, d, u, target, cap: new_epsilon(e, v, d, u, target, 1.0),
         "ρ_LN falls as ε grows: divide by the target.": (
             lambda epsilon, variance, d, u, target, cap: (
                 epsilon if variance / epsilon * d * u >= 1 else max(epsilon, min(variance * d * u * target, cap))
@@ -227,7 +227,7 @@ def playground(
     seen, acted = inspections(policy, run, precision), released(run)
     stop = np.stack([inspection.stop for inspection in seen], axis=1)  # (layers, inspections)
     course, now = panels(5.2, 5.2, height=4.2)
-    now.get_figure().subplots_adjust(left=0.02)
+    figure_of(now).subplots_adjust(left=0.02)
     _cells(course, np.array(list(STOPS.values()))[stop], INTERVAL)
     course.plot(acted.step + 1, acted.layer, "o", color="black", markersize=5)
     course.axvline(step - INTERVAL / 2, color="black", linestyle=":")

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy.sparse.linalg import LinearOperator, svds
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import jvp, vjp
 
 from fragility_core.numerics.formats import get_format
@@ -19,7 +20,7 @@ from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 
 LENGTH = 64  # tokens
 
-BlockCall = tuple[nn.Module, tuple, dict]
+BlockCall = tuple[Any, tuple, dict]
 
 
 @cache
@@ -76,7 +77,7 @@ def worst_growth(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
     Lanczos iteration with JVPs and VJPs finds it to three digits, never above the exact value.
     """
-    _, pull_back = vjp(function, x)
+    pull_back: Callable[..., Any] = vjp(function, x)[1]
 
     def flat(product: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
         return lambda vector: product(torch.from_numpy(vector).view_as(x)).flatten().numpy()
@@ -108,7 +109,7 @@ def growth() -> pd.DataFrame:
     return pd.DataFrame({"worst": worst, "rounding": rounding}).rename_axis("layer")
 
 
-def _branches(block: nn.Module, *args, **kwargs) -> dict[str, Callable[[Tensor], Tensor]]:
+def _branches(block: Any, *args, **kwargs) -> dict[str, Callable[[Tensor], Tensor]]:
     return {
         "attention": lambda x: block.attn(block.ln_1(x), *args, **kwargs)[0],
         "mlp": lambda x: block.mlp(block.ln_2(x)),
@@ -124,10 +125,10 @@ def along_input() -> pd.DataFrame:
     """
     rows = []
     for block, (x, *args), kwargs in calls():
-        row = {}
+        row: dict[str, float] = {}
         for name, branch in _branches(block, *args, **kwargs).items():
             with prepared()[0].running():
-                added, change = jvp(branch, (x,), (x,))
+                added, change = jvp(branch, (x,), (x,))[:2]
             row |= {name: (added.norm() / x.norm()).item(), f"J {name}": (change.norm() / x.norm()).item()}
             x = (x + added).detach()  # the MLP reads the attention's output
         rows.append(row)

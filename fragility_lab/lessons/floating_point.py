@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from fragility_core.numerics.formats import FORMATS, Format, get_format
 from fragility_lab.lessons.coding import Coding
 from fragility_lab.lessons.pictures import BESIDE, HERE, LIMIT, Picture, finish, panels, strength
 from fragility_lab.lessons.widgets import exercises
+from fragility_lab.reporting.figures import figure_of
 
 EXERCISES = exercises("floating_point")
 LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
@@ -26,6 +28,7 @@ ROWS, KEYS = 400, 16
 def all_numbers(format: str) -> np.ndarray:
     """Every finite number of a format of at most 16 bits, ascending: all bit patterns are tried."""
     storage = get_format(format).storage
+    assert storage is not None
     integer = {1: torch.int8, 2: torch.int16}[storage.itemsize]
     values = torch.arange(2 ** (8 * storage.itemsize)).to(integer).view(storage).double()
     return np.unique(values[values.isfinite()].numpy())
@@ -47,7 +50,7 @@ def rounded(x, format: Format) -> np.ndarray:
 
 def relative_errors(x: np.ndarray, format: Format) -> np.ndarray:
     """|fl(x) - x| / |x| of nonzero numbers."""
-    x = np.float64(np.float32(x))
+    x = np.asarray(x, dtype=np.float32).astype(np.float64)
     return np.abs(rounded(x, format) - x) / np.abs(x)
 
 
@@ -74,7 +77,7 @@ def neighbours(x: float, format: str) -> Picture:
     error.axhline(1, **LIMIT)
     error.text(-1.95, 1.04, "unit roundoff u", fontsize="small")
     error.plot(np.log2(x), own / unit, "o", color="C3", markersize=8)
-    ticks = {"xticks": range(-2, 3), "xticklabels": ["1/4", "1/2", "1", "2", "4"]}
+    ticks: dict[str, Any] = {"xticks": range(-2, 3), "xticklabels": ["1/4", "1/2", "1", "2", "4"]}
     finish(error, "x", "relative error / u", "relative error of rounding", ylim=(0, 1.2), **ticks)
     return [line, error], (
         f"{format}: {x:.4g} is rounded to {nearest:.6g}, relative error {own:.2e} = {own / unit:.2f} u; "
@@ -183,8 +186,9 @@ def triangle(score_a: float, score_b: float) -> Picture:
     here = row_sensitivity(own).item()
     (axes,) = panels(6.4, height=4.6)
     levels = np.linspace(0, 0.5, 11)
-    filled = axes.tricontourf(*(p @ corners).T.numpy(), row_sensitivity(p).numpy(), levels=levels, cmap="viridis")
-    axes.get_figure().colorbar(filled, label="‖J(p)‖₂", ticks=levels[::2])
+    x, y = (p @ corners).T.numpy()
+    filled = axes.tricontourf(x, y, row_sensitivity(p).numpy(), levels=levels, cmap="viridis")
+    figure_of(axes).colorbar(filled, label="‖J(p)‖₂", ticks=levels[::2])
     axes.plot(*(own @ corners).numpy(), "o", color="white", markeredgecolor="black", markersize=11)
     for x, y, name in ((0, -0.08, "a"), (1, -0.08, "b"), (0.5, 0.9, "c")):
         axes.text(x, y, f"all on {name}", ha="center")

@@ -1,6 +1,7 @@
 """Lesson 6: the reader's own text through the embedded checkpoint, and the error of each of its tokens by depth."""
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def encoded(text: str) -> Tensor:
 def words(text: str) -> list[str]:
     """The first MOST tokens of ``text``, as a reader sees them."""
     tokens, tokenizer = encoded(text)[0, :MOST].tolist(), load_tokenizer(EMBEDDED)
-    return [window.readable(tokenizer.decode([token])) for token in tokens]
+    return [window.readable(str(tokenizer.decode([token]))) for token in tokens]
 
 
 @torch.no_grad()
@@ -79,7 +80,7 @@ def everything(text: str, format: str) -> Axes:
     (axes,) = panels(4.8, height=3.8)
     axes.grid(False)
     axes.imshow(np.log10(shares), cmap="YlOrBr", aspect="auto", origin="lower")
-    ticks = {"xticks": range(0, count, max(1, count // 6)), "yticks": range(0, layers, 2)}
+    ticks: dict[str, Any] = {"xticks": range(0, count, max(1, count // 6)), "yticks": range(0, layers, 2)}
     finish(axes, "token", "after block", "error of every token (dark: large)", **ticks)
     return axes
 

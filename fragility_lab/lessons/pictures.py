@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from io import BytesIO
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -10,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from fragility_lab.reporting.figures import style
+from fragility_lab.reporting.figures import figure_of, style
 
 Picture = tuple[list[Axes], str]  # the panels, and a line with the numbers to read off
 
-HERE = {"color": "0.2", "linestyle": ":"}  # a line at the value of a control
-LIMIT = {"color": "0.2", "linestyle": "--", "linewidth": 1}
+HERE: dict[str, Any] = {"color": "0.2", "linestyle": ":"}  # a line at the value of a control
+LIMIT: dict[str, Any] = {"color": "0.2", "linestyle": "--", "linewidth": 1}
 BESIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend to the right of the panel
 SMALL_BESIDE = BESIDE | {"fontsize": "small"}
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -31,7 +32,7 @@ def svg(axes: Axes) -> bytes:
     """
     buffer = BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
-        axes.get_figure().savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        figure_of(axes).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 
@@ -85,7 +86,7 @@ def finish(axes: Axes, x: str, y: str, title: str, log: str = "", legend: str | 
         axes.legend(**legend if isinstance(legend, dict) else {"frameon": False, "fontsize": "small", "loc": legend})
 
 
-def strength(chosen: bool) -> dict[str, float]:
+def strength(chosen: bool) -> dict[str, Any]:
     """The style of a curve: the ``chosen`` one is strong, the others are pale."""
     return {"linewidth": 2.5} if chosen else {"linewidth": 1, "alpha": 0.55}
 
@@ -98,16 +99,16 @@ def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> P
     """
     slack = ladder.iloc[:, -1] / ladder.iloc[:, 0]
     count, steps = panels(height=height)
-    count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31), color="C0")
+    count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31).tolist(), color="C0")
     count.axvline(0, color="C3", linewidth=2)
     count.axvline(np.log10(slack.median()), **LIMIT)
-    ticks = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 10³"]}
+    ticks: dict[str, Any] = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 10³"]}
     finish(count, "bound / observed error", draws, f"{format}: how loose the bound is", **ticks)
     factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])  # geometric means
     steps.barh(range(len(factors)), factors, color="C0", height=0.45)
     for place, (name, factor) in enumerate(factors.items()):
         steps.text(0.05, place - 0.3, f"{name}: × {factor:.2g}", fontsize="small")
-    limits = {"yticks": [], "ylim": (len(factors) - 0.6, -0.7), "xlim": (0, None)}
+    limits: dict[str, Any] = {"yticks": [], "ylim": (len(factors) - 0.6, -0.7), "xlim": (0, None)}
     finish(steps, "factor (mean)", "step", "what each step of the proof loses", **limits)
     return [count, steps], (
         f"the bound holds in {(slack >= 1).sum()} of {len(slack)} {draws}; "

@@ -5,6 +5,7 @@ A block is x -> x + J x with ||J||_2 = rho. A stack is a tensor of Jacobians (L,
 
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import pandas as pd
 import torch
@@ -111,7 +112,7 @@ def one_block(rho: float, kind: str) -> Picture:
     for bound, name in ((high, "1 + ρ"), (low, "1 − ρ")):
         bars.axhline(bound, color="C3", linewidth=1.5)
         bars.text(WIDTH + 0.8, bound + 0.04, name, fontsize="small", color="C3")
-    limits = {"xlim": (0, WIDTH + 4), "ylim": (-0.55, 2.7)}
+    limits: dict[str, Any] = {"xlim": (0, WIDTH + 4), "ylim": (-0.55, 2.7)}
     finish(bars, "number", "singular value", "singular values of I + J", **limits)
 
     curve.plot(GAINS[small], theory.residual_condition_bound(GAINS[small]), color="C3", label="(1 + ρ) / (1 − ρ)")

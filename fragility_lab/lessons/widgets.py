@@ -127,7 +127,8 @@ class Exercise:
         """True if ``answer`` is right; raises ValueError if it should be a number and is none."""
         if self.options:
             return answer == self.solution
-        return any(abs(value - self.solution) <= self.tolerance * abs(self.solution) for value in numbers(answer))
+        solution = float(self.solution)
+        return any(abs(value - solution) <= self.tolerance * abs(solution) for value in numbers(answer))
 
     def verdict(self, answer: str | None) -> str:
         """The response to ``answer``, as HTML."""

@@ -26,6 +26,7 @@ from fragility_lab.lessons.pictures import HERE, TWO_COLUMNS, Picture, finish, p
 from fragility_lab.lessons.widgets import exercises
 from fragility_lab.measurement.comparison import block_outputs
 from fragility_lab.paths import ASSETS
+from fragility_lab.reporting.figures import figure_of
 
 EXERCISES = exercises("window")
 FORMATS = ("bf16", "fp16")
@@ -69,13 +70,13 @@ class WindowPass(NamedTuple):
 def passed(format: str) -> WindowPass:
     """The window in ``format``, compared with fp32."""
     (exact, window), low = embedded.prepared(), monitor(format)
-    with block_outputs(exact.model) as reference, exact.running():
+    with block_outputs(exact.model) as exact_states, exact.running():
         final = final_hidden(exact.model, window)
-    with block_outputs(low.model) as states:
+    with block_outputs(low.model) as low_states:
         seen = low(window, final)
     u = low.low.format.unit_roundoff
     layers, windows = score(seen.layers, seen.windows, u)
-    reference, states = torch.stack(reference)[:, 0], torch.stack(states)[:, 0].float()  # (L, T, d_model)
+    reference, states = torch.stack(exact_states)[:, 0], torch.stack(low_states)[:, 0].float()  # (L, T, d_model)
     norms = torch.linalg.vector_norm
     magnitude, rho = torch.tensor(layers[["magnitude", "transport"]].to_numpy().T)
     predicted = [
@@ -124,10 +125,10 @@ def text(block: int, format: str) -> Picture:
     drift, columns = passed(format).token_drift, 8
     shades = np.log10(drift)  # one scale for all blocks, without its dark end, so that letters stay legible
     (axes,) = panels(9.6, height=3.8)
-    axes.get_figure().subplots_adjust(left=0.02, right=0.97, bottom=0.05)
+    figure_of(axes).subplots_adjust(left=0.02, right=0.97, bottom=0.05)
     scale = {"cmap": "YlOrBr", "vmin": shades.min(), "vmax": shades.max() + 0.4}
     cells = axes.pcolormesh(shades[block].reshape(-1, columns), edgecolors="white", linewidth=1, **scale)
-    bar = axes.get_figure().colorbar(cells, fraction=0.04, pad=0.02)
+    bar = figure_of(axes).colorbar(cells, fraction=0.04, pad=0.02)
     unit, powers = get_format(format).unit_roundoff, 2.0 ** np.arange(-2, 8)
     inside = powers[np.abs(np.log10(powers * unit) - shades.mean()) < np.ptp(shades) / 1.5]
     bar.set_ticks(np.log10(inside * unit), labels=[f"{power:g}" for power in inside])
@@ -194,7 +195,7 @@ def block_score(block: int, format: str) -> Picture:
     bars, page = panels(3.2, 6.8, height=3.8)
     bars.bar(here.layers.layer, risk, color=["C3" if layer == block else "C0" for layer in here.layers.layer])
     finish(bars, "block", "G", "G of every block", xticks=range(0, len(risk), 2))
-    page.set_position([0.02, 0.0, 0.98, 0.95])
+    page.set_position((0.02, 0.0, 0.98, 0.95))
     page.axis("off")
     lines = formulas(row, here.window.final_norm, get_format(format).unit_roundoff)
     for place, line in enumerate(lines):

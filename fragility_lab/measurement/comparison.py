@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -43,7 +43,7 @@ class ObservedPass:
 
 
 @contextmanager
-def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+def block_outputs(model: nn.Module) -> Iterator[list[Tensor]]:
     """A list that a pass inside of this context fills with the output of each block, (B, T, d_model)."""
     seen: list[Tensor] = []
     with ExitStack() as stack:
@@ -55,7 +55,7 @@ def block_outputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def observe(
-    model: PreTrainedModel, tokens: Tensor, low: LowPrecision | None = None, attention_mask: Tensor | None = None
+    model: nn.Module, tokens: Tensor, low: LowPrecision | None = None, attention_mask: Tensor | None = None
 ) -> ObservedPass:
     """One pass of ``model`` over ``tokens`` (B, T); in the format of ``low``, if given.
 
@@ -101,8 +101,8 @@ def compare(
     """
     if attention_mask is not None:
         alike = groups(tokens, attention_mask)
-        pairs = ([p.changed(group.of) for p in (low, reference)] + [group.of(tokens)] for group in alike)
-        by_window, by_block = zip(*(compare(*pair) for pair in pairs))
+        parts = (compare(low.changed(g.of), reference.changed(g.of), g.of(tokens)) for g in alike)
+        by_window, by_block = zip(*parts)
         return in_order(alike, by_window), in_order(alike, by_block)
     at = by_token(low.logits, reference.logits, tokens)
     columns = {
@@ -208,7 +208,8 @@ class Ranges:
         the order in which their first pass ended, so the first one is where the overflow began.
         """
         paths = list(self.counts)
-        counts = torch.stack(together(sum(self.counts[path]) for path in paths)).cpu().numpy() if paths else []
+        summed = (torch.stack(self.counts[path]).sum(0) for path in paths)
+        counts: Any = torch.stack(together(summed)).cpu().numpy() if paths else []
         rows = [("output", path or "the model", *count) for path, count in zip(paths, counts)]
         largest = self.low.format.largest
         over = {path: (entries(p).abs() > largest).sum() for path, p in exact.named_parameters()}

@@ -1,6 +1,7 @@
 """Greedy decoding, token by token, in fp32 and in low precision, and where the two part."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def greedy(model: PreTrainedModel, prompts: Tensor, count: int, low: LowPrecisio
     text, cache = prompts, None
     with nullcontext() if low is None else low.running():
         for _ in range(count):
-            kept = {} if cache is None else {"past_key_values": cache}
+            kept: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
             output = model(text if cache is None else text[:, -1:], use_cache=True, **kept)
             cache = getattr(output, "past_key_values", None)
             text = torch.cat([text, output.logits[:, -1:].argmax(-1)], 1)

@@ -5,6 +5,7 @@ quarter. Where errors are too large for that, predictions may be off by such a f
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -45,10 +46,10 @@ class Growth:
 def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     """``comparison.compare`` of passes with half of every rounding error with those of ``model`` in fp32, by window."""
     realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
-    tables = [
-        compare(realisations.scaled(lambda model, x=x: observe(model, x), 0.5), observe(model, x), x)[0]
-        for x in progress(tokens.split(1), desc="half of every error")
-    ]
+    tables = []
+    for x in progress(tokens.split(1), desc="half of every error"):
+        half = realisations.scaled(partial(observe, tokens=x), 0.5)
+        tables.append(compare(half, observe(model, x), x)[0])
     return numbered(tables)
 
 

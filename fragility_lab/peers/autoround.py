@@ -81,7 +81,7 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
     model, paths = copy.deepcopy(model), layer_paths(model)
     apply_quant_scheme(model, paths, {}, vars(scheme(rung)))
     for path in paths:
-        layer = model.get_submodule(path)
+        layer: Any = model.get_submodule(path)
         layer.scale_dtype = torch.float16 if layer.act_bits > 8 else torch.bfloat16  # as AutoScheme sets it
         off = {"enable_minmax_tuning": False, "enable_norm_bias_tuning": False, "enable_round_tuning": False}
         wrapper = WrapperLinear(layer, device="cpu", enable_torch_compile=False, iters=0, **off)

@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fragility_lab.peers.ladders import get_ladder
 from fragility_lab.peers.tasks import BATCH, Chosen, without_head
@@ -15,7 +16,7 @@ from fragility_lab.peers.tasks import BATCH, Chosen, without_head
 NEEDING_CUDA = ("MXFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG")
 
 
-def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
+def choose(model: PreTrainedModel, calibration: Tensor, task: dict[str, Any]) -> Chosen:
     """Scores from one search; the plans of all budgets from these, as ``get_auto_quantize_config`` finds them."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.algorithms import _resolve_best_recipe

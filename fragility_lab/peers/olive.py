@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fragility_lab.peers.ladders import get_ladder
 from fragility_lab.peers.tasks import Chosen, layer_paths, without_head
@@ -24,7 +25,7 @@ def quantizer(bits: int, group: int = GROUP) -> Any:
     return WeightQuantizer(bits=bits, group_size=group, symmetric=False)
 
 
-def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
+def choose(model: PreTrainedModel, calibration: Tensor, task: dict[str, Any]) -> Chosen:
     """Scores once, then the plans of all budgets from them. Olive's own calibration text comes from a hub."""
     import olive.passes.pytorch.selective_mixed_precision as smp
     from olive.common.hf.wrapper import ModelWrapper
@@ -57,7 +58,7 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
 def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
     """Its quantizer has integers alone, and groups that divide the inputs of a layer."""
     found = {}
-    widths = sorted({model.get_submodule(path).in_features for path in layer_paths(model)})
+    widths = sorted({model.get_parameter(f"{path}.weight").shape[1] for path in layer_paths(model)})
     trials = {"3 bits": (3, GROUP, widths[0])} | {
         f"groups of 128 over {n} inputs": (4, 128, n) for n in widths if n % 128
     }

@@ -22,16 +22,16 @@ def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chose
     errors = np.stack(
         [known.mean[:, known.names.index(rung.name if rung.recipe else "fp32")] for rung in ladder.rungs], 1
     )
-    sizes = [sum(model.get_submodule(path).weight.numel() for path in unit) for unit in units]
+    sizes = [sum(model.get_parameter(f"{path}.weight").numel() for path in unit) for unit in units]
     return Chosen(task["units"], errors.tolist(), best_plans(errors, sizes, ladder, task["budgets"]))
 
 
 def best_plans(errors: np.ndarray, sizes: list[int], ladder: Ladder, budgets: list[float]) -> list[list[int]]:
     """For each budget in bits a weight the plan with the least sum of ``errors`` (units, rungs)."""
     errors, bits = np.asarray(errors), np.outer(sizes, ladder.bits) / sum(sizes)
-    one_each = np.arange(errors.size).reshape(errors.shape)
-    nothing_else = np.zeros(1), np.zeros((errors.size, 1), dtype=bool)
-    problem = Knapsack(errors.ravel(), bits.ravel(), *nothing_else, alternatives=one_each.tolist())
+    one_each: Any = np.arange(errors.size).reshape(errors.shape).tolist()
+    weights, covers = np.zeros(1), np.zeros((errors.size, 1), dtype=bool)  # nothing else
+    problem = Knapsack(errors.ravel(), bits.ravel(), weights, covers, alternatives=one_each)
     plans = [problem.least_error(budget * (1 + 1e-9)) for budget in budgets]
     return [taken.reshape(errors.shape).argmax(1).tolist() for taken in plans]
 
@@ -41,7 +41,7 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
     recipe = next(
         r.recipe for ladder in LADDERS.values() if ladder.library == "own" for r in ladder.rungs if r.name == rung
     )
-    if recipe.linear.inputs is not None:
+    if recipe is None or recipe.linear.inputs is not None:
         raise ValueError(f"without a library weights alone are quantized, got {rung}")
     return rounded_copy(model, how_stored(model, recipe), recipe.kernels)
 

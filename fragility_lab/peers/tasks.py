@@ -64,7 +64,8 @@ def linear_model(name: str) -> PreTrainedModel:
     model = load_model(name, "cpu", AutoModelForCausalLM)
     for path, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
-            linear = nn.Linear(*module.weight.shape, device="meta")
+            inputs, outputs = module.weight.shape
+            linear = nn.Linear(inputs, outputs, device="meta")
             linear.weight, linear.bias = nn.Parameter(module.weight.T.contiguous()), module.bias
             model.set_submodule(path, linear)
     return model.eval().requires_grad_(False)
@@ -122,8 +123,8 @@ def measured(driver: Driver, model: PreTrainedModel, calibration: Tensor, task: 
     for choice in task["choices"]:
         began = time.process_time()
         for path, number in zip(paths, choice, strict=True):
-            there = layers[number] if number != NO_RUNG else {}
-            model.set_submodule(path, there.get(path, own[path]))
+            there: dict[str, nn.Module] = layers[number] if number != NO_RUNG else {}
+            model.set_submodule(path, there[path] if path in there else own[path])
         found.append([kl for tokens, want in zip(held, exact) for kl in divergences(model, tokens, want)])
         seconds.append(time.process_time() - began)
     return {"kl": found, "seconds": seconds, "paths": paths}

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
 from fragility_lab.running.files import write_whole
@@ -45,8 +46,9 @@ def strings(tree: ast.AST) -> Iterator[str]:
         node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     for node in sorted(constants, key=lambda node: (node.lineno, node.col_offset)):
-        if len(node.value) >= SHORTEST_DOCSTRING and (node in docstrings or node.value.count("\n") > 3):
-            yield inspect.cleandoc(node.value)
+        text = str(node.value)
+        if len(text) >= SHORTEST_DOCSTRING and (node in docstrings or text.count("\n") > 3):
+            yield inspect.cleandoc(text)
 
 
 def comments(source: str) -> Iterator[str]:
@@ -103,7 +105,8 @@ def documents(packages: Iterable[str]) -> Iterator[Document]:
 def descriptions() -> Iterator[Document]:
     """The README texts of all installed distributions, prose from the package metadata."""
     for distribution in sorted(importlib.metadata.distributions(), key=lambda d: d.metadata["Name"].lower()):
-        text = distribution.metadata.get_payload()
+        metadata: Any = distribution.metadata  # an email.message.Message
+        text = metadata.get_payload()
         if isinstance(text, str) and len(text) >= SHORTEST_COMMENT:
             yield Document(f"metadata/{distribution.metadata['Name']}", text)
 

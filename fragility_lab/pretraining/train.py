@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -77,7 +78,7 @@ def new_model(checkpoint: str, vocabulary: int, context: int, seed: int) -> PreT
     "embedded" is a GPT-2 with 4 heads; "embedded-llama" a Llama with 4 query and 2 key-value heads and a head of its
     own. Raises ValueError for other names.
     """
-    shared = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    shared: dict[str, Any] = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     torch.manual_seed(seed)
     if checkpoint == "embedded":
         # The fused tanh GELU is the function that GPT-2's configuration calls gelu_new.
@@ -87,11 +88,11 @@ def new_model(checkpoint: str, vocabulary: int, context: int, seed: int) -> PreT
         )  # fmt: skip
         return GPT2LMHeadModel(config)
     if checkpoint == "embedded-llama":
-        config = LlamaConfig(
+        llama = LlamaConfig(
             num_hidden_layers=12, hidden_size=128, intermediate_size=352, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=False, **shared,
         )  # fmt: skip
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(llama)
     raise ValueError(f"the checkpoint must be embedded or embedded-llama, got {checkpoint!r}")
 
 

@@ -8,28 +8,31 @@ from contextlib import contextmanager
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from fragility_lab.reporting.html import data_uri
 from fragility_lab.running.files import write_whole
 
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
-DASHED = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
+DASHED: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
 SEQUENTIAL = sns.color_palette("crest", as_cmap=True)  # its light end shows on white
 PNG_DPI = 110
 UNDATED = {"CreationDate": None}  # the same bytes for the same data
 
 # Matplotlib searches the height of a title unless it is fixed, which takes time.
 STYLE = {
-    **sns.axes_style("whitegrid"), **sns.plotting_context("notebook"), "axes.prop_cycle": mpl.cycler(color=COLOURS),
+    **sns.axes_style("whitegrid"), **sns.plotting_context("notebook"), "axes.prop_cycle": cycler(color=COLOURS),
     "axes.titley": 1.0,
 }  # fmt: skip
 
@@ -49,9 +52,16 @@ def style() -> Iterator[None]:
 
 
 @style()
+def figure_of(axes: Axes) -> Figure:
+    """The figure that ``axes`` are drawn in."""
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    return figure
+
+
 def save_figure(axes: Axes, folder: Path, name: str) -> None:
     """Write the figure of ``axes`` as PNG and PDF, the same bytes for the same data."""
-    figure = axes.get_figure()
+    figure = figure_of(axes)
     for form, options in (("png", {"dpi": PNG_DPI, "metadata": {"Software": None}}), ("pdf", {"metadata": UNDATED})):
         content = BytesIO()
         figure.savefig(content, format=form, bbox_inches="tight", **options)
@@ -62,14 +72,14 @@ def save_figure(axes: Axes, folder: Path, name: str) -> None:
 def png(axes: Axes) -> bytes:
     """The figure of ``axes``, drawn and packed as fast as possible."""
     buffer = BytesIO()
-    axes.get_figure().savefig(buffer, dpi=PNG_DPI, pil_kwargs={"compress_level": 1})
+    figure_of(axes).savefig(buffer, dpi=PNG_DPI, pil_kwargs={"compress_level": 1})
     return buffer.getvalue()
 
 
 def uri(axes: Axes) -> str:
     """The figure of ``axes`` as an address that holds it; it is closed."""
     image = png(axes)
-    plt.close(axes.get_figure())
+    plt.close(figure_of(axes))
     return data_uri(image)
 
 
@@ -102,7 +112,7 @@ def plain_log_ticks(axis: Axis) -> None:
 
     long = high >= 1e6  # 1e+07
     if high >= 100 * low or (long and inside((1,)) >= 2):
-        subs = (1,)
+        subs: tuple[int, ...] = (1,)
     else:
         subs = (1, 2, 5) if inside((1, 2, 5)) >= 2 else tuple(range(1, 10))
     axis.set_major_locator(LogLocator(subs=subs))

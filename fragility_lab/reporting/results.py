@@ -96,9 +96,10 @@ def realisation(tables: Tables) -> dict[str, object]:
     again = read_tables(REALISATION)
     runs = [name for name in ("e5_seeds", "e5_scarce_seeds") if name in again]
     seeds = again["e5_seeds"].seed.unique()
-    same = {name: tables[name][tables[name].seed.isin(seeds)] for name in runs}
+    same: dict[str, pd.DataFrame] = {name: tables[name][tables[name].seed.isin(seeds)] for name in runs}
     quantities = (*E5, *E5_SCARCE) if len(runs) == 2 else E5
-    compared = {name: compare(found, quantities) for name, found in {"": same, "moved": again}.items()}
+    both_runs: dict[str, Tables] = {"": same, "moved": again}
+    compared = {name: compare(found, quantities) for name, found in both_runs.items()}
     both = reruns.side_by_side({name: table[table.claim != ""] for name, table in compared.items()})
     alike = len(both) - len(reruns.differing(both))
     return {"seeds": len(seeds), "claims": len(both), "alike": alike, "listed": listed(both, "moved")}

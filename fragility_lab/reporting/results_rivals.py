@@ -20,7 +20,10 @@ def by_rival(tables: Tables) -> pd.DataFrame:
     rows = []
     for (ladder, rival), group in tables["x2_rivals"].groupby(["ladder", "rival"], sort=False):
         counts = group.better.value_counts()
-        row = {"ladder": f"{ladder}, {rival}", "counts": " / ".join(str(counts.get(name, 0)) for name in ORDER)}
+        row: dict[str, object] = {
+            "ladder": f"{ladder}, {rival}",
+            "counts": " / ".join(str(counts.get(name, 0)) for name in ORDER),
+        }
         row |= {
             name: float(np.exp(np.log(group.ours / group[name]).mean())) for name in ("rival_kl", "oracle", "random")
         }
@@ -39,7 +42,7 @@ def predicted(tables: Tables) -> pd.DataFrame:
     plans = tables["x2_rivals_plans"].query("chosen_by == @OURS")
     for ladder, group in plans.groupby("ladder", sort=False):
         ratio, alone = group.predicted / group.kl, layers[layers.ladder == ladder].iloc[0]
-        row = {"ladder": ladder, "low": ratio.min(), "middle": ratio.median(), "high": ratio.max()}
+        row: dict[str, object] = {"ladder": ladder, "low": ratio.min(), "middle": ratio.median(), "high": ratio.max()}
         rows.append(row | {name: alone[name] for name in ("rung", "tenth", "median", "ninetieth")})
     return pd.DataFrame(rows)
 

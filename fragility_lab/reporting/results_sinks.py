@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 
 from fragility_lab.paths import OUTPUTS, PROJECT
-from fragility_lab.reporting.figures import save_figure, style
+from fragility_lab.reporting.figures import figure_of, save_figure, style
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.reporting.results import TEMPLATES, table
 from fragility_lab.reporting.results_real import LABELS
@@ -216,7 +216,7 @@ def main() -> None:
     for name, axes in (("sinks_layers", layers_figure(models)), ("sinks_signals", signals_figure(models))):
         save_figure(axes, PAGE.parent, name)
         (PAGE.parent / f"{name}.pdf").unlink()
-        plt.close(axes.get_figure())
+        plt.close(figure_of(axes))
     print(f"written: {PAGE}")
 
 

@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 @contextmanager
-def connected(workers: int, threads: int) -> Iterator[tuple[Client, Callable[[], None]]]:
+def connected(workers: int, threads: int | None) -> Iterator[tuple[Client, Callable[[], None]]]:
     """A client of the cluster that ``SCHEDULER=`` names, or of a new one of ``workers`` processes here.
 
     Also gives a function that starts workers anew which died while they started. Raises OSError where no scheduler
@@ -58,7 +58,7 @@ def _refusal(address: str, reason: str) -> str:
 
 
 @contextmanager
-def _local(workers: int, threads: int) -> Iterator[LocalCluster]:
+def _local(workers: int, threads: int | None) -> Iterator[LocalCluster]:
     # The cluster's threads and processes inherit the mask. An interrupt at the terminal goes to all processes of its
     # group; only this thread takes it, and ends the others.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -55,7 +55,11 @@ def complete(
         elif missing:
             alone = worker(inputs, store, **options)
             for group in missing:
-                compute(group, alone, lambda standing, group=group: told(group[standing.run], standing))
+
+                def report(standing: Standing, group: Sequence[Specification] = group) -> None:
+                    told(group[standing.run], standing)
+
+                compute(group, alone, report)
     rows = store.rows(specs)
     for path in folder.glob(worker.shared_files) if worker.shared_files else ():
         path.unlink(missing_ok=True)

@@ -96,7 +96,8 @@ def _imported(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            module = node.module or ""  # none of the project's imports is relative
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
 
 
 def device_name(device: str) -> str:

@@ -42,7 +42,7 @@ REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWork
 class Values(yaml.SafeLoader):
     """Reads numbers as people write them: to YAML, 012 is 10, 0x10, 1_0 and 1:30 are numbers, and 1e-3 is none."""
 
-    yaml_implicit_resolvers = {}
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
 
 for _tag, _pattern in (
@@ -161,7 +161,8 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
     Those of ``if_present`` are dropped where the notebook has no such parameter.
     """
     known = defaults(notebook_path(name))
-    values, given = dict(profile_values(profile, name)), {}
+    values = dict(profile_values(profile, name))
+    given: dict[str, str] = {}
     for override in [*if_present, *overrides]:
         key, equals, text = override.partition("=")
         if not equals:
@@ -234,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("notebook", help="name of a notebook, without .ipynb")
     parser.add_argument("--profile", default=SMOKE, help="folder of notebooks/profiles, or smoke (default)")
-    several = {"metavar": "NAME=VALUE", "action": "append", "default": []}
+    several: dict[str, Any] = {"metavar": "NAME=VALUE", "action": "append", "default": []}
     parser.add_argument("-p", dest="overrides", help="set a value", **several)
     parser.add_argument("--if-present", help="set a value if the notebook has this parameter", **several)
     given = parser.parse_args(arguments)

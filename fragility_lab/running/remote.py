@@ -50,7 +50,7 @@ def carry_out(task: bytes, inputs: bytes) -> None:
     """
     order, specs = pickle.loads(task)
     here = get_worker()
-    report = _reporter(here, order.token, here.get_current_task())
+    report = _reporter(here, order.token, str(here.get_current_task()))
     with _alone:
         torch.set_num_threads(here.state.nthreads)
         _require_alike(order, specs[0])

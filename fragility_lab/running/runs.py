@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 import pyarrow as pa
@@ -21,6 +21,11 @@ from fragility_lab.running.environment import NUMERICAL, code_digest, keeps_stal
 from fragility_lab.running.files import write_whole
 
 METADATA_KEY = b"fragility"
+
+
+def fields_of(spec: Any) -> dict[str, Any]:
+    """The fields of a specification, whose class is a dataclass."""
+    return asdict(spec)
 
 
 class Specification(ABC):
@@ -41,7 +46,7 @@ class Specification(ABC):
         return hashlib.sha256(self._json().encode()).hexdigest()[:12]
 
     def _json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(fields_of(self), sort_keys=True)
 
     @property
     @abstractmethod
@@ -146,7 +151,7 @@ class RunStore:
     def save(self, spec: Specification, frame: pd.DataFrame, metadata: dict) -> None:
         """Write ``frame`` with its specification and provenance; the file appears complete or not at all."""
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        record = json.loads(json.dumps({"specification": asdict(spec)} | spec.provenance() | metadata))
+        record = json.loads(json.dumps({"specification": fields_of(spec)} | spec.provenance() | metadata))
         record[CHECKSUM] = checksum(table.to_pandas(), record)
         table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: json.dumps(record).encode()})
         with pa.BufferOutputStream() as stream:

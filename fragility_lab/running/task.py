@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import pandas as pd
 import torch
@@ -17,6 +17,9 @@ Advance = Callable[[int], None]
 Report = Callable[["Standing"], None]
 
 
+Run = TypeVar("Run", bound=Specification)
+
+
 @dataclass(frozen=True)
 class Standing:
     """How far the run number ``run`` of a task is: units of work ``done``, and whether its rows are ``kept``."""
@@ -26,7 +29,7 @@ class Standing:
     kept: bool = False
 
 
-class Worker(ABC):
+class Worker(ABC, Generic[Run]):
     """Computes the runs of one experiment and keeps what they have in common; each process has one.
 
     ``shared_files`` is a pattern of the files that runs leave for one another beside the finished ones.
@@ -39,7 +42,7 @@ class Worker(ABC):
         self.inputs, self.store = inputs, store
 
     @abstractmethod
-    def run(self, spec: Specification, advance: Advance) -> pd.DataFrame:
+    def run(self, spec: Run, advance: Advance) -> pd.DataFrame:
         """The rows of ``spec``; calls ``advance(n)`` after every n units of progress."""
 
 

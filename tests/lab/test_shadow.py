@@ -8,6 +8,7 @@ from fragility_core.models.blocks import blocks
 from fragility_core.numerics.attention import OBSERVED_EAGER
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch
+from fragility_lab.experiments import bench
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
 
 
@@ -120,3 +121,9 @@ def test_nonfinite_gradients_leave_the_weights(training, tiny_tokens):
 def test_warm_up(step, rate):
     assert warmed_up(1.0, step, 20) == pytest.approx(rate)
     assert warmed_up(1.0, step, 0) == 1.0
+
+
+def test_bench_times_a_step_of_e5():
+    """It takes longer than the training step alone, which is a part of it."""
+    times = bench.time_training_step(1)
+    assert times["pass"].tolist() == ["E5 step / training step"] and times.ratio.item() > 1
