@@ -9,32 +9,20 @@ SHELL := /bin/bash
 PROFILE = embedded
 MODEL =
 DATA =
-FORMAT =
-BUDGET =
-KEEP =
-REFERENCE_MODEL =
-WINDOWS =
-LENGTH =
-ATTENTION =
-WEIGHTS_ONLY =
-RECIPE =
-TARGET =
-REFERENCE =
-FORM =
-PROBES =
 SEED =
 STEPS =
 WITH =
 STALE =
 SCHEDULER =
-# A dollar sign in a value of the command line or the environment is no variable or function of make.
+# The names of all that the command line gives: `make diagnose` finds its options among them.
+export FRAGILITY_GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(filter command%,$(origin $(name))),$(name))))
+# A dollar sign in a value of the command line or the environment is no variable or function of make. Commands see both.
 $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIABLES)),\
     $(if $(filter command% environment%,$(origin $(name))),\
-        $(eval $(if $(filter command%,$(origin $(name))),override) $(name) := $$(value $(name)))))
+        $(eval $(if $(filter command%,$(origin $(name))),export override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
-OPTIONS := $(FORMAT)$(RECIPE)$(TARGET)$(BUDGET)$(KEEP)$(REFERENCE_MODEL)$(WINDOWS)$(LENGTH)$(ATTENTION)$(WEIGHTS_ONLY)$(REFERENCE)$(FORM)$(PROBES)$(SEED)
-export PROFILE MODEL DATA FORMAT RECIPE TARGET BUDGET KEEP REFERENCE_MODEL WINDOWS LENGTH ATTENTION WEIGHTS_ONLY REFERENCE FORM PROBES SEED STEPS WITH STALE SCHEDULER
+export PROFILE MODEL DATA SEED STEPS WITH STALE SCHEDULER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 # SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
@@ -68,10 +56,10 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb notebooks/*/*.ipynb)
 EXECUTE = $(PYTHON) -m fragility_lab.running.execute
 PARALLEL = --numprocesses logical --maxprocesses 4
 
-# Results of a model or text of one's own, or of another diagnosis, do not mix with those of the profile; RESULTS=name
+# Results of a model or text of one's own do not mix with those of the profile; RESULTS=name
 # on the command line keeps those of several apart. Those of another embedded checkpoint have its name.
 SHIPPED := $(if $(DATA),,$(filter $(MODEL),$(notdir $(wildcard fragility_lab/assets/checkpoints/*))))
-export RESULTS := $(or $(and $(filter embedded,$(PROFILE)),$(SHIPPED)),$(PROFILE)$(if $(MODEL)$(DATA)$(OPTIONS),-custom))
+export RESULTS := $(or $(and $(filter embedded,$(PROFILE)),$(SHIPPED)),$(PROFILE)$(if $(MODEL)$(DATA),-custom))
 
 # The values come through the shell's variables, so that spaces and quotes in them survive.
 GIVEN = --profile "$$PROFILE" -p "profile=$$RESULTS" \
@@ -83,6 +71,8 @@ help:  ## list the targets
 	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path,"
 	@echo "  RESULTS= a name for the folder of results under outputs, STALE=keep takes runs of older code as they are,"
 	@echo "  SCHEDULER=tcp://... or file.json the Dask cluster that computes, as docs/clusters.md says"
+	@for python in $(PYTHON) python3; do $$python -m fragility_lab.diagnosis.options 2>/dev/null && exit; done; \
+	echo "  options of make diagnose: docs/protocol.md, section 11"
 
 .PHONY: reproduce
 reproduce: $(ENVIRONMENT)  ## run the experiments, leaving tables and figures under outputs/PROFILE
@@ -132,18 +122,9 @@ seeds: $(ENVIRONMENT)  ## E5 over many seeds, as far as its profile's looks say,
 realisation: $(ENVIRONMENT)  ## E5's first eight seeds under another realisation of rounding
 	@$(EXECUTE) e5_seeds --profile realisation
 
-ASKED = $${REFERENCE_MODEL:+-p "reference_model=$$REFERENCE_MODEL" -p format=given} $${KEEP:+-p "keep=$$KEEP"} \
-    $${FORMAT:+-p "format=$$FORMAT"} $${RECIPE:+-p "format=$$RECIPE"} $${TARGET:+-p "target=$$TARGET"} \
-    $${BUDGET:+-p "budget=$$BUDGET"} $${WINDOWS:+-p "windows=$$WINDOWS"} \
-    $${LENGTH:+-p "length=$$LENGTH"} $${ATTENTION:+-p "attention=$$ATTENTION"} \
-    $${WEIGHTS_ONLY:+-p "weights_only=$$WEIGHTS_ONLY"} $${REFERENCE:+-p "reference=$$REFERENCE"} \
-    $${FORM:+-p "form=$$FORM"} $${PROBES:+-p "probes=$$PROBES"} $${SEED:+-p "seed=$$SEED"}
-
 .PHONY: diagnose
 diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MODEL=, in TARGET=; what to do for BUDGET=
-	@$(PYTHON) -m fragility_lab.diagnosis $${MODEL:+-p "model=$$MODEL"} $(ASKED)
-	@$(EXECUTE) diagnose_my_model $(GIVEN) $(ASKED)
-	@printf '%s\n' "" "page: outputs/$$RESULTS/diagnosis.html"
+	@$(PYTHON) -m fragility_lab.diagnosis --profile "$$PROFILE" $(if $(GIVEN_RESULTS)$(MODEL)$(DATA),--results "$$RESULTS")
 
 .PHONY: explorer
 explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the embedded model, without Python

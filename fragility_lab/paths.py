@@ -8,6 +8,7 @@ ASSETS = PACKAGE / "assets"
 NOTEBOOKS = PROJECT / "notebooks"
 PROFILES = NOTEBOOKS / "profiles"
 OUTPUTS = PROJECT / "outputs"
+CUSTOM = "-custom"  # ends the name of the folder of results of one's own model, text or options
 
 CHECKPOINTS = ASSETS / "checkpoints"
 EVALUATION_TEXT = ASSETS / "evaluation.txt"

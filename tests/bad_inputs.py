@@ -32,7 +32,7 @@ NAMES = {
 
 def diagnose(folder: Path, **values: str) -> None:
     """``make diagnose NAME=value``."""
-    make_diagnose.main([argument for name, value in values.items() for argument in ("-p", f"{name}={value}")])
+    make_diagnose.main(["--check", *(f"{name.upper()}={value}" for name, value in values.items())])
 
 
 def parameters(folder: Path, notebook: str = "e2_predictor", profile: str = "smoke", given: tuple[str, ...] = ()):

@@ -1,39 +1,45 @@
-"""Check what ``make diagnose`` was asked for, before a notebook starts."""
+"""Diagnose a model: check the options, then run the notebook ``diagnose_my_model``. ``make diagnose`` calls this."""
 
 import argparse
-import re
+import os
+import subprocess
 import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
 
-from fragility_lab.inputs.names import EMBEDDED, shortened
+from fragility_lab.diagnosis.options import Options, text_of
+from fragility_lab.inputs.names import shortened
 from fragility_lab.inputs.stored import require_readable
+from fragility_lab.paths import CUSTOM
 
-SWITCH = {"yes": True, "true": True, "no": False, "false": False}
-
-
-def typed(name: str, text: str) -> str | int | bool:
-    """The value of the request's ``name`` that ``text`` stands for. Raises ValueError for text of another type."""
-    if name == "weights_only":
-        if text.lower() not in SWITCH:
-            raise ValueError(f"weights_only must be one of {', '.join(SWITCH)}, got {shortened(text)}")
-        return SWITCH[text.lower()]
-    if name in ("windows", "length", "probes", "seed"):
-        if not re.fullmatch(r"-?\d{1,9}", text):
-            raise ValueError(f"{name} must be a whole number, got {shortened(text)}")
-        return int(text)
-    return text
+GIVEN = "FRAGILITY_GIVEN"  # in the environment: names of the variables that make's command line sets
 
 
-def require_request(request: dict, names: list[str]) -> None:
-    """Raises ValueError or OSError for a ``request`` of models ``names`` that cannot be. Imports PyTorch."""
+def words_of_make(environment: Mapping[str, str]) -> list[str]:
+    """Return NAME=VALUE for the options that make's command line gives.
+
+    Other variables there are left alone, except for those that look like an option, which is then refused.
+    """
+    names = environment.get(GIVEN, "").split()
+    near = [name for name in names if get_close_matches(name, Options.variables(), cutoff=0.8)]
+    return [f"{name}={environment[name]}" for name in near if environment.get(name)]
+
+
+def require_possible(given: dict[str, Any]) -> None:
+    """Raises ValueError or OSError for options ``given`` that no diagnosis can have. Imports PyTorch last."""
+    names = [name for name in (given.get("model", Options.model), given.get("reference_model")) if name]
+    for name in names:
+        require_readable(name)  # takes no time
     from fragility_lab.diagnosis.given import require_same_architecture
     from fragility_lab.diagnosis.request import Request
     from fragility_lab.inputs.offloaded import require_fitting
 
-    target = Request(**request).measured_in
-    if request.get("target", target) != target:  # "hidden" is what the request itself takes for not asked
+    target = Request(**given).measured_in
+    if given.get("target", target) != target:  # "hidden" is what the request itself takes for not asked
         raise ValueError(
-            f"a budget of KL is measured in KL, got TARGET={request['target']} beside "
-            f"BUDGET={shortened(request['budget'])}: leave TARGET= away"
+            f"a budget of KL is measured in KL, got TARGET={given['target']} beside "
+            f"BUDGET={shortened(given['budget'])}: leave TARGET= away"
         )
     if len(names) > 1:
         require_same_architecture(*names)
@@ -42,27 +48,36 @@ def require_request(request: dict, names: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check what ``make diagnose`` was asked for, ``-p name=value`` each, before a notebook starts."""
-    parser = argparse.ArgumentParser(prog="python -m fragility_lab.diagnosis")
-    parser.add_argument("-p", action="append", default=[], metavar="NAME=VALUE")
-    pairs = [tuple(text.split("=", 1)) for text in parser.parse_args(arguments).p]
-    given = dict(pairs)
+    parser = argparse.ArgumentParser(
+        prog="python -m fragility_lab.diagnosis",
+        description=__doc__,
+        epilog=Options.help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="NAME=VALUE", help="an option")
+    parser.add_argument("--profile", default="smoke", help="folder of notebooks/profiles, or smoke (default)")
+    parser.add_argument("--results", help=f"folder in outputs (default: the profile's; with options PROFILE{CUSTOM})")
+    parser.add_argument("--check", action="store_true", help="check the options only")
+    asked = parser.parse_args(arguments)
+    words = [*asked.words, *words_of_make(os.environ)]
     try:
-        for name, value in pairs:
-            if value != given[name]:
-                raise ValueError(
-                    f"{name} must be given once, got {shortened(value)} and {shortened(given[name])}: name one of "
-                    "FORMAT=, RECIPE= and REFERENCE_MODEL="
-                )
-        given = {name: typed(name, text) for name, text in given.items()}
-        defaults = {"model": EMBEDDED, "data": "", "format": "bf16", "budget": "1 site", "windows": 1, "length": 2}
-        request = defaults | given
-        names = [str(name) for name in (request["model"], request.get("reference_model")) if name]
-        for name in names:
-            require_readable(name)  # takes no time
-        require_request(request, names)
+        given = Options.typed(Options.named(words))
+        Options(**given)
+        if asked.check:
+            require_possible(given)
+            return
     except (ValueError, OSError) as refused:
         sys.exit(f"make diagnose: {refused}")
+    # In a process of its own, whose PyTorch would take memory from the model.
+    if status := subprocess.run([sys.executable, "-m", "fragility_lab.diagnosis", "--check", "--", *words]).returncode:
+        sys.exit(status)
+    from fragility_lab.running import execute  # takes a second
+
+    results = asked.results or asked.profile + CUSTOM * bool(given)
+    values = {"profile": results} | {name: text_of(value) for name, value in given.items()}
+    overrides = [word for item in values.items() for word in ("-p", "=".join(item))]
+    execute.main(["diagnose_my_model", "--profile", asked.profile, *overrides])
+    print(f"\npage: outputs/{results}/diagnosis.html")
 
 
 if __name__ == "__main__":

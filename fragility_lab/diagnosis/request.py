@@ -5,47 +5,22 @@ from dataclasses import dataclass
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
 from fragility_adjoint.quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe
-from fragility_lab.inputs.checkpoints import shortened
-
-ATTENTIONS = ("auto", "sdpa", "eager")
-TARGETS = ("hidden", "kl", "logprob", "flips")
-REFERENCES = ("auto", "yes", "no")
-FORMS = ("auto", "whole", "streamed")
+from fragility_lab.diagnosis.options import Options
+from fragility_lab.inputs.names import shortened
 
 
 @dataclass(frozen=True)
-class Request:
-    """A model and a text (hub name, path, or "embedded"), the name of a recipe as ``format``, and a budget.
+class Request(Options):
+    """A model, a text, a format or recipe, a budget, and how to compute; ``Options`` has the fields.
 
-    ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB" to keep in fp32; a bare number counts blocks. "5 bits" a
-    weight, "KL 0.01" at most, or for a recipe with schemes for weights "12 MB" of the whole model, gives each linear
-    layer one of the ``schemes``. Then ``keep`` names sites, such as "residual head", of which the plan may keep parts
-    in fp32. ``target`` is what the error is measured in, one of TARGETS (``predictor.targets``). ``seed``
-    draws ``windows`` windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention``
-    is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures
-    them if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. The ``format``
-    "given" compares the weights of ``model``, as they are, with those of the fp32 ``reference_model``. In the ``form``
-    "streamed" memory holds one block after the other; "auto" takes it if the "whole" model does not fit. Raises
-    ValueError for other values.
+    A ``budget`` that keeps something in fp32 counts blocks if it is a bare number. One of bits or KL, or for a recipe
+    with schemes for weights one of bytes, gives each linear layer one of the ``schemes``. Then ``keep`` names sites of
+    which the plan may keep parts in fp32. The ``format`` "given" compares the weights of ``model``, as they are, with
+    those of the fp32 ``reference_model``. Raises ValueError for options that do not go together.
     """
 
-    model: str
-    data: str
-    format: str
-    budget: str
-    windows: int
-    length: int
-    probes: int = 2
-    seed: int = 0
-    attention: str = "auto"
-    reference: str = "auto"
-    weights_only: bool = False
-    target: str = "hidden"
-    keep: str = ""
-    reference_model: str = ""
-    form: str = "auto"
-
     def __post_init__(self):
+        super().__post_init__()
         if (self.format == PREQUANTIZED) != bool(self.reference_model):
             raise ValueError(
                 f'a reference model goes with the format "{PREQUANTIZED}", which compares weights as they are, got '
@@ -54,12 +29,6 @@ class Request:
         if not (self.reference_model or get_recipe(self.format).rounds):
             rounding = ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds)
             raise ValueError(f"a diagnosis needs a format that rounds results, {rounding}, got {self.format!r}")
-        for name, known in (("attention", ATTENTIONS), ("reference", REFERENCES), ("target", TARGETS), ("form", FORMS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name, least in (("windows", 1), ("length", 2), ("probes", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.target not in ("hidden", self.measured_in):  # "hidden" is what is not asked for
             raise ValueError(
                 f"a budget of KL is measured in KL, got TARGET={self.target} beside BUDGET={shortened(self.budget)}: "

@@ -2,6 +2,7 @@
 
 import shlex
 from collections import Counter
+from dataclasses import fields
 
 import numpy as np
 import pandas as pd
@@ -23,14 +24,17 @@ from fragility_lab.diagnosis.means import (
     means,
     nats,
 )
+from fragility_lab.diagnosis.options import text_of
 from fragility_lab.diagnosis.plans import of_mending, price, snippet
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.checkpoints import EMBEDDED
+from fragility_lab.inputs.names import EMBEDDED
+from fragility_lab.paths import CUSTOM
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import duration, number, percent
 
 NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # how words of what is none begin
+ALWAYS = ("format", "budget", "windows", "length", "attention", "probes", "seed")  # options in the page's command
 MANY = 24  # bars and rows that a page shows
 # What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
 MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}
@@ -52,16 +56,14 @@ def verdict(measured: pd.DataFrame) -> str:
 
 def command(request: Request, results: str) -> str:
     """The shell command that makes this page again, in the folder ``results`` under outputs."""
-    given = [name for name in ("model", "data") if getattr(request, name) != EMBEDDED]
-    given += ["reference_model"] if request.reference_model else ["format"]
-    values = [*given, "budget", "windows", "length", "attention", "probes", "seed"]
-    values += ["target"] * (request.target != "hidden") + ["keep"] * bool(request.keep)
-    words = [f"{name.upper()}={shlex.quote(str(getattr(request, name)))}" for name in values]
-    words += ["WEIGHTS_ONLY=yes"] * request.weights_only
-    words += [
-        f"{name.upper()}={getattr(request, name)}" for name in ("reference", "form") if getattr(request, name) != "auto"
+    hidden = "format" if request.reference_model else ""  # the reference model says it
+    words = [
+        f"{known.name.upper()}={shlex.quote(text_of(value))}"
+        for known in fields(request)
+        if (value := getattr(request, known.name)) != known.default or known.name in ALWAYS
+        if known.name != hidden
     ]
-    words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + "-custom")  # that of the Makefile
+    words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + CUSTOM)  # that of the Makefile
     return " ".join(["make diagnose", *words])
 
 

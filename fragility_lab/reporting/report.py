@@ -11,14 +11,13 @@ import pandas as pd
 
 from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import EMBEDDED, embedded_checkpoints
+from fragility_lab.paths import CUSTOM
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import cells, duration, number, policy_summary, shown
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, compare
 from fragility_lab.running.execute import defaults, notebook_path, profile_names, profile_values
 from fragility_lab.running.files import write_whole
 from fragility_lab.running.provenance import asked
-
-CUSTOM = "-custom"
 
 # Experiment: the notebook that runs it, and a table that it always leaves.
 EXPERIMENTS = {

@@ -368,16 +368,16 @@ def test_attention_that_a_model_does_not_take_over_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("format=fp9", "make diagnose: a recipe must be known"),
-        ("budget=5 bits", "make diagnose: a budget of bits, KL or MB divides"),
-        ("windows=many", "make diagnose: windows must be a whole number, got 'many'"),
-        ("length=1", "make diagnose: length must be at least 2, got 1"),
+        ("FORMAT=fp9", "make diagnose: a recipe must be known"),
+        ("BUDGET=5 bits", "make diagnose: a budget of bits, KL or MB divides"),
+        ("WINDOWS=many", "make diagnose: windows must be a whole number, got 'many'"),
+        ("LENGTH=1", "make diagnose: length must be at least 2, got 1"),
     ],
 )
 def test_a_wrong_request_is_answered_before_the_notebook_starts(asked, message):
     with pytest.raises(SystemExit, match=message):
-        make_diagnose.main(["-p", asked])
-    make_diagnose.main(["-p", "format=w4a16-g128", "-p", "budget=5 bits", "-p", "weights_only=yes"])
+        make_diagnose.main(["--check", asked])
+    make_diagnose.main(["--check", "FORMAT=w4a16-g128", "BUDGET=5 bits", "WEIGHTS_ONLY=yes"])
 
 
 def test_a_mixture_that_takes_all_its_experts_makes_no_choice(tiny_tokens):
@@ -501,7 +501,8 @@ def test_weights_as_they_are_against_the_original(rounded_elsewhere, target, col
     html = " ".join(page.page(found).split())
     assert "The weights of <code>embedded</code> are stored in F32. The reference of every error computes in" in html
     assert "as they are, with those of <code>embedded</code>" in html and "these modules take what they took" in html
-    assert f"REFERENCE_MODEL=embedded BUDGET={shlex.quote('2 blocks')}" in html.replace("&#39;", "'")
+    words = shlex.split(html.replace("&#39;", "'").partition("make diagnose ")[2].partition("<")[0])
+    assert {"REFERENCE_MODEL=embedded", "BUDGET=2 blocks"} < {*words} and "FORMAT=given" not in words
     names = {}
     exec(plans.snippet(request, found.plan, found.attention), names)
     assert torch.equal(names["low"].model.lm_head.weight, names["original"].lm_head.weight)
@@ -513,18 +514,18 @@ def test_weights_as_they_are_against_the_original(rounded_elsewhere, target, col
 
 
 def test_models_that_cannot_be_compared_are_refused_before_the_notebook_starts(rounded_elsewhere, tmp_path):
-    given = {"model": str(rounded_elsewhere), "reference_model": "embedded", "format": "given"}
+    given = {"MODEL": str(rounded_elsewhere), "REFERENCE_MODEL": "embedded"}
 
     def asked(**changes):
-        return [word for item in (given | changes).items() for word in ("-p", "=".join(item))]
+        return ["--check", *("=".join(item) for item in (given | changes).items())]
 
     make_diagnose.main(asked())
     with pytest.raises(SystemExit, match="of the same shapes, but .* has no such parameter and .* in"):
-        make_diagnose.main(asked(reference_model="embedded-llama"))
+        make_diagnose.main(asked(REFERENCE_MODEL="embedded-llama"))
     with pytest.raises(SystemExit, match="leave RECIPE= or REFERENCE_MODEL= away"):
-        make_diagnose.main(asked(format="bf16"))
+        make_diagnose.main(asked(RECIPE="bf16"))
     with pytest.raises(SystemExit, match="a budget of bytes needs to know what weights take"):
-        make_diagnose.main(asked(budget="2 MB"))
+        make_diagnose.main(asked(BUDGET="2 MB"))
     with pytest.raises(
         ValueError, match="must have other weights than REFERENCE_MODEL=, got the same ones in 'embedded'"
     ):
@@ -536,7 +537,7 @@ def test_models_that_cannot_be_compared_are_refused_before_the_notebook_starts(r
         with pytest.raises(
             SystemExit, match=f"quantized by {method}: give a folder with its dequantized weights .*{how}"
         ):
-            make_diagnose.main(asked(model=str(tmp_path)))
+            make_diagnose.main(asked(MODEL=str(tmp_path)))
         with pytest.raises(ValueError, match=f"quantized by {method}"):
             diagnosis.load(replace(ASKED, model=str(tmp_path)))
 

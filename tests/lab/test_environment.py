@@ -13,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from fragility_lab.diagnosis.options import Options
 from fragility_lab.experiments import e2, e3
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import environment
@@ -161,14 +162,20 @@ def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
     assert found_by_recipes("HOME", HOME=str(tmp_path / "absent")) == str(PROJECT / ".home")
 
 
-@pytest.mark.parametrize(
-    "name", ["MODEL", "DATA", "FORMAT", "BUDGET", "WINDOWS", "LENGTH", "ATTENTION", "WEIGHTS_ONLY", "WITH", "STALE"]
-)
+@pytest.mark.parametrize("name", ["MODEL", "DATA", "SEED", "WITH", "STALE", "SCHEDULER"])
 def test_values_come_from_the_command_line_only(name):
     assert found_by_recipes(name, **{name: "7"}) == ""
     # A make inside of another has RESULTS in its environment.
     assert found_by_recipes("RESULTS", "MODEL=a/b", RESULTS="embedded") == "embedded-custom"
     assert found_by_recipes(name, f"{name}=7") == "7"
+
+
+def test_options_of_a_diagnosis_come_from_the_command_line_only():
+    given = dict.fromkeys(Options.variables(), "7")
+    assert found_by_recipes("FRAGILITY_GIVEN", **given, FRAGILITY_GIVEN="FORMAT") == ""
+    words = [f"{variable}={text}" for variable, text in given.items()]
+    assert {*found_by_recipes("FRAGILITY_GIVEN", *words).split()} == given.keys()
+    assert found_by_recipes("FORMAT", *words) == "7"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +195,7 @@ MAKES_OWN = {"SHELL", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEFILES", "GNUMAKEF
 READ = {
     *re.findall(r"^(?:export +|override +)*([A-Z_]+) *[:?]?=", MAKEFILE, re.M),  # what it sets
     *re.findall(r"\$\$?[({]?([A-Z][A-Z_]*)", MAKEFILE),  # what it or its commands use
+    *Options.variables(),
     *["PATH", "HOME", "TMPDIR", "LANG", "OMP_NUM_THREADS", "HF_HOME", "XDG_CACHE_HOME", "SOMETHING_NEW"],
 } - MAKES_OWN  # fmt: skip
 

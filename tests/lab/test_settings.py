@@ -129,9 +129,8 @@ def test_tokens_of_another_meaning_are_refused(original, tmp_path):
     said = r"must have the tokenizer of MODEL=, but token 300 is .* and .*, and 2 of 4095 tokens differ: take the orig"
     with pytest.raises(ValueError, match=said):
         diagnosis.load(request)
-    arguments = [f"model={model}", f"reference_model={request.reference_model}", "format=given"]
     with pytest.raises(SystemExit, match=said):
-        make_diagnose.main([word for argument in arguments for word in ("-p", argument)])
+        make_diagnose.main(["--check", f"MODEL={model}", f"REFERENCE_MODEL={request.reference_model}"])
 
 
 def test_a_model_without_a_tokenizer_takes_that_of_its_original(original, tmp_path):

@@ -27,7 +27,7 @@ FITTING = {  # found with the model's parts, which PyTorch makes
 
 
 def diagnose_stored(name: str) -> None:
-    make_diagnose.main(["-p", f"model={name}"])
+    make_diagnose.main(["--check", f"MODEL={name}"])
 
 
 @pytest.mark.parametrize("how", sorted(DAMAGES.keys() - TOKENIZER))
@@ -58,9 +58,9 @@ def test_most_refusals_need_neither_torch_nor_transformers(tmp_path):
     sys.modules |= {{"torch": None, "transformers": None, "pandas": None, "datasets": None}}
     from fragility_lab.diagnosis.__main__ import main
     for name in {given}:
-        for variable in ("model", "reference_model"):
+        for variable in ("MODEL", "REFERENCE_MODEL"):
             try:
-                main(["-p", f"{{variable}}={{name}}", "-p", "format=given"])
+                main(["--check", f"{{variable}}={{name}}", "FORMAT=given"])
             except SystemExit as refused:
                 print(str(refused)[:15])
     """

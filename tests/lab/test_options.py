@@ -1,0 +1,133 @@
+"""The options of a diagnosis: each is declared once, and all that names them follows the declaration."""
+
+import json
+import shlex
+import subprocess
+from dataclasses import dataclass, fields
+
+import pytest
+
+from fragility_lab.diagnosis import Request, parts
+from fragility_lab.diagnosis import __main__ as make_diagnose
+from fragility_lab.diagnosis.options import Options, option
+from fragility_lab.paths import PROJECT
+from fragility_lab.running import execute
+
+WORDS = {  # another value than the default of every option
+    "MODEL": "embedded-llama", "DATA": "a 'b'.txt", "RECIPE": "w4a16-g128", "FORMAT": "w4a16-g128", "BUDGET": "5 bits",
+    "WINDOWS": "012", "LENGTH": "8", "PROBES": "1", "SEED": "3", "ATTENTION": "eager", "REFERENCE": "no",
+    "WEIGHTS_ONLY": "yes", "TARGET": "kl", "KEEP": "head norms", "FORM": "streamed",
+}  # fmt: skip
+TYPED = WORDS | {"WINDOWS": 12, "LENGTH": 8, "PROBES": 1, "SEED": 3, "WEIGHTS_ONLY": True}
+
+
+@dataclass(frozen=True)
+class More(Options):
+    """The options and one more."""
+
+    layers: int = option(7, "layers that count", least=1)
+
+
+def test_one_declaration_adds_an_option():
+    assert {*More.variables()} == {*Options.variables(), "LAYERS"}
+    assert "  LAYERS=7                     layers that count" in More.help().splitlines()
+    assert "| `LAYERS` | layers that count | `7` |" in More.table().splitlines()
+    assert More.of({"layers": 3, "other": 1}) == More(layers=3)
+    assert More.typed(More.named(["LAYERS=09"])) == {"layers": 9}
+    with pytest.raises(ValueError, match="layers must be a whole number, got 'x'"):
+        More.typed(More.named(["LAYERS=x"]))
+    with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
+        More(layers=0)
+
+
+def test_every_option_is_in_the_help_the_protocol_and_the_notebook(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        make_diagnose.main(["--help"])
+    said = capsys.readouterr().out
+    helped = subprocess.run(["make", "help"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    for variable in Options.variables():
+        assert f"{variable}=" in said and f"{variable}=" in helped
+    assert f"\n{Options.table()}\n" in (PROJECT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    shown = execute.defaults(execute.notebook_path("diagnose_my_model"))
+    assert shown.pop("profile") == execute.SMOKE
+    assert shown == {known.name: known.default for known in fields(Request)}
+
+
+@pytest.mark.parametrize("variable", Options.variables())
+def test_every_option_reaches_the_notebook(variable, monkeypatch, capsys):
+    """As make's command line gives it, beside what a diagnosis needs with it; the values of the environment do not."""
+    given = {"REFERENCE_MODEL": "embedded"} if variable == "REFERENCE_MODEL" else {variable: WORDS[variable]}
+    checked, asked = [], []
+    monkeypatch.setattr(make_diagnose.subprocess, "run", lambda words: checked.append(words) or Done)
+    monkeypatch.setattr(execute, "main", asked.extend)
+    for name in Options.variables():
+        monkeypatch.setenv(name, given.get(name, "of the environment"))
+    monkeypatch.setenv(make_diagnose.GIVEN, f"OMP_NUM_THREADS {variable} PROFILE")
+    make_diagnose.main(["--profile", "laptop"])
+    assert checked[0][-2:] == ["--", f"{variable}={given[variable]}"]
+    assert asked[:5] == ["diagnose_my_model", "--profile", "laptop", "-p", "profile=laptop-custom"]
+    assert capsys.readouterr().out == "\npage: outputs/laptop-custom/diagnosis.html\n"
+    values = execute.parameters("diagnose_my_model", "laptop", asked[4::2])
+    name = Options.variables()[variable]
+    assert values[name] == (given | TYPED)[variable]
+    assert values.keys() - {name} <= {"profile", "model", "data", "windows", "length", "format"}
+    assert values.get("format") == {"REFERENCE_MODEL": "given"}.get(variable, values.get("format"))
+
+
+class Done:
+    returncode = 0
+
+
+def test_a_refusal_of_the_check_ends_before_a_kernel_starts(monkeypatch):
+    monkeypatch.setattr(make_diagnose.subprocess, "run", lambda words: type("Refused", (), {"returncode": 3}))
+    monkeypatch.setattr(execute, "main", lambda words: pytest.fail("a kernel starts"))
+    with pytest.raises(SystemExit, match="^3$"):
+        make_diagnose.main([])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["WINDOW=3"], r"an option must be NAME=VALUE with one of MODEL.*, got 'WINDOW=3' \(do you mean WINDOWS=\?\)"),
+        (["COLOUR=red"], "an option must be NAME=VALUE with one of MODEL, .*, got 'COLOUR=red'"),
+        (["LENGTH"], r"an option must be NAME=VALUE with .*, got 'LENGTH' \(do you mean LENGTH=\?\)"),
+        (["FORMAT=fp16", "RECIPE=bf16"],
+         "format must be given once, got FORMAT='fp16' and RECIPE='bf16': leave one out"),
+        (["SEED=1", "SEED=01"], "seed must be given once, got SEED='1' and SEED='01': leave one out"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_is_answered_in_one_line(words, line):
+    with pytest.raises(SystemExit, match=f"^make diagnose: {line}$"):
+        make_diagnose.main(words)
+
+
+def test_make_refuses_a_variable_that_looks_like_an_option_only():
+    environment = {"WINDOW": "3", "FORMAT": "", "KEEP": "a b", "HF_HOME": "x", "STALE": "keep"}
+    given = {make_diagnose.GIVEN: "HF_HOME STALE WINDOW KEEP FORMAT a.b"}
+    assert make_diagnose.words_of_make(environment | given) == ["WINDOW=3", "KEEP=a b"]
+    assert make_diagnose.words_of_make(environment) == []
+    assert Options.named(["FORMAT=fp16", "RECIPE=fp16"]) == {"format": "fp16"}
+    assert Options.named(["REFERENCE_MODEL=x"]) == {"format": "given", "reference_model": "x"}
+    assert Options.named(["REFERENCE_MODEL=x", "RECIPE=bf16"])["format"] == "bf16"  # which the request refuses
+
+
+def test_a_value_of_another_type_is_refused():
+    """Papermill gives text for what is none, such as ``-r weights_only yes``."""
+    with pytest.raises(ValueError, match="weights_only must be of type bool, got 'yes'"):
+        Request(weights_only="yes")
+
+
+def test_the_command_of_a_page_asks_for_the_same():
+    values = Options.typed(Options.named(f"{name}={text}" for name, text in WORDS.items()))
+    request = Request(**values)
+    words = shlex.split(parts.command(request, "mine"))[2:]
+    assert words.pop() == "RESULTS=mine"
+    assert Request(**Options.typed(Options.named(words))) == request
+    assert {known.name for known in fields(Request)} - values.keys() == {"reference_model"}
+
+
+def test_the_notebook_makes_its_request_by_name():
+    cells = json.loads((PROJECT / "notebooks" / "diagnose_my_model.ipynb").read_text(encoding="utf-8"))["cells"]
+    assert sum("".join(cell["source"]).count("Request.of(globals())") for cell in cells) == 1
+    names = {"windows": 7, "format": "fp16", "profile": "smoke", "unknown": object()}
+    assert Request.of(names) == Request(windows=7, format="fp16")
