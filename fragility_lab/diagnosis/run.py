@@ -26,6 +26,7 @@ from fragility_lab.diagnosis.growth import growth
 from fragility_lab.diagnosis.measure import Ranges, each, observe_each
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.passes import low_model, measure, predict
+from fragility_lab.diagnosis.plans import exports
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.routing import changed_choices
 from fragility_lab.diagnosis.tails import origins
@@ -137,6 +138,8 @@ def choose_plan(work: Work) -> None:
         plan = remedy.with_remedy(found.contributions, found.remedy, budget, work.tokens, request.execution)
         found.planned = found.contributions.predict(plan).set_index("window").predicted
         found.plan = plan
+    if not request.reference_model:  # whose weights are stored already
+        found.exports = exports(found.plan, work.model)
 
 
 def measure_plan(work: Work) -> None:
