@@ -44,8 +44,9 @@ def prepare(app, document: str, source: list[str]) -> None:
 
 
 def copy_pages(app, error) -> None:
-    """The pages that stand alone are where links expect them."""
-    for page in sorted((PROJECT / "outputs").glob("embedded*/*.html")):
+    """The pages that stand alone, and the plans that they link, are where links expect them."""
+    outputs = PROJECT / "outputs"
+    for page in sorted([*outputs.glob("embedded*/*.html"), *outputs.glob("embedded*/plan.*")]):
         there = Path(app.outdir) / page.relative_to(PROJECT)
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, there)

@@ -55,7 +55,7 @@ class ModelPlan:
             made, text = Export({}), to_json(self.plan)
         elif library in EXPORTS:
             made = EXPORTS[library](self.plan, self.model)
-            text = made.json()
+            text = made.text()
         else:
             raise ValueError(f"a library must be one of {', '.join(EXPORTS)}, or json, got {library!r}")
         if path is not None:

@@ -1,35 +1,62 @@
 """Plans for other libraries, as plain data: NVIDIA ModelOpt, compressed-tensors, torchao, transformers.
 
-Each function returns an ``Export``: the configuration, and by name what the library cannot express. No library is
-imported. tests/peers loads each configuration in the real one and compares the layers that it quantizes.
+Each function returns an ``Export``: the configuration, and by name what of the plan is not in it. A scheme that a
+library lacks is refused with a ValueError. No library is imported. tests/peers applies each configuration by the real
+one, and compares the tensors bit for bit; docs/exports.md has the outcome for every recipe.
 """
 
 import json
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fragility_adjoint.mixed_precision.plans import Plan
-from fragility_adjoint.quantization.operands import linear_weights, owner
+from fragility_adjoint.quantization.operands import owner, stored_weights
 from fragility_adjoint.quantization.recipes import Operands
 from fragility_adjoint.quantization.schemes import Scheme
 from fragility_core.models.paths import head_paths, within
-from fragility_core.numerics.formats import Format, NumberFormat
+from fragility_core.numerics.formats import Format, NumberFormat, of_dtype
 
 MANY = 5  # modules that a message names
 
 
 @dataclass(frozen=True)
 class Export:
-    """A configuration of another library, and what of the plan is not in it."""
+    """A configuration of another library for a model loaded in ``dtype``, and what of the plan is not in it."""
 
     config: dict[str, Any]
     missing: tuple[str, ...] = ()
+    dtype: str = ""
 
-    def json(self) -> str:
-        """The configuration as text."""
-        return json.dumps(self.config, indent=2)
+    def text(self) -> str:
+        """The configuration as JSON; numbers as keys, which only ModelOpt has, stay numbers: it is YAML then."""
+        return re.sub(r'"(-\d+)":', r"\1:", json.dumps(self.config, indent=2))
+
+
+INTEGERS = "int8 int4 int3 int2"
+SIZES = {"e8m0": (32,), "e4m3": (16,)}  # of groups under such scales; under others they have any size
+FLOATS = ("fp8_e4m3", "fp32", "tensor row block", "tensor row group", "largest")
+NVFP4, GROUPS = ("fp4_e2m1", "e4m3", "group", "group", "largest"), ("e8m0", "group", "group")
+# What libraries have, as tests/peers finds it: formats, the kind of scales, granularities of weights and of inputs, and
+# rules for scales. The rule of ModelOpt's MX, which needs CUDA, is read in its tensor_quant_mx.cu.
+KINDS = {
+    "ModelOpt": (
+        (INTEGERS, "fp32", "row group", "row", "largest"), ("fp8_e4m3", "fp32", "tensor row", "tensor row", "largest"),
+        ("fp8_e4m3 fp8_e5m2 fp6_e2m3 fp6_e3m2 fp4_e2m1 int8", *GROUPS, "ceil"), NVFP4,
+    ),
+    "compressed-tensors": (
+        (INTEGERS, "fp32 bf16", "row group", "row", "range"), FLOATS,
+        ("fp8_e4m3 fp6_e2m3 fp4_e2m1", *GROUPS, "nearest"), NVFP4,
+    ),
+    "torchao": (
+        (INTEGERS, "fp32 bf16", "row group", "row", "range"), FLOATS,
+        ("fp8_e4m3 fp8_e5m2 fp4_e2m1", *GROUPS, "floor ceil"), NVFP4,
+    ),
+}  # fmt: skip
 
 
 def to_json(plan: Plan) -> str:
@@ -48,28 +75,76 @@ def from_json(text: str) -> Plan:
 
 
 def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
-    """The operands of every linear layer of the blocks of ``model`` by path; none for those that the plan keeps."""
-    recipe, paths = plan.recipe, dict.fromkeys(owner(path) for path in linear_weights(model))
+    """The operands by path of every layer of ``model`` that may have any; none for those that the plan keeps."""
+    recipe = plan.recipe
+    paths = dict.fromkeys(map(owner, stored_weights(model, recipe)))
     kept = {path for path in paths if any(within(path, module) for module in plan.modules)}
     return {path: Operands() if path in kept else recipe.operands(path) for path in paths}
 
 
+def named(paths: Sequence[str]) -> str:
+    """The first of ``paths``, and how many others there are."""
+    return ", ".join(paths[:MANY]) + (f" and {len(paths) - MANY} more" if len(paths) > MANY else "")
+
+
+def dtype_of(plan: Plan) -> torch.dtype:
+    """The dtype in which kernels compute."""
+    return torch.float32 if plan.weights_only else plan.recipe.kernels.compute_dtype
+
+
 def missing_parts(plan: Plan, library: str) -> list[str]:
     """Parts of ``plan`` that no configuration of ``library`` can say."""
-    parts: dict[str, object] = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
+    kernels, computing = plan.recipe.kernels.name, of_dtype(dtype_of(plan)).name
+    parts = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
     parts["the KV cache"] = plan.recipe.cache is not None and library != "ModelOpt"
-    shown = ", ".join(plan.modules[:MANY]) + (
-        f" and {len(plan.modules) - MANY} more" if len(plan.modules) > MANY else ""
-    )
-    parts[f"fp32 beside {plan.recipe.kernels.name} for {shown}: unquantized, they run in one dtype with the rest"] = (
+    parts[f"{kernels} beside kernels that compute in {computing}"] = kernels != computing
+    parts[f"fp32 beside {kernels} for {named(plan.modules)}: unquantized, they run in one dtype with the rest"] = (
         plan.modules
     )
     return [f"{library} cannot express {part}" for part, asked in parts.items() if asked]
 
 
+def differences(library: str, stored: NumberFormat, role: str, path: str) -> list[str]:
+    """What ``library`` does otherwise with "weights" or "inputs" at ``path``; raises ValueError for what it lacks."""
+    for formats, scales, weights, inputs, rules in KINDS[library] if isinstance(stored, Scheme) else ():
+        asked = {stored.format.name: formats, stored.scale: scales}
+        asked[stored.granularity] = weights if role == "weights" else inputs
+        sized = stored.size in SIZES.get(stored.scale, (stored.size,))
+        if sized and all(name in names.split() for name, names in asked.items()):
+            other = stored.symmetric and stored.rule not in rules.split()
+            found = [f"has the rule {rules!r}, not {stored.rule!r}, for the scales of {stored.name}"] * other
+            found += [f"has scales of {stored.name} in the dtype of weights, not bf16"] * (stored.scale == "bf16")
+            rows = (library, role, stored.format.name, stored.granularity) == ("torchao", "inputs", "fp8_e4m3", "row")
+            found += [f"takes {stored.name} from bf16 alone, with scales in bf16"] * rows
+            return [f"{library} {difference}" for difference in found]
+    raise ValueError(f"{library} has no {stored.name} for the {role} of {path}: choose another scheme for its layer")
+
+
+def quantized(plan: Plan, model: nn.Module, library: str) -> tuple[dict[str, Operands], list[str]]:
+    """The layers by path that ``library`` quantizes, and what it cannot express; raises as ``differences`` does."""
+    layers, missing, others = {}, missing_parts(plan, library), dict[str, list[str]]()
+    for path, operands in layers_of(plan, model).items():
+        module, schemes = model.get_submodule(path), {r: s for r, s in vars(operands).items() if s is not None}
+        for role, stored in schemes.items():
+            missing += differences(library, stored, role, path)
+        if schemes and not isinstance(module, nn.Linear):
+            others.setdefault(f"a scheme for {type(module).__name__}", []).append(path)
+        elif any(stored.size and module.in_features % stored.size for stored in schemes.values()):
+            others.setdefault("groups that do not divide the width", []).append(path)
+        elif schemes:
+            layers[path] = operands
+    return layers, missing + [f"{library} cannot express {what}: {named(paths)}" for what, paths in others.items()]
+
+
+def export(config: dict[str, Any], missing: Iterable[str], plan: Plan) -> Export:
+    """The ``config`` for ``plan``, each part that is missing named once."""
+    return Export(config, tuple(dict.fromkeys(missing)), str(dtype_of(plan)).removeprefix("torch."))
+
+
 def untouched(plan: Plan, model: nn.Module) -> list[str]:
-    """Paths of the linear layers that stay as they are: those without operands, and the head."""
-    return [path for path, operands in layers_of(plan, model).items() if not operands] + head_paths(model)
+    """Paths of the layers that stay as they are: those without operands, and the head unless it has some."""
+    layers = layers_of(plan, model)
+    return [path for path in dict.fromkeys([*layers, *head_paths(model)]) if not layers.get(path)]
 
 
 def bits_of(format: Format) -> int | tuple[int, int]:
@@ -77,49 +152,35 @@ def bits_of(format: Format) -> int | tuple[int, int]:
     return format.bits if format.lowest is not None else (format.bits - format.significand, format.significand - 1)
 
 
-def parts(stored: Any) -> tuple[Format, Scheme]:
-    """The format of ``stored``, and the scheme; a format alone is one under the scale 1."""
-    return (stored.format, stored) if isinstance(stored, Scheme) else (stored, Scheme(stored))
-
-
 def modelopt(plan: Plan, model: nn.Module) -> Export:
     """``plan`` for ``modelopt.torch.quantization.quantize(model, config, forward_loop)``, as of ModelOpt 0.47.
 
-    ``model`` has the paths of the plan. ModelOpt quantizes ``nn.Linear``, not GPT-2's ``Conv1D``. It takes the
-    ``config`` itself: the keys of ``block_sizes`` are numbers, which JSON turns into texts that it refuses.
+    ``model`` has the paths of the plan.
     """
     rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-    missing = missing_parts(plan, "ModelOpt")
-    for path, operands in layers_of(plan, model).items():
+    layers, missing = quantized(plan, model, "ModelOpt")
+    for path, operands in layers.items():
         for name, stored in (("weight", operands.weights), ("input", operands.inputs)):
             if stored is not None:
                 rules.append({"quantizer_name": f"{path}.{name}_quantizer", "cfg": quantizer(stored, name)})
-                missing += lost(stored, "ModelOpt", rules=("largest", "ceil", "floor"))
     if plan.recipe.cache is not None:
         rules.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": quantizer(plan.recipe.cache, "input")})
-    return Export({"quant_cfg": rules, "algorithm": "max"}, tuple(dict.fromkeys(missing)))
+        rules += [{"quantizer_name": f"{path}.*[kv]_bmm_quantizer", "enable": False} for path in plan.modules]
+    return export({"quant_cfg": rules, "algorithm": "max"}, missing, plan)
 
 
 def quantizer(stored: NumberFormat, name: str) -> dict[str, Any]:
     """The attributes of a quantizer of ModelOpt for the "weight" or the "input" of a layer."""
-    format, scheme = parts(stored)
-    config: dict[str, Any] = {"num_bits": bits_of(format)}
-    if scheme.granularity == "tensor":
-        return config | {"axis": None}
-    if scheme.granularity == "row":
-        by_token = {"axis": None, "type": "dynamic", "block_sizes": {-1: None}}
-        return config | ({"axis": 0} if name == "weight" else by_token)
-    sizes: dict[Any, Any] = {-1: scheme.size} | ({-2: scheme.size} if scheme.granularity == "block" else {})
-    scales = {"e8m0": (8, 0), "e4m3": (4, 3)}.get(scheme.scale)
-    kind = "dynamic" if scales or name == "input" else "static"
-    return config | {"block_sizes": sizes | {"type": kind} | ({"scale_bits": scales} if scales else {})}
-
-
-def lost(stored: NumberFormat, library: str, rules: tuple[str, ...]) -> list[str]:
-    """Properties of how a layer is stored that ``library``, with its ``rules`` for scales, loses."""
-    _, scheme = parts(stored)
-    found = [] if scheme.rule in rules else [f"{library} has no rule {scheme.rule!r} for the scales of {scheme.name}"]
-    return found + ([] if scheme.symmetric else [f"{library} has symmetric integers alone, not {scheme.name}"])
+    if not isinstance(stored, Scheme):
+        return {"num_bits": bits_of(stored), "use_constant_amax": True}  # the scale 1 of fp8_e4m3
+    config: dict[str, Any] = {"num_bits": bits_of(stored.format)}
+    dynamic = {"type": "dynamic"} if name == "input" and not stored.static else {}
+    rows = {"axis": 0} if name == "weight" else {"axis": None, "block_sizes": {-1: None}}
+    if stored.granularity != "group":
+        return config | (rows if stored.granularity == "row" else {"axis": None}) | dynamic
+    scales = {"e8m0": (8, 0), "e4m3": (4, 3)}.get(stored.scale)
+    kind = {"type": "dynamic", "scale_bits": scales} if scales else {"type": "static"}
+    return config | {"block_sizes": {-1: stored.size} | kind}
 
 
 def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
@@ -127,31 +188,25 @@ def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
 
     The same groups and ``ignore`` are those of llm-compressor's ``QuantizationModifier``.
     """
-    layers, missing = layers_of(plan, model), missing_parts(plan, "compressed-tensors")
+    layers, missing = quantized(plan, model, "compressed-tensors")
     groups: dict[Operands, list[str]] = {}
     for path, operands in layers.items():
-        if operands.weights is not None:
-            groups.setdefault(operands, []).append(path)
-    config: dict[str, Any] = {}
+        groups.setdefault(operands, []).append(path)
+    config = {}
     for number, (operands, paths) in enumerate(groups.items()):
         config[f"group_{number}"] = {"targets": paths, "weights": arguments(operands.weights, dynamic=False)}
         if operands.inputs is not None:
             config[f"group_{number}"]["input_activations"] = arguments(operands.inputs, dynamic=True)
-        if parts(operands.weights)[1].rule == "mse":
-            missing.append("compressed-tensors leaves the rule 'mse' to the observer of llm-compressor")
-    return Export(
-        {"quant_method": "compressed-tensors", "config_groups": config, "ignore": untouched(plan, model)},
-        tuple(dict.fromkeys(missing)),
-    )
+    ignored = untouched(plan, model)
+    return export({"quant_method": "compressed-tensors", "config_groups": config, "ignore": ignored}, missing, plan)
 
 
-def arguments(stored: NumberFormat | None, dynamic: bool) -> dict[str, Any]:
+def arguments(scheme: Scheme, dynamic: bool) -> dict[str, Any]:
     """The ``QuantizationArgs`` of compressed-tensors for how weights or (``dynamic``) inputs are stored."""
-    format, scheme = parts(stored)
     strategy = {"row": "token" if dynamic else "channel"}.get(scheme.granularity, scheme.granularity)
     found: dict[str, Any] = {
-        "num_bits": format.bits, "type": "float" if format.lowest is None else "int", "symmetric": scheme.symmetric,
-        "strategy": strategy, "dynamic": dynamic and not scheme.static,
+        "num_bits": scheme.format.bits, "type": "float" if scheme.format.lowest is None else "int",
+        "symmetric": scheme.symmetric, "strategy": strategy, "dynamic": dynamic and not scheme.static,
     }  # fmt: skip
     if strategy == "block":
         found["block_structure"] = [scheme.size, scheme.size]
@@ -168,16 +223,11 @@ def arguments(stored: NumberFormat | None, dynamic: bool) -> dict[str, Any]:
 def torchao(plan: Plan, model: nn.Module) -> Export:
     """``plan`` as torchao's ``FqnToConfig``, which ``torchao.core.config.config_from_dict`` reads, as of 0.18.
 
-    ``quantize_(model, config, filter_fn=None)`` applies it. Raises ValueError for schemes that torchao lacks.
+    ``quantize_(model, config, filter_fn=None)`` applies it.
     """
-    layers = {path: operands for path, operands in layers_of(plan, model).items() if operands}
+    layers, missing = quantized(plan, model, "torchao")
     configs = {path: layer_config(operands, path) for path, operands in layers.items()}
-    config = {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": configs}}
-    missing = missing_parts(plan, "torchao")
-    for operands in layers.values():
-        if operands.weights is not None:
-            missing += lost(operands.weights, "torchao", rules=("largest", "floor", "ceil"))
-    return Export(config, tuple(dict.fromkeys(missing)))
+    return export(typed("FqnToConfig", fqn_to_config=configs), missing, plan)
 
 
 def typed(kind: str, version: int = 1, **data: Any) -> dict[str, Any]:
@@ -186,43 +236,41 @@ def typed(kind: str, version: int = 1, **data: Any) -> dict[str, Any]:
 
 
 def layer_config(operands: Operands, path: str) -> dict[str, Any]:
-    """The configuration of torchao for the layer at ``path``."""
-    format, scheme = parts(operands.weights or operands.inputs)
-    size, float8 = scheme.size, {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
+    """The configuration of torchao for the layer at ``path``; raises ValueError for weights beside other inputs."""
+    scheme, inputs, size = operands.weights, operands.inputs, operands.weights.size
+    floats = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp4_e2m1": "float4_e2m1fn_x2"}
+    dtype = {"_type": "torch.dtype", "_data": floats.get(scheme.format.name, scheme.format.name)}
+    mapping = {"_type": "MappingType", "_data": "SYMMETRIC" if scheme.symmetric else "ASYMMETRIC"}
     rows = typed("PerRow", dim=-1) if scheme.granularity == "row" else typed("PerTensor")
-    number = format.name, scheme.granularity, scheme.scale, operands.inputs is not None
-    mx = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp4_e2m1": "float4_e2m1fn_x2"}
-    match number:
-        case (("int8" | "int4" | "int3" | "int2"), ("row" | "group"), _, False):
+    alike = replace(scheme, granularity="group") if scheme.granularity == "block" else scheme
+    asked = (scheme.format.name[:3], scheme.granularity, scheme.scale, inputs is not None)
+    match asked if inputs in (None, alike) else ():
+        case ("int", _, _, False):
             grain = typed("PerGroup", group_size=size) if size else typed("PerAxis", axis=0)
-            integers = {"_type": "torch.dtype", "_data": format.name}
-            return typed("IntxWeightOnlyConfig", 2, weight_dtype=integers, granularity=grain)
-        case ("int8", "row", _, True):
-            kind = {"_type": "MappingType", "_data": "SYMMETRIC"}
-            return typed("Int8DynamicActivationInt8WeightConfig", 2, act_mapping_type=kind, granularity=rows)
-        case ("fp8_e4m3", ("row" | "tensor"), "fp32", True):
-            return typed("Float8DynamicActivationFloat8WeightConfig", 2, weight_dtype=float8, granularity=[rows, rows])
-        case ("fp8_e4m3", ("row" | "tensor"), "fp32", False):
-            return typed("Float8WeightOnlyConfig", 2, weight_dtype=float8, granularity=rows)
-        case (name, "group", "e8m0", True) if name in mx:
-            numbers = {"_type": "torch.dtype", "_data": mx[name]}
+            return typed("IntxWeightOnlyConfig", 2, weight_dtype=dtype, granularity=grain, mapping_type=mapping)
+        case ("int", "row", _, True) if scheme.format.bits == 8:
+            return typed("Int8DynamicActivationInt8WeightConfig", 2, act_mapping_type=mapping, granularity=rows)
+        case ("fp8", _, "fp32", True):
+            both = [typed("PerBlock", block_size=[count, size]) for count in (1, size)] if size else [rows, rows]
+            return typed("Float8DynamicActivationFloat8WeightConfig", 2, weight_dtype=dtype, granularity=both)
+        case ("fp8", ("row" | "tensor"), "fp32", False):
+            return typed("Float8WeightOnlyConfig", 2, weight_dtype=dtype, granularity=rows)
+        case (_, _, "e8m0", True):
             mode = {"_type": "ScaleCalculationMode", "_data": {"floor": "FLOOR", "ceil": "RCEIL"}[scheme.rule]}
-            return typed(
-                "MXDynamicActivationMXWeightConfig", block_size=size, activation_dtype=numbers, weight_dtype=numbers,
-                scaling_mode=mode,
-            )  # fmt: skip
-        case (_, _, "e4m3", inputs):
+            config = {"block_size": size, "activation_dtype": dtype, "weight_dtype": dtype, "scaling_mode": mode}
+            return typed("MXDynamicActivationMXWeightConfig", **config)
+        case (_, _, "e4m3", _):
             return typed("NVFP4DynamicActivationNVFP4WeightConfig" if inputs else "NVFP4WeightOnlyConfig")
-    raise ValueError(f"torchao has no configuration for {scheme.name} in {path}: choose another scheme for its layer")
+    beside = "alone" if inputs is None else f"beside {'static ' * inputs.static}{inputs.name} inputs"
+    raise ValueError(f"torchao has no {scheme.name} weights {beside} for {path}: choose another scheme for its layer")
 
 
 def modules_to_not_convert(plan: Plan, model: nn.Module) -> Export:
     """The argument of transformers' quantization configurations that names what stays in the checkpoint's dtype."""
-    schemes = {operands for operands in layers_of(plan, model).values() if operands}
+    found = {stored.name for layer in layers_of(plan, model).values() for stored in vars(layer).values() if stored}
     missing = missing_parts(plan, "transformers")
-    if len(schemes) > 1:
-        missing.append(f"modules_to_not_convert cannot express {len(schemes)} schemes beside each other")
-    return Export({"modules_to_not_convert": untouched(plan, model)}, tuple(missing))
+    missing += [f"modules_to_not_convert cannot express {name}: another argument says the scheme" for name in found]
+    return export({"modules_to_not_convert": untouched(plan, model)}, sorted(missing), plan)
 
 
 EXPORTS = {

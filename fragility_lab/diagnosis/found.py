@@ -11,6 +11,7 @@ from fragility_adjoint import predictor
 from fragility_adjoint.explain.coherence import Coherence
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choice, Choices
+from fragility_adjoint.mixed_precision.export import Export
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.remedy import Remedy
 from fragility_lab.diagnosis.request import Request
@@ -64,6 +65,7 @@ class Diagnosis:
     predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
     ``remedy`` is looked for where windows overflow. With its plan, ``mended`` has their prediction, of KL if that is
     what errors are measured in or near it, else of the mismatch, and the columns of ``comparison.compare``.
+    ``exports`` has the plan for each other library by name, or why it has none.
     ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``opening`` is what
     each window begins with. ``attention`` is the implementation that ran, ``referenced`` says whether fp32 passes are
     measured, and ``seconds`` has the time of each step.
@@ -84,6 +86,7 @@ class Diagnosis:
     contributions: Contributions | None = None
     plan: Plan | None = None
     planned: pd.Series | None = None
+    exports: dict[str, Export | str] = field(default_factory=dict)
     choices: Choices | None = None
     choice: Choice | None = None
     measured: pd.DataFrame | None = None

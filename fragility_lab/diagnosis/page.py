@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fragility_adjoint.mixed_precision.export import EXPORTS, Export
 from fragility_lab import paths
 from fragility_lab.diagnosis.bulk import of_bulk
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.means import estimate, means, writer
-from fragility_lab.diagnosis.plans import of_plan, title_of_plan
+from fragility_lab.diagnosis.plans import export_file, of_plan, title_of_plan
 from fragility_lab.diagnosis.run import STEPS
 from fragility_lab.diagnosis.sections import (
     common,
@@ -95,6 +96,12 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
 
 
 def write(diagnosis: Diagnosis, profile: str) -> Path:
-    """Write ``outputs/<profile>/diagnosis.html`` and return its path."""
+    """Write ``outputs/<profile>/diagnosis.html`` and the plan for other libraries; return the path of the page."""
+    for library in EXPORTS:
+        beside, export = paths.output_folder(profile) / export_file(library), diagnosis.exports.get(library)
+        if isinstance(export, Export):
+            write_whole(beside, export.text() + "\n")
+        else:
+            beside.unlink(missing_ok=True)  # of another plan
     write_whole(path := paths.output_folder(profile) / "diagnosis.html", page(diagnosis, profile))
     return path

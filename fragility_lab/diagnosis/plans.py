@@ -3,8 +3,11 @@
 import json
 from collections.abc import Callable
 
+from torch import nn
+
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choices
+from fragility_adjoint.mixed_precision.export import EXPORTS, Export
 from fragility_adjoint.quantization.recipes import PREQUANTIZED
 from fragility_core.models.paths import within
 from fragility_core.numerics.formats import get_format
@@ -100,6 +103,22 @@ def budgets_figure(diagnosis: Diagnosis) -> str:
     return uri(figures_diagnosis.budgets(bits, label, predicted, measured, target))
 
 
+def exports(plan: Plan, model: nn.Module) -> dict[str, Export | str]:
+    """``plan`` for every other library by name, or why the library cannot have it."""
+    found: dict[str, Export | str] = {}
+    for library, export in EXPORTS.items():
+        try:
+            found[library] = export(plan, model)
+        except ValueError as refused:
+            found[library] = str(refused)
+    return found
+
+
+def export_file(library: str) -> str:
+    """The name of the file, beside the page, with the plan for ``library``."""
+    return f"plan.{library}.{'yaml' if library == 'modelopt' else 'json'}"
+
+
 def of_mending(diagnosis: Diagnosis) -> dict:
     """What the plan keeps to bring windows back that overflow, and how much of the budget that takes."""
     known, (budget, unit) = diagnosis.contributions, diagnosis.request.parsed_budget
@@ -122,6 +141,7 @@ def of_plan(diagnosis: Diagnosis, known: dict) -> dict:
         "helps": helps(diagnosis),
         "price": price(plan),
         "snippet": snippet(request, plan, diagnosis.attention),
+        "exports": {export_file(library): export for library, export in diagnosis.exports.items()},
         "alternatives": alternatives(contributions, write),
         **of_mending(diagnosis),
         "absent": [site for site in request.kept if site not in contributions.structure.sites],

@@ -24,6 +24,7 @@ from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.passes import low_model, measure, predict
+from fragility_lab.diagnosis.plans import exports
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.tails import origins
 from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
@@ -134,6 +135,8 @@ def choose_plan(work: Work) -> None:
         plan = remedy.with_remedy(contributions, found.remedy, budget, work.tokens, request.execution)
         found.planned = contributions.predict(plan).set_index("window").predicted
         found.plan = plan
+    if not request.reference_model:  # whose weights are stored already
+        found.exports = exports(found.plan, work.model)
 
 
 def measure_plan(work: Work) -> None:

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from fragility_adjoint.mixed_precision import Plan
+from fragility_adjoint.mixed_precision.export import EXPORTS
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.quantization.operands import linear_weights
 from fragility_adjoint.quantization.quantized import lower
@@ -564,7 +565,7 @@ def test_the_verdict_says_what_the_numbers_mean(found):
 
 def test_page_stands_alone(found):
     html = page.page(found)
-    assert not re.search(r"(src|href)=\"(?!data:|#)", html)
+    assert not re.search(r"(src|href)=\"(?!data:|#|plan\.)", html)
     assert html.count('<img src="data:image/png;base64,') == 5
     assert html.count("alt=") == 5 and 'name="viewport"' in html
     assert f"keep <b>{found.plan.label}</b> in fp32" in html
@@ -787,3 +788,26 @@ def test_write(found, tmp_path, monkeypatch):
     monkeypatch.setattr("fragility_lab.paths.OUTPUTS", tmp_path)
     assert diagnosis.write(found, "mine") == tmp_path / "mine" / "diagnosis.html"
     assert (tmp_path / "mine" / "diagnosis.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_exports_of_the_plan_lie_beside_the_page_and_are_linked(mixed, tmp_path, monkeypatch):
+    monkeypatch.setattr("fragility_lab.paths.OUTPUTS", tmp_path)
+    model, refusal = random_gpt2(TINY), "ModelOpt has no such scheme"
+    written = replace(mixed, exports=mixed.exports | {"modelopt": refusal})
+    assert mixed.exports == plans.exports(mixed.plan, model) and mixed.exports.keys() == EXPORTS.keys()
+    diagnosis.write(mixed, "mine")
+    assert (tmp_path / "mine" / "plan.modelopt.yaml").exists()
+    html = diagnosis.write(written, "mine").read_text(encoding="utf-8")
+    links = set(re.findall(r'href="(plan\.[^"]+)"', html))
+    assert links == {path.name for path in (tmp_path / "mine").glob("plan.*")} and len(links) == len(EXPORTS) - 1
+    for library in EXPORTS.keys() - {"modelopt"}:
+        want = EXPORTS[library](mixed.plan, model)
+        assert json.loads((tmp_path / "mine" / f"plan.{library}.json").read_text(encoding="utf-8")) == want.config
+    assert f"<code>plan.modelopt.yaml</code> is not written: {refusal}." in html
+    assert "cannot express a scheme for Conv1D" in html
+
+
+def test_a_plan_that_a_library_lacks_says_why():
+    found = plans.exports(Plan("fp8-e5m2"), random_gpt2(TINY))
+    assert found["torchao"].startswith("torchao has no fp8_e5m2_tensor for the weights of transformer.h.0.attn.c_attn")
+    assert found["transformers"].missing
