@@ -1,7 +1,7 @@
 """Diagnosis of one's own model in a number format: drift, its causes, its effect on tokens, and what to keep in fp32.
 
-``request`` says what is asked, ``loading`` loads it, ``needs`` says what it will take, ``measure`` compares passes,
-``run`` does the work in steps, ``found`` is what they have found, and ``page`` writes it, part by part.
+``request`` checks what is asked for, ``loading`` loads the model and its windows, ``needs`` forecasts time and memory,
+``measure`` compares passes, ``run`` does the work in steps, ``found`` holds the findings, and ``page`` writes them.
 """
 
 import importlib
@@ -14,7 +14,7 @@ __all__ = ["Diagnosis", "Request", "diagnose", "forecast", "load", "write"]
 
 
 def __getattr__(name: str):
-    """Import a name when it is asked for: what ``make diagnose`` refuses need not wait for PyTorch."""
+    """Import a name when it is asked for, so that a refusal of ``make diagnose`` need not wait for PyTorch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -11,7 +11,7 @@ SWITCH = {"yes": True, "true": True, "no": False, "false": False}
 
 
 def typed(name: str, text: str) -> str | int | bool:
-    """The value of the request's ``name`` that ``text`` stands for. Raises ValueError for text of another type."""
+    """The value of the request's field ``name`` that ``text`` gives. Raises ValueError for text of another type."""
     if name == "weights_only":
         if text.lower() not in SWITCH:
             raise ValueError(f"weights_only must be one of {', '.join(SWITCH)}, got {shortened(text)}")
@@ -24,7 +24,7 @@ def typed(name: str, text: str) -> str | int | bool:
 
 
 def require_request(request: dict, names: list[str]) -> None:
-    """Raises ValueError or OSError for a ``request`` of models ``names`` that cannot be. Imports PyTorch."""
+    """Raises ValueError or OSError for a ``request`` that its models, ``names``, cannot fulfil. Imports PyTorch."""
     from fragility_lab.diagnosis.given import require_same_architecture
     from fragility_lab.diagnosis.request import Request
     from fragility_lab.inputs.offloaded import require_fitting

@@ -1,4 +1,4 @@
-"""What the page says of single tokens: bulk and tail of each window, and the tokens that make the tail."""
+"""The page's part on single tokens: bulk and tail of each window, and the tokens that make the tail."""
 
 from collections.abc import Callable
 
@@ -21,12 +21,12 @@ MANY = 24  # windows that a page lists
 
 
 def size(column: str) -> Callable[[float], str]:
-    """What writes a mean of squares as a size, or a divergence."""
+    """A function that writes a mean of squares: as a divergence, or as its root in the unit of ``column``."""
     return nats if column == "kl" else lambda square: (percent if column == "error" else nats)(np.sqrt(square))
 
 
 def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
-    """Bulk and tail of the error by token."""
+    """Values for the template: bulk and tail of the error by token."""
     by_token, column = diagnosis.by_token, COLUMNS[diagnosis.request.measured_in]
     write, summary, tail = size(column), by_token.summary(column), by_token.tail(column, TOLD)
     rows = [

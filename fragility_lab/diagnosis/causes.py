@@ -1,4 +1,4 @@
-"""Where the error comes from: shares of sites, modules and blocks, and which errors act together."""
+"""Causes of the error: shares of sites, modules and blocks, and errors that act together."""
 
 import pandas as pd
 from scipy import stats
@@ -30,7 +30,7 @@ def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str
 
 
 def block_shares(contributions: Contributions) -> pd.Series:
-    """Share of the squared error by block, with what comes before and after the blocks, in the model's order."""
+    """Share of the squared error by block, in the model's order; "embedding" is before the blocks, "after" behind."""
     places = contributions.structure.places
     names = places.layer.astype("string").fillna(places.site.map({"embedding": "embedding"}).fillna("after"))
     summed = pd.Series(contributions.relative).groupby(names.to_numpy()).sum()
@@ -47,7 +47,7 @@ def interval(found: tuple[float, float], windows: int) -> str:
 
 
 def together(coherence: Coherence) -> dict[str, object]:
-    """What the page says of errors that act together: ratios, the ``pairs`` that matter, and how many there are."""
+    """Values for the page on errors that act together: ratios, the ``pairs`` that matter, and how many there are."""
     pairs, windows = coherence.pairs(), len(coherence.grams)
     names = [named(*group) for group in coherence.groups[GROUPS].itertuples(index=False)]
     shown = pairs[pairs.matters].head(PAIRS)
@@ -68,6 +68,6 @@ def together(coherence: Coherence) -> dict[str, object]:
 
 
 def named(layer: object, last: object, site: str, kind: str) -> str:
-    """A group of sites in words: those of one block, of the blocks from ``layer`` to ``last``, or of none."""
+    """A group of sites in words: of one block, of the blocks from ``layer`` to ``last``, or outside of blocks."""
     blocks = f", block {layer}" if not pd.isna(layer) and layer == last else f", blocks {layer} to {last}"
     return f"{SITE_NAMES[site]}, {kind}s" + ("" if pd.isna(layer) else blocks)

@@ -12,13 +12,13 @@ MEASURED = {"hidden": "mismatch", "kl": "kl", "logprob": "logprob"}  # columns o
 
 
 def found(table: pd.DataFrame) -> dict[str, float]:
-    """The means over windows of a table of ``measure.compare``, by target; infinities are left out."""
+    """Means over the windows of a table of ``measure.compare``, by target; infinities are left out."""
     finite = table.replace(np.inf, np.nan)
     return {target: float(finite[column].mean()) for target, column in MEASURED.items()}
 
 
 def explorer(diagnosis: Diagnosis) -> str:
-    """The explorer as HTML; nothing if there is no plan, since every window overflows."""
+    """The explorer as HTML; empty if every window overflows, since there is then no plan."""
     known, choices, plan = diagnosis.contributions, diagnosis.choices, diagnosis.plan
     if known is None:
         return ""

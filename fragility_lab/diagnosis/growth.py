@@ -1,7 +1,7 @@
-"""Does the error of the output grow in proportion to the errors inside, as a prediction to first order assumes?
+"""Growth of the output's error with the errors inside: in proportion, as a prediction to first order assumes?
 
-The pass is repeated with half of every rounding error. A mismatch is then half of the whole one, and a KL divergence a
-quarter. Where errors are too large for that, predictions may be off by such a factor.
+The pass is repeated with half of every rounding error. In proportion, the mismatch is half as large, and the KL
+divergence a quarter. If the errors are too large for proportion, predictions may be off by a similar factor.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ TOLERANCE = 0.1  # of a ratio that is called 1
 
 @dataclass(frozen=True)
 class Growth:
-    """Four times the squared error with half of every rounding error, over the whole: means over windows.
+    """Four times the squared error with half of every rounding error, over the whole squared error: means over windows.
 
-    ``low`` and ``high`` are the 95 % interval. The ratio is 1 where the error grows in proportion.
+    ``low`` and ``high`` are the 95 % interval. The ``ratio`` is 1 if the error grows in proportion.
     """
 
     ratio: float
@@ -33,7 +33,7 @@ class Growth:
 
     @property
     def exponent(self) -> float:
-        """The squared error grows as this power of the size of the errors inside, between half and the whole."""
+        """The power of the size of the errors inside with which the squared error grows, from half to whole errors."""
         return 2 - float(np.log2(self.ratio)) if self.ratio > 0 else np.nan
 
     @property
@@ -43,7 +43,7 @@ class Growth:
 
 
 def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
-    """``measure.compare`` of passes with half of every rounding error with those of ``model`` in fp32, by window."""
+    """``measure.compare`` by window: passes with half of every rounding error against those of ``model`` in fp32."""
     realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     tables = [
         compare(realisations.scaled(lambda model, x=x: observe(model, x), 0.5), observe(model, x), x)[0]
@@ -53,7 +53,7 @@ def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd
 
 
 def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
-    """The squared error of the ``target`` by window, from a table of ``measure.compare``; KL is one already."""
+    """The squared error of the ``target`` by window, from a table of ``measure.compare``; KL is a square already."""
     if target in ("hidden", "logprob"):
         return windows["mismatch" if target == "hidden" else target].to_numpy() ** 2
     return windows.kl.to_numpy()
@@ -62,9 +62,9 @@ def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
 def growth(
     low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str
 ) -> Growth | None:  # fmt: skip
-    """How the error grows in the passes over ``tokens`` (B, T), whose ``measure.compare`` is ``whole``.
+    """Measure the growth of the error over ``tokens`` (B, T); ``whole`` is ``measure.compare`` with all of the errors.
 
-    Windows with nonfinite errors do not count; None if no other is left.
+    Windows with nonfinite errors do not count. The result is None if no other window is left.
     """
     measured = np.stack([4 * squared(half_errors(low, model, tokens), target), squared(whole, target)])
     finite = measured[:, np.isfinite(measured).all(0)]

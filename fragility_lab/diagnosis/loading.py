@@ -20,13 +20,13 @@ from fragility_lab.inputs.offloaded import on_meta
 
 
 def load(request: Request) -> tuple[Inputs, Tensor]:
-    """The model with its head and the windows (B, T) on its device; an offloaded one in the streamed form.
+    """Load the model with its head, and the windows (B, T) on its device. In the streamed form the model is offloaded.
 
-    A whole model is spread over all GPUs where it does not fit one of them but all together.
+    A whole model that does not fit one GPU is spread over all GPUs, if it fits these together.
 
-    With a reference model, ``Inputs.model`` is that one, and ``Inputs.rounded`` the other. Raises the errors of
-    ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model, for an attention
-    implementation that the model lacks, or for the target "flips" in the streamed form.
+    With a reference model, ``Inputs.model`` is the reference, and ``Inputs.rounded`` the model itself. Raises the
+    errors of ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model, for an
+    attention implementation that the model lacks, or for the target "flips" in the streamed form.
     """
     name, given = request.reference_model or request.model, bool(request.reference_model)
     if given:
@@ -59,9 +59,9 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
 
 
 def set_attention(model: nn.Module, request: Request) -> None:
-    """Set ``model`` to the attention of ``request``: for "auto" sdpa where the model has it, else its own.
+    """Set ``model`` to the attention of ``request``; "auto" is sdpa if the model has it, else the model's own.
 
-    Raises ValueError for one that the model lacks.
+    Raises ValueError for an attention that the model lacks.
     """
     asked = "sdpa" if request.attention == "auto" else request.attention
     try:
@@ -78,7 +78,7 @@ def set_attention(model: nn.Module, request: Request) -> None:
 
 @torch.no_grad()
 def require_causal(model: nn.Module, name: str) -> None:
-    """Raises ValueError unless the logits of ``model`` at a position are the same whatever follows it."""
+    """Raises ValueError if the logits of ``model`` at a position depend on later tokens."""
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
     a, b = model(tokens, use_cache=False).logits[:, :-1]
     if not torch.allclose(a, b, rtol=1e-2, atol=1e-4 * float(a.abs().max())):

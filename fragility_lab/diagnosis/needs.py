@@ -1,4 +1,4 @@
-"""What a diagnosis will take: the form that fits into memory, the time, the memory, and what is read from the disk."""
+"""The needs of a diagnosis: the form that fits into memory, the time, the memory, and the reading from the disk."""
 
 import re
 import sys
@@ -34,11 +34,11 @@ CACHED = 2**25  # bytes, about a CPU's cache: where gradients of a weight take m
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
+    """The needs of a diagnosis: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
-    ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device. ``together`` windows share a reading, or an estimate's pass. ``steps`` are
-    the seconds of the steps of ``run.STEPS``, by name, for a whole model.
+    ``form`` says why a model is streamed and how much is read from the disk, or why it is spread over several GPUs. It
+    is empty for a whole model on one device. ``together`` windows share a reading, or the pass of an estimate.
+    ``steps`` has the seconds of the steps of ``run.STEPS`` by name, for a whole model.
     """
 
     seconds: float
@@ -49,12 +49,12 @@ class Forecast:
     steps: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, step: str) -> str:
-        """The seconds of a ``step`` of the work, in words; nothing where they are not known."""
+        """The seconds of a ``step`` of the work, in words; empty if they are not known."""
         return f", about {duration(self.steps[step])}" if step in self.steps else ""
 
     @property
     def fits(self) -> bool:
-        """True if the free memory suffices, as far as it is known."""
+        """True if the free memory suffices, or is not known."""
         return self.free is None or self.memory < self.free
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Forecast:
 
 @on_free_cores()
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
-    """What a diagnosis of ``tokens`` (B, T) will take, from its passes over one window and from the model's size.
+    """Forecast the needs of a diagnosis of ``tokens`` (B, T) from passes over one window and from the model's size.
 
     Seconds of a streamed model come from fp32 passes alone, and are good to a factor of two.
     """
@@ -96,7 +96,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
 
 
 def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
-    """The same as ``forecast``, for a model that is in memory."""
+    """The forecast for a model that is in memory."""
     model, count = loaded.model, len(tokens)
     devices, free = free_on_devices(model)
     fits = free is None or memory(request, model) < free
@@ -134,10 +134,10 @@ def activations(request: Request, model: nn.Module) -> tuple[int, int]:
 
 
 def memory(request: Request, model: nn.Module, together: int = 1) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps.
+    """Bytes beyond the fp32 model: two copies in the format, one in fp32 for each end, and what a backward pass keeps.
 
-    Of several windows ``together`` in a pass each has gradients of its own: those of weights, one weight at a time in
-    two copies, and those of what lies between kernels, the widest of it in four.
+    If several windows share a pass, each of the windows ``together`` has gradients of its own: those of one weight at a
+    time, in two copies, and those of the widest tensor between kernels, in four.
     """
     sizes = [p.numel() for p in model.parameters()]
     copies = sum(sizes) * (2 * stored_dtype(request).itemsize + 4 * ends(request))
@@ -156,7 +156,7 @@ def memory(request: Request, model: nn.Module, together: int = 1) -> int:
 
 
 def whole(request: Request, model: nn.Module) -> int:
-    """Bytes that the whole form takes, with the fp32 model and, with a reference model, the other one."""
+    """Bytes that the whole form takes: ``memory``, the fp32 model and, if there is a reference model, the other one."""
     return memory(request, model) + 4 * (1 + bool(request.reference_model)) * sum(p.numel() for p in model.parameters())
 
 
@@ -169,7 +169,8 @@ def whole_fits(request: Request, model: nn.Module) -> bool:
 def secants_fit(request: Request, model: nn.Module) -> bool:
     """True if secant slopes fit into what is free now.
 
-    They keep three times as much as a backward pass does, halves of weights, and up to 28 numbers a score of attention.
+    They keep three times as much as a backward pass does, a copy of the weights halfway, and up to 28 numbers for each
+    attention score.
     """
     free, config = free_memory(next(model.parameters()).device), model.config.get_text_config()
     scores = getattr(config, "num_attention_heads", 0) * request.length**2 * config.num_hidden_layers
@@ -181,7 +182,7 @@ def secants_fit(request: Request, model: nn.Module) -> bool:
 def fits_together(request: Request, model: nn.Module) -> bool:
     """True if the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs together.
 
-    Each gets an equal share, and up to one part more, since parts are not divided.
+    Each GPU gets an equal share, and up to one part more, since parts are not divided.
     """
     count, takes = torch.cuda.device_count(), whole(request, model)
     if count < 2:
@@ -194,10 +195,10 @@ def fits_together(request: Request, model: nn.Module) -> bool:
 def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> int:
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
-    A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
-    formed for all probes, in two copies. Each of the windows ``together`` keeps its stream, what the target makes of
-    its logits, signs and gradients of these, and gradients of tied matrices, which wait for the embedding; or two
-    streams and logits to compare. All but one have threads of their own.
+    A part is held in fp32 twice (exact and as stored) and once in the format. The gradients of its largest matrix are
+    formed for all probes, in two copies. In an estimate, each of the windows ``together`` keeps its stream, the output
+    of the target with its signs and gradients, and gradients of tied matrices, which wait for the embedding. In a
+    comparison it keeps two streams and two sets of logits. All windows but one have threads of their own.
     """
     config, blocks = model.config.get_text_config(), block_paths(model)
     of_blocks, of_head = activations(request, model)
@@ -219,9 +220,10 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
 
 
 def windows_together(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
-    """The number of ``count`` windows that run together, if so many take so much memory of all ``devices``.
+    """The number of windows, of ``count``, that run together; ``takes`` gives the bytes that so many windows take.
 
-    All but one of them take half of what that one leaves ``free``; of several devices, half of an equal share.
+    All windows but one may take half of the memory that the first one leaves ``free``. On several ``devices``, they may
+    take half of an equal share of it.
     """
     one, two, three = map(takes, (1, 2, 3))
     beside = count if free is None else ((free - one) // (2 * devices) - (two - one)) // (three - two) + 1
@@ -237,10 +239,10 @@ def worthwhile(request: Request, model: nn.Module, device: torch.device) -> int:
 
 
 def readings_a_group(request: Request, model: nn.Module) -> int:
-    """How often the streamed form reads the model for windows that share a reading, if fp32 passes are measured.
+    """The number of readings of a streamed model for windows that share them, if fp32 passes are measured.
 
-    An estimate reads it forward and backward at each end; one more, at one end, says which errors act together. Choices
-    of experts are compared in two passes.
+    An estimate reads the model forward and backward at each end. One more estimate, at one end, finds the errors that
+    act together. Choices of experts are compared in two passes.
     """
     estimates = len(request.schemes) if request.mixes else 1
     return BOTH_WAYS * (ends(request) * estimates + 1) + MEASURED + 2 * chooses_experts(model)
@@ -254,9 +256,9 @@ def chooses_experts(model: nn.Module) -> bool:
 def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
     """Bytes per token that the backward pass keeps of all blocks: a rough estimate, rather too high.
 
-    It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), where experts count as far as a
-    token meets them, and 100 bytes per entry of the stream (160 with experts). In eight families (with rounded operands
-    in five), 0.5 to 1 times as many bytes were measured.
+    It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), and 100 bytes per entry of the
+    stream (160 with experts). Of the experts only the share that a token meets counts. In eight families (with rounded
+    operands in five), 0.5 to 1 times as many bytes were measured.
     """
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -279,7 +281,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def within_limits() -> list[int]:
-    """What this process may still take, by its limit of data (``ulimit -d``) and by that of its control group."""
+    """Bytes that this process may still take by its limit of data (``ulimit -d``) and by that of its control group."""
     status = Path("/proc/self/status")
     if sys.platform != "linux" or not status.is_file():
         return []

@@ -29,10 +29,10 @@ from fragility_lab.running.files import write_whole
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the page, in a template of its ``name``.
+    """A part of the page, whose template has its ``name``.
 
-    It is ``shown`` where its values are known. A step of its ``steps`` that has failed, or is to come, is told in its
-    place. ``values`` are those that its template takes beside the ones of ``common``.
+    ``shown`` is True if its values are known. In the part's place the page says which of its ``steps`` have failed or
+    are to come. ``values`` returns the values that the template takes beside those of ``common``.
     """
 
     name: str
@@ -61,7 +61,7 @@ PARTS = (
 
 
 def rendered(part: Part, diagnosis: Diagnosis, known: dict) -> dict | None:
-    """The ``part`` as the page takes it, with the failures of its steps and its own; None if it is not shown."""
+    """The ``part`` as the page takes it, with its own failure and those of its steps; None if it is not shown."""
     failures = [diagnosis.failed[step] for step in part.steps if step in diagnosis.failed]
     pending = [step.doing for step in STEPS if step.name in part.steps and step.name in diagnosis.pending]
     html = ""
@@ -85,7 +85,7 @@ def rendered(part: Part, diagnosis: Diagnosis, known: dict) -> dict | None:
 def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     """The page as HTML, for the folder ``results`` under outputs, as far as the diagnosis has come.
 
-    A part that fails says so in its place, and is in ``Diagnosis.failed``.
+    If a part fails, the page says so in its place, and the part is in ``Diagnosis.failed``.
     """
     diagnosis.failed = {name: each for name, each in diagnosis.failed.items() if not name.startswith(WRITING)}
     known = common(diagnosis, results)

@@ -1,4 +1,4 @@
-"""What the parts of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
+"""Texts, rows of tables and figures of the page's parts, from the findings of a diagnosis."""
 
 import shlex
 from collections import Counter
@@ -37,7 +37,7 @@ MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large
 
 
 def verdict(measured: pd.DataFrame) -> str:
-    """What rounding does to the model, in words, from rows of ``measure.compare``."""
+    """A verdict in words on what rounding does to the model, from rows of ``measure.compare``."""
     kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
     if not np.isfinite([kl, loss, exact]).all():
         return "The low-precision pass gives no finite probabilities."
@@ -66,7 +66,7 @@ def command(request: Request, results: str) -> str:
 
 
 def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
-    """What rounding does to the tokens, without and with the plan: rows of ``measure.compare`` as texts."""
+    """Rows of texts: the effects of rounding on tokens, without and with the plan, from ``measure.compare``."""
     plans, rows = {"none": measured, "recommended": protected}, []
     for name, table in plans.items():
         if table is not None:
@@ -99,7 +99,7 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def common(diagnosis: Diagnosis, results: str) -> dict:
-    """What all parts of the page take, for the folder ``results`` under outputs."""
+    """The values that all parts of the page take, for the folder ``results`` under outputs."""
     request, recipe = diagnosis.request, get_recipe(diagnosis.request.format)
     kept, found = means(diagnosis)
     measured, protected = (
@@ -122,7 +122,7 @@ def common(diagnosis: Diagnosis, results: str) -> dict:
 
 
 def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
-    """What the summary says."""
+    """Values of the summary."""
     measured, found, limit = known["measured"], known["means"], TARGETS[diagnosis.request.measured_in][2]
     measures = measured is not None and len(measured) > 0
     best = found.get("measured", found.get("predicted"))
@@ -144,22 +144,22 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
 
 
 def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
-    """What rounding does to the tokens."""
+    """Values of the part on tokens."""
     return {"effects": effects(known["measured"], known["protected"])}
 
 
 def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
-    """Where the error comes from."""
+    """Values of the part on causes: figures, and the modules of the largest contributions."""
     return {"images": pictures(diagnosis), "modules": largest(diagnosis.contributions)}
 
 
 def of_signs(diagnosis: Diagnosis, known: dict) -> dict:
-    """Which errors act together."""
+    """Values of the part on errors that act together."""
     return {"together": together(diagnosis.coherence)}
 
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:
-    """What leaves the range of the format."""
+    """Values of the part on the format's range."""
     ranges = diagnosis.ranges.head(MANY)[["module", "kind", "nonfinite", "saturated"]]
     return {
         "ranges": ranges.to_numpy().tolist(),
@@ -169,7 +169,7 @@ def of_range(diagnosis: Diagnosis, known: dict) -> dict:
 
 
 def of_mended(diagnosis: Diagnosis) -> dict[str, str]:
-    """Predicted and measured error of the windows that the remedy brings back, as far as known."""
+    """Predicted and measured error of the windows that the remedy brings back, as far as they are known."""
     table = diagnosis.mended
     if table is None:
         return {}
@@ -179,7 +179,7 @@ def of_mended(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def of_remedy(diagnosis: Diagnosis) -> dict:
-    """Where windows overflow, what was tried, and what mends them."""
+    """Values on overflow: the places where windows overflow, the plans that were tried, and the remedy."""
     remedy = diagnosis.remedy
     if remedy is None:
         return {"places": []}
@@ -198,12 +198,12 @@ def of_remedy(diagnosis: Diagnosis) -> dict:
 
 
 def of_explorer(diagnosis: Diagnosis, known: dict) -> dict:
-    """The explorer of plans."""
+    """Values of the part with the explorer of plans."""
     return {"explorer": explorer(diagnosis)}
 
 
 def of_run(diagnosis: Diagnosis, known: dict) -> dict:
-    """How the page was made."""
+    """Values on how the page was made: command, seconds, versions."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return {
         "command": command(diagnosis.request, known["results"]),

@@ -20,7 +20,7 @@ from fragility_lab.running.environment import progress
 
 
 def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> LowPrecision:
-    """The model in low precision without a plan. For a mix of schemes all layers have the smallest one.
+    """The model in low precision without a plan. For a mix of schemes, all layers have the smallest scheme.
 
     Static scales are measured over ``tokens`` (B, T).
     """
@@ -32,7 +32,7 @@ def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> LowPrecision:
 
 
 def estimator(low: LowPrecision, model, probes: int, target: str, batch: int = 1) -> predictor.Adjoint:
-    """What predicts the error of ``low`` in ``target``: for one other than the hidden state, from both ends."""
+    """The estimator of the error of ``low`` in ``target``, with gradients at both ends unless that is "hidden"."""
     gradients = "low" if target == "hidden" else "both"
     return predictor.Adjoint(low, model, probes, target=target, gradients=gradients, batch=batch)
 
@@ -42,12 +42,12 @@ def predict(
 ) -> predictor.Prediction:  # fmt: skip
     """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
 
-    There are more than ``probes`` where windows scatter (``steady``), but in a streamed model.
+    If windows scatter, there are more than ``probes`` probes (``steady``), except in a streamed model.
     """
     known = estimator(low, model, probes, target, len(groups[0]))
 
     def estimate(seed: int) -> predictor.Prediction:
-        """From other probes for each ``seed``."""
+        """The prediction from the probes of a ``seed``."""
         how = "predicting" if not seed else "predicting again, as windows scatter"
         found = [known(windows, seeds=[seed] * len(windows)) for windows in progress(groups, desc=how)]
         tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
@@ -59,7 +59,7 @@ def predict(
 def measure(
     low: LowPrecision, model, groups: Sequence[Tensor], name: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
-    """``measure.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
+    """``measure.compare`` of ``low`` with the fp32 ``model`` for every window of ``groups``, tokens (B, T)."""
     tables = [
         compare(*window)
         for windows in progress(groups, desc=f"measuring {name}")

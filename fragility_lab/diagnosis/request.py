@@ -1,4 +1,4 @@
-"""What is asked for, checked before any work."""
+"""The request for a diagnosis, checked before any work."""
 
 from dataclasses import dataclass
 
@@ -17,16 +17,20 @@ FORMS = ("auto", "whole", "streamed")
 class Request:
     """A model and a text (hub name, path, or "embedded"), the name of a recipe as ``format``, and a budget.
 
-    ``budget`` is "2 blocks", "1 site", "6 modules" or "40 MB" to keep in fp32; a bare number counts blocks. "5 bits" a
-    weight, "KL 0.01" at most, or for a recipe with schemes for weights "12 MB" of the whole model, gives each linear
-    layer one of the ``schemes``. Then ``keep`` names sites, such as "residual head", of which the plan may keep parts
-    in fp32. ``target`` is what the error is measured in, one of TARGETS (``predictor.targets``). ``seed``
-    draws ``windows`` windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors. ``attention``
-    is the implementation that the model runs with. ``reference`` says whether fp32 passes are measured: "auto" measures
-    them if memory allows. With ``weights_only`` only the weights are rounded, and computing is in fp32. The ``format``
-    "given" compares the weights of ``model``, as they are, with those of the fp32 ``reference_model``. In the ``form``
-    "streamed" memory holds one block after the other; "auto" takes it if the "whole" model does not fit. Raises
-    ValueError for other values.
+    - ``budget``: "2 blocks", "1 site", "6 modules" or "40 MB" are kept in fp32; a bare number counts blocks. "5 bits" a
+      weight, "KL 0.01" at most, or for a recipe with schemes for weights "12 MB" of the whole model, are budgets for
+      schemes: each linear layer gets one of the ``schemes``.
+    - ``keep``: sites, such as "residual head", of which a plan for schemes may keep parts in fp32.
+    - ``target``: the quantity whose error is predicted, one of TARGETS (``predictor.targets``).
+    - ``seed`` draws ``windows`` windows of ``length`` tokens. The prediction averages over ``probes`` sign vectors.
+    - ``attention``: the implementation that the model runs with.
+    - ``reference``: "yes" measures fp32 passes, "no" does not, "auto" does if memory allows.
+    - ``weights_only``: only the weights are rounded, and computing is in fp32.
+    - ``reference_model``: the fp32 model with whose weights those of ``model``, as they are, are compared. The
+      ``format`` is then "given".
+    - ``form``: "streamed" holds one block after the other in memory; "auto" does so if the "whole" model does not fit.
+
+    Raises ValueError for other values.
     """
 
     model: str
@@ -92,7 +96,7 @@ class Request:
 
     @property
     def described(self) -> str:
-        """What is compared with fp32, in words."""
+        """The low-precision side of the comparison, in words."""
         if self.reference_model:
             return f"weights as they are, against those of {self.reference_model}"
         return f"weights in {self.format}" if self.weights_only else self.format
@@ -109,7 +113,7 @@ class Request:
 
     @property
     def measured_in(self) -> str:
-        """The target; KL if the budget is one of KL."""
+        """The target of the prediction: "kl" for a budget of KL, else ``target``."""
         return "kl" if self.parsed_budget[1] == "kl" else self.target
 
     @property
