@@ -1,7 +1,7 @@
-"""E5: does raising LayerNorm's epsilon where the score says so lower the mismatch? (protocol section 6)
+"""E5: does the mismatch fall if LayerNorm's epsilon is raised in the blocks that the score names? (protocol section 6)
 
-A run trains one model under one policy. Its result has one row per step and block: what was observed, the epsilon in
-force, and the action decided there. The tables of ``outcomes`` are views of these rows.
+A run trains one model under one policy. Its result has one row per step and block: the observed quantities, the epsilon
+in force, and the action that was decided. The tables of ``outcomes`` are views of these rows.
 """
 
 import json
@@ -37,7 +37,7 @@ from fragility_lab.running.task import Advance, Worker
 
 @dataclass(frozen=True)
 class Setting:
-    """How all runs of one E5 experiment train."""
+    """The settings of training that all runs of one E5 experiment share."""
 
     model: str
     data: str
@@ -107,7 +107,7 @@ def load_inputs(setting: Setting, device: str | None = None) -> Inputs:
 def specifications(
     setting: Setting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs
 ) -> list[TrainingSpec]:
-    """One specification per policy and seed; raises ValueError where there are none."""
+    """One specification per policy and seed; raises ValueError if there are none."""
     require_values(policies=policies, seeds=seeds)
     there = inputs.device.type, inputs.execution(setting.precision), inputs.digest
     return [
@@ -117,10 +117,11 @@ def specifications(
 
 
 def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
-    """The policies ``names`` with the epsilon of the model's own norms and the unit roundoff of the shadow.
+    """The policies ``names``, with the epsilon of the model's own norms and the unit roundoff of the shadow.
 
-    Each policy gets those of ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that no
-    policy has, and for a missing parameter that a policy needs, TypeError for a model without norms before sublayers.
+    Each policy gets those of the ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that
+    no policy has, and for a missing parameter that a policy needs, TypeError for a model without norms before
+    sublayers.
     """
     known = [fields(policy_class(name)) for name in names]
     taken = {f.name for its in known for f in its}
@@ -157,7 +158,7 @@ def training_windows(inputs: Inputs, setting: Setting, seed: int) -> Tensor:
 
 
 def initial_model(model: PreTrainedModel, setting: Setting, seed: int) -> PreTrainedModel:
-    """The model that a run starts from: ``model``, or one of its architecture with random weights drawn by ``seed``."""
+    """The model that a run starts from: ``model``, or its architecture with random weights drawn by ``seed``."""
     if setting.initial == "random":
         torch.manual_seed(seed)
         there = next(model.parameters())
@@ -168,10 +169,10 @@ def initial_model(model: PreTrainedModel, setting: Setting, seed: int) -> PreTra
 
 
 class Mitigation(Worker):
-    """Computes the runs of E5, each from its last checkpoint where there is one.
+    """Computes the runs of E5, each from its last checkpoint if there is one.
 
-    Runs of equal seeds are one run until the first action. The first of them leaves its state at step ``shared_steps``,
-    and those whose policies may not act earlier go on from there.
+    Runs of one seed are the same until the first action. The first of them saves its state at step ``shared_steps``.
+    Runs whose policies may not act earlier go on from that state.
     """
 
     shared_files = "*.start"
@@ -293,7 +294,7 @@ def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State,
 
 
 def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:
-    """Take up the run at ``path``. An absent, unreadable or stale checkpoint gives None: the run starts again."""
+    """Take up the run at ``path``. Returns None, for a new start, if the checkpoint is absent, unreadable or stale."""
     if not path.exists():
         return None
     try:

@@ -1,7 +1,8 @@
 """Passes with several choices of blocks kept in fp32, all of them in one batch.
 
-Choices that agree up to a block have the same state before it, which is computed once. At every block the batch has one
-member for each distinct beginning: those that keep the block run it in fp32, the others in the format.
+Choices that agree up to a block have the same state before it, and this state is computed once. At every block the
+batch has one member for each distinct beginning of a choice. Members that keep the block run it in fp32, the others in
+the format.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ class KeptBlocks:
     """Low-precision passes of ``model`` under plans that keep whole blocks."""
 
     def __init__(self, model: nn.Module, none: Plan, every: Plan, execution: str = "auto"):
-        """``none`` keeps nothing, ``every`` keeps the blocks at the paths ``every.modules``."""
+        """``none`` is the model that keeps nothing, ``every`` the one that keeps the blocks ``every.modules``."""
         self.low: LowPrecision = apply(model, none, execution)
         kept = apply(model, every, execution).model
         self.pairs = [(self.low.model.get_submodule(path), kept.get_submodule(path)) for path in every.modules]
@@ -35,9 +36,9 @@ class KeptBlocks:
 
     @contextmanager
     def _choosing(self, choices: list[frozenset[int]]) -> Iterator[list[int]]:
-        """Hooks, for one pass, that branch the batch at every block.
+        """A context with hooks that branch the batch at every block in one pass.
 
-        Gives the member of the last batch that belongs to each choice.
+        It gives the number of each choice's member in the last batch.
         """
         members = [0] * len(choices)
         with ExitStack() as stack:
@@ -53,7 +54,7 @@ class KeptBlocks:
 
     @staticmethod
     def _branching(kept: nn.Module, entries: list[tuple[int, bool]]) -> tuple[Callable, Callable]:
-        """Hooks before and after a block, for a batch of ``entries``: a member of the batch before, and kept or not."""
+        """Hooks before and after a block. ``entries`` are pairs: a member of the batch before, kept or not."""
         in_format = [member for member, keeps in entries if not keeps]
         in_fp32 = [member for member, keeps in entries if keeps]
         states: list[Tensor] = []

@@ -16,11 +16,11 @@ DRAWS = 4  # of the errors of a ladder's first recipe
 
 
 def plan_rows(setting: Setting, ladder: Sequence[str], budgets: int) -> pd.DataFrame:
-    """One row per plan: the best choices among a ``ladder`` of recipes under ``budgets`` numbers of bits, measured.
+    """One row per plan: the best choices among a ``ladder`` of recipes for so many ``budgets`` of bits, measured.
 
     Beside each plan is a random choice with about as many bits (``chosen_by``). ``predicted`` and ``measured`` are KL.
-    The columns that begin with "changed" are the share of changed next tokens. It is predicted from errors of the
-    ladder's first recipe, times the root of the share of its predicted KL that the plan leaves.
+    The columns that begin with "changed" are the share of changed next tokens. This share is predicted from errors of
+    the ladder's first recipe, times the root of the plan's predicted KL over that of the first recipe.
     """
     groups, rows = fused_layers(setting.model, setting.windows[:1]), []
     known = Choices(setting.model, predictions(setting.model, ladder, setting.windows, probes=setting.probes), groups)
@@ -51,7 +51,7 @@ def next_token_competitions(setting: Setting, recipe: str) -> list[Competition]:
 
 
 def at_random(known: Choices, bits: float, seed: int) -> Choice:
-    """The smallest schemes, but for those that are drawn, one group after another, and fit into the budget."""
+    """A random choice: the smallest schemes for all groups, then drawn ones, group by group, that fit the budget."""
     generator = np.random.default_rng(seed)
     schemes = known.bits.argmin(1)
     for group in generator.permutation(len(schemes)):

@@ -1,4 +1,4 @@
-"""X2 in runs: one part of it for one recipe, or for one ladder of recipes, so that it goes on where it stopped."""
+"""X2 in runs: each is one part of X2 for one recipe or one ladder of recipes, so that X2 goes on where it stopped."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class PartSpec(Specification):
 
 
 class Recipes(Worker):
-    """Computes parts of X2; those on equal windows share the fp32 passes."""
+    """Computes parts of X2. Parts on the same windows share the fp32 passes."""
 
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)
@@ -64,7 +64,7 @@ class Recipes(Worker):
         return self.inputs.windows(length, windows, seed)[1].to(self.inputs.device)
 
     def run(self, spec: PartSpec, advance: Advance) -> pd.DataFrame:
-        """The rows of the part, as its function in PARTS gives them."""
+        """The rows of the part, from its function in PARTS."""
         return PARTS[spec.part](self, spec)
 
     def setting_of(self, spec: PartSpec) -> Setting:
@@ -95,7 +95,7 @@ PARTS: dict[str, Callable[[Recipes, PartSpec], pd.DataFrame]] = {
 
 @dataclass(frozen=True)
 class Parts:
-    """What all runs of X2 have in common, as in ``PartSpec``."""
+    """The fields that all runs of X2 have in common, as in ``PartSpec``."""
 
     model: str
     data: str
