@@ -200,7 +200,7 @@ class Contributions:
         return self._plan([path for unit in units for path in unit.modules], sites=sites)
 
     def _knapsack(self, units: Sequence[Plan], by_bytes: bool) -> Knapsack:
-        """Which of ``units`` to keep; the size is their number, or with ``by_bytes`` the bits that they add.
+        """The knapsack whose decisions are ``units`` to keep; sizes are 1 each, or with ``by_bytes`` the bits they add.
 
         Some modules, such as embeddings, gain more beside an fp32 stream: a decision that needs both and costs nothing.
         """

@@ -1,7 +1,7 @@
 """NVIDIA ModelOpt's AutoQuantize, as of 0.47 (https://github.com/NVIDIA/Model-Optimizer).
 
 "gradient" takes squares of gradient times output error, with the loss of the text's own tokens, and an integer program.
-"kl_div" measures the KL of each layer alone, and quantizes all layers below one threshold, whatever their size.
+"kl_div" measures the KL of each layer alone, and quantizes all layers below one threshold, small and large alike.
 """
 
 import copy
@@ -16,7 +16,7 @@ NEEDING_CUDA = ("MXFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG")
 
 
 def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
-    """Scores from one search; the plans of all budgets from these, as ``get_auto_quantize_config`` finds them."""
+    """Scores from one search, and the plans of all budgets from them, as ``get_auto_quantize_config`` finds these."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.algorithms import _resolve_best_recipe
 
@@ -54,7 +54,7 @@ def rung_name(recipe: Any) -> str:
 
 
 def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
-    """All layers under the quantizers of a configuration; static scales of inputs from the calibration windows."""
+    """The model with all layers under a configuration's quantizers. Static scales of inputs come from calibration."""
     import modelopt.torch.quantization as mtq
 
     config = copy.deepcopy(getattr(mtq, rung))
@@ -62,7 +62,7 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
 
 
 def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
-    """What happens on a CPU with the configurations that have kernels for GPUs alone."""
+    """The errors on a CPU of configurations that have kernels for GPUs alone, by name."""
     found = {}
     for name in NEEDING_CUDA:
         try:
