@@ -185,7 +185,7 @@ class Contributions:
         return self.priced(replace(self.together(chosen), label=", ".join(each.label for each in chosen)))
 
     def size(self, plan: Plan, unit: str) -> int:
-        """Share of a budget of ``unit`` that a ``plan`` takes that is no choice among such units: one for each part."""
+        """Share of a budget of ``unit`` that any ``plan`` takes: bytes, or one unit for each part of whatever kind."""
         if unit == "bytes":
             return self.priced(plan).parameter_bytes + self.stream_bytes * self.length * plan.residual
         return len(plan.modules) + plan.residual + plan.scores

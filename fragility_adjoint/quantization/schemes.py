@@ -39,8 +39,8 @@ class Scheme:
     - "mse": m times the factor, of SHRINKS, with the least squared error of the group.
 
     With ``symmetric`` False, integers run from the smallest to the largest entry of the group, 0 included. ``static``
-    schemes have one scale for all inputs, from their ``largest_input`` (``calibration.calibrated``). Raises ValueError
-    for other values.
+    schemes have one scale for all inputs, from their ``largest_input`` (``static_scales.calibrated``). Raises
+    ValueError for other values.
     """
 
     format: Format
@@ -84,12 +84,12 @@ class Scheme:
 
     @property
     def unit_roundoff(self) -> float:
-        """The format's own."""
+        """The unit roundoff of the format."""
         return self.format.unit_roundoff
 
     @property
     def spacing(self) -> float:
-        """The format's own."""
+        """The spacing of the format, twice its unit roundoff."""
         return self.format.spacing
 
     @property
