@@ -30,7 +30,7 @@ def require_request(request: dict, names: list[str]) -> None:
     from fragility_lab.inputs.offloaded import require_fitting
 
     target = Request(**request).measured_in
-    if request.get("target", target) != target:  # "hidden" is what the request itself takes for not asked
+    if request.get("target", target) != target:  # "hidden" stands for no target in a request
         raise ValueError(
             f"a budget of KL is measured in KL, got TARGET={request['target']} beside "
             f"BUDGET={shortened(request['budget'])}: leave TARGET= away"

@@ -12,7 +12,7 @@ SITE_NAMES = {
     "context": "attention context", "projection": "attention projections", "attention": "attention, other",
     "mlp": "MLP", "embedding": "embedding", "router": "router", "head": "head",
 }  # fmt: skip
-PAIRS = 5  # that a page names
+PAIRS = 5  # pairs that a page names
 NEGLIGIBLE = 0.01  # remainder of secant slopes up to which contributions are said to add up
 
 

@@ -17,7 +17,7 @@ from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.measure import compare, numbered, observe, ratio
 from fragility_lab.running.environment import progress
 
-TOLERANCE = 0.1  # of a ratio that is called 1
+TOLERANCE = 0.1  # a ratio this far from 1 still counts as 1
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ LARGEST = 32  # windows that share a reading, or a pass
 STACK = 2**23  # bytes of a thread; each of the windows that share a reading has as many as torch computes with
 # Tokens that share a pass at most. On a CPU more of them save no time (`make bench`); on a GPU that was not measured.
 TOKENS, GPU_TOKENS = 2**11, 2**15
-CACHED = 2**25  # bytes, about a CPU's cache: where gradients of a weight take more, as at GPT-2's size, none is saved
+CACHED = 2**25  # bytes, about a CPU's cache: if gradients of a weight take more, as at GPT-2's size, no time is saved
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def kept_by_blocks(model: nn.Module, rounds_operands: bool = False) -> int:
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free on ``device``, within the limits of this process; None if the system does not say."""
-    if device.type == "cuda":  # torch keeps what it freed
+    if device.type == "cuda":  # torch keeps memory that it freed
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     table = Path("/proc/meminfo")

@@ -42,7 +42,7 @@ class Part:
     steps: tuple[str, ...] = ()
 
 
-WRITING = "page: "  # what failed when the page was written, in ``Diagnosis.failed``
+WRITING = "page: "  # prefix in ``Diagnosis.failed`` of parts that failed when the page was written
 PARTS = (
     Part("summary", "In short", of_summary),
     Part(
@@ -89,7 +89,7 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     """
     diagnosis.failed = {name: each for name, each in diagnosis.failed.items() if not name.startswith(WRITING)}
     known = common(diagnosis, results)
-    parts = [rendered(part, diagnosis, known) for part in reversed(PARTS)]  # the summary tells what failed in others
+    parts = [rendered(part, diagnosis, known) for part in reversed(PARTS)]  # summary last: it tells other failures
     shown = [part for part in reversed(parts) if part is not None]
     return template("diagnosis/page.html.jinja").render(**known, parts=shown)
 

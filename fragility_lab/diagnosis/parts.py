@@ -30,7 +30,7 @@ from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import duration, number, percent
 
-NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # how words of what is none begin
+NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # first words of failures that are no overflow
 MANY = 24  # bars and rows that a page shows
 # What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
 MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}

@@ -64,7 +64,7 @@ class Request:
         for name, least in (("windows", 1), ("length", 2), ("probes", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.target not in ("hidden", self.measured_in):  # "hidden" is what is not asked for
+        if self.target not in ("hidden", self.measured_in):  # "hidden" stands for no target
             raise ValueError(
                 f"a budget of KL is measured in KL, got TARGET={self.target} beside BUDGET={shortened(self.budget)}: "
                 "leave TARGET= away"

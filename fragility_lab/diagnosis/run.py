@@ -35,8 +35,8 @@ from fragility_lab.reporting.tables import duration
 from fragility_lab.running.environment import progress
 from fragility_lab.running.threads import on_free_cores
 
-SELDOM = 5  # steps take so many times as long as the reports of them, but for the last one
-PASSES = 2  # realisations of rounding that are measured by token, the pass that runs among them
+SELDOM = 5  # a report waits for so many times the seconds of the one before, except the final report
+PASSES = 2  # realisations of rounding that are measured by token, including the pass that runs
 
 
 class Work:
@@ -47,7 +47,7 @@ class Work:
         self.tokens, self.expected, self.found = tokens, expected, found
         self.groups = tokens.split(expected.together)
         self.whole = not is_offloaded(self.model)
-        # of whole models no pass is shared, and outputs need memory
+        # whole models share no pass, and outputs need memory
         self.measured_groups = tokens.split(1) if self.whole else self.groups
         found.tokenizer, found.opening = loaded.tokenizer, loaded.opening.spelled
         found.attention = attention_of(self.model) or "its own"
@@ -253,7 +253,7 @@ def diagnose(
             print(f"step {number} of {len(STEPS)}: {step.doing}{expected.of(step.name)}", flush=True)
             try:
                 step.run(work)
-            except Exception as error:  # whatever it is, the page tells it, and has all else
+            except Exception as error:  # the page tells of any error, and has all other parts
                 found.failed[step.name] = Failure.of(step.doing, error)
             found.seconds[step.name] = time.perf_counter() - start
         found.pending.remove(step.name)

@@ -19,8 +19,8 @@ from fragility_core.models.paths import (
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.numerics.nested import tensors
 
-LEAVES = 5.0  # times the median token's error, from which on a token's own has left it
-SINK = 10.0  # times the median token's norm, from which on a token's residual stream is one of a sink
+LEAVES = 5.0  # times the median token's error: a token's error above this has left it
+SINK = 10.0  # times the median token's norm: a residual stream above this is that of a sink
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from fragility_lab.running.environment import progress
 COLUMNS = {"hidden": "error", "kl": "kl", "logprob": "logprob", "flips": "kl"}  # of ``squares``, by target
 LOGITS = 2**26  # of windows that share a draw: 256 MB a state
 TOLD = 6  # tokens of the tail that a page names
-TAIL = 10  # times the median of a window's tokens, from which on a token belongs to the tail
-FEW = 0.02  # of the tokens of a window, or the first two, that make half of the error where they decide it
+TAIL = 10  # times the median of a window's tokens: a token above this belongs to the tail
+FEW = 0.02  # share of a window's tokens; so few, or two, decide the window if they make half of its error
 
 State = tuple[Tensor, Tensor]  # final hidden state (1, T, d_model) and logits (1, T, vocabulary)
 

@@ -31,7 +31,7 @@ class Trial(NamedTuple):
         """Time the parts on the first window of ``tokens`` (B, T), or an fp32 pass if the parts do not fit."""
         try:
             return cls.run(request, loaded, tokens) if fits else cls.of_plain(request, loaded, tokens)
-        except (TypeError, ValueError, RuntimeError):  # of a model that the first step refuses, on the page
+        except (TypeError, ValueError, RuntimeError):  # the first step refuses such a model, on the page
             return cls.of_plain(request, loaded, tokens)
 
     @classmethod

@@ -302,7 +302,7 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
             record = torch.load(BytesIO(read_sealed(path)), weights_only=True)
         valid = spec.is_current(record.get("provenance", {})) or keeps_stale()
         problem = "" if valid else "was left by other code or other versions of packages"
-    except UnpicklingError:  # torch's words propose to run what the file holds
+    except UnpicklingError:  # torch's message proposes to run the file's code
         problem = "cannot be read (it holds what no checkpoint does)"
     except (OSError, RuntimeError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError) as cause:
         problem = f"cannot be read ({cause})"

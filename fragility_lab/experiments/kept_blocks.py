@@ -44,7 +44,7 @@ class KeptBlocks:
         with ExitStack() as stack:
             for number, (block, kept) in enumerate(self.pairs):
                 entries = [(member, number in choice) for member, choice in zip(members, choices)]
-                distinct = sorted(set(entries), key=lambda entry: (entry[1], entry[0]))  # first those in the format
+                distinct = sorted(set(entries), key=lambda entry: (entry[1], entry[0]))  # members in the format first
                 members = [distinct.index(entry) for entry in entries]
                 before, after = self._branching(kept, distinct)
                 stack.callback(block.register_forward_pre_hook(one_mask, with_kwargs=True).remove)

@@ -106,7 +106,7 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
         mismatch, ended = run.mismatch.to_numpy(), run.event.iloc[-1]
         finite = mismatch[np.isfinite(mismatch)]
         starts = onsets(mismatch, rule)
-        end = {len(run) - 1} if ended else set()  # one event, also where the end is an onset
+        end = {len(run) - 1} if ended else set()  # one event, even if the end is an onset
         table.append(
             {
                 "policy": policy,

@@ -105,7 +105,7 @@ def windows_of(inputs: Inputs, precision: str, length: int, half: str, count: in
 
 def correlation(x: np.ndarray, y: np.ndarray, draws: np.ndarray) -> dict[str, float]:
     """Pearson's correlation of ``x`` and ``y`` (N,), and its middle 95 % over ``draws`` (D, N): ``low``, ``high``."""
-    drawn = [np.corrcoef(x[i], y[i])[0, 1] for i in draws if len({*i}) > 1]  # one window many times has none
+    drawn = [np.corrcoef(x[i], y[i])[0, 1] for i in draws if len({*i}) > 1]  # draws of one window alone have none
     low, high = np.nanquantile(drawn, [0.025, 0.975])
     return {"pearson": stats.pearsonr(x, y).statistic, "low": low, "high": high}
 

@@ -182,7 +182,7 @@ def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         raise ValueError("plans need windows with a finite mismatch, got none: every window of E2's runs overflowed")
     by_run = rows.measured.where(rows.chosen_by == "none").groupby([rows[name] for name in IDENTITY])
-    none = by_run.transform("max")  # of the one value that there is
+    none = by_run.transform("max")  # of a single value
     rows = rows.assign(of_none=rows.measured / none, error=(rows.predicted / rows.measured - 1).abs())
     by = rows.groupby(["unit", "budget", "chosen_by"], sort=False)
     return by.agg(

@@ -45,7 +45,7 @@ def changed_rows(model: PreTrainedModel, windows: Tensor, name: str, draws: int 
         exact = logits(model, window)
         with low.running():
             found = low.model(window, use_cache=False).logits
-        if not found.isfinite().all():  # what overflows chooses nothing
+        if not found.isfinite().all():  # an overflow chooses nothing
             shares.append([np.nan, np.nan])
             continue
         changed = found.argmax(-1) != exact.argmax(-1)

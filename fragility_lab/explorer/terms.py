@@ -19,7 +19,7 @@ from fragility_adjoint.quantization.operands import weight_schemes
 from fragility_core.models.paths import block_of, within
 
 DIGITS = 6  # significant digits of the numbers that a page carries
-# Which site that can be kept holds what is rounded in which kind of place; scores can be kept alone, too.
+# The site to keep that holds the roundings at each kind of place; scores can be kept alone, too.
 PARENTS = {"norm": "norms", "mlp": "mlp", "router": "mlp", "residual": "residual", "embedding": "embedding"}
 PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
 BUDGETS = 25  # of bits, along a curve

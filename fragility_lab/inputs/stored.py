@@ -15,7 +15,7 @@ from fragility_lab.inputs.names import local, not_found, shortened
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 NUMBERS = ("F64", "F32", "F16", "BF16")  # the dtypes that need no scale
-# Buffers that older versions of transformers stored beside the weights; no weights are called so.
+# Buffers that older versions of transformers stored beside the weights; no weights have such names.
 BUFFERS = re.compile(
     r"(.*\.)?((attn|attention|self_attn)\.(masked_)?bias|.*inv_freq|position_ids|causal_mask|num_batches_tracked)"
 )
@@ -115,7 +115,7 @@ def wrong_value(key: str, value: float) -> str | None:
     if not math.isfinite(value):
         return "finite"
     if isinstance(value, float):
-        return None  # the library says what is no whole number
+        return None  # the library refuses numbers that are not whole
     least = 1 if key in (*POSITIVE, *LENGTHS) else 0 if SIZE.fullmatch(key) else None
     if least is not None and value < least:
         return f"at least {least}"

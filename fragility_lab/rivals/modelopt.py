@@ -67,6 +67,6 @@ def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
     for name in NEEDING_CUDA:
         try:
             quantized(model, calibration[:1], name)(calibration[:1], use_cache=False)
-        except Exception as cause:  # of any type: its text is what is asked for
+        except Exception as cause:  # of any type: its text is the answer
             found[name] = f"{type(cause).__name__}: {cause}"
     return found
