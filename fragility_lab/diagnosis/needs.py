@@ -169,8 +169,7 @@ def whole_fits(request: Request, model: nn.Module) -> bool:
 def secants_fit(request: Request, model: nn.Module) -> bool:
     """True if secant slopes fit into what is free now.
 
-    They keep three times as much as a backward pass does, a copy of the weights halfway, and up to 28 numbers for each
-    attention score.
+    They keep three times what a backward pass keeps, the weights halfway, and up to 28 numbers an attention score.
     """
     free, config = free_memory(next(model.parameters()).device), model.config.get_text_config()
     scores = getattr(config, "num_attention_heads", 0) * request.length**2 * config.num_hidden_layers
@@ -222,8 +221,7 @@ def streamed_memory(request: Request, model: nn.Module, together: int = 1) -> in
 def windows_together(takes: Callable[[int], int], count: int, free: int | None, devices: int = 1) -> int:
     """The number of windows, of ``count``, that run together; ``takes`` gives the bytes that so many windows take.
 
-    All windows but one may take half of the memory that the first one leaves ``free``. On several ``devices``, they may
-    take half of an equal share of it.
+    All but the first may take half of the memory that it leaves ``free``; on several devices, half of an equal share.
     """
     one, two, three = map(takes, (1, 2, 3))
     beside = count if free is None else ((free - one) // (2 * devices) - (two - one)) // (three - two) + 1

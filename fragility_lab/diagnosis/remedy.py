@@ -100,8 +100,7 @@ def with_remedy(
 ) -> Plan:  # fmt: skip
     """The plan for the ``budget``, an amount and a unit, that brings back the windows of ``tokens`` that overflow.
 
-    The plan is the remedy alone if the budget does not pay for more, or if keeping more lets one of these windows
-    overflow.
+    The plan is the remedy alone if the budget pays for no more, or if keeping more lets one of these windows overflow.
     """
     alone = mending(remedy, contributions)
     if alone is None:
@@ -196,10 +195,7 @@ class Ladder:
 def raised_epsilon(
     model: nn.Module, low: LowPrecision, execution: str, places: dict[int, Overflow], windows: Sequence[Tensor]
 ) -> tuple[str, float] | None:  # fmt: skip
-    """The norm that divides by an epsilon rounded to zero, and the epsilon that mends the windows; None otherwise.
-
-    The epsilon that is tried is the format's smallest normal number.
-    """
+    """The norm that divides by an epsilon rounded to zero, and the smallest normal number if that mends it, or None."""
     divided = [place.module for place in places.values() if place.kind == "infinite"]
     if not divided:
         return None

@@ -54,9 +54,8 @@ class Trial(NamedTuple):
     def by_step(self, request: Request, count: int) -> dict[str, float]:
         """The seconds of the steps of a diagnosis of ``count`` windows, by name.
 
-        The numbers of measurements and estimates that a step takes were found on models of 3 M, 135 M and 270 M
-        parameters in bf16, with windows of 256 tokens and two probes. A diagnosis prints what its steps took beside the
-        forecast.
+        The numbers of measurements and estimates of a step were found on models of 3 M, 135 M and 270 M parameters in
+        bf16, with windows of 256 tokens and two probes. A diagnosis prints what its steps took beside the forecast.
         """
         prediction, passes, probes = self.making + count * self.estimate, count * self.measurement, request.probes
         schemes = len(request.schemes) - 1 if request.mixes else 0

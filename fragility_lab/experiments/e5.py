@@ -119,9 +119,8 @@ def specifications(
 def policies(names: Sequence[str], setting: Setting, inputs: Inputs, **parameters) -> list[Policy]:
     """The policies ``names``, with the epsilon of the model's own norms and the unit roundoff of the shadow.
 
-    Each policy gets those of the ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that
-    no policy has, and for a missing parameter that a policy needs, TypeError for a model without norms before
-    sublayers.
+    Each policy gets those of ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that no
+    policy has, and for a missing parameter that a policy needs, TypeError for a model without norms before sublayers.
     """
     known = [fields(policy_class(name)) for name in names]
     taken = {f.name for its in known for f in its}

@@ -1,8 +1,7 @@
 """Passes with several choices of blocks kept in fp32, all of them in one batch.
 
 Choices that agree up to a block have the same state before it, and this state is computed once. At every block the
-batch has one member for each distinct beginning of a choice. Members that keep the block run it in fp32, the others in
-the format.
+batch has one member for each distinct beginning of a choice. Members that keep the block run it in fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence

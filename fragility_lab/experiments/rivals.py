@@ -191,9 +191,8 @@ class Comparison:
     def plans(self) -> pd.DataFrame:
         """One row per plan: KL with its interval, and its difference from the rival's plan at the same budget.
 
-        ``rival`` is the method whose budget the plan has, ``chosen_by`` the method that made it, ``choice`` the rungs
-        of all layers, a letter each. ``predicted`` is our prediction for the plan, ``additive`` the sum of its units'
-        KL alone.
+        ``rival`` is the method whose budget the plan has, ``chosen_by`` its maker, ``choice`` the rungs of all layers,
+        a letter each. ``predicted`` is our prediction for the plan, ``additive`` the sum of its units' KL alone.
         """
         asked = []
         for rival in self.methods or {"": None}:

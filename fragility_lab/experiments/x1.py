@@ -65,7 +65,7 @@ class Estimates(DerivedWorker):
 
         A place here is a ``site`` in a ``layer`` (-1 outside of blocks); a block's output is apart. ``one_probe`` is
         the prediction from the first probe alone; ``redrawn_mismatch_0`` and so on are mismatches with other roundings
-        (``_redrawn``). Raises FileNotFoundError where E2's run is missing.
+        (``_redrawn``). Raises FileNotFoundError if E2's run is missing.
         """
         rows = self.source.require(spec.source)
         windows = window_rows(rows)

@@ -97,8 +97,7 @@ def coherence_rows(setting: Setting, name: str, probes: int) -> pd.DataFrame:
 
     The slopes are secants, so that signed contributions add up to the error of the passes, apart from ``remainder``.
     ``overall`` is the ratio: the factor ``inside`` of groups of sites times the factor ``between`` them. Each has its
-    standard error over windows. ``pairs`` counts the pairs that matter. If every window overflows, the row has the name
-    alone.
+    standard error over windows. ``pairs`` counts pairs that matter. If every window overflows, only the name is there.
     """
     low = lower(setting.model, get_recipe(name))
     finite = (observe(low.model, window[None], low).logits.isfinite().all() for window in setting.windows)

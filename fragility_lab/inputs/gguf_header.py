@@ -96,8 +96,7 @@ class Reading:
 def read_header(file: str | Path) -> Header:
     """The header of a GGUF ``file``.
 
-    Raises ValueError unless the file is whole, in one piece, and holds a model. The error says what it is and what to
-    do.
+    Raises ValueError, with words on what to do, unless the file is whole, in one piece, and holds a model.
     """
     file = Path(file)
     size = file.stat().st_size

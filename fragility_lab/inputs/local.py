@@ -16,7 +16,7 @@ MARKS = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", co
 
 
 def local_rows(file: str) -> list[str]:
-    """The rows of ``file``, one of READERS by its suffix. Raises OSError where there is none, and ValueError where it
+    """The rows of ``file``, one of READERS by its suffix. Raises OSError if there is none, and ValueError if it
     is empty, in another encoding than UTF-8, or without a column ``text`` of strings.
     """
     if not os.path.isfile(file):

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def require_text(data: str) -> None:
-    """Raises OSError or ValueError where there is no such text, before models are fetched."""
+    """Raises OSError or ValueError if there is no such text, before models are fetched."""
     from fragility_lab.inputs.text import load_rows  # takes seconds
 
     load_rows(data)
