@@ -1,4 +1,4 @@
-"""All that this package uses of the insides of torch and transformers, and of what it hides on tensors.
+"""The insides of torch and transformers that this package uses, and the marks that it hides on tensors.
 
 ``fragility_core.numerics.internals`` has what the core uses.
 """

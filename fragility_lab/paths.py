@@ -1,4 +1,4 @@
-"""Where the project keeps its files, independent of the working directory."""
+"""The folders in which the project keeps its files, independent of the working directory."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""Why errors add up as they do, and what they change: errors that act together, drawn errors, changed choices."""
+"""Explanations of an error: errors that act together, drawn errors, and the choices that errors change."""

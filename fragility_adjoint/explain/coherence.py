@@ -72,10 +72,10 @@ class Coherence:
         """One row per pair of groups, the largest share first.
 
         ``first`` and ``second`` are numbers of rows of ``groups``. ``share`` is 2 G_ab over the trace of G, below 0 for
-        a pair that cancels, and ``standard_error`` is that over windows. ``limit`` is the size that a share of chance
-        has with probability LEVEL in any of all pairs at most: Student's quantile for LEVEL over the number of pairs
-        (Bonferroni), times the standard error. It is infinite for one window. A pair ``matters`` if its share is larger
-        than that, and than MATTERS.
+        a pair that cancels, and ``standard_error`` is its standard error over windows. If no pair acts together, the
+        probability that any share exceeds its ``limit`` is LEVEL at most. The limit is Student's quantile for LEVEL
+        over the number of pairs (Bonferroni), times the standard error; it is infinite for one window. A pair
+        ``matters`` if its share is larger than the limit and than MATTERS.
         """
         first, second = np.triu_indices(len(self.groups), 1)
         share, error = quotient(2 * self.grams[:, first, second], np.trace(self.grams, axis1=1, axis2=2)[:, None])
@@ -103,7 +103,7 @@ def quotient(part: np.ndarray, whole: np.ndarray) -> tuple[Any, Any]:
 def in_bands(rows: pd.DataFrame) -> pd.DataFrame:
     """``rows`` of contributions whose ``layer`` is the first of a band of blocks, and ``last`` its last block.
 
-    Bands are as short as gives at most MOST groups; one holds all blocks at the most.
+    Bands are the shortest that give at most MOST groups. The longest possible band has all blocks.
     """
     places, depth = rows.drop_duplicates("place"), int(rows.layer.max()) + 1 if rows.layer.notna().any() else 1
 

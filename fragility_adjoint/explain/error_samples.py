@@ -93,7 +93,7 @@ class Rescaled(ScaledErrors):
         self.scale = scale
 
     def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
-        """``x`` as it is rounded."""
+        """``x`` rounded to the numbers of ``stored`` times 1 / ``scale``."""
         rounded = stored.round(x).float()
         if self.scale == 1 or not stored.elementwise:
             return rounded

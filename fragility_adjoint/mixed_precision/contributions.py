@@ -187,7 +187,7 @@ class Contributions:
         return self.priced(replace(self.together(chosen), label=", ".join(each.label for each in chosen)))
 
     def size(self, plan: Plan, unit: str) -> int:
-        """Share of a budget of ``unit`` that a ``plan`` takes that is no choice among such units: one for each part."""
+        """Share of a budget of ``unit`` that any ``plan`` takes: bytes, or one unit for each part of whatever kind."""
         if unit == "bytes":
             return self.priced(plan).parameter_bytes + self.stream_bytes * self.length * plan.residual
         return len(plan.modules) + plan.residual + plan.scores
@@ -202,7 +202,7 @@ class Contributions:
         return self._plan([path for unit in units for path in unit.modules], sites=sites)
 
     def _knapsack(self, units: Sequence[Plan], by_bytes: bool) -> Knapsack:
-        """Which of ``units`` to keep; the size is their number, or with ``by_bytes`` the bits that they add.
+        """The knapsack whose decisions are ``units`` to keep; sizes are 1 each, or with ``by_bytes`` the bits they add.
 
         Some modules, such as embeddings, gain more beside an fp32 stream: a decision that needs both and costs nothing.
         """

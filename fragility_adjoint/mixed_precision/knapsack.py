@@ -89,7 +89,7 @@ class Knapsack:
 
     @cached_property
     def _rules(self) -> list[LinearConstraint]:
-        """What decisions d and the variables in [0, 1] of columns, shared and saved amounts fulfil.
+        """The constraints of decisions d and of the variables in [0, 1] of columns, shared and saved amounts.
 
         A column is covered, y <= sum of d; a shared amount is taken, d <= a; a saved one, c <= sum of d of each set.
         """

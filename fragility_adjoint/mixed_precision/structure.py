@@ -93,7 +93,7 @@ class Structure:
 
     @cached_property
     def stream_sums(self) -> pd.Series:
-        """For each place whether it is a sum with the residual stream, or makes the stream."""
+        """Booleans by place: True for a sum with the residual stream, and for a kernel that makes the stream."""
         site, embeddings = self.places.site, set(embedding_paths(self.model))
         kernel = self.places.kind == "kernel"
         above_blocks = self.places.module.map(lambda path: any(not path or within(b, path) for b in self.blocks))

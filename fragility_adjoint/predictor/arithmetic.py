@@ -158,7 +158,7 @@ class LowArithmetic(TorchFunctionMode):
         return mark_stored(y, "weight") if weights and call.only_moves(y) else y
 
     def round_stored(self, x: Tensor, name: str, stored: NumberFormat) -> Tensor:
-        """``x`` as it is ``stored`` between two kernels, in memory of its own; ``name`` is that of the place."""
+        """``x`` as ``stored`` rounds it between two kernels, in memory of its own. The place is called ``name``."""
         if not x.is_floating_point():
             return x
         with internals.without_function_modes():

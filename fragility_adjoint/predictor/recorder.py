@@ -41,7 +41,7 @@ class LookedUp(NamedTuple):
 
     @classmethod
     def of(cls, indices: Tensor, gradient: Tensor) -> "LookedUp":
-        """From a ``gradient`` (P, N, d) for every lookup, by ``indices`` (N,)."""
+        """Sum a ``gradient`` (P, N, d) for every lookup by ``indices`` (N,)."""
         rows, number = indices.unique(return_inverse=True)
         total = gradient.new_zeros(len(gradient), len(rows), gradient.shape[-1])
         return cls(rows, total.index_add_(1, number, gradient))

@@ -47,7 +47,7 @@ def root_of_count(output: Tensor, counted: Tensor) -> Tensor:
 
 
 def root_of_twice_the_count(output: Tensor, counted: Tensor) -> Tensor:
-    """The same as ``root_of_count``, for squares that are halved."""
+    """The root of twice the number of positions, for squares that are halved."""
     return (2 * root_of_count(output, counted) ** 2).sqrt()
 
 

@@ -54,9 +54,10 @@ def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     """``recipe`` with ``layers`` of ``model`` alone: linear layers of blocks, embeddings, and the head.
 
     An embedding reads no numbers, so that it has operands for its weights only. A head that is tied to an embedding
-    shares its matrix: it is stored once, as either is named, in the dtype of the kernels, in which the embedding gives
-    its rows. The head's inputs are rounded only if the head is named. Raises ValueError for other paths, naming the
-    most similar ones, for layers that are no ``Operands``, and for an embedding and a tied head with different weights.
+    shares its matrix. The matrix is stored once, by the scheme of either name, and the embedding gives its rows in the
+    dtype of the kernels. The head's inputs are rounded only if the head is named. Raises ValueError for other paths,
+    naming the most similar ones, for layers that are no ``Operands``, and for an embedding and a tied head with
+    different weights.
     """
     embeddings, heads = embedding_paths(model), head_paths(model)
     known = [*dict.fromkeys(map(owner, linear_weights(model))), *embeddings, *heads]

@@ -12,7 +12,7 @@ from fragility_core.numerics.formats import FORMATS, NARROW, Format, NumberForma
 
 @dataclass(frozen=True)
 class Operands:
-    """Schemes of a linear layer for its stored ``weights`` and the ``inputs`` it reads; None is as in other kernels."""
+    """Schemes of a linear layer for its stored ``weights`` and the ``inputs`` it reads; None is the kernels' format."""
 
     weights: NumberFormat | None = None
     inputs: NumberFormat | None = None
@@ -52,7 +52,7 @@ class Recipe:
 
     @property
     def plain(self) -> bool:
-        """True if all that happens is the rounding of the results of kernels."""
+        """True if the recipe rounds the results of kernels and nothing else."""
         return not (self.linear or self.cache or any(self.layers.values()))
 
     @property
@@ -61,17 +61,17 @@ class Recipe:
         return self.kernels.name not in ("fp32", "tf32") or not self.plain
 
     def beside(self, kernels: str) -> "Recipe":
-        """The same beside kernels in another format, one of FORMATS."""
+        """The same recipe beside kernels in another format, one of FORMATS."""
         return replace(self, name=f"{self.name}@{kernels}", kernels=FORMATS[kernels])
 
 
 def weights_only(scheme: Scheme) -> Operands:
-    """Weights alone are stored so: products read them in the format of the kernels."""
+    """Operands with a ``scheme`` for weights alone. Products read the weights in the format of the kernels."""
     return Operands(weights=scheme)
 
 
 def both(scheme: Scheme) -> Operands:
-    """Weights and inputs are stored alike."""
+    """Operands with one ``scheme`` for weights and inputs."""
     return Operands(scheme, scheme)
 
 

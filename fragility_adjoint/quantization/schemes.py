@@ -70,7 +70,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Such as "int4_group128"."""
+        """The name of the scheme, such as "int4_group128"."""
         size = str(self.size or "")
         kind = "" if self.scale == "fp32" else f"_{self.scale}"
         return self.named or f"{self.format.name}_{self.granularity}{size}{kind}{'' if self.symmetric else '_zero'}"
@@ -84,12 +84,12 @@ class Scheme:
 
     @property
     def unit_roundoff(self) -> float:
-        """The format's own."""
+        """The unit roundoff of the format."""
         return self.format.unit_roundoff
 
     @property
     def spacing(self) -> float:
-        """The format's own."""
+        """The spacing of the format, twice its unit roundoff."""
         return self.format.spacing
 
     @property

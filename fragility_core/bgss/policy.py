@@ -15,7 +15,7 @@ from fragility_core.bgss.state import Action, Limits, State, action_table, advan
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """When to raise LayerNorm's epsilon, and in which blocks. The base class takes no action.
+    """A rule for when to raise LayerNorm's epsilon, and in which blocks. The base class takes no action.
 
     The fields are the policy's parameters. Raises ValueError for values out of range.
     """

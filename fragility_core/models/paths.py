@@ -86,7 +86,7 @@ def within(path: str, module: str) -> bool:
 
 
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """``paths`` without those inside of another of them."""
+    """The ``paths`` that lie inside of no other of them."""
     return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
 
 

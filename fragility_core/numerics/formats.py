@@ -21,8 +21,8 @@ CHUNK_ELEMENTS = 2**17  # elements computed at once on a CPU: 512 KiB in fp32 fi
 class NumberFormat(Protocol):
     """Numbers in which kernels store results: a ``Format``, or another rule of rounding.
 
-    A rule that is not ``elementwise`` rounds an entry by others of its tensor, as numbers under shared scales are. One
-    that ``is_storage_only`` gives fewer numbers than its ``compute_dtype`` holds.
+    A rule that is not ``elementwise`` rounds an entry depending on other entries of its tensor, as under shared scales.
+    A rule that ``is_storage_only`` gives fewer numbers than its ``compute_dtype`` holds.
     """
 
     @property

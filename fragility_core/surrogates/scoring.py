@@ -1,4 +1,4 @@
-"""From the statistics of a monitored pass to the risk score (Section 5.1 (`subsec:bgss_estimation`)).
+"""The risk score from the statistics of a monitored pass (Section 5.1 (`subsec:bgss_estimation`)).
 
 Statistics are tidy tables, one row per window and block, in fp64; protocol section 3 defines their columns. The
 LayerNorm term has two readings: ``release`` is M_LN of Proposition 1 (`prop:ln`) with a_ln = 1, and ``paper`` is

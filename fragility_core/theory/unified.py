@@ -1,4 +1,4 @@
-"""From local magnitudes to the output: mismatch, unified bound and score.
+"""Mismatch of the output, unified bound and score, from local magnitudes.
 
 Section 3 (`sec:problem_formulation`), Section 4.5 (`subsec:unified`) and Section 4.6 (`subsec:bgss_theory`).
 """

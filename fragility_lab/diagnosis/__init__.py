@@ -14,7 +14,7 @@ __all__ = ["Diagnosis", "Request", "diagnose", "forecast", "load", "write"]
 
 
 def __getattr__(name: str):
-    """Import a name when it is asked for: what ``make diagnose`` refuses need not wait for PyTorch."""
+    """Import a name when it is asked for, so that a refusal of ``make diagnose`` need not wait for PyTorch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What the page says of single tokens: bulk and tail of each window, and the tokens that make the tail."""
+"""The page's part on single tokens: bulk and tail of each window, and the tokens that make the tail."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ MANY = 24  # windows that a page lists
 
 
 def size(column: str) -> Callable[[float], str]:
-    """What writes a mean of squares as a size, or a divergence."""
+    """A function that writes a mean of squares: as a divergence, or as its root in the unit of ``column``."""
     return nats if column == "kl" else lambda square: (percent if column == "error" else nats)(np.sqrt(square))
 
 

@@ -1,4 +1,4 @@
-"""Where the error comes from: shares of sites, modules and blocks, and which errors act together."""
+"""Causes of the error: shares of sites, modules and blocks, and errors that act together."""
 
 import pandas as pd
 from scipy import stats
@@ -12,7 +12,7 @@ SITE_NAMES = {
     "context": "attention context", "projection": "attention projections", "attention": "attention, other",
     "mlp": "MLP", "embedding": "embedding", "router": "router", "head": "head",
 }  # fmt: skip
-PAIRS = 5  # that a page names
+PAIRS = 5  # pairs that a page names
 NEGLIGIBLE = 0.01  # remainder of secant slopes up to which contributions are said to add up
 
 
@@ -30,7 +30,7 @@ def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str
 
 
 def block_shares(contributions: Contributions) -> pd.Series:
-    """Share of the squared error by block, with what comes before and after the blocks, in the model's order."""
+    """Share of the squared error by block, in the model's order; "embedding" is before the blocks, "after" behind."""
     places = contributions.structure.places
     names = places.layer.astype("string").fillna(places.site.map({"embedding": "embedding"}).fillna("after"))
     summed = pd.Series(contributions.relative).groupby(names.to_numpy()).sum()
@@ -68,6 +68,6 @@ def coherence_summary(coherence: Coherence) -> dict[str, object]:
 
 
 def named(layer: object, last: object, site: str, kind: str) -> str:
-    """A group of sites in words: those of one block, of the blocks from ``layer`` to ``last``, or of none."""
+    """A group of sites in words: of one block, of the blocks from ``layer`` to ``last``, or outside of blocks."""
     blocks = f", block {layer}" if not pd.isna(layer) and layer == last else f", blocks {layer} to {last}"
     return f"{SITE_NAMES[site]}, {kind}s" + ("" if pd.isna(layer) else blocks)

@@ -7,7 +7,7 @@ from fragility_lab.explorer.component import Component
 
 
 def explorer(diagnosis: Diagnosis) -> str:
-    """The explorer as HTML; nothing if there is no plan, since every window overflows."""
+    """The explorer as HTML; empty if every window overflows, since there is then no plan."""
     known, choices, plan = diagnosis.contributions, diagnosis.choices, diagnosis.plan
     if known is None:
         return ""

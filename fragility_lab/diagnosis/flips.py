@@ -1,4 +1,4 @@
-"""What rounding changes among choices: the next tokens of the windows, the experts, and greedy decoding."""
+"""Choices that rounding changes: the next tokens of the windows, the experts, and greedy decoding."""
 
 from dataclasses import dataclass
 
@@ -22,11 +22,11 @@ DECODED = 2  # windows that are decoded at most: a token at a time takes longer 
 
 @dataclass(frozen=True)
 class Flips:
-    """What is predicted from realised errors, and what greedy decoding did.
+    """Changed choices as predicted from realised errors, and the length of equal greedy texts.
 
     ``competitions`` has the next tokens of each window, by its number. ``experts`` is the share of choices of experts
-    that changes, None without any. Greedy decoding is expected to keep to fp32 for ``length`` of ``horizon`` tokens,
-    mean over windows, and did so for ``measured_length``, which is None if it was not measured.
+    that changes, None for a model without experts. Greedy decoding is expected to keep to the fp32 text for ``length``
+    of ``horizon`` tokens, mean over windows. ``measured_length`` is the length that was measured, None if none was.
     """
 
     competitions: dict[int, Competition]
@@ -36,7 +36,7 @@ class Flips:
     measured_length: float | None
 
     def changed(self, scales: pd.Series | float = 1.0) -> pd.Series:
-        """The share of next tokens that changes, by window, with all errors times ``scales``; missing ones are NaN."""
+        """The share of next tokens that changes, by window, with errors times ``scales``; NaN for a missing scale."""
         by_window = scales if isinstance(scales, pd.Series) else dict.fromkeys(self.competitions, scales)
         shares = {
             window: known.share(by_window[window]) if np.isfinite(by_window[window]) else np.nan
@@ -45,7 +45,7 @@ class Flips:
         return pd.Series(shares, dtype=float)
 
     def with_plan(self, prediction: Prediction, planned: pd.Series | None) -> pd.Series | None:
-        """``changed`` with a plan, by which the ``prediction`` is ``planned``, by window; None without a plan."""
+        """``changed`` with a plan that lowers the ``prediction`` to ``planned``, by window; None without a plan."""
         if planned is None:
             return None
         shares = planned / prediction.windows.set_index("window").predicted
@@ -56,11 +56,10 @@ def find(
     low: LowPrecision, model: PreTrainedModel, realisations: ErrorSamples, by_token: ErrorsByToken,
     routed: bool, measured: bool,
 ) -> Flips:  # fmt: skip
-    """The choices of ``low`` in the windows of ``by_token``, from as many draws of its errors.
+    """Predict the choices of ``low`` in the windows of ``by_token``, from as many draws of errors as that has.
 
-    The second half of the first DECODED windows, HORIZON tokens at most, is decoded anew after what precedes it, in
-    ``low`` only if that is to be ``measured``. A ``routed`` model
-    chooses experts.
+    Greedy decoding writes the second half of the first DECODED windows anew, HORIZON tokens at most: in fp32, and in
+    ``low`` if that is to be ``measured``. A ``routed`` model chooses experts.
     """
     windows = torch.stack([*by_token.tokens.values()]).to(next(model.parameters()).device)  # (B, T)
     count = min(HORIZON, windows.shape[1] // 2)

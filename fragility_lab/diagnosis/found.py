@@ -1,4 +1,4 @@
-"""What a diagnosis has found, and what of it failed."""
+"""The findings of a diagnosis, and its failures."""
 
 import traceback
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ def made(result: Result | None) -> Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """``what`` failed, a step of the work or a part of the page, with its ``error`` in a line and the trace."""
+    """A failure: ``what`` failed (a step of the work or a part of the page), its ``error`` in a line, its ``trace``."""
 
     what: str
     error: str
@@ -48,9 +48,9 @@ class IncompleteError(RuntimeError):
 
 @dataclass
 class Diagnosis:
-    """The result of a diagnosis, as far as its steps have come.
+    """The result of a diagnosis, as far as its steps have come. A field is None until its step is done.
 
-    Its tables have one row per window unless stated otherwise.
+    Tables have one row per window unless stated otherwise.
 
     ``failed`` has the steps that failed, by name, ``pending`` the names of those to come. What a step did not get to is
     None.

@@ -28,9 +28,9 @@ def require_same_architecture(model: str, reference: str) -> None:
 
 
 def require_same_tokens(model: str, reference: str) -> None:
-    """Raises ValueError where a number means another token in the tokenizer of ``model`` than in that of ``reference``.
+    """Raises ValueError if a number means one token to the tokenizer of ``model`` and another to that of ``reference``.
 
-    Special tokens are left aside, which a later training may name. A model may come without a tokenizer: that of
+    Special tokens are left aside, since a later training may name them. A model may come without a tokenizer: that of
     ``reference`` makes the windows.
     """
     theirs = checkpoints.load_tokenizer(reference)
@@ -51,7 +51,7 @@ def require_same_tokens(model: str, reference: str) -> None:
 
 
 def load_rounded(name: str, original: nn.Module) -> PreTrainedModel:
-    """The fp32 model ``name`` on the device of ``original``, or on its several devices; offloaded if that is.
+    """Load the fp32 model ``name`` on the device or devices of ``original``; it is offloaded if ``original`` is.
 
     Raises the errors of ``inputs.checkpoints.load_model``, and ValueError if all weights are those of ``original``.
     """

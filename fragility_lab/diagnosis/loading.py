@@ -21,13 +21,13 @@ from fragility_lab.inputs.offloaded import on_meta
 
 
 def load(request: Request) -> tuple[Inputs, Tensor]:
-    """The model with its head and the windows (B, T) on its device; an offloaded one in the streamed form.
+    """Load the model with its head, and the windows (B, T) on its device. In the streamed form the model is offloaded.
 
-    A whole model is spread over all GPUs where it does not fit one of them but all together.
+    A whole model that does not fit one GPU is spread over all GPUs, if it fits these together.
 
-    With a reference model, ``Inputs.model`` is that one, and ``Inputs.rounded`` the other. Raises the errors of
-    ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model, for an attention
-    implementation that the model lacks, or for the target "flips" in the streamed form.
+    With a reference model, ``Inputs.model`` is the reference, and ``Inputs.rounded`` the model itself. Raises the
+    errors of ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model, for an
+    attention implementation that the model lacks, or for the target "flips" in the streamed form.
     """
     name, given = request.reference_model or request.model, bool(request.reference_model)
     if given:
@@ -63,7 +63,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
 def set_attention(model: Any, request: Request) -> None:
     """Set ``model`` to the attention of ``request``: for "auto" sdpa where the model has it, else its own.
 
-    Raises ValueError for one that the model lacks.
+    Raises ValueError for an attention that the model lacks.
     """
     asked = "sdpa" if request.attention == "auto" else request.attention
     try:

@@ -58,10 +58,10 @@ def by_window(diagnosis: Diagnosis) -> pd.DataFrame:
 
 
 def means(diagnosis: Diagnosis) -> tuple[pd.Series, dict[str, dict]]:
-    """Which windows are compared, and the means of the columns of ``by_window`` over them.
+    """Booleans that say which windows are compared, and the means of the columns of ``by_window`` over these.
 
-    A window is compared if all its known mismatches are finite. Without a plan no prediction is finite, and only the
-    measurement counts. If no window can be compared, each mean is over the windows in which its column is finite.
+    A window is compared if all its known errors are finite. If there is no plan, no prediction is finite, and the
+    measurement alone counts. If no window can be compared, each mean is over the windows in which its column is finite.
     """
     known = by_window(diagnosis)
     compared = known if diagnosis.plan is not None else known.drop(columns="predicted", errors="ignore")
@@ -70,7 +70,7 @@ def means(diagnosis: Diagnosis) -> tuple[pd.Series, dict[str, dict]]:
 
 
 def writer(request: Request) -> Callable[[float], str]:
-    """What writes a number of the target's unit."""
+    """A function that writes a number in the unit of the target."""
     return percent if TARGETS[request.measured_in][1] in ("mismatch", "changed") else nats
 
 
@@ -93,14 +93,14 @@ def helps(diagnosis: Diagnosis) -> bool | None:
 
 
 def disagreement(predicted: dict[str, float], measured: dict[str, float]) -> float | None:
-    """The ratio of predicted to measured mean, if it is not within TOLERATED of 1 and their intervals are apart."""
+    """The ratio of predicted to measured mean, if intervals are apart and the ratio not within TOLERATED; else None."""
     apart = predicted["low"] > measured["high"] or predicted["high"] < measured["low"]
     ratio = predicted["mean"] / measured["mean"] if measured["mean"] > 0 else 1.0
     return ratio if apart and not 1 / TOLERATED < ratio < TOLERATED else None
 
 
 def agreement(mismatches: pd.DataFrame) -> pd.DataFrame:
-    """The columns of ``by_window`` as rows (predicted, measured, plan), where both are finite."""
+    """The columns of ``by_window`` as rows (predicted, measured, plan), if both numbers are finite."""
     names, pairs = ["predicted", "measured"], []
     for plan, suffix in (("none", ""), ("recommended", " with plan")):
         if f"measured{suffix}" in mismatches:

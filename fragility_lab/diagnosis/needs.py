@@ -1,4 +1,4 @@
-"""What a diagnosis will take: the form that fits into memory, the time, the memory, and what is read from the disk."""
+"""The needs of a diagnosis: the form that fits into memory, the time, the memory, and the reading from the disk."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ STACK = 2**23  # bytes of a thread; each of the windows that share a read has as
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a diagnosis will take: seconds, bytes of memory, and the bytes that are free (None if unknown).
+    """The needs of a diagnosis: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
     is empty for a whole model on one device. ``batch`` windows share a read. ``steps`` are
@@ -48,12 +48,12 @@ class Forecast:
     steps: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, step: str) -> str:
-        """The seconds of a ``step`` of the work, in words; nothing where they are not known."""
+        """The seconds of a ``step`` of the work, in words; empty if they are not known."""
         return f", about {duration(self.steps[step])}" if step in self.steps else ""
 
     @property
     def fits(self) -> bool:
-        """True if the free memory suffices, as far as it is known."""
+        """True if the free memory suffices, or is not known."""
         return self.free is None or self.memory < self.free
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Forecast:
 
 @on_free_cores()
 def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
-    """What a diagnosis of ``tokens`` (B, T) will take, from its passes over one window and from the model's size.
+    """Forecast the needs of a diagnosis of ``tokens`` (B, T) from passes over one window and from the model's size.
 
     Seconds of a streamed model come from fp32 passes alone, and are good to a factor of two.
     """
@@ -95,7 +95,7 @@ def forecast(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
 
 
 def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast:
-    """The same as ``forecast``, for a model that is in memory."""
+    """The forecast for a model that is in memory."""
     model, count = loaded.model, len(tokens)
     devices, free = free_on_devices(model)
     fits = free is None or memory(request, model) < free
@@ -152,7 +152,7 @@ def whole_fits(request: Request, model: PreTrainedModel) -> bool:
 def secants_fit(request: Request, model: PreTrainedModel) -> bool:
     """True if secant slopes fit into what is free now.
 
-    They keep three times as much as a backward pass does, halves of weights, and up to 28 numbers a score of attention.
+    They keep three times what a backward pass keeps, the weights halfway, and up to 28 numbers an attention score.
     """
     config: Any = model.config.get_text_config()
     free = free_memory(next(model.parameters()).device)
@@ -165,7 +165,7 @@ def secants_fit(request: Request, model: PreTrainedModel) -> bool:
 def fits_several_gpus(request: Request, model: nn.Module) -> bool:
     """True if the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs.
 
-    Each gets an equal share, and up to one part more, since parts are not divided.
+    Each GPU gets an equal share, and up to one part more, since parts are not divided.
     """
     count, takes = torch.cuda.device_count(), whole(request, model)
     if count < 2:
@@ -216,8 +216,8 @@ def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int
 def reads_a_batch(request: Request, model: nn.Module) -> int:
     """How often the streamed form reads the model for windows that share a read, if fp32 passes are measured.
 
-    An estimate reads it forward and backward at each end; one more, at one end, says which errors act together. Choices
-    of experts are compared in two passes.
+    An estimate reads the model forward and backward at each end. One more estimate, at one end, finds the errors that
+    act together. Choices of experts are compared in two passes.
     """
     estimates = len(request.schemes) if request.mixes else 1
     return BOTH_WAYS * (ends(request) * estimates + 1) + MEASURED + 2 * chooses_experts(model)
@@ -231,9 +231,9 @@ def chooses_experts(model: PreTrainedModel) -> bool:
 def kept_by_blocks(model: PreTrainedModel, rounds_operands: bool = False) -> int:
     """Bytes per token that the backward pass keeps of all blocks: a rough estimate, rather too high.
 
-    It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), where experts count as far as a
-    token meets them, and 100 bytes per entry of the stream (160 with experts). In eight families (with rounded operands
-    in five), 0.5 to 1 times as many bytes were measured.
+    It counts 8 bytes per d_model entries of the matrices (11 if operands are rounded), and 100 bytes per entry of the
+    stream (160 with experts). Of the experts only the share that a token meets counts. In eight families (with rounded
+    operands in five), 0.5 to 1 times as many bytes were measured.
     """
     config: Any = model.config.get_text_config()
     chosen: Any = getattr(config, "num_experts_per_tok", None)
@@ -246,7 +246,7 @@ def kept_by_blocks(model: PreTrainedModel, rounds_operands: bool = False) -> int
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free on ``device``, within the limits of this process; None if the system does not say."""
-    if device.type == "cuda":  # torch keeps what it freed
+    if device.type == "cuda":  # torch keeps memory that it freed
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     table = Path("/proc/meminfo")
@@ -256,7 +256,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def within_limits() -> list[int]:
-    """What this process may still take, by its limit of data (``ulimit -d``) and by that of its control group."""
+    """Bytes that this process may still take by its limit of data (``ulimit -d``) and by that of its control group."""
     status = Path("/proc/self/status")
     if sys.platform != "linux" or not status.is_file():
         return []

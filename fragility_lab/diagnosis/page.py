@@ -32,8 +32,8 @@ from fragility_lab.running.files import write_whole
 class Section:
     """A section of the page, in a template of its ``name``.
 
-    It is ``shown`` where its values are known. A step of its ``steps`` that has failed, or is to come, is told in its
-    place. ``values`` are those that its template takes beside the ones of ``common``.
+    ``shown`` is True if its values are known. In the part's place the page says which of its ``steps`` have failed or
+    are to come. ``values`` returns the values that the template takes beside those of ``common``.
     """
 
     name: str

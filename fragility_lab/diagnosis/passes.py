@@ -42,12 +42,12 @@ def predict(
 ) -> predictor.Prediction:  # fmt: skip
     """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
 
-    There are more than ``probes`` where windows scatter (``steady``), but in a streamed model.
+    If windows scatter, there are more than ``probes`` probes (``steady``), except in a streamed model.
     """
     known = estimator(low, model, probes, target)
 
     def estimate(seed: int) -> predictor.Prediction:
-        """From other probes for each ``seed``."""
+        """The prediction from the probes of a ``seed``."""
         how = "predicting" if not seed else "predicting again, as windows scatter"
         found = [known(windows, seeds=[seed] * len(windows)) for windows in progress(groups, desc=how)]
         tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}

@@ -1,4 +1,4 @@
-"""What a page says of the plan: its parts, its price, the code that applies it, and what other budgets give."""
+"""The page's part on the plan: what it keeps, its price, the code that applies it, and what other budgets give."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MANY = 24  # layers of a scheme that a page names
 
 
 def price(plan: Plan) -> str:
-    """What ``plan`` costs, in words."""
+    """The price of ``plan``, in words."""
     if plan.format == PREQUANTIZED:
         return "these modules take what they took before they were quantized"
     if plan.label == WHOLE:
@@ -56,7 +56,7 @@ def snippet(request: Request, plan: Plan, attention: str) -> str:
 
 
 def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
-    """Numbers of layers and weights that have each scheme, and which layers, smallest scheme first."""
+    """One row per scheme, the smallest first: its name, the number, share of weights and names of its layers."""
     given, rows = dict(plan.layers), []
     given |= {path: "fp32" for group in choices.groups for path in group if any(within(path, m) for m in plan.modules)}
     for name in choices.names:
@@ -69,19 +69,19 @@ def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
 
 
 def kept_parts(plan: Plan, choices: Choices) -> list[str]:
-    """What ``plan`` keeps in fp32 but for linear layers."""
+    """Names of the parts that ``plan`` keeps in fp32, without linear layers."""
     layers = {path for group in choices.groups for path in group}
     streams = ["the residual stream"] * plan.residual + ["attention scores"] * plan.scores
     return streams + [path for path in plan.modules if path not in layers]
 
 
 def budgets(choices: Choices, write: Callable[[float], str]) -> list[list[str]]:
-    """The best prediction for budgets of bits, without another pass."""
+    """Rows of bits and the best prediction for them. No pass is run."""
     return [[f"{row.bits:.2f}", write(row.predicted)] for row in choices.curve(9).itertuples()]
 
 
 def alternatives(contributions: Contributions, write: Callable[[float], str] = percent) -> list[list[str]]:
-    """What other budgets give: nothing, the first sites and the first blocks. No pass is run for them."""
+    """Rows for other budgets, with prediction and price: nothing, up to 3 sites, up to 4 blocks. No pass is run."""
     structure = contributions.structure
     budgets = [(count, "sites") for count in range(1, min(3, len(structure.sites)) + 1)]
     budgets += [(count, "blocks") for count in (1, 2, 4) if count <= len(structure.blocks)]
@@ -120,7 +120,7 @@ def export_file(library: str) -> str:
 
 
 def of_mending(diagnosis: Diagnosis) -> dict:
-    """What the plan keeps to bring windows back that overflow, and how much of the budget that takes."""
+    """The part of the plan that brings back windows that overflow, and how much of the budget it takes."""
     known, (budget, unit) = diagnosis.contributions, diagnosis.request.parsed_budget
     if known is None or diagnosis.request.mixes or (plan := mending(diagnosis.remedy, known)) is None:
         return {"mending": None}

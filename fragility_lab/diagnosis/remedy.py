@@ -27,7 +27,7 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 @dataclass(frozen=True)
 class Attempt:
-    """A ``plan`` that was run, and the place that still left the range, ``left``; None if every window came back."""
+    """A ``plan`` that was run, and ``left``, the place that still left the range; None if every window came back."""
 
     plan: Plan
     left: Overflow | None
@@ -35,12 +35,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What brings the windows that overflow back.
+    """The remedy for windows that overflow.
 
-    ``places`` says where each window overflows, by its number. ``tried`` has the plans in the order in which they were
-    run, from cheap to dear: the last one mends all windows, or none of them does. ``epsilon`` is the path of a norm
-    whose epsilon rounds to zero, where windows divide by it, with the smallest epsilon that was run and mends them;
-    None elsewhere.
+    ``places`` has the place where each window overflows, by its number. ``tried`` has the plans in the order in which
+    they were run, from cheap to dear. The last one mends all windows, or none does. If windows divide by an epsilon
+    that rounds to zero, and a larger one mends them, ``epsilon`` has the path of the norm and the larger epsilon; else
+    it is None.
     """
 
     places: dict[int, Overflow]
@@ -73,7 +73,7 @@ def find(
 
 
 def whatever_contributes(model: nn.Module, prediction: predictor.Prediction) -> Contributions:
-    """The units of ``model`` and the prices of plans, for which no window of ``prediction`` needs to be finite."""
+    """The units of ``model`` and prices of plans, with contributions of 0: no ``prediction`` needs to be finite."""
     windows = prediction.windows.assign(predicted=0.0, norm=1.0)
     return Contributions(
         model, replace(prediction, windows=windows, contributions=prediction.contributions.assign(c2=0.0))
@@ -82,7 +82,7 @@ def whatever_contributes(model: nn.Module, prediction: predictor.Prediction) -> 
 
 @torch.no_grad()
 def left_range(low: LowPrecision, tokens: Tensor) -> Overflow | None:
-    """Where the pass over one window of ``tokens`` (1, T) leaves the range, or what of its output is not finite."""
+    """The place where the pass over one window of ``tokens`` (1, T) leaves the range; None if all stays in range."""
     outputs: list[Tensor] = []
     place = first_overflow(low, lambda model: outputs.extend(hidden_and_logits(model, tokens)))
     if place is None and not all(x.isfinite().all() for x in tensors(outputs)):
@@ -101,7 +101,7 @@ def with_remedy(
 ) -> Plan:  # fmt: skip
     """The plan for the ``budget``, an amount and a unit, that brings back the windows of ``tokens`` that overflow.
 
-    It is the remedy alone if the budget does not pay for more, or if more makes one of these windows overflow.
+    The plan is the remedy alone if the budget pays for no more, or if keeping more lets one of these windows overflow.
     """
     alone = mending(remedy, contributions)
     if alone is None:
@@ -150,7 +150,7 @@ class CandidatePlans:
         yield from self.run({}, format=WIDE)
 
     def modules(self, kept: dict, left: Overflow | None) -> Iterator[Attempt]:
-        """Beside what is ``kept`` the module in which the overflow begins, then the next one, up to eight."""
+        """Attempts that keep, beside ``kept``, the module in which the overflow begins, then one more, up to eight."""
         modules: tuple[str, ...] = ()
         while left is not None and len(modules) < MOST_MODULES:
             path = self.next_module(left.module, modules)
@@ -163,9 +163,9 @@ class CandidatePlans:
                 left = attempt.left
 
     def next_module(self, path: str, kept: Iterable[str]) -> str | None:
-        """The module at ``path``; its block, if it is kept already or has no parameters; None if that is, too.
+        """The module at ``path``, or its block if the module is kept already or has no parameters.
 
-        None as well for a module that holds blocks: that is the model, and no cheap plan.
+        None if the block is kept already, too, or if the module holds blocks: that is the model, and no cheap plan.
         """
         block = block_of(path)
         for candidate in (path, block[0] if block else ""):
@@ -176,7 +176,7 @@ class CandidatePlans:
         return None
 
     def run(self, kept: dict, modules: tuple[str, ...] = (), format: str = "") -> Iterator[Attempt]:
-        """A plan, tried on the windows until one of them leaves the range; nothing if the model cannot keep that."""
+        """An attempt with one plan, or none if the model cannot keep these parts. Windows run until one overflows."""
         words = {"scores": "attention scores", "residual": "residual stream"}
         label = ", ".join([*(words[name] for name in kept), *modules]) or WHOLE
         plan = Plan(format or self.contributions.recipe.name, modules, label=label, **kept)
@@ -193,7 +193,7 @@ class CandidatePlans:
         return apply(self.model, plan, execution or self.execution, self.calibrating)
 
     def left(self, low: LowPrecision) -> Overflow | None:
-        """Where the first window that leaves the range does so; None if none does."""
+        """The place where the first window that overflows leaves the range; None if all stay in range."""
         places = (left_range(low, window) for window in self.windows)
         return next((place for place in places if place is not None), None)
 
@@ -201,7 +201,7 @@ class CandidatePlans:
 def raised_epsilon(
     model: nn.Module, low: Quantized, execution: str, places: dict[int, Overflow], windows: Sequence[Tensor]
 ) -> tuple[str, float] | None:  # fmt: skip
-    """The norm that divides by an epsilon rounded to zero, and the least normal number as epsilon, if that mends it."""
+    """The norm that divides by an epsilon rounded to zero, and the smallest normal number if that mends it, or None."""
     divided = [place.module for place in places.values() if place.kind == "infinite"]
     if not divided:
         return None

@@ -1,4 +1,4 @@
-"""What is asked for, checked before any work."""
+"""The request for a diagnosis, checked before any work."""
 
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ class Request(Options):
 
     @property
     def described(self) -> str:
-        """What is compared with fp32, in words."""
+        """The low-precision side of the comparison, in words."""
         if self.reference_model:
             return f"weights as they are, against those of {self.reference_model}"
         return f"weights in {self.format}" if self.weights_only else self.format
@@ -78,7 +78,7 @@ class Request(Options):
 
     @property
     def measured_in(self) -> str:
-        """The target; KL if the budget is one of KL."""
+        """The target of the prediction: "kl" for a budget of KL, else ``target``."""
         return "kl" if self.parsed_budget[1] == "kl" else self.target
 
     @property

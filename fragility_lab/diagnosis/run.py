@@ -1,4 +1,4 @@
-"""The work: steps that each fill in a part of the diagnosis. One that fails leaves the others as they are."""
+"""The work: steps that each fill in a part of the diagnosis. A step that fails leaves the others as they are."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,12 +36,12 @@ from fragility_lab.reporting.tables import duration
 from fragility_lab.running.environment import progress
 from fragility_lab.running.threads import on_free_cores
 
-SELDOM = 5  # steps take so many times as long as the reports of them, but for the last one
-PASSES = 2  # realisations of rounding that are measured by token, the pass that runs among them
+SELDOM = 5  # a report waits for so many times the seconds of the one before, except the final report
+PASSES = 2  # realisations of rounding that are measured by token, including the pass that runs
 
 
 class Work:
-    """What the steps of a diagnosis share: the models, the windows, and what is ``found`` so far."""
+    """The models and windows that the steps of a diagnosis share, and what is ``found`` so far."""
 
     def __init__(self, request: Request, loaded: Inputs, tokens: Tensor, expected: Forecast, found: Diagnosis):
         self.request, self.loaded, self.model = request, loaded, loaded.model
@@ -59,12 +59,12 @@ class Work:
 
     @cached_property
     def realisations(self) -> ErrorSamples:
-        """Passes of the model without a plan whose errors are drawn."""
+        """Passes, with drawn errors, of the model without a plan."""
         return ErrorSamples(predictor.Adjoint(self.low, self.model, target="flips", gradients="fp32"))
 
     @property
     def finite_windows(self) -> dict[int, Tensor]:
-        """The windows (1, T) whose prediction is finite, by number; all if there is none."""
+        """The windows (1, T) whose prediction is finite, by number; all windows if there is no prediction."""
         windows = dict(enumerate(self.tokens.split(1)))
         if self.found.prediction is None:
             return windows
@@ -82,7 +82,7 @@ def predict_windows(work: Work) -> None:
 
 
 def measure_windows(work: Work) -> None:
-    """Measure every window without a plan; without a reference only what leaves the range."""
+    """Measure every window without a plan, and count the values out of range. Without a reference, only count."""
     found, low, ranges = work.found, work.low, Ranges(work.low)
     found.execution = low.execution
     with ranges.counting():
@@ -95,7 +95,7 @@ def measure_windows(work: Work) -> None:
 
 
 def mend_overflows(work: Work) -> None:
-    """Look for the cheapest plan that brings windows back that overflow."""
+    """Look for the cheapest plan that brings back the windows that overflow."""
     work.found.remedy = remedy.find(
         work.model, work.low, made(work.found.prediction), work.tokens, work.request.execution
     )  # fmt: skip
@@ -158,7 +158,7 @@ def compare_experts(work: Work) -> None:
 
 
 def follow_tokens(work: Work) -> None:
-    """Predict and measure the error by token, and say where that of the tail begins."""
+    """Predict and measure the error by token, and find where the error of tokens in the tail begins."""
     found, probes = work.found, work.request.probes
     passes = 1 if work.low.weights_only else PASSES  # errors of weights stay as they are
     found.by_token = errors_by_token(
@@ -172,7 +172,7 @@ def follow_tokens(work: Work) -> None:
 
 
 def choose_tokens(work: Work) -> None:
-    """Predict changed choices, and decode."""
+    """Predict changed choices, and decode greedily."""
     found = work.found
     found.flips = flips.find(
         work.low, work.model, work.realisations, made(found.by_token), found.chooses_experts, found.referenced
@@ -180,7 +180,7 @@ def choose_tokens(work: Work) -> None:
 
 
 def add_up_signs(work: Work) -> None:
-    """Say which errors act together; with secant slopes, where memory allows, up to the measured error."""
+    """Find errors that act together. With secant slopes, if memory allows, they add up to the measured error."""
     secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
     options = {"target": work.request.measured_in, "gradients": "secant" if secants else "low"}
     estimator = predictor.Adjoint(work.low, work.model, work.request.probes, **options)
@@ -188,16 +188,16 @@ def add_up_signs(work: Work) -> None:
 
 
 def halve_errors(work: Work) -> None:
-    """Say whether the error grows in proportion."""
+    """Measure how the error grows, with half of every rounding error."""
     found = work.found
     found.growth = growth(work.low, work.model, work.tokens, found.measured, work.request.measured_in)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the work by its ``name``: what it is ``doing``, and what ``run`` does.
+    """A step of the work: its ``name``, what it is ``doing`` in words, and the function that it runs.
 
-    It ``needs`` these fields of the diagnosis to be known, and is done where it is ``asked`` for.
+    The step ``needs`` these fields of the diagnosis to be known. It is done if ``asked`` returns True.
     """
 
     name: str
@@ -238,9 +238,9 @@ def diagnose(
 ) -> Diagnosis:  # fmt: skip
     """The diagnosis that ``request`` asks for, over ``tokens`` (B, T). Shows progress.
 
-    ``report`` is called with the diagnosis so far after a step, unless steps are so short that reports would take long,
-    and after the last. A step that fails is in ``Diagnosis.failed``; steps
-    that need what it gives are left out, and all others run. Threads are as many as cores are free at the start.
+    ``report`` is called with the diagnosis so far: after the last step, and after others unless reports would take a
+    large part of the time. A step that fails is in ``Diagnosis.failed``. Steps that need its result are left out, and
+    all others run. There are as many threads as cores that are free at the start.
     """
     found = Diagnosis(request, dtypes=loaded.dtypes, pending=[step.name for step in STEPS])
     reported, reporting = 0.0, 0.0
@@ -251,7 +251,7 @@ def diagnose(
             print(f"step {number} of {len(STEPS)}: {step.doing}{expected.of(step.name)}", flush=True)
             try:
                 step.run(work)
-            except Exception as error:  # whatever it is, the page tells it, and has all else
+            except Exception as error:  # the page tells of any error, and has all other parts
                 found.failed[step.name] = Failure.of(step.doing, error)
             found.seconds[step.name] = time.perf_counter() - start
         found.pending.remove(step.name)
@@ -268,9 +268,9 @@ def diagnose(
 def chosen_from(
     request: Request, model, groups: Sequence[Tensor], first: predictor.Prediction, keep: Iterable[str]
 ) -> Choices:  # fmt: skip
-    """What the schemes of ``request`` cost and do over the windows of ``groups``, and what keeping sites in fp32 does.
+    """The choices among the schemes of ``request``, and of parts of the sites ``keep`` in fp32, over ``groups``.
 
-    ``first`` is known, the prediction for the first scheme. Windows that overflow with some scheme do not count.
+    ``first`` is the prediction for the first scheme. Windows that overflow with some scheme do not count.
     """
     how, found = (groups, request.probes, request.measured_in), {first.recipe.name: first}
     tokens = torch.cat([*groups])

@@ -124,7 +124,7 @@ def common(diagnosis: Diagnosis, results: str) -> dict:
 
 
 def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
-    """What the summary says."""
+    """Values of the summary."""
     measured, found, limit = known["measured"], known["means"], TARGETS[diagnosis.request.measured_in][2]
     measures = measured is not None and len(measured) > 0
     best = found.get("measured", found.get("predicted"))
@@ -146,7 +146,7 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
 
 
 def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
-    """What rounding does to the tokens."""
+    """Values of the part on tokens."""
     return {"effects": effects(known["measured"], known["protected"])}
 
 
@@ -171,7 +171,7 @@ def of_range(diagnosis: Diagnosis, known: dict) -> dict:
 
 
 def of_mended(diagnosis: Diagnosis) -> dict[str, str]:
-    """Predicted and measured error of the windows that the remedy brings back, as far as known."""
+    """Predicted and measured error of the windows that the remedy brings back, as far as they are known."""
     table = diagnosis.mended
     if table is None:
         return {}
@@ -181,7 +181,7 @@ def of_mended(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def of_remedy(diagnosis: Diagnosis) -> dict:
-    """Where windows overflow, what was tried, and what mends them."""
+    """Values on overflow: the places where windows overflow, the plans that were tried, and the remedy."""
     remedy = diagnosis.remedy
     if remedy is None:
         return {"places": []}
@@ -200,12 +200,12 @@ def of_remedy(diagnosis: Diagnosis) -> dict:
 
 
 def of_explorer(diagnosis: Diagnosis, known: dict) -> dict:
-    """The explorer of plans."""
+    """Values of the part with the explorer of plans."""
     return {"explorer": explorer(diagnosis)}
 
 
 def of_run(diagnosis: Diagnosis, known: dict) -> dict:
-    """How the page was made."""
+    """Values on how the page was made: command, seconds, versions."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return {
         "command": command(diagnosis.request, known["results"]),

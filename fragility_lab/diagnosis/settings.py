@@ -1,4 +1,4 @@
-"""Settings in which a model and its original differ: what they do is not rounding."""
+"""Settings in which a model and its original differ. Their effect is not rounding."""
 
 import math
 import re
@@ -28,7 +28,7 @@ NOISE = 1e-6  # the relative error that the order of sums makes in fp32; the KL 
 def differing(model: PreTrainedConfig, reference: PreTrainedConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ between two configurations, by name: the value of ``model`` and that of ``reference``.
 
-    Numbers are the same if fp32 cannot tell them apart: GGUF files store them so.
+    Numbers that fp32 cannot tell apart are the same, since GGUF files store settings in fp32.
     """
     a, b = (dict(flat(config.get_text_config().to_dict())) for config in (model, reference))
     pairs = {name: (a.get(name), b.get(name)) for name in sorted({*a, *b})}
@@ -36,7 +36,7 @@ def differing(model: PreTrainedConfig, reference: PreTrainedConfig) -> dict[str,
 
 
 def flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of ``settings`` that count, those of dictionaries by names such as "rope_parameters.rope_theta"."""
+    """The entries of ``settings`` that count; one inside a dictionary is named "rope_parameters.rope_theta"."""
     for name, value in settings.items():
         if isinstance(value, dict) and not ASIDE.fullmatch(name):
             yield from flat(value, f"{before}{name}.")
@@ -56,10 +56,10 @@ def in_words(found: dict[str, tuple[Any, Any]]) -> str:
 
 
 def require_same_settings(name: str, reference: str, original: PreTrainedModel, windows: Tensor) -> None:
-    """Raises ValueError where settings of the model ``name`` make another function than those of ``reference``.
+    """Raises ValueError if the settings of the model ``name`` make another function than those of ``reference``.
 
-    ``original``, the model of ``reference``, runs over ``windows`` (B, T) in fp32 with both. The error says what that
-    changes. Settings that change nothing there are named on stderr.
+    ``original``, the model of ``reference``, runs over ``windows`` (B, T) in fp32 with both. The error says what the
+    settings change. If they change nothing, they are named on stderr.
     """
     if not (found := differing(load_config(name), load_config(reference))):
         return

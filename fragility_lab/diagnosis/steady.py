@@ -1,4 +1,4 @@
-"""As many probes as a prediction needs: more of them where they scatter."""
+"""The number of probes that a prediction needs: more of them if they scatter."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ MOST = 16  # probes of a window
 
 
 def steady(estimate: Callable[[int], Prediction], most: int = MOST) -> Prediction:
-    """The prediction that ``estimate`` gives for seeds of probes, from 0 on, with twice as many until none scatters.
+    """The prediction of ``estimate`` for one seed of probes, then 2, 4 and so on, until no window scatters.
 
-    A window scatters if the standard error of its prediction is more than SCATTER of it, as where a few tokens decide.
-    All windows have as many probes, ``most`` at most unless an estimate itself has more. Of one probe the scatter is
-    not known, and there are no others.
+    A window scatters if the standard error of its prediction is more than SCATTER of the prediction, as it may if a few
+    tokens decide. All windows have equally many probes, ``most`` at most unless one estimate has more. The scatter of
+    a single probe is not known, and no more are taken.
     """
     found = estimate(0)
     probes = probes_of(found)
@@ -32,7 +32,7 @@ def probes_of(prediction: Prediction) -> int:
 
 
 def scatters(prediction: Prediction) -> bool:
-    """True if a window's prediction is uncertain by more than SCATTER of it."""
+    """True if the standard error of some window's prediction is more than SCATTER of the prediction."""
     windows = prediction.windows
     relative = windows.standard_error / windows.predicted
     return bool((relative[np.isfinite(relative)] > SCATTER).any())

@@ -1,4 +1,4 @@
-"""What the streamed form of a model needs, from its configuration alone: memory, and what is read in what time."""
+"""The needs of a model in the streamed form, from its configuration alone: memory, bytes to read, and time."""
 
 import argparse
 import sys
@@ -15,9 +15,9 @@ from fragility_lab.reporting.tables import duration, quantity
 
 
 def streaming(request: Request, name: str, disk: float, bus: float) -> str:
-    """What the streamed form of the model ``name`` needs, in words; of the model only the configuration is read.
+    """The needs of the model ``name`` in the streamed form, in words. Only the configuration is read.
 
-    ``disk`` and ``bus`` are bytes a second. Files are taken to hold the dtype that the configuration names.
+    ``disk`` and ``bus`` are bytes a second. The dtype of the files is taken to be that of the configuration.
     """
     model = on_meta(name)
     dtype: Any = load_config(name).dtype or torch.float32

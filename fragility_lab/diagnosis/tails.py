@@ -1,4 +1,4 @@
-"""Where the error of single tokens begins: in which block and branch it leaves that of the window's other tokens."""
+"""The origin of single tokens' errors: the block and branch where a token's error leaves that of the other tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,19 +19,20 @@ from fragility_core.models.paths import (
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.numerics.nested import tensors
 
-LEAVES = 5.0  # times the median token's error, from which on a token's own has left it
-SINK = 10.0  # times the median token's norm, from which on a token's residual stream is one of a sink
+LEAVES = 5.0  # times the median token's error: a token's error above this has left it
+SINK = 10.0  # times the median token's norm: a residual stream above this is that of a sink
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the error at a ``position`` begins.
+    """The origin of the error at a ``position``.
 
-    ``branch`` is the path of the first branch whose error leaves that of the median token: it is ``times`` as large,
-    relative to the token's residual stream, and the branch's own result changes by ``change`` of its norm. ``branch``
-    is "" if none does. ``kind`` says whether the branch is "attention". ``sink`` is the number of the first block after
-    which the token's residual stream has SINK times the median token's norm, None if none has, and ``norm`` is the
-    largest such ratio of any block.
+    - ``branch``: path of the first branch in which the token's error leaves that of the median token; "" if none does.
+      ``kind`` is "attention" or "".
+    - ``times``: the token's error there over the median token's, both relative to their residual streams.
+    - ``change``: relative change of the branch's own result.
+    - ``sink``: number of the first block after which the norm of the token's residual stream is above SINK times the
+      median token's; None if there is no such block. ``norm`` is the largest such ratio of any block.
     """
 
     position: int
@@ -83,7 +84,7 @@ def outputs(model: PreTrainedModel, paths: Sequence[str]) -> Iterator[dict[str, 
 
 @torch.no_grad()
 def origins(low: LowPrecision, model: PreTrainedModel, window: Tensor, positions: Sequence[int]) -> list[Origin]:
-    """Where errors at ``positions`` of one ``window`` (1, T) begin, from one pass of ``low`` and one of ``model``."""
+    """The origins of errors at ``positions`` of one ``window`` (1, T), from a pass of ``low`` and one of ``model``."""
     blocks, branches = block_paths(model), branch_paths(model)
     passes = []
     for run, context in ((model, nullcontext()), (low.model, low.running())):
@@ -107,7 +108,7 @@ def origins(low: LowPrecision, model: PreTrainedModel, window: Tensor, positions
 
 
 def _origin(position: int, branches: Sequence[tuple], norms: dict[int, Tensor]) -> Origin:
-    """The origin at a ``position`` from each branch's path, kind, error over the median's, and own change, by token."""
+    """The origin at a ``position``. ``branches`` have path, kind, error over the median's and own change, by token."""
     sink = next((block for block, norm in norms.items() if norm[position] > SINK), None)
     largest = max((float(norm[position]) for norm in norms.values()), default=1.0)
     for path, kind, times, change in branches:

@@ -1,4 +1,4 @@
-"""How long passes over one window take, and what the steps of a diagnosis take by that."""
+"""The times of passes over one window, and the times of a diagnosis's steps that follow from them."""
 
 import time
 from typing import NamedTuple
@@ -18,7 +18,8 @@ REPEATS = 3  # timed passes, of which the fastest counts: beside other work some
 class Timing(NamedTuple):
     """Seconds of what the steps of a diagnosis are made of, for one window.
 
-    ``making`` an estimator comes before all windows. ``measurement`` compares a pass with that in fp32.
+    ``making`` an estimator happens once. An ``estimate``, and a ``measurement`` that compares a pass with the one in
+    fp32, are for one window.
     """
 
     making: float
@@ -30,7 +31,7 @@ class Timing(NamedTuple):
         """From the first window of ``tokens`` (B, T): of all parts, or if that does not fit of an fp32 pass."""
         try:
             return cls.run(request, loaded, tokens) if fits else cls.of_plain(request, loaded, tokens)
-        except (TypeError, ValueError, RuntimeError):  # of a model that the first step refuses, on the page
+        except (TypeError, ValueError, RuntimeError):  # the first step refuses such a model, on the page
             return cls.of_plain(request, loaded, tokens)
 
     @classmethod
@@ -53,8 +54,8 @@ class Timing(NamedTuple):
     def by_step(self, request: Request, count: int) -> dict[str, float]:
         """The seconds of the steps of a diagnosis of ``count`` windows, by name.
 
-        How many measurements and estimates each step takes was found on models of 3 M, 135 M and 270 M parameters in
-        bf16, with windows of 256 tokens and two probes; a diagnosis prints what its steps took beside the forecast.
+        The numbers of measurements and estimates of a step were found on models of 3 M, 135 M and 270 M parameters in
+        bf16, with windows of 256 tokens and two probes. A diagnosis prints what its steps took beside the forecast.
         """
         prediction, passes, probes = self.making + count * self.estimate, count * self.measurement, request.probes
         schemes = len(request.schemes) - 1 if request.mixes else 0
@@ -86,5 +87,5 @@ def seconds(device: torch.device) -> float:
 
 
 def ends(request: Request) -> int:
-    """At how many points gradients are taken."""
+    """The number of points at which gradients are taken: 1 for the hidden state, else 2."""
     return 1 if request.measured_in == "hidden" else 2

@@ -1,9 +1,9 @@
-"""The error by token: what is predicted and measured at each position, and whether a few tokens decide a window.
+"""The error by token: predicted and measured at each position, and windows that a few tokens decide.
 
-One pass is one draw of all roundings. Where a few tokens make most of a window's error, its number scatters from draw
-to draw, measured or predicted. So both are means over realisations here: predicted are passes whose errors have random
-signs, measured are passes that round to nearest on another grid, the first of them the pass that runs
-(``explain.error_samples``).
+One pass is one draw of all roundings. If a few tokens make most of a window's error, this error scatters from draw to
+draw, measured or predicted. So both are means over realisations here (``explain.error_samples``). Predictions come from
+passes whose errors have random signs. Measurements come from the pass that runs, and from others that round to nearest
+on another grid.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from fragility_lab.running.environment import progress
 COLUMNS = {"hidden": "error", "kl": "kl", "logprob": "logprob", "flips": "kl"}  # of ``squares``, by target
 LOGITS = 2**26  # of windows that share a draw: 256 MB a state
 TOLD = 6  # tokens of the tail that a page names
-TAIL = 10  # times the median of a window's tokens, from which on a token belongs to the tail
-FEW = 0.02  # of the tokens of a window, or the first two, that make half of the error where they decide it
+TAIL = 10  # times the median of a window's tokens: a token above this belongs to the tail
+FEW = 0.02  # share of a window's tokens; so few, or two, decide the window if they make half of its error
 
 State = tuple[Tensor, Tensor]  # final hidden state (1, T, d_model) and logits (1, T, vocabulary)
 
 
 def squares(moved: State, exact: State, tokens: Tensor) -> pd.DataFrame:
-    """What two passes over one window ``tokens`` (1, T) differ by, one row per position, in fp64.
+    """The differences of two passes over one window ``tokens`` (1, T), one row per position, in fp64.
 
     ``error`` is the squared relative error of the final hidden state; ``kl`` the Kullback-Leibler divergence of the
     next-token distribution from the exact one, in nats; ``logprob`` the squared change of the log probability of the
@@ -51,9 +51,9 @@ def squares(moved: State, exact: State, tokens: Tensor) -> pd.DataFrame:
 class ErrorsByToken:
     """Means over realisations of the columns of ``squares``, one row per window and position.
 
-    ``predicted`` are those of ``draws`` errors of random signs, ``measured`` of ``passes`` on other grids, the first of
-    them the one pass that runs; None without a reference. ``tokens`` are the windows (T,) by number, and
-    ``competitions`` those of their next tokens.
+    ``predicted`` is the mean over ``draws`` of errors with random signs. ``measured`` is the mean over ``passes``: the
+    one that runs, and others on other grids; None without a reference. ``tokens`` has the windows (T,) by number, and
+    ``competitions`` their next tokens.
     """
 
     tokens: dict[int, Tensor]
@@ -71,10 +71,10 @@ class ErrorsByToken:
     def summary(self, quantity: str) -> pd.DataFrame:
         """One row per window: bulk and tail of ``quantity``, a column of ``squares``.
 
-        ``mean``, ``median`` and ``ninetieth`` are those of the ``tokens``, as many as there are. ``in_tail`` counts
-        those above TAIL times the median, and ``share`` is their share of the sum. ``half`` is the least number of
-        tokens that make half of the sum, and ``few`` says whether so few decide the window. ``predicted`` and
-        ``predicted_median`` are the predictions.
+        ``tokens`` is the number of tokens; ``mean``, ``median`` and ``ninetieth`` (90 % quantile) are over them.
+        ``in_tail`` counts the tokens above TAIL times the median, and ``share`` is their share of the sum. ``half`` is
+        the least number of tokens that make half of the sum. ``few`` is True if so few that they decide the window.
+        ``predicted`` and ``predicted_median`` are mean and median of the predictions.
         """
         rows = []
         for (window, own), (_, drawn) in zip(self.known.groupby("window"), self.predicted.groupby("window")):
@@ -92,7 +92,7 @@ class ErrorsByToken:
         return pd.DataFrame(rows)
 
     def tail(self, quantity: str, most: int) -> pd.DataFrame:
-        """The ``most`` tokens farthest above the median of their window, among those above TAIL times it.
+        """At most ``most`` tokens: those farthest above the median of their window, all above TAIL times the median.
 
         The columns are ``window``, ``position``, ``token``, ``times`` (the median), ``value`` and ``predicted``.
         """
@@ -106,10 +106,11 @@ class ErrorsByToken:
 def errors_by_token(
     low: LowPrecision, realisations: ErrorSamples, windows: Mapping[int, Tensor], draws: int, passes: int
 ) -> ErrorsByToken:  # fmt: skip
-    """Predicts and measures the error of ``low`` at each position of the ``windows`` (1, T) by number.
+    """Predict and measure the error of ``low`` at each position of the ``windows`` (1, T) by number.
 
-    Predicted is the mean over ``draws``. Measured is the mean over ``passes`` realisations (``scales``), or fewer in a
-    format of few numbers; nothing is for 0. Raises the errors of ``ErrorSamples``, and ValueError without windows.
+    The prediction is the mean over ``draws``. The measurement is the mean over ``passes`` realisations (``scales``), or
+    fewer in a format of few numbers; with 0 passes nothing is measured. Raises the errors of ``ErrorSamples``, and
+    ValueError without windows.
     """
     if not windows or draws < 1:
         raise ValueError(f"errors by token need windows and draws, got {len(windows)} and {draws}")

@@ -1,1 +1,1 @@
-"""The paper's experiments, each a pure function of its specification to tidy tables."""
+"""The paper's experiments and this project's own: each makes tidy tables from its specification alone."""

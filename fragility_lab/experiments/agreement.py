@@ -1,4 +1,4 @@
-"""How well signals predict the mismatch: correlations and retrieval, by run and by signal."""
+"""Agreement of signals with the mismatch: correlations and retrieval, by run and by signal."""
 
 from collections.abc import Callable
 from itertools import product
@@ -61,7 +61,7 @@ def agreement_by_run(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per signal: means over the rows of ``agreement_by_run``, and in how many runs it beats ``combined``."""
+    """One row per signal: means over the rows of ``agreement_by_run``, and how many runs it beats ``combined`` in."""
     means = [{"signal": signal} | {m: runs[f"{signal}_{m}"].mean() for m in MEASURES} for signal in SIGNALS]
     better = [int((runs[f"{signal}_pearson"] > runs.combined_pearson).sum()) for signal in SIGNALS]
     finite = int(runs.combined_pearson.notna().sum())  # not where too few windows are finite
@@ -69,7 +69,7 @@ def agreement_by_signal(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def binned_trend(windows: pd.DataFrame, bins: int = 12) -> pd.DataFrame:
-    """Means of ``combined`` and mismatch over bins of equal count, all windows sorted by ``combined``."""
+    """Means of ``combined`` and mismatch over bins with equally many windows, sorted by ``combined``."""
     kept = windows[~windows.overflow].sort_values("combined", kind="stable").reset_index(drop=True)
     groups = kept.groupby(kept.index * bins // len(kept))
     return groups.agg(
@@ -86,9 +86,9 @@ def trends(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def named_worst(windows: pd.DataFrame, count: int = 3) -> pd.DataFrame:
-    """``windows`` with a column ``name``: "bf16-1" for that of the largest mismatch in bf16, and so on to ``count``.
+    """``windows`` with a column ``name``: "bf16-1" for the largest mismatch in bf16, and so on to ``count``.
 
-    The others have none. A window that several seeds drew is named once.
+    Other windows have no name. A window that several seeds drew is named once.
     """
     finite = windows[~windows.overflow].sort_values("mismatch", ascending=False, kind="stable")
     distinct = finite.drop_duplicates(["precision", "length", "start"])
@@ -100,7 +100,7 @@ def named_worst(windows: pd.DataFrame, count: int = 3) -> pd.DataFrame:
 def compare_estimators(rows: pd.DataFrame) -> pd.DataFrame:
     """Mean agreement over runs of the ``combined`` signal under every estimator of the score.
 
-    ``rows`` are those of E2. Their statistics are used as measured; no model is run.
+    ``rows`` are those of E2. Their statistics are used as they are; no model is run.
     """
     transports = [name for name in TRANSPORTS if name != "power_iteration" or "branch_jacobian_norm" in rows]
     table = []

@@ -40,9 +40,9 @@ def top(scores: ArrayLike, count: int) -> Blocks:
 
 
 def greedy(measure: Callable[[Sequence[Blocks]], Sequence[float]], depth: int, count: int) -> Blocks:
-    """``count`` of ``depth`` blocks, added one by one; each time the one that makes ``measure`` smallest.
+    """``count`` of ``depth`` blocks, added one by one: each time the block that makes ``measure`` smallest.
 
-    ``measure`` gets all candidates of a step at once, and gives a number for each.
+    ``measure`` gets all candidates of a step at once, and returns a number for each.
     """
     chosen: Blocks = ()
     for _ in range(min(count, depth)):

@@ -1,10 +1,10 @@
-"""What observation and emulation cost: ``make bench``.
+"""The costs of observation, emulation and estimates: ``make bench``.
 
 The monitored pass (bf16) and the emulation (fp16) are timed on a model of GPT-2's real size with random weights. Times
 are medians of interleaved repetitions, so that a drift of the machine's speed affects both sides alike. Memory is the
-peak of a fresh process during the pass alone. Every tensor is mapped by itself there, so the peak counts what is in
-use, as on a GPU, without the holes of a heap. The estimator is timed on the embedded checkpoint in processor time of
-one thread, which other work on the machine disturbs least.
+peak of a fresh process during the pass alone. In that process every tensor has a mapping of its own. The peak then
+counts the memory in use, as on a GPU, without the holes of a heap. The estimator is timed on the embedded checkpoint in
+processor time of one thread, which other work on the machine disturbs least.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def medians(
 
 
 def compared(name: str, length: int, value: float, base: float, limit: float, unit: str = "seconds") -> dict:
-    """A row of the table: ``value`` and ``base`` in ``unit``, their ratio, and the most that it should be."""
+    """A row of the table: ``value`` and ``base`` in ``unit``, their ratio, and the largest ratio that is aimed at."""
     return {"pass": name, "T": length, unit: value, f"base {unit}": base, "ratio": value / base, "limit": limit}
 
 
@@ -174,7 +174,7 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
 
 
 def attending(low: LowPrecision, implementation: str) -> LowPrecision:
-    """``low`` with another attention implementation."""
+    """A copy of ``low`` with another attention implementation."""
     set_attention(low.model, implementation)
     return low
 

@@ -109,13 +109,13 @@ def constant_values(measured: pd.DataFrame) -> dict[str, float]:
 def bound_slack(
     format: str, device: str = "cpu", execution: str = "auto", seed: int = 1, constants: dict[str, float] | None = None
 ) -> pd.DataFrame:
-    """How loose each statement is: the bound over the observed error, for each draw of a seeded sample.
+    """The slack of each statement: its bound over the observed error, for each draw of a seeded sample.
 
     Columns: statement, format, execution, family, shape, observed, bound, slack = bound / observed (inf where
     nothing was rounded). ``constants`` are by default those of ``measure_constants`` with seed 0.
 
     The statements of the four kernels include underflow. "Theorem 1" is the printed first-order bound of Theorem 1
-    (`thm:attn`), whose slack may fall below 1 where O(u^2) or underflow counts. "Theorem 1 with remainder" drops
+    (`thm:attn`), whose slack may fall below 1 if O(u^2) or underflow counts. "Theorem 1 with remainder" leaves out
     nothing. "Theorem 3" is Theorem 3 (`thm:unified`) for the linear stacks of ``kernel_samples.observe_stack``.
     """
     low = arithmetic(format, device, execution)

@@ -80,7 +80,7 @@ def residual_case(gain: float, depth: int) -> dict[str, float]:
 
 
 def sweeps(chosen: Sweeps = Sweeps()) -> dict[str, pd.DataFrame]:
-    """The three tables, one row a configuration: in the release 20 for attention, 10 for LayerNorm, 8 for residuals."""
+    """The three tables, one row per configuration: in the release 20 of attention, 10 of LayerNorm, 8 of residuals."""
     attention = [attention_case(*case) for case in product(chosen.margins, chosen.value_scales)]
     return {
         "attention": pd.DataFrame(attention),
@@ -90,7 +90,7 @@ def sweeps(chosen: Sweeps = Sweeps()) -> dict[str, pd.DataFrame]:
 
 
 def summary(tables: dict[str, pd.DataFrame]) -> dict[str, float | bool]:
-    """The claims of E1 as numbers: correlations, monotonicity, and whether the bound holds."""
+    """The claims of E1: correlations, and booleans for monotonicity and for the bound."""
     attention, layernorm, residual = tables["attention"], tables["layernorm"], tables["residual"]
     return {
         "attention_pearson": stats.pearsonr(attention.measured, attention.proxy).statistic,

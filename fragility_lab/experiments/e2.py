@@ -132,7 +132,7 @@ def load_inputs(grid: Grid, device: str | None = None) -> Inputs:
 
 
 def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
-    """One specification per run; runs that share the fp32 reference follow one another."""
+    """One specification per run, in an order in which runs that share the fp32 reference follow one another."""
     given = {name: getattr(grid, name) for name in ("model", "data", "windows", "layernorm", "transport", "disjoint")}
     return [
         RunSpec(
@@ -208,9 +208,9 @@ class DerivedWorker(Worker[Run]):
         self._group: Hashable = None
 
     def once(self, spec: DerivedSpec, key: Hashable, compute: Callable[[], T]) -> T:
-        """What ``compute`` gives for the window and options ``key``, computed once for all runs of the spec's group.
+        """The result of ``compute`` for the window and options ``key``, computed once for all runs of the spec's group.
 
-        Each seed draws its windows from one text: of three times 96 windows of 1024 tokens only 130 are distinct.
+        All seeds draw their windows from one text: of three times 96 windows of 1024 tokens, only 130 are distinct.
         """
         if spec.group != self._group:
             self._group, self._common = spec.group, {}

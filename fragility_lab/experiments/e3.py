@@ -1,7 +1,7 @@
 """E3: does the score name the blocks whose rounding matters? (protocol section 5)
 
-E3 reads the runs of E2: the windows of highest mismatch of each, and the risk of their blocks. Patching a block
-measures what the block really costs (``fragility_core.surrogates.patching``).
+E3 reads the runs of E2: the windows of highest mismatch of each run, and the risk of their blocks. Patching a block
+measures the effect of its rounding on the mismatch (``fragility_core.surrogates.patching``).
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Patches(DerivedWorker[PatchSpec]):
 
     @torch.no_grad()
     def _effects(self, source: RunSpec, start: int, realisations: int) -> pd.DataFrame:
-        """Effects of patching every block of one window, to nearest and in ``realisations`` of stochastic rounding."""
+        """Effects of patching every block of one window: to nearest, and in ``realisations`` of stochastic rounding."""
         tokens = self.window(source, start)
         reference = final_hidden(self.inputs.model, tokens)
         patching = self.patching(source.precision, source.execution)
@@ -92,7 +92,7 @@ class Patches(DerivedWorker[PatchSpec]):
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
-    """``rows`` with the ranks of each window's blocks by the score and by the exact effect, 1 the largest."""
+    """``rows`` with the ranks of each window's blocks by the score and by the exact effect; the largest has rank 1."""
     columns = {"proxy_rank": "risk", "exact_rank": "exact_reduction"}
     by_window = rows.groupby("window", sort=False)
     return rows.assign(**{name: by_window[of].rank(ascending=False) for name, of in columns.items()})
@@ -110,9 +110,9 @@ def by_block(rows: pd.DataFrame, *columns: str) -> list[np.ndarray]:
 
 
 def window_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per window: how alike score and exact effect rank its blocks, and the noise floor where measured.
+    """One row per window: agreement of its blocks' ranks by score and by exact effect; the noise floor if measured.
 
-    For the noise floor see ``rankings.noise_floor``. Raises ValueError where there are no rows because every window
+    ``rankings.noise_floor`` defines the noise floor. Raises ValueError if there are no rows because every window
     overflowed.
     """
     if rows.empty:
@@ -130,12 +130,12 @@ def run_table(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured_twice(windows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of ``window_table`` with a noise floor, each window once, since runs of several seeds may share it."""
+    """The rows of ``window_table`` with a noise floor. Runs of several seeds may share a window; it is there once."""
     return windows.dropna(subset="noise_floor").drop_duplicates(["precision", "length", "base_mismatch"])
 
 
 def rank_counts(rows: pd.DataFrame) -> pd.DataFrame:
-    """How often a block of each rank by the score has each rank by its exact effect; ties split evenly."""
+    """Counts of blocks by their rank by the score and their rank by the exact effect; ties split evenly."""
     depth = rows.layer.nunique()
     counts = np.zeros((depth, depth))
     known = rows[["proxy_rank", "exact_rank"]].dropna()

@@ -1,7 +1,7 @@
-"""E5: does raising LayerNorm's epsilon where the score says so lower the mismatch? (protocol section 6)
+"""E5: does the mismatch fall if LayerNorm's epsilon is raised in the blocks that the score names? (protocol section 6)
 
-A run trains one model under one policy. Its result has one row per step and block: what was observed, the epsilon in
-force, and the action decided there. The tables of ``outcomes`` are views of these rows.
+A run trains one model under one policy. Its result has one row per step and block: the observed quantities, the epsilon
+in force, and the action that was decided. The tables of ``outcomes`` are views of these rows.
 """
 
 import json
@@ -107,7 +107,7 @@ def load_inputs(setting: TrainingSetting, device: str | None = None) -> Inputs:
 def specifications(
     setting: TrainingSetting, policies: Sequence[Policy], seeds: Sequence[int], inputs: Inputs
 ) -> list[TrainingSpec]:
-    """One specification per policy and seed; raises ValueError where there are none."""
+    """One specification per policy and seed; raises ValueError if there are none."""
     require_values(policies=policies, seeds=seeds)
     there = inputs.device.type, inputs.execution(setting.precision), inputs.digest
     return [
@@ -170,8 +170,8 @@ def initial_model(model: PreTrainedModel, setting: TrainingSetting, seed: int) -
 class Mitigation(Worker[TrainingSpec]):
     """Computes the runs of E5, each from its last checkpoint where there is one.
 
-    Runs of equal seeds are one run until the first action. The first of them leaves its state at step ``shared_steps``,
-    and those whose policies may not act earlier go on from there.
+    Runs of one seed are the same until the first action. The first of them saves its state at step ``shared_steps``.
+    Runs whose policies may not act earlier go on from that state.
     """
 
     shared_files = "*.start"
@@ -295,7 +295,7 @@ def save(path: Path, spec: TrainingSpec, training: ShadowTraining, state: State,
 
 
 def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[State, list[pd.DataFrame]] | None:
-    """Take up the run at ``path``. An absent, unreadable or stale checkpoint gives None: the run starts again."""
+    """Take up the run at ``path``. Returns None, for a new start, if the checkpoint is absent, unreadable or stale."""
     if not path.exists():
         return None
     try:
@@ -303,7 +303,7 @@ def restore(path: Path, spec: TrainingSpec, training: ShadowTraining) -> tuple[S
             record = torch.load(BytesIO(read_sealed(path)), weights_only=True)
         valid = spec.is_current(record.get("provenance", {})) or keeps_stale()
         problem = "" if valid else "was left by other code or other versions of packages"
-    except UnpicklingError:  # torch's words propose to run what the file holds
+    except UnpicklingError:  # torch's message proposes to run the file's code
         problem = "cannot be read (it holds what no checkpoint does)"
     except (OSError, RuntimeError, EOFError, ImportError, AttributeError, LookupError, TypeError, ValueError) as cause:
         problem = f"cannot be read ({cause})"

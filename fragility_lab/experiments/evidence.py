@@ -1,4 +1,4 @@
-"""The runs of E5 over many seeds, in a small table that later sessions add seeds to.
+"""The runs of E5 over many seeds, in a small table to which later sessions add seeds.
 
 The rows of a run are too large to be published for every seed. The table has their summary (``outcomes.run_summary``),
 with the digest of the run's specification and of the code that computed it.
@@ -25,10 +25,10 @@ def summaries(
     rule: outcomes.SpikeRule = outcomes.SpikeRule(),
     **options,
 ) -> pd.DataFrame:
-    """One row per run of the plan ``specs`` that is known or of a seed below ``seeds``, in their order.
+    """One row per run of ``specs``, in their order, that the table ``known`` has or whose seed is below ``seeds``.
 
-    Runs of these seeds that the table ``known`` lacks are computed in ``folder``. A row of ``known`` counts where it is
-    of the same specification, rule and code; that of other code does if stale runs are kept. ``options`` are those of
+    Runs of these seeds that ``known`` lacks are computed in ``folder``. A row of ``known`` counts if it is of the same
+    specification, rule and code; if stale runs are kept, rows of other code count, too. ``options`` are those of
     ``engine.complete``.
     """
     found = _usable(known, rule)
@@ -45,7 +45,7 @@ def summaries(
 
 
 def _usable(known: pd.DataFrame | None, rule: outcomes.SpikeRule) -> pd.DataFrame:
-    """The rows of ``known`` by the digest of their run; those of another rule or other code do not count."""
+    """The rows of ``known`` by the digest of their run, without rows of another rule or other code."""
     if known is None or known.empty:
         return pd.DataFrame(index=pd.Index([], name="run"))
     current = (known.code == code_digest(TrainingSpec)) | keeps_stale()

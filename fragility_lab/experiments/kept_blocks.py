@@ -1,7 +1,7 @@
 """Passes with several choices of blocks kept in fp32, all of them in one batch.
 
-Choices that agree up to a block have the same state before it, which is computed once. At every block the batch has one
-member for each distinct beginning: those that keep the block run it in fp32, the others in the format.
+Choices that agree up to a block have the same state before it, and this state is computed once. At every block the
+batch has one member for each distinct beginning of a choice. Members that keep the block run it in fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ class KeptBlocks:
     """Low-precision passes of ``model`` under plans that keep whole blocks."""
 
     def __init__(self, model: nn.Module, none: Plan, every: Plan, execution: str = "auto"):
-        """``none`` keeps nothing, ``every`` keeps the blocks at the paths ``every.modules``."""
+        """``none`` is the model that keeps nothing, ``every`` the one that keeps the blocks ``every.modules``."""
         self.low: LowPrecision = apply(model, none, execution)
         kept = apply(model, every, execution).model
         self.pairs = [(self.low.model.get_submodule(path), kept.get_submodule(path)) for path in every.modules]
@@ -35,15 +35,15 @@ class KeptBlocks:
 
     @contextmanager
     def _choosing(self, choices: list[frozenset[int]]) -> Iterator[list[int]]:
-        """Hooks, for one pass, that branch the batch at every block.
+        """A context with hooks that branch the batch at every block in one pass.
 
-        Gives the member of the last batch that belongs to each choice.
+        It gives the number of each choice's member in the last batch.
         """
         members = [0] * len(choices)
         with ExitStack() as stack:
             for number, (block, kept) in enumerate(self.pairs):
                 entries = [(member, number in choice) for member, choice in zip(members, choices)]
-                distinct = sorted(set(entries), key=lambda entry: (entry[1], entry[0]))  # first those in the format
+                distinct = sorted(set(entries), key=lambda entry: (entry[1], entry[0]))  # members in the format first
                 members = [distinct.index(entry) for entry in entries]
                 before, after = self._branching(kept, distinct)
                 stack.callback(block.register_forward_pre_hook(one_mask, with_kwargs=True).remove)
@@ -53,7 +53,7 @@ class KeptBlocks:
 
     @staticmethod
     def _branching(kept: nn.Module, entries: list[tuple[int, bool]]) -> tuple[Callable, Callable]:
-        """Hooks before and after a block, for a batch of ``entries``: a member of the batch before, and kept or not."""
+        """Hooks before and after a block. ``entries`` are pairs: a member of the batch before, kept or not."""
         in_format = [member for member, keeps in entries if not keeps]
         in_fp32 = [member for member, keeps in entries if keeps]
         states: list[Tensor] = []

@@ -1,8 +1,8 @@
 """Random inputs for the four kernels of the theory, run in a low format and compared with fp64.
 
 The kernels are the scores Q K^T / sqrt(d), the softmax, P V, and LayerNorm without bias, as Hugging Face's eager
-GPT-2 runs them. The error model is the paper's with its gaps closed. Inputs are given exactly in the format. Each
-kernel accumulates in fp32 and rounds its result once; the scores are rounded once more after scaling. A result
+GPT-2 runs them. The error model is the paper's with its gaps closed. Inputs are numbers of the format. Each kernel
+accumulates in fp32 and rounds its result once; the scores are rounded once more after scaling. A result
 below the smallest normal number may err by half a subnormal spacing more (Higham 2002, eq. 2.8): the columns
 ``*_underflow`` hold the norm of this error. Draws in which a result leaves the format's range are left out,
 because no bound covers overflow.
@@ -48,14 +48,14 @@ def _normal_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int
 
 
 def _parallel_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> Heads:
-    """All rows are multiples of one vector: ||Q K^T|| = ||Q|| ||K||, and V has rank one."""
+    """Heads whose rows are multiples of one vector: ||Q K^T|| = ||Q|| ||K||, and V has rank one."""
     common = _normal(generator, draws, 1, d)
     query, key, value = (_normal(generator, draws, rows, 1) * common for rows in (n, m, m))
     return query, key, value
 
 
 def _cancelling_heads(generator: torch.Generator, draws: int, n: int, m: int, d: int) -> Heads:
-    """The terms of products cancel: scores near 0, so P is even, and the context is near 0 (kappa_val >> 1)."""
+    """Heads whose products cancel: scores are near 0, so that P is even, and the context is near 0 (kappa_val >> 1)."""
     query, key, value = (0.01 * part for part in _normal_heads(generator, draws, n, m, d))
     query = query + _normal(generator, draws, n, 1)
     key = key + _normal(generator, draws, m, 1) * (-1.0) ** torch.arange(d)
@@ -111,7 +111,7 @@ def draw_stacks(
 
 
 def arithmetic(format: str, device: str = "cpu", execution: str = "auto") -> LowPrecision:
-    """How kernels compute in ``format`` on ``device``, chosen and checked as ``lower`` does."""
+    """The arithmetic of kernels in ``format`` on ``device``, chosen and checked as ``lower`` does."""
     return lower(nn.LayerNorm(1, device=device), format, execution)
 
 
@@ -149,7 +149,7 @@ def underflow(format: Any, entries: int) -> float:
 
 
 def _in_range(low: LowPrecision, *results: Tensor) -> Tensor:
-    """Which draws of (draws, ...) results lie within the format's range."""
+    """Booleans (draws,): True if all results (draws, ...) of a draw lie within the format's range."""
     return torch.stack([x.flatten(1).abs().amax(-1) < low.format.largest for x in results]).all(0)
 
 

@@ -1,4 +1,4 @@
-"""What the policies of E5 achieved: events, and other results from the rows of its runs (protocol section 6)."""
+"""Results of the policies of E5: events and others, from the rows of its runs (protocol section 6)."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ ACTION_COLUMNS = [
 
 @dataclass(frozen=True)
 class SpikeRule:
-    """When a value of a series is a spike. Raises ValueError for parameters out of range."""
+    """The rule by which a value of a series is a spike. Raises ValueError for parameters out of range."""
 
     ratio: float = 1.22  # a spike is above this times the median of the last ``recent`` finite values
     recent: int = 12
@@ -47,7 +47,7 @@ def relative_to_recent(values: np.ndarray, rule: SpikeRule) -> np.ndarray:
 
 
 def onsets(values: np.ndarray, rule: SpikeRule = SpikeRule()) -> list[int]:
-    """Steps at which an event begins: spikes at least ``separation`` steps after the onset before."""
+    """Steps at which an event begins: spikes at least ``separation`` steps after the previous onset."""
     return _separated(np.flatnonzero(relative_to_recent(values, rule) > rule.ratio), rule.separation)
 
 
@@ -81,8 +81,8 @@ def ratio_of_rate(runs: list[np.ndarray], target: float, rule: SpikeRule = Spike
 def step_rows(rows: pd.DataFrame, base_epsilon: float) -> pd.DataFrame:
     """One row per run and step, with the numbers of ``protected`` blocks and of ``actions`` decided there.
 
-    A block is protected where its epsilon is above ``base_epsilon``. Quantities that a run did not observe because it
-    ended are NaN.
+    A block is protected if its epsilon is above ``base_epsilon``. Quantities that a run did not observe, since it had
+    ended, are NaN.
     """
     counts = rows.assign(protected=rows.epsilon > base_epsilon, actions=rows.new_epsilon.notna())
     counts = counts.groupby([*RUN, "step"], sort=False)[["protected", "actions"]].sum().reset_index()
@@ -97,8 +97,8 @@ def action_rows(rows: pd.DataFrame) -> pd.DataFrame:
 def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFrame:
     """One row per run: events, mismatch, budget spent, and how the run ended.
 
-    ``onsets`` counts the mismatch onsets under ``rule`` and a nonfinite end. ``onsets_release_ratio`` does so under the
-    release's rule. ``peak_ratio`` is the largest ratio of a mismatch to the median of those just before.
+    ``onsets`` counts the mismatch onsets under ``rule`` and a nonfinite end, ``onsets_release_ratio`` the same under
+    the release's rule. ``peak_ratio`` is the largest ratio of a mismatch to the median of those just before.
     ``loss_spikes`` is diagnostic.
     """
     table = []
@@ -106,7 +106,7 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
         mismatch, ended = run.mismatch.to_numpy(), run.event.iloc[-1]
         finite = mismatch[np.isfinite(mismatch)]
         starts = onsets(mismatch, rule)
-        end = {len(run) - 1} if ended else set()  # one event, also where the end is an onset
+        end = {len(run) - 1} if ended else set()  # one event, even if the end is an onset
         table.append(
             {
                 "policy": policy,
@@ -133,7 +133,7 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
 def chosen_ratio(steps: pd.DataFrame, target: float = 12.0) -> float:
     """The spike ratio at which policy ``none`` has about ``target`` onsets per run (``ratio_of_rate``).
 
-    It is the release's ratio where the mismatch of ``none`` never rises above the median of the values before.
+    It is the release's ratio if the mismatch of ``none`` never rises above the median of the values before.
     """
     runs = [run.mismatch.to_numpy() for _, run in steps[steps.policy == "none"].groupby("seed")]
     return ratio_of_rate(runs, target) if peak_ratio(steps) > 1 else SpikeRule().ratio
@@ -155,7 +155,7 @@ def firing_steps(policy: Released, signals: np.ndarray) -> list[int]:
 
 
 def regime(steps: pd.DataFrame, policy: Released, layers: int) -> dict[str, float]:
-    """True if runs of policy ``none`` leave ``policy`` the occasions that the controllers have in the paper.
+    """Numbers that show if runs of ``none`` give ``policy`` the occasions that the controllers have in the paper.
 
     ``steps`` are rows of ``step_rows``; ``layers`` is the number of blocks. Counts of runs: the trigger fires at each
     of the first steps, up to a round over all blocks; the loss falls; the run ended early. Means over runs: firing
@@ -181,7 +181,7 @@ def regime(steps: pd.DataFrame, policy: Released, layers: int) -> dict[str, floa
 
 
 def ledger(policy: Released, layers: int, steps: int) -> dict[str, object]:
-    """What the limits of ``policy`` force in a run of ``steps`` on ``layers`` blocks (``theory.forced_budget``)."""
+    """Numbers that the limits of ``policy`` force in ``steps`` on ``layers`` blocks (``theory.forced_budget``)."""
     limits = layers, policy.max_actions_per_step, policy.cooldown_steps, policy.max_total_actions
     forced = theory.forced_protection(*limits)
     count = theory.protected_layer_steps(layers, policy.max_actions_per_step, policy.warmup_steps, steps)

@@ -1,10 +1,10 @@
-"""Where in a window the rounding errors arise that matter, where they end, and what signals say of its second half.
+"""Positions in a window at which errors arise and end, and the agreement of signals with its second half's mismatch.
 
 ``python -m fragility_lab.experiments.positions --model MODEL --data TEXT --results FOLDER`` leaves two tables in
-``outputs/FOLDER/tables``. ``sinks_positions`` has, by position, the share of the predicted squared error that kernels
-make there, and the share of the measured one that final states have there. ``sinks_middle`` has the correlation of
-signals with the mismatch of second halves of windows, where a text goes on and no sink counts. All windows are of the
-half of the text that found nothing (``sinks``).
+``outputs/FOLDER/tables``. ``sinks_positions`` has two shares by position: that of kernels in the predicted squared
+error, and that of final states in the measured one. ``sinks_middle`` has the correlation of signals with the mismatch
+of second halves of windows, in which the text goes on and no sink counts. All windows are from the half of the text on
+which ``travel`` was not chosen (``sinks``).
 """
 
 import argparse
@@ -45,9 +45,9 @@ class PositionSquares:
         self.recorder.observer = self.observe
 
     def observe(self, place: int, products: Tensor) -> None:
-        """Add ``products`` (P, ..., T, d) of a kernel, or those of an activation, which are flat, (P, T d).
+        """Add ``products`` of a kernel, (P, ..., T, d), or of an activation, (P, T d).
 
-        Results that have no position are left out.
+        Results without positions are left out.
         """
         if products.ndim == 2 and products.shape[1] % self.length == 0:
             products = products.unflatten(1, (self.length, -1))
@@ -73,9 +73,9 @@ def grouped(by_position: np.ndarray) -> list[float]:
 def position_rows(inputs: Inputs, low: LowPrecision, windows: Tensor) -> pd.DataFrame:
     """One row per group of positions, for ``windows`` (B, T) that do not overflow.
 
-    ``tokens`` is its share of the positions, ``attention`` and ``other`` what kernels at these positions add to the
-    predicted squared error of the final states, both together 1 over all groups; ``measured`` what final states at
-    these positions have of the measured one, as the mean of the windows' shares.
+    ``tokens`` is the group's share of the positions. ``attention`` and ``other`` are the shares of kernels at these
+    positions in the predicted squared error of the final states; over all groups both add up to 1. ``measured`` is the
+    share of final states at these positions in the measured squared error, mean over windows.
     """
     estimate = Adjoint(low, inputs.model, gradients="low")
     squares, places, measured = PositionSquares(estimate, windows.shape[1]), None, []
@@ -95,9 +95,9 @@ def position_rows(inputs: Inputs, low: LowPrecision, windows: Tensor) -> pd.Data
 
 @torch.no_grad()
 def middle_rows(inputs: Inputs, low: LowPrecision, windows: Tensor) -> Iterator[dict[str, float]]:
-    """The signals of each of ``windows`` (B, 2 T), and the mismatch of its last T positions, which alone count.
+    """The signals of each of ``windows`` (B, 2 T), and the mismatch of its last T positions.
 
-    ``*_counted`` are taken over these positions, other signals over the whole window.
+    The signals ``*_counted`` are taken over these positions, other signals over the whole window.
     """
     monitor, half = Monitor(low), windows.shape[1] // 2
     for tokens in progress(windows[:, None], desc="middle"):
@@ -117,7 +117,7 @@ def middle_rows(inputs: Inputs, low: LowPrecision, windows: Tensor) -> Iterator[
 
 
 def correlations(windows: pd.DataFrame) -> pd.DataFrame:
-    """Pearson of each signal with the mismatch, and the middle 95 % of RESAMPLES draws of windows."""
+    """Pearson's correlation of each signal with the mismatch, and the middle 95 % over RESAMPLES draws of windows."""
     own = windows[np.isfinite(windows.mismatch)]
     draws = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
     rows = [

@@ -1,4 +1,4 @@
-"""How alike two scores rank the blocks of a window (protocol section 5, E3).
+"""Agreement of two scores on the ranks of a window's blocks (protocol section 5, E3).
 
 Scores are arrays (..., L), one row per window. A larger score means a more important block. Every function compares
 along the last axis and broadcasts over the other axes.
@@ -32,7 +32,7 @@ def pairwise_accuracy(first: ArrayLike, second: ArrayLike) -> np.ndarray:
 
 
 def top_overlap(first: ArrayLike, second: ArrayLike, count: int) -> np.ndarray:
-    """Share (...) of the ``count`` largest values (..., L) that both scores have in common. The first of a tie wins."""
+    """Share (...) of the ``count`` largest values (..., L) that both scores have in common; ties go by position."""
     count = min(count, np.shape(first)[-1])
     a, b = (np.argsort(np.argsort(ranks(x), axis=-1, kind="stable"), axis=-1) < count for x in (first, second))
     return (a & b).sum(-1) / count

@@ -1,4 +1,4 @@
-"""Other realisations of rounding: the same function, nearly, with other rounding errors."""
+"""Other realisations of rounding: nearly the same function with other rounding errors."""
 
 import copy
 from typing import TypeVar

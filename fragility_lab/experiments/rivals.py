@@ -47,7 +47,7 @@ def split_windows(inputs: Inputs, length: int, calibration: int, held: int, seed
 class Benchmark:
     """A checkpoint by name, its ``calibration`` and ``held`` windows (B, T), and the ``folder`` of finished answers.
 
-    An answer is that of the same task, whatever the code: empty the folder to run all libraries again.
+    The answer to a finished task is read from the folder, even if the code has changed: empty it to run all again.
     """
 
     model: str
@@ -67,7 +67,7 @@ class Benchmark:
 
     @cached_property
     def paths(self) -> list[str]:
-        """Those of its linear layers, in order."""
+        """Paths of the model's linear layers, in order."""
         return layer_paths(self.loaded)
 
     @cached_property
@@ -76,9 +76,9 @@ class Benchmark:
         return {path: self.loaded.get_submodule(path).weight.numel() for path in self.paths}
 
     def ask(self, ladder: Ladder, kind: str, **more: Any) -> dict[str, Any]:
-        """The answer to a task; in this process where it needs no library, else in one of its own.
+        """The answer to a task. Tasks that need a library run in a process of their own.
 
-        Raises OSError without the libraries' environment, and RuntimeError with the end of what a process said.
+        Raises OSError without the libraries' environment, and RuntimeError with the last words of a process that fails.
         """
         task = {
             "kind": kind,
@@ -115,7 +115,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All methods on one ladder: what they chose and how they score, beside what was measured."""
+    """All methods on one ladder: their choices and scores beside the measured KL."""
 
     benchmark: Benchmark
     ladder: Ladder
@@ -130,7 +130,7 @@ class Comparison:
 
     @cached_property
     def units(self) -> list[list[str]]:
-        """Layers that get one scheme together: as the library has them, or those that read the same input."""
+        """Layers that get one scheme together: the library's units, or the layers that read the same input."""
         found = [answer["units"] for answer in self.methods.values()]
         if any(units != found[0] for units in found):
             raise RuntimeError(f"methods of {self.ladder.library} must have the same units")
@@ -157,9 +157,9 @@ class Comparison:
 
     @cached_property
     def singles(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """Measured KL (units, rungs) of each unit alone, over calibration and held-out windows; and seconds.
+        """Measured KL (units, rungs) of each unit alone, over calibration and held-out windows, and its seconds.
 
-        The dearest rung counts as exact: beside the others its error is small, and to measure it takes as long.
+        The dearest rung counts as exact: its error is small beside the others, and measuring it would take as long.
         """
         places = [(u, r) for u in range(len(self.units)) for r in self.ladder.cheaper]
         plans = [[r if i == u else NO_RUNG for i in range(len(self.units))] for u, r in places]
@@ -182,7 +182,7 @@ class Comparison:
         return best_plans(np.asarray(errors), self.unit_sizes, self.ladder, [bits])[0]
 
     def at_random(self, bits: float, seed: int) -> list[int]:
-        """The cheapest rung for all, then others, drawn for one unit after another as long as ``bits`` allow."""
+        """A random plan: the cheapest rung for all units, then drawn ones, unit by unit, as long as ``bits`` allow."""
         generator, plan = np.random.default_rng(seed), [int(np.argmin(self.ladder.bits))] * len(self.units)
         others = [rung for rung in range(len(self.ladder.bits)) if rung != plan[0]]
         for unit in generator.permutation(len(plan)):
@@ -193,8 +193,8 @@ class Comparison:
     def plans(self) -> pd.DataFrame:
         """One row per plan: KL with its interval, and its difference from the rival's plan at the same budget.
 
-        ``rival`` is the method whose budget it has, ``chosen_by`` who made it, ``choice`` the rungs of all layers, a
-        letter each. ``predicted`` is our prediction for it, ``additive`` the sum of what its units alone measured.
+        ``rival`` is the method whose budget the plan has, ``chosen_by`` its maker, ``choice`` the rungs of all layers,
+        a letter each. ``predicted`` is our prediction for the plan, ``additive`` the sum of its units' KL alone.
         """
         asked = []
         for rival in self.methods or [""]:
@@ -255,7 +255,7 @@ def total(errors: np.ndarray | list, plan: Sequence[int]) -> float:
 def compare_all(
     benchmark: Benchmark, ladders: Sequence[str], shares: Sequence[float], draws: int
 ) -> dict[str, pd.DataFrame]:
-    """Tables by name: ``plans``, ``layers``, ``costs``, and ``refused``, what libraries said to other schemes.
+    """Tables by name: ``plans``, ``layers``, ``costs``, and ``refused``, the answers of libraries to other schemes.
 
     Budgets lie at ``shares`` of the way from the cheapest rung to the dearest.
     """
@@ -277,8 +277,8 @@ def compare_all(
 def summary(plans: pd.DataFrame) -> pd.DataFrame:
     """One row per rival's plan: its KL, ours, the oracle's and the mean of random ones at the same budget.
 
-    ``difference`` is ours minus the rival's, with its interval over windows. ``better`` is "same" where both are one
-    plan, "open" where the interval holds 0, else who has the smaller KL.
+    ``difference`` is ours minus the rival's, with its interval over windows. ``better`` is "same" if both are one plan,
+    "open" if the interval holds 0, else the method with the smaller KL.
     """
     rows = []
     for (ladder, rival, budget), group in plans.groupby(["ladder", "rival", "budget"], sort=False, dropna=False):
@@ -294,7 +294,7 @@ def summary(plans: pd.DataFrame) -> pd.DataFrame:
 
 
 def better(ours: pd.Series, theirs: pd.Series | None) -> str:
-    """Which of two plans has the smaller KL."""
+    """The method whose plan has the smaller KL: "ours", "rival", "same" or "open"; empty without a rival."""
     if theirs is None:
         return ""
     if ours.choice == theirs.choice:
@@ -305,8 +305,8 @@ def better(ours: pd.Series, theirs: pd.Series | None) -> str:
 def ranking(layers: pd.DataFrame) -> pd.DataFrame:
     """Spearman's correlation of every method's scores with the measured KL of single units, by ladder and rung.
 
-    The oracle's is the ceiling: the same measurement on other windows. ``tenth``, ``median`` and ``ninetieth`` are
-    quantiles of our prediction over what was measured.
+    The oracle's correlation is the ceiling: the same measurement on other windows. ``tenth``, ``median`` and
+    ``ninetieth`` are quantiles of our prediction over what was measured.
     """
     rows = []
     for (ladder, rung), group in layers.groupby(["ladder", "rung"], sort=False):

@@ -22,7 +22,7 @@ from fragility_core.surrogates.shadow import Shadow
 
 
 def fuse_activations(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` with one kernel for GPT-2's gelu_new in place of eight, which take a fifth of a training step."""
+    """``model`` with one kernel for GPT-2's gelu_new in place of eight; the eight take a fifth of a training step."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -60,7 +60,7 @@ class ShadowTraining:
     def train_step(self, tokens: Tensor, learning_rate: float) -> tuple[float, float]:
         """Take one optimizer step on ``tokens`` (B, T). Returns the loss in nats per token and the gradient's norm.
 
-        The weights stay as they are if one of the two is not finite.
+        If one of the two is not finite, the weights stay as they are.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -78,7 +78,7 @@ class ShadowTraining:
         return tuple(measured)
 
     def state(self) -> dict:
-        """All that the next steps depend on, except the epsilons and torch's random generators."""
+        """Everything that the next steps depend on, except the epsilons and torch's random generators."""
         return {
             "master": self.master.state_dict(),
             "optimizer": self.optimizer.state_dict(),

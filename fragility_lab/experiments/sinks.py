@@ -1,9 +1,9 @@
-"""Which signals rank the windows of models with attention sinks, on windows that none of them was chosen on.
+"""Agreement of signals with the mismatch in models with attention sinks, on windows that chose none of the signals.
 
 ``python -m fragility_lab.experiments.sinks --model MODEL --data TEXT --results FOLDER`` leaves the tables
-``sinks_windows``, ``sinks_signals`` and ``sinks_layers`` in ``outputs/FOLDER/tables``. What ``travel`` is was
-decided on windows of the first half of each text, in bf16, of 128 tokens. The second half, fp16 and longer windows
-judge it.
+``sinks_windows``, ``sinks_signals`` and ``sinks_layers`` in ``outputs/FOLDER/tables``. The formula of ``travel`` was
+decided on windows of the first half of each text, in bf16, of 128 tokens. It is judged on the second half, in fp16
+and on longer windows.
 """
 
 import argparse
@@ -36,7 +36,7 @@ VARIANTS = ("travel", "travel_rest", "travel_frobenius", "travel_frobenius_rest"
 
 
 def starts(inputs: Inputs, length: int, half: str, count: int) -> list[int]:
-    """Where ``count`` windows begin that are drawn from one ``half`` of the text, or all that there are."""
+    """First tokens of ``count`` windows drawn from one ``half`` of the text, or of all windows if there are fewer."""
     step = length - len(inputs.opening.ids)
     available = len(inputs.stream) // step
     pool = range(available // 2) if half == "first" else range(available // 2, available)
@@ -44,7 +44,7 @@ def starts(inputs: Inputs, length: int, half: str, count: int) -> list[int]:
 
 
 def variants(norms: StreamNorms, unit_roundoff: float) -> dict[str, Tensor]:
-    """``travel`` of each window, and what it is with Frobenius norms, without the first positions, or both; (B,)."""
+    """``travel`` of each window (B,), and its variants: with Frobenius norms, without the first positions, or both."""
     rest = StreamNorms(*(x[..., FIRST:] for x in norms))
 
     def frobenius(of: StreamNorms) -> Tensor:
@@ -75,7 +75,7 @@ def measured(low, model, monitor, realised, tokens: Tensor, passes: int) -> dict
 
 
 def attention_to_first(model, tokens: Tensor) -> np.ndarray:
-    """The mean share of attention that later tokens of ``tokens`` (1, T) give the first one, by block."""
+    """The mean share of attention that later tokens of ``tokens`` (1, T) give to the first token, by block."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -99,14 +99,14 @@ def windows_of(inputs: Inputs, precision: str, length: int, half: str, count: in
 
 
 def correlation(x: np.ndarray, y: np.ndarray, draws: np.ndarray) -> dict[str, float]:
-    """Pearson of ``x`` and ``y`` (N,), with ``low`` and ``high``, the middle 95 % over ``draws`` of windows (D, N)."""
-    drawn = [np.corrcoef(x[i], y[i])[0, 1] for i in draws if len({*i}) > 1]  # one window many times has none
+    """Pearson's correlation of ``x`` and ``y`` (N,), and its middle 95 % over ``draws`` (D, N): ``low``, ``high``."""
+    drawn = [np.corrcoef(x[i], y[i])[0, 1] for i in draws if len({*i}) > 1]  # draws of one window alone have none
     low, high = np.nanquantile(drawn, [0.025, 0.975])
     return {"pearson": stats.pearsonr(x, y).statistic, "low": low, "high": high}
 
 
 def agreement(windows: pd.DataFrame) -> pd.DataFrame:
-    """Pearson with the mean mismatch over realisations and with that of one pass, by setting and signal, and intervals.
+    """Pearson's correlation with the mean mismatch over realisations and with that of one pass, by setting and signal.
 
     Intervals are the middle 95 % over RESAMPLES draws of windows with replacement.
     """
@@ -130,9 +130,9 @@ def agreement(windows: pd.DataFrame) -> pd.DataFrame:
 
 
 def layers_of(rows: list[dict]) -> pd.DataFrame:
-    """By block: the share of the first token in the squared norm of the stream, and in the attention of later ones.
+    """The first token's share in the squared norm of the stream, and in the attention of later tokens, by block.
 
-    Of the stream only windows count that do not overflow.
+    For the stream only windows count that do not overflow.
     """
     share = np.mean([row["first_share"] for row in rows if np.isfinite(row["first_share"]).all()], axis=0)
     drawn = np.mean([row["first_attention"] for row in rows if "first_attention" in row], axis=0)

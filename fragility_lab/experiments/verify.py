@@ -1,7 +1,7 @@
 """Compute a sample of the committed results again: ``make verify``, with SEED= for another sample.
 
-E1 is computed whole. Of E2, E3, X1 and E5 one run each is drawn, computed by the committed profile in an empty folder,
-and set beside its row of the committed tables.
+E1 is computed whole. One run each of E2, E3, X1 and E5 is drawn, computed by the committed profile in an empty folder,
+and compared with its row of the committed tables.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NOISE = 0.05  # by which another CPU, whose kernels round otherwise, may move a 
 
 
 def settings(notebook: str) -> dict:
-    """The values of the committed profile for ``notebook``, with its defaults beside them."""
+    """The values of the committed profile for ``notebook``, completed by the notebook's defaults."""
     return defaults(notebook_path(notebook)) | parameters(notebook, PROFILE, ())
 
 
@@ -80,7 +80,7 @@ IDENTITY = ("precision", "length", "seed", "window", "policy", "margin", "value_
 def beside(committed: pd.DataFrame, computed: pd.DataFrame) -> pd.DataFrame:
     """The numbers of ``computed`` (columns "computed") and of the same rows of ``committed``, one row per number.
 
-    Raises ValueError where ``committed`` lacks a row.
+    Raises ValueError if ``committed`` lacks a row.
     """
     keys = [name for name in IDENTITY if name in computed and name in committed]
     shared = computed.columns.intersection(committed.columns).difference([*keys, "seconds"])
@@ -96,7 +96,7 @@ def beside(committed: pd.DataFrame, computed: pd.DataFrame) -> pd.DataFrame:
 
 
 def judged(name: str, pairs: pd.DataFrame) -> tuple[str, bool]:
-    """What is said of the table ``name``, and whether its numbers are those committed, up to another CPU's noise."""
+    """A line about the table ``name``, and True if its numbers are the committed ones up to another CPU's noise."""
     gap = (pairs.computed - pairs.committed).abs()
     same = gap <= DIGITS * pairs.committed.abs() + 1e-12
     if same.all():
@@ -110,7 +110,7 @@ def judged(name: str, pairs: pd.DataFrame) -> tuple[str, bool]:
 
 
 def main(seed: int) -> int:
-    """Print a line per table; the status is 1 where a number is not the committed one, up to another CPU's noise."""
+    """Print a line per table. The status is 1 if a number is not the committed one up to another CPU's noise."""
     if seed < 0:  # Python's generator takes -1 as 1
         raise SystemExit(f"SEED must be at least 0, got {seed}")
     torch.set_num_threads(1)  # as many as the committed runs had: other threads add up in another order

@@ -63,9 +63,9 @@ class Estimates(DerivedWorker[EstimateSpec]):
     def run(self, spec: EstimateSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows, one per window and place: c^2 (mean over probes), and the window's prediction and mismatch.
 
-        A place is a ``site``, a ``layer`` (-1 outside of blocks), and whether it is a block's output. ``one_probe`` is
+        A place here is a ``site`` in a ``layer`` (-1 outside of blocks); a block's output is apart. ``one_probe`` is
         the prediction from the first probe alone; ``redrawn_mismatch_0`` and so on are mismatches with other roundings
-        (``_redrawn``). Raises FileNotFoundError where E2's run is missing.
+        (``_redrawn``). Raises FileNotFoundError if E2's run is missing.
         """
         rows = self.source.require(spec.source)
         windows = window_rows(rows)
@@ -97,7 +97,7 @@ class Estimates(DerivedWorker[EstimateSpec]):
 
 
 def _redrawn(model: nn.Module, precision: str, execution: str, number: int) -> tuple[nn.Module, LowPrecision]:
-    """The fp32 model with all weights moved by about half a unit roundoff of themselves, and the same lowered.
+    """The fp32 model with all weights moved by about half a unit roundoff of themselves, and the same model lowered.
 
     The moved model computes nearly the same function, but rounds everything differently: to nearest, as in E2.
     """
@@ -143,7 +143,7 @@ def window_table(estimates: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_table(windows: pd.DataFrame) -> pd.DataFrame:
-    """One row per run: agreement of prediction and score with the mismatch, overflows left out and counted."""
+    """One row per run: agreement of prediction and score with the mismatch. Overflows are left out and counted."""
     return by_run(windows, _run_agreement)
 
 
@@ -155,11 +155,11 @@ def _run_agreement(kept: pd.DataFrame) -> dict[str, float]:
 
 
 def _noise(windows: pd.DataFrame) -> dict[str, float]:
-    """How much of the mismatch is the chance of its roundings, from several draws: itself and the redrawn ones.
+    """The part of chance in a mismatch, from several draws of its roundings: the mismatch itself and the redrawn ones.
 
     ``between_draws`` is the mean Pearson correlation of two draws. Its root, the ``ceiling``, is the correlation of the
-    exact expectation with one draw (Spearman 1904). ``adjoint_with_each`` is the correlation of the prediction with
-    one draw, averaged over draws. ``adjoint_with_mean`` is that with their mean, which is less noisy.
+    exact expectation with one draw (Spearman 1904). ``adjoint_with_each`` is the correlation of the prediction with one
+    draw, mean over draws. ``adjoint_with_mean`` is its correlation with the mean of the draws, which is less noisy.
     """
     names = ["mismatch", *(name for name in windows if name.startswith(REDRAWN))]
     draws = windows[names].replace(np.inf, np.nan).dropna()
@@ -187,7 +187,7 @@ def site_shares(estimates: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
-    """The windows of ``patches``, and by name what ranks their blocks: (W, L), and (R, W, L) for ``realisations``."""
+    """The windows of ``patches``, and rankings of their blocks by name: (W, L), and (R, W, L) for ``realisations``."""
     place = [*WINDOW, "layer"]
     inside = estimates[(estimates.layer != OUTSIDE) & ~estimates.block_output]  # a patched block rounds its output too
     rows = patches.merge(inside.groupby(place).c2.sum().reset_index(), on=place).sort_values(place)
@@ -196,15 +196,15 @@ def _ranked_blocks(estimates: pd.DataFrame, patches: pd.DataFrame) -> tuple[pd.D
 
 
 def _alike(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman along the last axis; NaN where effects are not finite."""
+    """Spearman's correlation along the last axis; NaN if effects are not finite."""
     return rankings.agreement(first, second)["spearman"]
 
 
 def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
-    """One row per window: how well score and prediction rank its blocks as patching does.
+    """One row per window: agreement of score and prediction with patching on the ranks of its blocks.
 
     ``patches`` are rows of E3 in which every window was also patched under stochastic rounding. ``average`` compares
-    with the mean effect of the realisations, ``single`` with the effect under rounding to nearest. ``e3.run_table``
+    with the mean effect of the realisations, ``single`` with the effect in rounding to nearest. ``e3.run_table``
     averages over the windows of each run.
     """
     table, scores = _ranked_blocks(estimates, patches)
@@ -216,11 +216,11 @@ def ranking_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFram
 
 
 def realisation_table(estimates: pd.DataFrame, patches: pd.DataFrame) -> pd.DataFrame:
-    """Spearman with effects averaged over 1, 2, 4 ... realisations; tidy, one row per window, count and ranking.
+    """Spearman's correlation with means of effects over 1, 2, 4 ... realisations; a row per window, count and ranking.
 
-    Realisations are split into disjoint groups of the count, and the Spearman values of all groups are averaged.
+    Realisations are split into disjoint groups of the count, and the correlations of all groups are averaged.
     ``ranked_by`` is "adjoint", "score" or "measurement", the average of another group. A ranking that beats
-    "measurement" is worth more than measuring as often once more.
+    "measurement" is worth more than measuring equally often once more.
     """
     windows, scores = _ranked_blocks(estimates, patches)
     realisations = scores["realisations"]

@@ -1,4 +1,4 @@
-"""X1, second half: plans for a budget of blocks or kinds of site, each predicted beforehand and measured.
+"""X1, second half: plans for a budget of blocks or kinds of site, each predicted before it is measured.
 
 Every plan runs on the same windows of E2. The risks of the score come from E2's rows, the effects of patching are
 measured on these windows as in E3, and the greedy choice measures every candidate.
@@ -73,8 +73,8 @@ class Plans(DerivedWorker[PlanSpec]):
         """Tidy rows, one per plan: who chose it, for which budget, its mismatch and its price.
 
         ``predicted`` and ``measured`` are means over windows. ``budget`` counts blocks or kinds of site, as ``unit``
-        says. Windows that overflow count for no plan; where all do, there are no rows. Raises FileNotFoundError where
-        E2's run is missing.
+        says. Windows that overflow count for no plan; if all do, there are no rows. Raises FileNotFoundError if E2's
+        run is missing.
         """
         rows = self.source.require(spec.source)
         finite = rows[~rows.overflow]
@@ -93,7 +93,7 @@ class Plans(DerivedWorker[PlanSpec]):
 
 
 class Trial:
-    """The windows of one run, what is known of their blocks, and the mismatch under every plan tried."""
+    """The windows of one run, the risks and effects of their blocks, and the mismatch under every plan tried."""
 
     @torch.no_grad()
     def __init__(self, worker: Plans, spec: PlanSpec, rows: pd.DataFrame):
@@ -128,7 +128,7 @@ class Trial:
         return self._measured[kept_by(plan)]
 
     def measure_blocks(self, choices: Sequence[Blocks]) -> list[float]:
-        """The same as ``measure``, for the plans that keep these ``choices`` of blocks; all of them run at once."""
+        """The mean mismatches under the plans that keep these ``choices`` of blocks, all in one batch."""
         kept = {choice: kept_by(self.contributions.keep(blocks=choice)) for choice in choices}
         new = [choice for choice in kept if kept[choice] not in self._measured]
         if new:
@@ -139,7 +139,7 @@ class Trial:
         return [self._measured[kept[choice]] for choice in choices]
 
     def plans(self) -> Iterator[tuple[str, int, str, Plan]]:
-        """(unit, budget, chosen by, plan) of all plans."""
+        """All plans, each with its unit, its budget and who chose it: (unit, budget, chosen by, plan)."""
         chosen = [(budget, *choice) for budget in self.spec.blocks for choice in self._choices(budget)]
         self.measure_blocks([(), *(numbers for *_, numbers in chosen)])
         yield "blocks", 0, "none", self.contributions.keep()
@@ -166,7 +166,7 @@ class Trial:
 
 
 def kept_by(plan: Plan) -> tuple:
-    """What ``plan`` keeps in fp32."""
+    """The parts that ``plan`` keeps in fp32, as a key."""
     return plan.modules, plan.residual, plan.scores
 
 
@@ -176,13 +176,13 @@ def kept_by(plan: Plan) -> tuple:
 def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Mean mismatch by who chose the plan, relative to no protection, and the largest error of a prediction.
 
-    One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws. Raises ValueError where
+    One row per unit, budget and chooser, means over runs; ``random`` is the mean of its draws. Raises ValueError if
     there are no rows because every window overflowed.
     """
     if rows.empty:
         raise ValueError("plans need windows with a finite mismatch, got none: every window of E2's runs overflowed")
     by_run = rows.measured.where(rows.chosen_by == "none").groupby([rows[name] for name in IDENTITY])
-    none = by_run.transform("max")  # of the one value that there is
+    none = by_run.transform("max")  # of a single value
     rows = rows.assign(of_none=rows.measured / none, error=(rows.predicted / rows.measured - 1).abs())
     by = rows.groupby(["unit", "budget", "chosen_by"], sort=False)
     return by.agg(
@@ -194,7 +194,7 @@ def plan_table(rows: pd.DataFrame) -> pd.DataFrame:
 def against_baselines(rows: pd.DataFrame) -> pd.DataFrame:
     """Measured mismatch of every other choice over that of the ``adjoint`` plan at equal budget, by run.
 
-    ``random`` is the mean of its draws; of "each" kind of site the best one counts.
+    ``random`` is the mean of its draws. Of the plans that keep "each" kind of site alone, the best one counts.
     """
     measured = rows[rows.chosen_by.ne("none") & rows.chosen_by.ne("head and norms")]
     by = measured.groupby([*IDENTITY, "unit", "budget", "chosen_by"], sort=False).measured

@@ -1,7 +1,7 @@
-"""X2: what quantization does to the next token, predicted and measured; not in the paper.
+"""X2: the effect of quantization on the next token, predicted and measured; not in the paper.
 
 Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. ``x2_flips`` predicts changed tokens,
-``x2_plans`` plans that mix schemes.
+and ``x2_plans`` plans that mix schemes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class Evaluator:
     def measure(self, low: LowPrecision) -> pd.DataFrame:
         """``comparison.compare`` of ``low`` with the fp32 passes: one row per window.
 
-        The fp32 passes are kept for other recipes, where their logits do not take too much memory.
+        The fp32 passes are kept for other recipes, unless their logits take too much memory.
         """
         logits = 4 * self.windows.numel() * self.model.config.get_text_config().vocab_size
         pairs = zip(self.windows[:, None], self.exact if logits <= KEPT else self._passes())
@@ -72,8 +72,8 @@ def recipe_rows(evaluator: Evaluator, name: str, quantities: Sequence[str] = QUA
 def growth_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
     """One row per quantity of the recipe ``name``: how its error grows with the errors inside.
 
-    ``ratio`` is four times the squared error with half of every rounding error, over the whole. It is 1 where the error
-    of the output grows in proportion to the errors inside, as predictions assume.
+    ``ratio`` is four times the squared error with half of every rounding error, over the whole squared error. It is 1
+    if the error of the output grows in proportion to the errors inside, as predictions assume.
     """
     low = lower(evaluator.model, get_recipe(name))
     whole, half = evaluator.measure(low), half_errors(low, evaluator.model, evaluator.windows)
@@ -82,7 +82,7 @@ def growth_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
 
 
 def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray | pd.Series) -> dict[str, object]:
-    """Means over windows, and their ratio with its interval; windows that overflow have no number and do not count."""
+    """Means over windows, and their ratio with its interval. Windows that overflow do not count."""
     found = np.asarray(found)
     known = np.isfinite(predicted) & np.isfinite(found)
     columns = {"recipe": recipe, "quantity": quantity, "windows": int(known.sum())}
@@ -96,8 +96,8 @@ def coherence_rows(evaluator: Evaluator, name: str, probes: int) -> pd.DataFrame
     """One row for the recipe ``name``: the measured KL over the sum of squares, and what explains it.
 
     The slopes are secants, so that signed contributions add up to the error of the passes, apart from ``remainder``.
-    ``overall`` is the measured KL over the sum of squares: ``inside`` of groups of sites times ``between`` them. Each
-    has its standard error over windows. ``pairs`` matter. Where every window overflows the row has the name alone.
+    ``overall`` is the ratio: the factor ``inside`` of groups of sites times the factor ``between`` them. Each has its
+    standard error over windows. ``pairs`` counts pairs that matter. If every window overflows, only the name is there.
     """
     low = lower(evaluator.model, get_recipe(name))
     finite = (observe(low.model, window[None], low).logits.isfinite().all() for window in evaluator.windows)
@@ -114,7 +114,7 @@ def coherence_rows(evaluator: Evaluator, name: str, probes: int) -> pd.DataFrame
 def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
     """One row per group of fused layers: its KL, predicted and measured, if it alone is quantized by a recipe.
 
-    All other kernels compute in fp32: beside bf16 the error of most layers alone could not be seen.
+    All other kernels compute in fp32, since most layers' errors would be lost among those of bf16.
     """
     groups, rows = fused_layers(evaluator.model, evaluator.windows[:1]), []
     recipe = get_recipe(name).beside("fp32")
@@ -129,7 +129,7 @@ def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
 
 
 def layer_agreement(layers: pd.DataFrame) -> pd.DataFrame:
-    """By recipe: Spearman's correlation of predicted and measured KL of single layers, and quantiles of their ratio."""
+    """One row per recipe: Spearman's correlation of single layers' predicted and measured KL, and ratio quantiles."""
     by = layers.groupby("recipe", sort=False)
     table = by.apply(lambda rows: rows.predicted.corr(rows.measured, method="spearman"), include_groups=False)
     quantiles = by.apply(lambda rows: (rows.predicted / rows.measured).quantile([0.1, 0.5, 0.9]), include_groups=False)

@@ -1,4 +1,4 @@
-"""X2: how many next tokens and experts quantization changes, and how soon greedy decoding leaves fp32's text."""
+"""X2: next tokens and experts that quantization changes, and how long greedy decoding keeps to the text of fp32."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,20 +33,20 @@ MIXTURES = (
 
 
 def realised(model: PreTrainedModel, recipe: str) -> tuple[LowPrecision, ErrorSamples]:
-    """``model`` by ``recipe``, and what draws its errors."""
+    """``model`` lowered by ``recipe``, and the samples of its errors."""
     low = lower(model, get_recipe(recipe))
     return low, ErrorSamples(Adjoint(low, model, target="flips", gradients="fp32"))
 
 
 @torch.no_grad()
 def changed_rows(model: PreTrainedModel, windows: Tensor, name: str, draws: int = 1) -> pd.DataFrame:
-    """One row for the recipe ``name``: the share of next tokens that changes, mean over ``windows`` (B, T)."""
+    """One row for the recipe ``name``: the share of next tokens that change, mean over ``windows`` (B, T)."""
     (low, realisations), shares = realised(model, name), []
     for window in windows.split(1):
         exact = logits(model, window)
         with low.running():
             found = low.model(window, use_cache=False).logits
-        if not found.isfinite().all():  # what overflows chooses nothing
+        if not found.isfinite().all():  # an overflow chooses nothing
             shares.append([np.nan, np.nan])
             continue
         changed = found.argmax(-1) != exact.argmax(-1)
@@ -56,10 +56,10 @@ def changed_rows(model: PreTrainedModel, windows: Tensor, name: str, draws: int 
 
 
 def length_rows(model: PreTrainedModel, prompts: Tensor, texts: Tensor, name: str, draws: int = 1) -> pd.DataFrame:
-    """One row for the recipe ``name``: for how many tokens greedy decoding keeps to fp32's, mean over ``prompts``.
+    """One row for the recipe ``name``: number of tokens that greedy decoding shares with fp32, mean over ``prompts``.
 
-    ``texts`` (B, n) are fp32's. Measured is decoding token by token, with a cache of keys and values as the recipe
-    stores them.
+    ``texts`` (B, n) are those of fp32. The measurement decodes token by token, with keys and values stored as the
+    recipe says.
     """
     low, realisations = realised(model, name)
     pairs = [*zip(prompts.split(BATCH), texts.split(BATCH))]
@@ -71,7 +71,7 @@ def length_rows(model: PreTrainedModel, prompts: Tensor, texts: Tensor, name: st
 
 @torch.no_grad()
 def stays_finite(low: LowPrecision, texts: Tensor) -> Tensor:
-    """For each of ``texts`` (B, T) whether its logits in low precision are finite, (B,)."""
+    """Booleans (B,): True if all logits of a text of ``texts`` (B, T) are finite in low precision."""
     with low.running():
         return low.model(texts, use_cache=False).logits.isfinite().flatten(1).all(1)
 
@@ -93,7 +93,7 @@ def random_mixture(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def expert_table(recipes: Sequence[str], windows: int, length: int = 64, draws: int = 1) -> pd.DataFrame:
-    """One row per mixture of MIXTURES and recipe: the share of choices of experts that changes, over random tokens."""
+    """One row per mixture of MIXTURES and recipe: the share of choices of experts that change, over random tokens."""
     generator, rows = torch.Generator().manual_seed(1), []
     tokens = torch.randint(1, SIZES["vocab_size"], (windows, length), generator=generator)
     for config in MIXTURES:

@@ -19,8 +19,8 @@ def plan_rows(evaluator: Evaluator, ladder: Sequence[str], budgets: int) -> pd.D
     """One row per plan: the best choices among a ``ladder`` of recipes under ``budgets`` numbers of bits, measured.
 
     Beside each plan is a random choice with about as many bits (``chosen_by``). ``predicted`` and ``measured`` are KL.
-    The columns that begin with "changed" are the share of changed next tokens. It is predicted from errors of the
-    ladder's first recipe, times the root of the share of its predicted KL that the plan leaves.
+    The columns that begin with "changed" are the share of changed next tokens. This share is predicted from errors of
+    the ladder's first recipe, times the root of the plan's predicted KL over that of the first recipe.
     """
     groups, rows = fused_layers(evaluator.model, evaluator.windows[:1]), []
     predicted_by = predictions(evaluator.model, ladder, evaluator.windows, probes=evaluator.probes)
@@ -52,7 +52,7 @@ def next_token_competitions(evaluator: Evaluator, recipe: str) -> list[Competiti
 
 
 def at_random(known: Choices, bits: float, seed: int) -> Choice:
-    """The smallest schemes, but for those that are drawn, one group after another, and fit into the budget."""
+    """A random choice: the smallest schemes for all groups, then drawn ones, group by group, that fit the budget."""
     generator = np.random.default_rng(seed)
     schemes = known.bits.argmin(1)
     for group in generator.permutation(len(schemes)):

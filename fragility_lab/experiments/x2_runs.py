@@ -32,7 +32,7 @@ class AnalysisSpec(Specification):
     seed: int = 0
     probes: int = 2
     count: int = 1  # budgets of plans, probes of coherence, or tokens that are decoded
-    quantities: tuple[str, ...] = QUANTITIES  # those that recipes are predicted in, each at the price of its own
+    quantities: tuple[str, ...] = QUANTITIES  # targets of recipes, each with a prediction of its own
 
     def __post_init__(self):
         if self.analysis not in ANALYSES:

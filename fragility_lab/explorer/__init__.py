@@ -1,4 +1,4 @@
-"""A picture of a model in which a reader tries plans: what each keeps, what that gains, and what it costs.
+"""A picture of a model in which a reader tries plans: the parts that a plan keeps, its gain, and its cost.
 
 ``terms`` makes the data, ``component`` the HTML with its script, ``build`` a page of its own (``make explorer``).
 """

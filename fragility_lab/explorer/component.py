@@ -1,4 +1,4 @@
-"""The explorer as HTML that stands alone: style, data and script are inside, and nothing is asked of a network."""
+"""The explorer as HTML that stands alone: style, data and script are inside, and nothing is fetched."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ WORDS = {"sites": SITES, "rows": ROWS, "targets": TARGETS, "parents": PARENTS, "
 
 
 def share_of_rows(view: dict) -> list[tuple[str, str]]:
-    """The share of the squared error by block, and of what is outside of blocks, in a ``view`` of ``terms.keeping``."""
+    """The share of the squared error by block, and outside of blocks, in a ``view`` of ``terms.keeping``."""
     target = view["targets"][0]
     squares = np.mean(target["c2"], 0)
     rows: dict[str, float] = {}

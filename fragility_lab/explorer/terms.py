@@ -1,7 +1,7 @@
-"""The data behind the explorer: contributions in so few terms that a browser adds them up for any plan.
+"""The data behind the explorer: contributions, summed to so few terms that a browser adds them up for any plan.
 
-The browser computes what ``Contributions.predict`` and ``Choices.predict`` compute. It needs to know of every term
-which parts remove it. That is asked of ``Contributions.vanishing`` here, one part at a time.
+The browser computes the same as ``Contributions.predict`` and ``Choices.predict``. For every term it needs the parts
+that remove it. ``Contributions.vanishing`` gives them here, one part at a time.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from fragility_adjoint.quantization.operands import weight_schemes
 from fragility_core.models.paths import block_of, within
 
 DIGITS = 6  # significant digits of the numbers that a page carries
-# Which site that can be kept holds what is rounded in which kind of place; scores can be kept alone, too.
+# The site to keep that holds the roundings at each kind of place; scores can be kept alone, too.
 PARENTS = {"norm": "norms", "mlp": "mlp", "router": "mlp", "residual": "residual", "embedding": "embedding"}
 PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
 BUDGETS = 25  # of bits, along a curve
@@ -43,7 +43,7 @@ def rounded(values) -> Any:
 
 
 def target_of(known: Contributions | Choices) -> dict[str, object]:
-    """What is predicted, and whether the squared error itself is."""
+    """The name and unit of the predicted quantity; ``squared`` is True if its squared error itself is predicted."""
     return {"name": known.target.name, "unit": known.target.unit, "squared": known.target.squared}
 
 
@@ -66,7 +66,7 @@ class Parts:
         return [self.number[other] for other in sorted(found, key=len)]
 
     def kept(self, plan: Plan) -> dict[str, object]:
-        """``plan`` by the numbers of its parts. Raises KeyError for a module that is no part."""
+        """The numbers of the parts that ``plan`` keeps, and its flags. Raises KeyError for a module that is no part."""
         flags = {"residual": plan.residual, "scores": plan.scores}
         return {"parts": [self.number[path] for path in plan.modules], **flags}
 
@@ -78,9 +78,9 @@ class Parts:
         return [{"name": name, "parts": [self.number[path] for path in sites[name]]} for name in named]
 
     def price(self) -> list[dict]:
-        """What fp32 parameters add in bytes: ``all`` if every owner of a group of them is kept, else ``some``.
+        """Bytes that fp32 parameters add, by group: ``all`` if each owner of the group is kept, ``some`` if not each.
 
-        An owner is kept if one of its ``parts`` is, or, being a norm that reads the stream, beside an fp32 stream.
+        An owner is kept if one of its ``parts`` is. A norm that reads the stream is also kept beside an fp32 stream.
         """
         model, recipe = self.known.model, self.known.recipe
         stored = weight_schemes(model, recipe)
@@ -103,11 +103,11 @@ class Parts:
 
 
 def places_table(parts: Parts, known: Contributions) -> pd.DataFrame:
-    """The places of ``known`` with what removes each of them: columns ``parts``, ``stream_kept``, ``scores_kept``.
+    """The places of ``known``, with columns that say what removes them: ``parts``, ``stream_kept``, ``scores_kept``.
 
-    ``parts`` has a pair for every part that contains the place, outermost first: its number, and a code. Bit 0 of
-    the code says whether the place rounds no longer if the part is kept, bit 1 whether so beside an fp32 stream. Of
-    several parts that are kept the outermost decides, and without one the flags do.
+    ``parts`` has a pair for every part that contains the place, outermost first: its number, and a code. Bit 0 of the
+    code is set if the place no longer rounds when the part is kept, bit 1 if so beside an fp32 stream. Of several parts
+    that are kept the outermost decides. If none is kept, the flags decide.
     """
     recipe, weights_only = known.recipe.name, not known.kernels_round
     modules = known.structure.places.module
@@ -128,7 +128,7 @@ def places_table(parts: Parts, known: Contributions) -> pd.DataFrame:
 
 
 def terms(parts: Parts, known: Contributions) -> dict[str, object]:
-    """The terms of one target: places that the same parts remove, in one module, of one kind and site, are one term.
+    """The terms of one target. Places of one module, kind and site that the same parts remove are one term.
 
     ``c2`` (windows, terms) are shares of the square of the target's norm, mean over probes.
     """
@@ -151,9 +151,9 @@ def terms(parts: Parts, known: Contributions) -> dict[str, object]:
 
 
 def orders(parts: Parts, known: Contributions) -> dict[str, list]:
-    """The best plan for every budget by unit: blocks and layers in the order in which they are kept, and sets of sites.
+    """The best plans of ``Contributions.plan``, by unit, for every budget.
 
-    They are those of ``Contributions.plan``.
+    Blocks and layers are in the order in which they are kept; for sites there are sets.
     """
     structure, paths = known.structure, {}
     for unit in ("blocks", "modules"):

@@ -27,8 +27,8 @@ SPREAD = "auto"  # the ``device_map`` of transformers that gives all GPUs about 
 def located(name: str, kind: str = "model", weights: bool = False) -> str:
     """The folder of the model ``name``: an embedded checkpoint's, ``name`` itself, or one in the cache of the hub.
 
-    Without ``weights``, those of a hub's model need not be there. Raises OSError, which says how to go on, where there
-    is no such model.
+    Without ``weights``, the weights of a hub's model need not be there. Raises OSError, which says how to go on, if
+    there is no such model.
     """
     if (place := local(name, kind)) is not None:
         return from_gguf(str(place), kind, weights) if place.is_file() else str(place)
@@ -51,9 +51,9 @@ def from_gguf(name: str, kind: str, weights: bool) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bars while loading or saving takes its seconds: they would stay in the notebook.
+    """A context without progress bars of loading and saving, which would stay in the notebook.
 
-    No reports of transformers either: what matters in them is raised as an error.
+    It also silences reports of transformers; whatever matters in them is raised as an error.
     """
     with ExitStack() as stack:
         stack.callback(logging.set_verbosity, logging.get_verbosity())
@@ -68,15 +68,15 @@ def quiet_loading() -> Iterator[None]:
 
 
 def default_device() -> str:
-    """The name "cuda" where there is a GPU, else "cpu"."""
+    """The name "cuda" if there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_config(name: str) -> PreTrainedConfig:
     """The model's configuration.
 
-    Raises OSError, which says how to go on, where there is none, and ValueError where weights are quantized or a size
-    cannot be.
+    Raises OSError, which says how to go on, if there is none, and ValueError for quantized weights or an impossible
+    size.
     """
     folder = located(name)
     require_described(Path(folder), name)
@@ -91,11 +91,11 @@ def load_model(
 ) -> PreTrainedModel:  # fmt: skip
     """The fp32 model ``name`` in eval mode, from safetensors only and never with remote code.
 
-    ``config`` is its own unless given.
+    ``config`` is the model's own unless given.
     ``device`` is the default one unless given; SPREAD puts parts on all GPUs, as does a ``device_map`` of transformers.
-    Raises OSError, which says how to go on, where the model is not found, or where its weights are not those that its
-    configuration describes. Raises ValueError for weights that are not finite, and where torch may multiply fp32
-    matrices in TF32 or bf16.
+    Raises OSError, which says how to go on, if the model is not found, or if its weights are not those that its
+    configuration describes. Raises ValueError for weights that are not finite, and if torch may multiply fp32 matrices
+    in TF32 or bf16.
     """
     require_exact_products()
     folder, spread = located(name, weights=True), device == SPREAD or isinstance(device, dict)
@@ -117,7 +117,7 @@ def load_model(
 
 
 def require_exact_products() -> None:
-    """Raises ValueError where torch may multiply fp32 matrices in TF32 or bf16: the reference itself would drift."""
+    """Raises ValueError if torch may multiply fp32 matrices in TF32 or bf16: the reference itself would drift."""
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         raise ValueError(
             f'fp32 matrix products must be exact to fp32, but torch is set to "{precision}" precision: call '

@@ -8,7 +8,7 @@ from fragility_lab.inputs.stored import BUFFERS
 
 
 def require_described_weights(model: PreTrainedModel, name: str, info: dict) -> None:
-    """Raises OSError where the checkpoint's weights are not those of ``model``; ``info`` is what loading it said."""
+    """Raises OSError if the checkpoint's weights are not those of ``model``; ``info`` is the report of loading it."""
 
     def some(entries: list[str]) -> str:
         return f"{', '.join(entries[:5])}{' and others' if len(entries) > 5 else ''}"
@@ -33,9 +33,9 @@ def require_described_weights(model: PreTrainedModel, name: str, info: dict) -> 
 
 
 def unread(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """The tensors among ``names`` that lie within a part of ``model``, such as a block, and are none of its own.
+    """The tensors among ``names`` that lie within a part of ``model``, such as a block, but do not belong to the model.
 
-    What lies beside its parts, such as the head of a model that is loaded without one, is not counted.
+    Tensors beside these parts, such as the head of a model that is loaded without one, do not count.
     """
     modules, prefix = {path for path, _ in model.named_modules()}, model.base_model_prefix
     outer = {"", prefix}

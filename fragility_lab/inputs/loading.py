@@ -24,10 +24,10 @@ from fragility_lab.inputs.text import PLAIN, Opening, load_rows, opening, select
 class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
-    Windows of the stream begin with the ``opening``, as the ``tokenizer`` that made it begins a text. ``rounded`` is
-    the same model with weights that somebody else has rounded, if there is one. The weights of an offloaded model stay
-    in ``files`` bytes on the disk, and have no digest, since no run on them is kept. ``dtypes`` says how the weights of
-    each model are stored, by its name.
+    Windows of the stream begin with the ``opening``, the tokens with which the ``tokenizer`` begins a text. ``rounded``
+    is the same model with weights that somebody else has rounded, if there is one. The weights of an offloaded model
+    are ``files`` bytes on the disk. They have no digest, since no run on them is kept. ``dtypes`` has the dtypes of the
+    stored weights of each model, by its name.
     """
 
     model: PreTrainedModel
@@ -57,7 +57,7 @@ class Inputs:
         return {"monitored": "eager", "reference": self.model.config._attn_implementation}
 
     def execution(self, format: str | NumberFormat) -> str:
-        """How the device computes in ``format``: "native" or "emulated"."""
+        """The execution of ``format`` on the device: "native" or "emulated"."""
         return "native" if has_native_kernels(as_format(format), self.device) else "emulated"
 
 
@@ -70,9 +70,9 @@ def load(
     auto_class: type = AutoModel,
     offloaded: bool = False,
 ) -> Inputs:
-    """Load what an experiment needs, and check that it can run. An ``offloaded`` model reads its weights when it runs.
+    """Load model and text of an experiment, and check that it can run. ``offloaded`` models read weights as they run.
 
-    Raises OSError where the model or text is not found. Raises ValueError for windows longer than the model's context,
+    Raises OSError if the model or text is not found. Raises ValueError for windows longer than the model's context,
     a text with fewer windows than asked for, or a tokenizer of another vocabulary.
     """
     config = checkpoints.load_config(model).get_text_config()
@@ -105,7 +105,7 @@ def load(
 
 
 def digest(model: PreTrainedModel, stream: Tensor, opening: Opening = PLAIN) -> str:
-    """Sixteen hexadecimal digits that identify weights, token stream and opening, wherever they were loaded from."""
+    """Sixteen hexadecimal digits that identify weights, token stream and opening, independent of their source."""
     sha = hashlib.sha256(stream.numpy().tobytes())
     sha.update(torch.tensor(opening.ids, dtype=stream.dtype).numpy().tobytes())
     for name, parameter in model.named_parameters():

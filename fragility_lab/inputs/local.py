@@ -1,4 +1,4 @@
-"""The text rows of a local file, read by this machine alone: no cache, no address and no pattern has a part in it."""
+"""The text rows of a local file, read directly: no path is taken for an address or a pattern, and nothing is cached."""
 
 import codecs
 import json
@@ -16,7 +16,7 @@ MARKS = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", co
 
 
 def local_rows(file: str) -> list[str]:
-    """The rows of ``file``, one of READERS by its suffix. Raises OSError where there is none, and ValueError where it
+    """The rows of ``file``, one of READERS by its suffix. Raises OSError if there is none, and ValueError if it
     is empty, in another encoding than UTF-8, or without a column ``text`` of strings.
     """
     if not os.path.isfile(file):
@@ -40,7 +40,7 @@ def local_rows(file: str) -> list[str]:
 
 
 def paragraphs(file: Path) -> list[str]:
-    """The paragraphs of a text in UTF-8, which blank lines divide."""
+    """The paragraphs of a text in UTF-8, divided at blank lines."""
     return [row for row in file.read_text(encoding="utf-8").split("\n\n") if row.strip("\n")]
 
 
@@ -67,7 +67,7 @@ def _json_lines(file: Path) -> Columns:
 
 
 def _json(file: Path) -> Columns:
-    """A list of objects, an object of lists, or lines of objects."""
+    """The rows of JSON: a list of objects, an object of lists, or lines of objects."""
     content = file.read_text(encoding="utf-8")
     try:
         found = _parsed(content)

@@ -29,7 +29,7 @@ def shortened(text: str) -> str:
 def local(name: str, kind: str = "model") -> Path | None:
     """The folder or file of the model ``name`` on this machine: an embedded checkpoint's, or ``name`` itself.
 
-    None for the name of a hub's repository. Raises OSError, which says how to go on, where there is nothing.
+    None for the name of a hub's repository. Raises OSError, which says how to go on, if a path leads nowhere.
     """
     known = embedded_checkpoints()
     if name in known:
@@ -49,7 +49,7 @@ def named_as_path(name: str) -> bool:
 
 
 def named_as_file(name: str) -> bool:
-    """True if ``name`` is that of a GGUF file, which may not be there."""
+    """True if ``name`` is that of a GGUF file, which need not be there."""
     return name.lower().endswith(".gguf")
 
 

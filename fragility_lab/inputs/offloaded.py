@@ -25,7 +25,7 @@ def on_meta(
 ) -> PreTrainedModel:  # fmt: skip
     """The fp32 model ``name`` without weights, on the device "meta"; raises the errors of ``load_config``.
 
-    ``config`` is its own unless given.
+    ``config`` is the model's own unless given.
     """
     config = config or load_config(name)
     try:
@@ -38,7 +38,7 @@ def on_meta(
 def require_fitting(name: str, auto_class: type = AutoModelForCausalLM) -> None:
     """Raises OSError or ValueError unless the files of the model ``name`` hold what its configuration describes.
 
-    Names, shapes and dtypes are read, no weights. What lies on a hub is checked when it is here.
+    Names, shapes and dtypes are read, no weights. Files of a hub are checked once they are here.
     """
     if local(name) is not None:
         fitted(name, auto_class)
@@ -47,9 +47,9 @@ def require_fitting(name: str, auto_class: type = AutoModelForCausalLM) -> None:
 def fitted(
     name: str, auto_class: type, config: PreTrainedConfig | None = None
 ) -> tuple[PreTrainedModel, Checkpoint]:  # fmt: skip
-    """The model ``name`` without weights and the checkpoint that holds those, which are not read.
+    """The model ``name`` without weights, and the checkpoint with its weights, which are not read.
 
-    Raises OSError or ValueError where the two do not fit each other.
+    Raises OSError or ValueError if the two do not fit each other.
     """
     folder = Path(located(name, weights=True))
     stored = require_numbers(folder, name)
@@ -76,9 +76,9 @@ def load_offloaded(
 ) -> PreTrainedModel:  # fmt: skip
     """The fp32 model ``name`` as an offloaded one (``offload.offloaded``), on one ``device`` or on several by module.
 
-    ``config`` is its own unless given.
+    ``config`` is the model's own unless given.
 
-    Raises the errors of ``checkpoints.load_model``; those of weights that are not finite when the weights are read.
+    Raises the errors of ``checkpoints.load_model``. The error of weights that are not finite comes when they are read.
     """
     require_exact_products()
     made, checkpoint = fitted(name, auto_class, config)

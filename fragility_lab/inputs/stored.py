@@ -1,4 +1,4 @@
-"""What the files of a model say, checked before PyTorch is imported: settings, and the tensors in safetensors files."""
+"""The files of a model, checked before PyTorch is imported: settings, and the tensors in safetensors files."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from fragility_lab.inputs.names import local, not_found, shortened
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 NUMBERS = ("F64", "F32", "F16", "BF16")  # the dtypes that need no scale
-# Buffers that older versions of transformers stored beside the weights; no weights are called so.
+# Buffers that older versions of transformers stored beside the weights; no weights have such names.
 BUFFERS = re.compile(
     r"(.*\.)?((attn|attention|self_attn)\.(masked_)?bias|.*inv_freq|position_ids|causal_mask|num_batches_tracked)"
 )
@@ -48,9 +48,9 @@ class Stored:
 
 
 def require_readable(name: str) -> None:
-    """Check all of the model ``name`` that can be known without a heavy import.
+    """Check everything about the model ``name`` that can be known without a heavy import.
 
-    Raises OSError and ValueError, which say how to go on. What lies on a hub is checked when it is here.
+    Raises OSError and ValueError, which say how to go on. Files of a hub are checked once they are here.
     """
     if (place := local(name)) is None:
         return
@@ -62,7 +62,7 @@ def require_readable(name: str) -> None:
 
 
 def settings_of(folder: Path, name: str) -> dict[str, Any]:
-    """The entries of config.json in ``folder``. Raises OSError unless it holds some."""
+    """The entries of config.json in ``folder``. Raises OSError if there are none."""
     file = folder / "config.json"
     try:
         if not file.is_file():
@@ -79,7 +79,7 @@ def settings_of(folder: Path, name: str) -> dict[str, Any]:
 def require_described(folder: Path, name: str) -> None:
     """Raises ValueError unless config.json in ``folder`` has sizes that exist, and describes weights that are numbers.
 
-    Raises OSError where it cannot be read.
+    Raises OSError if it cannot be read.
     """
     settings = settings_of(folder, name)
     for key in ("quantization_config", "compression_config"):
@@ -98,7 +98,7 @@ def require_described(folder: Path, name: str) -> None:
 
 
 def entries(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All numbers among ``settings`` by their names, and those of the dictionaries in it."""
+    """All numbers among ``settings``, and in dictionaries inside, by their names."""
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from entries(value)
@@ -107,7 +107,7 @@ def entries(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_value(key: str, value: float) -> str | None:
-    """What the setting ``key`` must be, where no model can have this ``value``."""
+    """The rule for the setting ``key`` that its ``value`` breaks, in words; empty if a model can have the value."""
     if key.endswith(("eps", "epsilon")):
         return None if math.isfinite(value) and value >= 0 else "a finite number, at least 0"
     if key == "rope_theta":
@@ -115,7 +115,7 @@ def wrong_value(key: str, value: float) -> str | None:
     if not math.isfinite(value):
         return "finite"
     if isinstance(value, float):
-        return None  # the library says what is no whole number
+        return None  # the library refuses numbers that are not whole
     least = 1 if key in (*POSITIVE, *LENGTHS) else 0 if SIZE.fullmatch(key) else None
     if least is not None and value < least:
         return f"at least {least}"
@@ -126,7 +126,7 @@ def wrong_value(key: str, value: float) -> str | None:
 def weight_files(folder: Path, name: str) -> list[Path]:
     """The safetensors files of the model ``name`` in ``folder``, as transformers chooses them.
 
-    Raises OSError where there are none, and for an index of files that are not in the folder.
+    Raises OSError if there are none, and for an index of files that are not in the folder.
     """
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
@@ -167,7 +167,7 @@ def tensors(file: Path) -> dict[str, Stored]:
 
 
 def stored_tensors(folder: Path, name: str) -> dict[str, Stored]:
-    """All tensors in the files of the model ``name`` in ``folder``; raises OSError where a file is not whole."""
+    """All tensors in the files of the model ``name`` in ``folder``; raises OSError if a file is not whole."""
     found: dict[str, Stored] = {}
     for file in weight_files(folder, name):
         try:
@@ -178,10 +178,10 @@ def stored_tensors(folder: Path, name: str) -> dict[str, Stored]:
 
 
 def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
-    """The tensors of the model ``name`` in ``folder``, if their numbers mean what they say.
+    """The tensors of the model ``name`` in ``folder``, if their numbers are its weights.
 
-    Raises OSError where files are not whole. Raises ValueError for numbers that a scale would have to multiply, for
-    such scales, and for a configuration of more blocks than there are tensors.
+    Raises OSError if files are not whole. Raises ValueError for numbers that a scale would have to multiply, for such
+    scales, and for a configuration with more blocks than there are tensors.
     """
     found = stored_tensors(folder, name)
     packed = {key: x.dtype for key, x in found.items() if x.dtype not in NUMBERS and not BUFFERS.fullmatch(key)}

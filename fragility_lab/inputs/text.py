@@ -28,8 +28,8 @@ EMBEDDED_TEXTS = {
 def load_rows(data: str) -> list[str]:
     """The text rows of ``data``: one of EMBEDDED_TEXTS, a local file, or a hub dataset name[:config[:split]].
 
-    Local files are .txt (a row per line), or .jsonl, .json, .csv and .parquet with a column ``text``. Raises OSError
-    where the data is not found, ValueError for another kind of file or one without text.
+    Local files are .txt (a row per line), or .jsonl, .json, .csv and .parquet with a column ``text``. Raises OSError if
+    the data is not found, and ValueError for another kind of file or one without text.
     """
     if data.startswith(EMBEDDED) and data not in EMBEDDED_TEXTS:
         raise ValueError(f"the embedded texts are {', '.join(EMBEDDED_TEXTS)}, got {shortened(data)}")
@@ -69,7 +69,7 @@ def _load_from_hub(name: str, config: str | None = None, split: str = "validatio
 
 @dataclass(frozen=True)
 class Opening:
-    """The tokens that a tokenizer puts in front of every text, by their ids and as they are spelled; often none."""
+    """The tokens that a tokenizer puts in front of every text, often none: their ids and their spelling."""
 
     ids: tuple[int, ...] = ()
     spelled: tuple[str, ...] = ()
@@ -84,9 +84,9 @@ PLAIN = Opening()
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> Opening:
-    """The opening of ``tokenizer``, read off what it does to a text; what it adds at the end is no part of it.
+    """The opening of ``tokenizer``, found by tokenizing a text. Tokens added at the end are no part of the opening.
 
-    Raises ValueError where the text's own tokens are not among those of the text with special tokens.
+    Raises ValueError if the text's own tokens are not among those of the text with special tokens.
     """
     given, bare = (tokenizer("text", add_special_tokens=special)["input_ids"] for special in (True, False))
     for first in range(len(given) - len(bare) + 1):
@@ -110,9 +110,9 @@ def select_windows(
     """Starts and tokens (count, length) of ``count`` windows whose texts do not overlap, in text order.
 
     The ``opening`` begins every window and counts in its length: the rest of a window is a slice of the stream.
-    Where the stream holds more windows, ``seed`` samples them, as the release does. Two seeds then share windows. With
+    If the stream holds more windows, ``seed`` samples them, as the release does. Two seeds then share windows. With
     ``disjoint`` they share none: all windows are shuffled once, and seed s takes the s-th ``count`` of them. Raises
-    ValueError where the stream holds fewer windows, and for a window that holds nothing but the opening.
+    ValueError if the stream holds fewer windows, and for a window that holds nothing but the opening.
     """
     step = length - len(opening.ids)
     if step < 1:

@@ -28,7 +28,7 @@ WINDOWS, LENGTH = 4, 64
 
 @cache
 def signs() -> tuple[np.ndarray, np.ndarray]:
-    """Random signs: one for every draw, and (DRAWS, MOST) of single errors."""
+    """Random signs: one for every draw, and one for each single error, (DRAWS, MOST)."""
     generator = np.random.default_rng(0)
     return generator.choice([-1.0, 1.0], (DRAWS, 1)), generator.choice([-1.0, 1.0], (DRAWS, MOST))
 
@@ -68,7 +68,7 @@ RESULTS = ("z₁ = 2x", "z₂ = 3x", "h₁ = z₁²", "h₂ = z₂²", "y = h₁
 def toy(x: np.ndarray, round: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The five results (..., 5) of the toy for inputs x (...), each passed through ``round``, and their local errors.
 
-    A local error is that of one rounding: the exact result from rounded operands, minus what is stored.
+    A local error is that of one rounding: the exact result from rounded operands, minus the stored result.
     """
     stored: list[np.ndarray] = []
     local: list[np.ndarray] = []
@@ -96,12 +96,12 @@ def rounding(format: str) -> Callable[[np.ndarray], np.ndarray]:
 
 @cache
 def inputs(x: float) -> np.ndarray:
-    """Inputs near x, so that every rounding happens anew: within 25 %."""
+    """Inputs within 25 % of x, each with roundings of its own."""
     return x * np.random.default_rng(0).uniform(0.75, 1.25, 2000)
 
 
 def toy_errors(x: float, format: str) -> pd.DataFrame:
-    """For inputs near ``x`` the ``measured`` error of y, and ``predicted``, the root of the sum of squares."""
+    """One row per input near ``x``: the ``measured`` error of y, and ``predicted``, the root of the sum of squares."""
     near = inputs(x)
     stored, local = toy(near, rounding(format))
     exact, _ = toy(near, lambda values: values)

@@ -1,7 +1,7 @@
 """Notebook 2: rounding errors of one attention head, the bound of Theorem 1 (`thm:attn`), and the steps of its proof.
 
-A head is a triple of queries, keys and values (..., T, d). Leading dimensions are independent draws. The kernels
-accumulate in fp32 and round each result once, as those of a device. Errors are differences from fp64 on the same
+A head is a triple of queries, keys and values (..., T, d). Leading dimensions are independent draws. Like the kernels
+of a device, those here accumulate in fp32 and round each result once. Errors are differences from fp64 on the same
 inputs.
 """
 

@@ -10,9 +10,9 @@ import numpy as np
 class Coding:
     """A function for a student to write.
 
-    ``reference`` is the library's function, ``cases`` are arguments to try. ``mistakes`` are functions that go wrong,
-    by the hint that a student gets who makes the same mistake. ``solution`` is a worked answer as source.
-    ``returns`` says what the function is to return.
+    ``reference`` is the library's function, and ``cases`` are arguments to try. ``mistakes`` are wrong functions, each
+    under the hint for a student who makes the same mistake. ``solution`` is a worked answer as source. ``returns`` says
+    what the function is to return.
     """
 
     reference: Callable
@@ -22,7 +22,7 @@ class Coding:
     returns: str = "return one number"
 
     def check(self, function: Callable) -> str:
-        """What is said to a student's ``function``; an exception inside it is the student's to see."""
+        """The response to a student's ``function``. An exception inside the function is passed on to the student."""
         found = [function(*arguments) for arguments in self.cases]
         right = self._values(self.reference)
         try:

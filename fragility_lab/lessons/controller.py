@@ -1,4 +1,4 @@
-"""Notebook 5: what raising LayerNorm's epsilon changes, and how controllers of epsilon act on a recorded E5 run.
+"""Notebook 5: the effect of a larger epsilon of LayerNorm, and the actions of controllers on a recorded E5 run.
 
 The statistics stay as recorded. Raising epsilon changes neither LayerNorm's output nor anything after it here.
 """
@@ -52,7 +52,7 @@ def first_step() -> pd.DataFrame:
 
 
 def frozen(block: int, exponent: float) -> Picture:
-    """Left: M_LN of ``block`` over epsilon. Right: by which share epsilon = 10^``exponent`` lowers G of each block."""
+    """Left: M_LN of ``block`` over epsilon. Right: the share by which epsilon 10^``exponent`` lowers each block's G."""
     rows, epsilon = first_step(), 10.0**exponent
     table = raised(rows, epsilon).assign(share=lambda t: t.reduction / rows.risk)
     own, here = rows.iloc[[block]], table.iloc[block]
@@ -84,7 +84,7 @@ def frozen(block: int, exponent: float) -> Picture:
 
 
 def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> Picture:
-    """Over the variance: epsilon after the printed update (left), rho_LN before and after it (right)."""
+    """Left: epsilon after the printed update, over the variance. Right: rho_LN before and after the update."""
     rows = first_step()
     width, unit, cap = int(rows.d_model.iloc[0]), 2.0**-precision, 10.0**cap_exponent
     variance = 10.0 ** np.append(np.linspace(-6, 3, 91), variance_exponent)  # the last is the chosen one
@@ -172,7 +172,7 @@ PASSED, FAILED, UNDECIDED = (0.75, 0.87, 0.97), (0.98, 0.82, 0.7), (1.0, 1.0, 1.
 class Inspection(NamedTuple):
     """One inspection by the printed algorithm: the state before it, the rows of its step, the gates of every block.
 
-    ``stop`` (layers,) is the first gate that each block fails, in the algorithm's order, as an index into STOPS.
+    ``stop`` (layers,) has, as an index into STOPS, the first gate in the algorithm's order that each block fails.
     """
 
     state: State
@@ -188,7 +188,7 @@ def with_ratio(rows: pd.DataFrame, precision: int) -> pd.DataFrame:
 
 
 def recorded(run: str, precision: int = 11) -> pd.DataFrame:
-    """The rows of one of RUNS as if it had run with the unit roundoff 2^-``precision`` (it ran in fp16: 11)."""
+    """The rows of one of RUNS as if its unit roundoff had been 2^-``precision``. The run itself was in fp16 (11)."""
     return with_ratio(record.load(RUNS[run]), precision)
 
 
@@ -216,7 +216,7 @@ def released(run: str) -> pd.DataFrame:
 def playground(
     step: int, precision: int, risk: float, dominance: float, target: float, budget: int, cooldown: int, run: str
 ) -> Picture:
-    """Left: what stops each block at every inspection, and where the released controller acts. Right: one inspection.
+    """Left: the gate that stops each block at every inspection, and the release's actions. Right: one inspection.
 
     ``risk`` and ``dominance`` are the logarithms to base 10 of the thresholds. ``cooldown`` counts inspections.
     """
@@ -244,7 +244,7 @@ def playground(
 
 
 def _cells(axes: Axes, shades: np.ndarray, width: float = 1) -> None:
-    """Cells of the colours ``shades`` (rows, columns, 3), the first row on top, each ``width`` wide, from 0 on."""
+    """Cells of the colours ``shades`` (rows, columns, 3), the first row on top, each ``width`` wide, beginning at 0."""
     rows, columns, _ = shades.shape
     axes.grid(False)
     axes.pcolormesh(width * np.arange(columns + 1), np.arange(rows + 1) - 0.5, shades)

@@ -1,4 +1,4 @@
-"""One window of the embedded checkpoint in fp32, observed once for all notebooks that show it."""
+"""One window of the embedded checkpoint in fp32, observed once for all notebooks that show the checkpoint."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -92,7 +92,7 @@ def worst_growth(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 @torch.no_grad()
 def rounding_growth(function: Callable[[Tensor], Tensor], x: Tensor, format: str) -> float:
-    """The factor by which ``function`` makes the error of rounding ``x`` to ``format`` larger."""
+    """The factor by which ``function`` enlarges the error of rounding ``x`` to ``format``."""
     error = get_format(format).round(x).float() - x
     return ((function(x + error) - function(x)).norm() / error.norm()).item()
 
@@ -118,10 +118,10 @@ def _branches(block: Any, *args, **kwargs) -> dict[str, Callable[[Tensor], Tenso
 
 @cache
 def along_input() -> pd.DataFrame:
-    """What both branches of every block do to their input x, and what their Jacobians J do to the same direction.
+    """The gains of both branches of every block on their input x, and of their Jacobians J in the same direction.
 
     ``attention`` and ``mlp`` are ||branch(x)|| / ||x||, which the released estimator of rho takes for gains.
-    ``J attention`` and ``J mlp`` are ||J x|| / ||x||. They are near 0, since LayerNorm takes the scale of x away.
+    ``J attention`` and ``J mlp`` are ||J x|| / ||x||. They are near 0, since LayerNorm removes the scale of x.
     """
     rows = []
     for block, (x, *args), kwargs in calls():

@@ -1,4 +1,4 @@
-"""Notebook 1: the numbers of a format, the error of rounding to them, and how softmax passes errors on."""
+"""Notebook 1: the numbers of a format, the error of rounding to them, and the errors that softmax passes on."""
 
 import math
 from functools import cache
@@ -111,7 +111,7 @@ CODING = Coding(
 
 @cache
 def worst_errors() -> pd.DataFrame:
-    """The largest relative error of rounding in each binade [2^e, 2^{e+1}) and format."""
+    """The largest relative error of rounding, for each binade [2^e, 2^{e+1}) and each format."""
     exponents = np.arange(-30, 21)
     # 2^11 samples a binade: the midpoints of fp16 are among them, and those of the coarser formats.
     numbers = np.ldexp(1 + np.arange(2048) / 2048, exponents[:, None])  # (binades, samples)

@@ -1,4 +1,4 @@
-"""Notebook 3: how LayerNorm amplifies errors, what epsilon changes about it, and the ratio rho_LN."""
+"""Notebook 3: the amplification of errors by LayerNorm, its dependence on epsilon, and the ratio rho_LN."""
 
 from collections.abc import Callable
 from functools import cache
@@ -63,7 +63,7 @@ def bound(x: Tensor, gamma: Tensor, epsilon: float, u: float) -> Tensor:
 
 
 def _mistaken(x: Tensor, gamma: Tensor, epsilon: float, u: float, /, **wrong: Callable) -> Tensor:
-    """``bound`` with some of its factors wrong, each a function of x, gamma and epsilon."""
+    """``bound`` with other factors, to make mistakes. Each factor is a function of x, gamma and epsilon."""
     variance = x.var(correction=0)
     right = {
         "gamma": gamma.abs().max(), "factor": theory.layernorm_factor(variance, epsilon), "input": x.norm(), "u": u,

@@ -24,7 +24,7 @@ START = "Return a copy of the string with all upper case letters made lower case
 
 @lru_cache(maxsize=8)
 def encoded(text: str) -> Tensor:
-    """The tokens (1, T) of ``text``, up to one more than MOST, by which one sees that it is longer; none for blanks."""
+    """The first tokens (1, T) of ``text``, at most MOST and one that shows that the text is longer; none for blanks."""
     if not text.strip():
         return torch.empty(1, 0, dtype=torch.int64)
     return load_tokenizer(EMBEDDED)(text, truncation=True, max_length=MOST + 1, return_tensors="pt").input_ids
@@ -55,7 +55,7 @@ def errors(text: str, format: str) -> np.ndarray:
 
 
 def controls() -> dict[str, ValueWidget]:
-    """A field for the text, a button for each of its tokens, and a menu of formats."""
+    """The controls: a field for the text, a button for each of its tokens, and a menu of formats."""
     text = Text(START, description="your text", continuous_update=False, style=LABEL, layout=WIDE)
     token = buttons("token", _numbered(START), start=0, width="auto")
 
@@ -86,7 +86,7 @@ def everything(text: str, format: str) -> Axes:
 
 
 def depth(text: str, token: int | None, format: str) -> Picture:
-    """Left: the error of all tokens after every block. Right: that of ``token``, in the band of all tokens."""
+    """Left: the error of all tokens after every block. Right: the error of ``token``, in the band of all tokens."""
     if token is None:
         return [], "There is no text yet. Type a few words, and press Enter."
     shares, unit, here = errors(text, format), get_format(format).unit_roundoff, words(text)[token]

@@ -1,4 +1,4 @@
-"""What the pictures of all lessons share: panels, scales, labels and legends, and the slack of a bound."""
+"""The parts that pictures of all lessons share: panels, scales, labels and legends, and the slack of a bound."""
 
 from functools import lru_cache
 from io import BytesIO
@@ -28,7 +28,7 @@ TWO_COLUMNS = {"frameon": False, "fontsize": "small", "loc": "upper right", "nco
 def svg(axes: Axes) -> bytes:
     """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text.
 
-    A lesson that returns the same Axes again has changed nothing in them.
+    The SVG of an Axes is kept, since a lesson that returns the same Axes again has changed nothing in it.
     """
     buffer = BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
@@ -45,10 +45,10 @@ def alternative_text(axes: Axes) -> str:
 
 @style()
 def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axes]:
-    """One Axes for each of ``widths`` (two of 4.8 by default), each in its own figure, so that narrow pages stack them.
+    """One Axes for each of ``widths`` (by default 4.8 twice), in figures of their own, which narrow pages stack.
 
-    Widths, ``height`` and the margin ``right`` are in inches. Pyplot does not know the figures, so callbacks
-    leave none open. Margins are fixed, because a layout engine takes longer than the drawing.
+    Widths, ``height`` and the margin ``right`` are in inches. Pyplot does not know the figures, so that callbacks
+    leave none open. Margins are fixed, since a layout engine takes longer than the drawing.
     """
     row = []
     for width in widths or (4.8, 4.8):
@@ -60,13 +60,13 @@ def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axe
 
 
 def power(value: float, _position: int | None = None) -> str:
-    """A power of ten in at most four letters, so that it leaves room for the label of its axis: "0.01", "10⁻³"."""
+    """A power of ten in at most four characters, such as "0.01" or "10⁻³": the label of the axis needs room."""
     exponent = round(np.log10(value)) if value > 0 else 0
     return f"{value:g}" if abs(exponent) < 3 else f"10{str(exponent).translate(RAISED)}"
 
 
 def log_scale(axes: Axes, directions: str = "xy") -> None:
-    """Few ticks at powers of ten, in plain text: mathtext takes milliseconds a label."""
+    """Set few ticks at powers of ten, in plain text, since mathtext takes milliseconds a label."""
     for direction in directions:
         axes.set(**{f"{direction}scale": "log"})
         axis = getattr(axes, f"{direction}axis")

@@ -1,4 +1,4 @@
-"""Notebook 4: what residual blocks do to an error, alone, in stacks, and in the embedded checkpoint.
+"""Notebook 4: the growth of an error in residual blocks, alone, in stacks, and in the embedded checkpoint.
 
 A block is x -> x + J x with ||J||_2 = rho. A stack is a tensor of Jacobians (L, WIDTH, WIDTH); block 0 is the first.
 """
@@ -48,11 +48,11 @@ def singular_values(jacobian: Tensor) -> Tensor:
 
 
 def course(kind: str, rho: float, blocks: int) -> pd.DataFrame:
-    """What a stack does to an error at its input, one row for each depth 1, ..., ``blocks``.
+    """The growth of an error at the input of a stack, one row for each depth 1, ..., ``blocks``.
 
     ``worst`` is ||prod (I + J)||_2, the growth in the worst direction. ``typical`` is the root mean square of the
-    growth over all directions. ``transport`` is prod (1 + rho), which bounds both. Only for rho < 1: ``condition``,
-    kappa of the product, and its ``condition_bound`` (Corollary 1 (`cor:depth`)).
+    growth over all directions. ``transport`` is prod (1 + rho), which bounds both. For rho < 1 only there are
+    ``condition``, kappa of the product, and its ``condition_bound`` (Corollary 1 (`cor:depth`)).
     """
     norm, factors = torch.linalg.matrix_norm, EYE + jacobians(kind, rho, blocks)
     products = torch.stack(list(accumulate(factors, lambda product, factor: factor @ product)))

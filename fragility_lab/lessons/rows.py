@@ -1,6 +1,6 @@
 """Rows through LayerNorm in a low format: the error, the bound of Proposition 1 (`prop:ln`), the steps of its proof.
 
-Rows are (..., d_model) in fp32, gamma is (d_model,). Kernels round as those of a device. Errors are differences
+Rows are (..., d_model) in fp32, gamma is (d_model,). Kernels round like those of a device. Errors are differences
 from fp64 (``theory.layernorm_path``).
 """
 
@@ -81,7 +81,7 @@ def _normal(*shape: int) -> Tensor:
 
 
 def drawn(variance: float, offset: float, draws: int) -> Tensor:
-    """Normal rows (draws, FEATURES) of exactly this ``variance`` and of mean ``offset`` standard deviations.
+    """Normal rows (draws, FEATURES) with exactly this ``variance`` and a mean of ``offset`` standard deviations.
 
     Avoid standard deviations that are powers of two: dividing by them is exact.
     """

@@ -50,7 +50,7 @@ def choice(label: str, options: Sequence[str], start: str) -> Dropdown:
 
 
 def buttons(label: str, options: Sequence, start: int | str, width: str = "3.4em") -> ToggleButtons:
-    """A button for each of ``options``, values or pairs of text and value, one of them pressed."""
+    """A button for each of ``options``, which are values or pairs of text and value. One button is pressed."""
     style = {"button_width": width}
     return ToggleButtons(options=options, value=start, description=label, style=style, layout={"width": "100%"})
 
@@ -108,7 +108,7 @@ class Explorer:
 class Exercise:
     """A question, the check of an answer to it, a hint, and the worked answer, hidden until asked for.
 
-    A ``solution`` that is a number is met within ``tolerance``, relative. A ``solution`` that is text is one of
+    If the ``solution`` is a number, an answer may be off by the relative ``tolerance``. If it is text, it is one of
     the ``options``. ``question``, ``hint`` and ``explanation`` are HTML.
     """
 
@@ -124,7 +124,7 @@ class Exercise:
             raise ValueError(f"the solution must be one of the options {self.options}, got {self.solution!r}")
 
     def is_right(self, answer: str) -> bool:
-        """True if ``answer`` is right; raises ValueError if it should be a number and is none."""
+        """True if ``answer`` is right; raises ValueError for an answer that should be a number and is not."""
         if self.options:
             return answer == self.solution
         solution = float(self.solution)
@@ -200,7 +200,7 @@ def numbers(answer: str) -> set[float]:
 
 
 def _value(text: str) -> float:
-    """The value of a product or quotient of powers, in percent if it ends so."""
+    """The value of a product or quotient of powers, in percent if it ends with that sign."""
     if text.endswith("%"):
         return _value(text[:-1]) / 100
     first, *divisors = (math.prod(map(_power, part.split("*"))) for part in text.split("/"))

@@ -93,7 +93,7 @@ def passed(format: str) -> WindowPass:
 
 
 def predicted_error(magnitudes: list[float], gains: list[float], u: float) -> Tensor:
-    """u sum_k M_k prod_{j > k} (1 + rho_j), which is Theorem 3 (`thm:unified`) times the norm of the hidden state."""
+    """The sum u sum_k M_k prod_{j > k} (1 + rho_j): Theorem 3 (`thm:unified`) times the norm of the hidden state."""
     return theory.mismatch_bound(torch.tensor(magnitudes), torch.tensor(gains), torch.tensor(1.0), u)
 
 
@@ -210,7 +210,7 @@ def block_score(block: int, format: str) -> Picture:
 
 
 def _entry(block: Block) -> Callable:
-    """A hook that appends to the batch what the block makes of the first window's input under each of EPSILONS."""
+    """A hook that appends to the batch the block's outputs for the first window's input under each of EPSILONS."""
 
     def hook(module, args, kwargs, output):
         joined = [output]
@@ -227,7 +227,7 @@ def _entry(block: Block) -> Callable:
 def final_states(monitor: Monitor, window: Tensor) -> Tensor:
     """Final hidden states (L, E, T, d_model) with each of EPSILONS in each block alone, in one pass.
 
-    Until its block, a variant equals the plain pass. So each variant enters the batch at its block.
+    A variant equals the plain pass up to its block. So each variant enters the batch at its block.
     """
     with ExitStack() as stack:
         for block in monitor.blocks:
@@ -253,7 +253,7 @@ def raised_epsilons() -> pd.DataFrame:
 
 
 def epsilon(block: int, exponent: int, format: str) -> Picture:
-    """Left: frozen G and measured mismatch over epsilon in ``block``. Right: how far the output itself moves."""
+    """Left: frozen G and measured mismatch over epsilon in ``block``. Right: the change of the output itself."""
     layers, real = passed(format).layers, raised_epsilons().loc[block]
     row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent
     frozen = 1 - raised(row, np.array(EPSILONS)).reduction / row.risk

@@ -36,7 +36,7 @@ class ObservedPass:
     blocks: list[Tensor]
 
     def changed(self, change: Callable[..., Tensor], *others: "ObservedPass") -> "ObservedPass":
-        """The pass with ``change`` applied to each of its tensors, and to those in the same place of ``others``."""
+        """The pass whose tensors are ``change`` of its own ones and of the corresponding ones of ``others``."""
         every = (self, *others)
         blocks = [change(*tensors) for tensors in zip(*(each.blocks for each in every))]
         return ObservedPass(change(*(e.logits for e in every)), change(*(e.final for e in every)), blocks)
@@ -60,7 +60,7 @@ def observe(
     """One pass of ``model`` over ``tokens`` (B, T); in the format of ``low``, if given.
 
     With an ``attention_mask`` (B, T), 1 for tokens and 0 for padding, windows of one length share a pass without
-    padding (``models.padding``). All tensors are 0 there.
+    padding (``models.padding``). All tensors are 0 at padding.
     """
     if attention_mask is not None:
         alike = groups(tokens, attention_mask)
@@ -72,7 +72,7 @@ def observe(
 
 
 def each(run: Callable[[Tensor], Result], windows: Tensor, model: PreTrainedModel, low: LowPrecision | None) -> list:
-    """What ``run`` returns for each of the ``windows`` (B, T) by itself; if ``model`` is streamed, side by side."""
+    """Results of ``run`` for each of the ``windows`` (B, T) by itself; if ``model`` is streamed, they run together."""
     passes = [partial(run, window) for window in windows.split(1)]
     if not is_offloaded(model):
         return [one() for one in passes]
@@ -81,7 +81,7 @@ def each(run: Callable[[Tensor], Result], windows: Tensor, model: PreTrainedMode
 
 
 def observe_each(model: PreTrainedModel, windows: Tensor, low: LowPrecision | None = None) -> list[ObservedPass]:
-    """The same as ``observe``, for ``each`` of the ``windows`` (B, T)."""
+    """The passes of ``observe`` for ``each`` of the ``windows`` (B, T)."""
     return each(lambda window: observe(model, window, low), windows, model, low)
 
 
@@ -90,14 +90,18 @@ def compare(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Two tables: one row per window of ``tokens`` (B, T), and one row per window and block.
 
-    The columns of a window are ``mismatch``, that of the final state; ``kl``, ``median_kl``, ``ninetieth_kl`` and
-    ``largest_kl``, mean, median, 90 % quantile and largest of the tokens' Kullback-Leibler divergences of the
-    low-precision next-token distribution from the reference's, in nats;
-    ``logprob``, the root mean square change of the log probability of the text's next token, in nats;
-    ``changed``, the share of tokens whose most probable next token differs; ``loss`` and ``reference_loss``, the mean
-    next-token cross entropy in nats. The column of a block is ``error``, the relative error of its output. All that
-    comes from probabilities is computed in fp64. Padding, where the ``attention_mask`` (B, T) is 0, counts nowhere.
-    Raises ValueError for passes over other windows than ``tokens``, and the errors of ``padding.spans``.
+    The columns of a window are
+
+    - ``mismatch`` of the final state;
+    - ``kl``, ``median_kl``, ``ninetieth_kl``, ``largest_kl``: mean, median, 90 % quantile and largest Kullback-Leibler
+      divergence of a low-precision next-token distribution from the reference's, in nats;
+    - ``logprob``: root mean square change of the log probability of the text's next token, in nats;
+    - ``changed``: share of tokens whose most probable next token differs;
+    - ``loss`` and ``reference_loss``: mean next-token cross entropy, in nats.
+
+    The column of a block is ``error``, the relative error of its output. Numbers from probabilities are computed in
+    fp64. Padding, where the ``attention_mask`` (B, T) is 0, counts nowhere. Raises ValueError for passes over other
+    windows than ``tokens``, and the errors of ``padding.spans``.
     """
     if attention_mask is not None:
         alike = groups(tokens, attention_mask)
@@ -124,7 +128,7 @@ def compare(
 
 
 def ratio(predicted: np.ndarray, found: np.ndarray) -> dict[str, float]:
-    """The ratio of the means over windows with its 95 % interval: Student's, of residuals (Cochran 1977, chapter 6)."""
+    """The ratio of the means over windows, and its 95 % interval: Student's, of residuals (Cochran 1977, chapter 6)."""
     mean = predicted.mean() / found.mean() if found.mean() else np.nan
     if len(found) < 2 or np.isnan(mean):
         return {"ratio": mean, "low": np.nan, "high": np.nan}
@@ -134,7 +138,7 @@ def ratio(predicted: np.ndarray, found: np.ndarray) -> dict[str, float]:
 
 
 def numbered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """One table of ``tables`` of one window or more, which each number theirs from 0 in the column ``window``."""
+    """One table of several, with windows numbered through; each of ``tables`` numbers its windows from 0."""
     found, first = [], 0
     for table in tables:
         found.append(table.assign(window=table.window + first))
@@ -143,10 +147,10 @@ def numbered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
 
 
 class ByToken(NamedTuple):
-    """What low precision does at every position: ``kl`` in nats and whether the most probable token is ``changed``.
+    """Effects of low precision at every position: ``kl`` in nats, and ``changed`` for another most probable token.
 
-    Both are (B, T). ``logprob`` and ``exact_logprob`` (B, T - 1) are the log probabilities of the text's next token,
-    low and in fp32. All but ``changed`` are in fp64.
+    Both are (B, T). ``logprob`` and ``exact_logprob`` (B, T - 1) are the log probabilities of the text's next token, in
+    low precision and in fp32. All but ``changed`` are in fp64.
     """
 
     kl: Tensor
@@ -158,8 +162,8 @@ class ByToken(NamedTuple):
 def by_token(low: Tensor, exact: Tensor, tokens: Tensor) -> ByToken:
     """The comparison of logits ``low`` and ``exact`` (B, T, vocabulary) over ``tokens`` (B, T), in fp64.
 
-    In fp32 the rounding of log probabilities alone gives a KL of 1e-8 to 1e-7, of either sign, where that of fp16 may
-    be 1e-9. No more than AT_ONCE logits are in fp64 at a time. Raises ValueError for logits of other windows.
+    In fp32 the rounding of log probabilities alone would give a KL of 1e-8 to 1e-7, of either sign, and the KL of an
+    fp16 pass may be 1e-9. At most AT_ONCE logits are in fp64 at a time. Raises ValueError for logits of other windows.
     """
     if not low.shape == exact.shape == (*tokens.shape, exact.shape[-1]):
         raise ValueError(
@@ -186,7 +190,7 @@ class Ranges:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count in all passes inside of this context. With rounded weights only, results need not fit the format."""
+        """Count in all passes inside of this context. If weights alone are rounded, results are not counted."""
         with ExitStack() as stack:
             for path, module in () if self.low.weights_only else self.low.model.named_modules():
                 stack.callback(module.register_forward_hook(self._hook(path)).remove)
@@ -202,10 +206,10 @@ class Ranges:
         return count
 
     def table(self, exact: nn.Module) -> pd.DataFrame:
-        """The modules, and parameters of the fp32 model ``exact``, with their numbers of values out of range.
+        """One row per module, or parameter of the fp32 model ``exact``, with values out of range: how many it has.
 
         ``nonfinite`` values are infinite or NaN, ``saturated`` ones equal the format's largest number. Modules are in
-        the order in which their first pass ended, so the first one is where the overflow began.
+        the order in which their first pass ended, so that the overflow began in the first one.
         """
         paths = list(self.counts)
         summed = (torch.stack(self.counts[path]).sum(0) for path in paths)

@@ -1,4 +1,4 @@
-"""Greedy decoding, token by token, in fp32 and in low precision, and where the two part."""
+"""Greedy decoding, token by token, in fp32 and in low precision, and the token at which the two texts part."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -36,7 +36,7 @@ def agreed(first: Tensor, second: Tensor) -> Tensor:
 def predicted_length(realisations: ErrorSamples, prompts: Tensor, reference: Tensor, draws: int) -> Tensor:
     """The expected number of tokens (B,) for which greedy decoding keeps to the ``reference`` (B, T) after ``prompts``.
 
-    The reference is the greedy text in fp32. At T tokens counting ends.
+    The reference is the greedy text in fp32. The count is T at most.
     """
     text = torch.cat([prompts, reference], 1)[:, :-1]
     changes = next_tokens(realisations, text, draws).probabilities()

@@ -1,7 +1,7 @@
-"""Does the error of the output grow in proportion to the errors inside, as a prediction to first order assumes?
+"""Growth of the output's error with the errors inside: in proportion, as a prediction to first order assumes?
 
-The pass is repeated with half of every rounding error. A mismatch is then half of the whole one, and a KL divergence a
-quarter. Where errors are too large for that, predictions may be off by such a factor.
+The pass is repeated with half of every rounding error. In proportion, the mismatch is half as large, and the KL
+divergence a quarter. If the errors are too large for proportion, predictions may be off by a similar factor.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.measurement.comparison import compare, numbered, observe, ratio
 from fragility_lab.running.environment import progress
 
-TOLERANCE = 0.1  # of a ratio that is called 1
+TOLERANCE = 0.1  # a ratio this far from 1 still counts as 1
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Four times the squared error with half of every rounding error, over the whole: means over windows.
+    """Four times the squared error with half of every rounding error, over the whole squared error: means over windows.
 
-    ``low`` and ``high`` are the 95 % interval. The ratio is 1 where the error grows in proportion.
+    ``low`` and ``high`` are the 95 % interval. The ``ratio`` is 1 if the error grows in proportion.
     """
 
     ratio: float
@@ -34,7 +34,7 @@ class Growth:
 
     @property
     def exponent(self) -> float:
-        """The squared error grows as this power of the size of the errors inside, between half and the whole."""
+        """The power of the size of the errors inside with which the squared error grows, from half to whole errors."""
         return 2 - float(np.log2(self.ratio)) if self.ratio > 0 else np.nan
 
     @property
@@ -65,7 +65,7 @@ def growth(
 ) -> Growth | None:  # fmt: skip
     """How the error grows in the passes over ``tokens`` (B, T), whose ``comparison.compare`` is ``whole``.
 
-    Windows with nonfinite errors do not count; None if no other is left.
+    Windows with nonfinite errors do not count. The result is None if no other window is left.
     """
     measured = np.stack([4 * squared(half_errors(low, model, tokens), target), squared(whole, target)])
     finite = measured[:, np.isfinite(measured).all(0)]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: where rounding changes the choice of experts, measured and predicted."""
+"""Mixtures of experts: choices of experts that rounding changes, measured and predicted."""
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from fragility_core.numerics.nested import together
 class ExpertChoices(TorchFunctionMode):
     """A context that records which experts are chosen for each of ``tokens`` tokens.
 
-    ``experts`` has one tensor (tokens, k) per router, each row ascending. Choices within groups of experts and
-    choices of all experts do not count.
+    ``experts`` has one tensor (tokens, k) per router, with ascending rows. Choices of groups of experts, and routers
+    that take all experts, do not count.
     """
 
     def __init__(self, tokens: int):
@@ -34,7 +34,7 @@ class ExpertChoices(TorchFunctionMode):
 def expert_choices(model: nn.Module, tokens: Tensor) -> list[Tensor]:
     """The experts (B T, k) that each router of ``model`` chooses for ``tokens`` (B, T) by ``torch.topk``.
 
-    An empty list for a model that makes no such choice, or whose routers take all experts.
+    The list is empty for a model that makes no such choice, or whose routers take all experts.
     """
     with ExpertChoices(tokens.numel()) as choices:
         final_hidden(model, tokens)
@@ -42,21 +42,21 @@ def expert_choices(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
 
 def differing(exact: list[Tensor], moved: list[Tensor], tokens: Tensor) -> Tensor:
-    """Where two lists of ``expert_choices`` for ``tokens`` (B, T) differ: (routers, B, T)."""
+    """Booleans (routers, B, T): True if two lists of ``expert_choices`` for ``tokens`` (B, T) differ there."""
     changed = [(a != b).any(-1).view(tokens.shape) for a, b in zip(exact, moved)]
     return torch.stack(together(changed)) if changed else torch.zeros(0, *tokens.shape, dtype=torch.bool)
 
 
 @torch.no_grad()
 def changed_choices(low: LowPrecision, reference: nn.Module, tokens: Tensor) -> Tensor:
-    """Where ``low`` chooses other experts than the fp32 ``reference`` for ``tokens`` (B, T): (routers, B, T)."""
+    """Booleans (routers, B, T): True if ``low`` chooses other experts than the fp32 ``reference`` for ``tokens``."""
     with low.running():
         rounded = expert_choices(low.model, tokens)
     return differing(expert_choices(reference, tokens), rounded, tokens)
 
 
 def predicted_choices(realisations: ErrorSamples, tokens: Tensor, draws: int) -> Tensor:
-    """The share (routers, B, T) of ``draws`` of the errors in which other experts are chosen for ``tokens`` (B, T)."""
+    """The share (routers, B, T) of ``draws`` of the errors that change the experts chosen for ``tokens`` (B, T)."""
 
     def run(model: nn.Module) -> list[Tensor]:
         return expert_choices(model, tokens)

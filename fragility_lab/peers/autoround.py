@@ -20,7 +20,7 @@ from fragility_lab.peers.tasks import BATCH, Chosen, layer_paths
 
 
 def scheme(rung: str) -> Any:
-    """AutoRound's scheme for a rung: a preset, but for MXFP4 weights beside inputs of 16 bits."""
+    """AutoRound's scheme for a rung: a preset, except for MXFP4 weights beside inputs of 16 bits."""
     from auto_round.schemes import QuantizationScheme, preset_name_to_scheme
 
     if rung == MXFP4_WEIGHTS:
@@ -29,7 +29,7 @@ def scheme(rung: str) -> Any:
 
 
 def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
-    """AutoScheme for a list of budgets. It takes its windows from a data set by name; here they are given to it."""
+    """The plans of AutoScheme for a list of budgets. It would load a data set by name; here it is given the windows."""
     from auto_round.auto_scheme import delta_loss
     from auto_round.auto_scheme.gen_auto_scheme import AutoScheme, GenScheme
 
@@ -67,14 +67,14 @@ def losses(rows: Sequence[tuple], rungs: int) -> list[float]:
 
 
 def number(config: dict[str, Any], options: Sequence[Any]) -> int:
-    """Which of the ``options`` a layer's configuration is."""
+    """The number, among the ``options``, of a layer's configuration."""
     return next(
         i for i, option in enumerate(options) if all(config.get(key) == value for key, value in vars(option).items())
     )
 
 
 def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
-    """All layers rounded to nearest, as AutoRound does with no iterations of tuning."""
+    """The model with all layers rounded to nearest, as AutoRound does without iterations of tuning."""
     from auto_round.auto_scheme.utils import apply_quant_scheme
     from auto_round.wrapper import WrapperLinear
 
@@ -90,5 +90,5 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
 
 
 def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
-    """Nothing that was asked of it."""
+    """An empty answer: AutoRound refuses none of the schemes that it was asked for."""
     return {}

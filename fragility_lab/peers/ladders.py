@@ -1,4 +1,4 @@
-"""Which schemes each library chooses from, what a weight takes in each, and which of our recipes is the same."""
+"""Ladders: the schemes from which each library chooses, the bits of a weight in each, and the same recipe of ours."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from fragility_core.numerics.formats import FORMATS, NARROW
 class Rung:
     """One scheme of a ladder: its ``name`` in the library, ``bits`` a weight, and ``ours``, None for fp32.
 
-    Bits leave scales out, as ModelOpt and Olive do; AutoRound is asked to.
+    Bits leave scales out, as ModelOpt and Olive do. AutoRound is told to do the same.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Ladder:
 
     @property
     def title(self) -> str:
-        """By which ``LADDERS`` has it."""
+        """The key of the ladder in ``LADDERS``."""
         return f"{self.library} {self.name}"
 
     @property
@@ -45,7 +45,7 @@ class Ladder:
 
     @property
     def names(self) -> list[str]:
-        """Those of the rungs."""
+        """The names of the rungs."""
         return [rung.name for rung in self.rungs]
 
     @property
@@ -55,7 +55,7 @@ class Ladder:
 
 
 def asymmetric(format: str, size: int) -> Operands:
-    """Weights alone, from the smallest to the largest entry of each group."""
+    """Operands with weights alone, by a scheme from the smallest to the largest entry of each group."""
     return weights_only(Scheme(NARROW[format], "group", size, symmetric=False))
 
 

@@ -1,7 +1,7 @@
 """NVIDIA ModelOpt's AutoQuantize, as of 0.47 (https://github.com/NVIDIA/Model-Optimizer).
 
 "gradient" takes squares of gradient times output error, with the loss of the text's own tokens, and an integer program.
-"kl_div" measures the KL of each layer alone, and quantizes all layers below one threshold, whatever their size.
+"kl_div" measures the KL of each layer alone, and quantizes all layers below one threshold, small and large alike.
 """
 
 import copy
@@ -55,7 +55,7 @@ def rung_name(recipe: Any) -> str:
 
 
 def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
-    """All layers under the quantizers of a configuration; static scales of inputs from the calibration windows."""
+    """The model with all layers under a configuration's quantizers. Static scales of inputs come from calibration."""
     import modelopt.torch.quantization as mtq
 
     config = copy.deepcopy(getattr(mtq, rung))
@@ -63,11 +63,11 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
 
 
 def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
-    """What happens on a CPU with the configurations that have kernels for GPUs alone."""
+    """The errors on a CPU of configurations that have kernels for GPUs alone, by name."""
     found = {}
     for name in NEEDING_CUDA:
         try:
             quantized(model, calibration[:1], name)(calibration[:1], use_cache=False)
-        except Exception as cause:  # of any type: its text is what is asked for
+        except Exception as cause:  # of any type: its text is the answer
             found[name] = f"{type(cause).__name__}: {cause}"
     return found

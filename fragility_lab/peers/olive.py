@@ -1,7 +1,7 @@
 """Olive's selective mixed precision by ``kld_gradient``, as of 0.13 (https://github.com/microsoft/Olive).
 
-Its score is ⟨gradient of the KL at the low point, low weight - high weight⟩ a million weights. Layers are moved to the
-higher rung in this order until the share of low weights is at most what was asked.
+Its score is ⟨gradient of the KL at the low point, low weight - high weight⟩ a million weights. In the order of their
+scores, layers are moved to the higher rung until the share of low weights is at most the one that was asked for.
 """
 
 import copy
@@ -19,7 +19,7 @@ GROUP = 32  # 128 does not divide the 352 inputs of the second embedded checkpoi
 
 
 def quantizer(bits: int, group: int = GROUP) -> Any:
-    """Olive's quantizer of weights, asymmetric as is its default."""
+    """Olive's quantizer of weights, asymmetric by default."""
     from olive.common.quant.utils import WeightQuantizer
 
     return WeightQuantizer(bits=bits, group_size=group, symmetric=False)
@@ -47,7 +47,7 @@ def choose(model: PreTrainedModel, calibration: Tensor, task: dict[str, Any]) ->
 
 
 def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
-    """The weights of all layers under Olive's quantizer."""
+    """The model with the weights of all layers under Olive's quantizer."""
     model, rounding = copy.deepcopy(model), quantizer(int(rung.split()[0]))
     for path in layer_paths(model):
         weight = model.get_submodule(path).weight
@@ -56,7 +56,7 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
 
 
 def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
-    """Its quantizer has integers alone, and groups that divide the inputs of a layer."""
+    """The errors of Olive for other schemes: it has only integers, and groups that divide the inputs of a layer."""
     found = {}
     widths = sorted({model.get_parameter(f"{path}.weight").shape[1] for path in layer_paths(model)})
     trials = {"3 bits": (3, GROUP, widths[0])} | {

@@ -1,4 +1,4 @@
-"""This project's choice, and its schemes as a library that needs no other."""
+"""This project's choice of schemes, and its quantizers in the place of a library's."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chose
 
 
 def best_plans(errors: np.ndarray, sizes: list[int], ladder: Ladder, budgets: list[float]) -> list[list[int]]:
-    """For each budget in bits a weight the plan with the least sum of ``errors`` (units, rungs)."""
+    """The plan with the least sum of ``errors`` (units, rungs) for each budget in bits a weight."""
     errors, bits = np.asarray(errors), np.outer(sizes, ladder.bits) / sum(sizes)
     one_each: Any = np.arange(errors.size).reshape(errors.shape).tolist()
     weights, covers = np.zeros(1), np.zeros((errors.size, 1), dtype=bool)  # nothing else
@@ -37,7 +37,7 @@ def best_plans(errors: np.ndarray, sizes: list[int], ladder: Ladder, budgets: li
 
 
 def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
-    """The weights of all linear layers of blocks rounded; raises ValueError for a rung that rounds inputs."""
+    """The model with rounded weights of all blocks' linear layers; raises ValueError for a rung that rounds inputs."""
     recipe = next(
         r.recipe for ladder in LADDERS.values() if ladder.library == "own" for r in ladder.rungs if r.name == rung
     )
@@ -47,5 +47,5 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
 
 
 def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
-    """Nothing."""
+    """An empty answer: no scheme is refused."""
     return {}

@@ -1,15 +1,15 @@
-"""What a process that drives a library is asked, and how it answers.
+"""Tasks of a process that drives a library, and its answers.
 
 A task is a dictionary that JSON holds: ``kind``, ``model`` (a checkpoint), ``ladder``, and the windows ``calibration``
 (B, T) as lists of tokens. Kinds:
 
 - "choose", with ``method``, ``budgets`` (bits a weight) and, for OURS, ``units``, ``probes`` and ``seed``: the answer
   has ``units`` (lists of paths that get one scheme), ``scores`` (units, rungs), ``plans`` (budgets, units; numbers of
-  rungs), ``seconds`` of a core for all of it, and ``memory``, by how many MiB its peak was above the loaded model.
+  rungs), ``seconds`` of a core for all of it, and ``memory``, MiB of its peak above the loaded model.
 - "measure", with ``held`` windows and ``choices``, each of which gives every linear layer of blocks, in the model's
   order, the number of its rung (NO_RUNG for none): the answer has ``kl`` (choices, windows) in nats a token,
   ``seconds`` for each, and ``paths``.
-- "refuse": the answer is what the library says to schemes that it cannot run here, by name.
+- "refuse": the answer has the errors of the library for schemes that it cannot run here, by name.
 """
 
 import copy
@@ -47,7 +47,7 @@ class Chosen:
 
 
 class Driver(Protocol):
-    """What the module of a library offers."""
+    """The functions that the module of a library offers."""
 
     def choose(self, model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
         """The plans of ``task["method"]`` for ``task["budgets"]``."""
@@ -56,11 +56,11 @@ class Driver(Protocol):
         """A copy of ``model`` with all linear layers of blocks on one rung, under the library's own quantizers."""
 
     def refused(self, model: nn.Module, calibration: Tensor) -> dict[str, str]:
-        """What the library says to schemes that it cannot run here, by name."""
+        """The errors of the library for schemes that it cannot run here, by name."""
 
 
 def linear_model(name: str) -> PreTrainedModel:
-    """The fp32 model ``name`` with GPT-2's ``Conv1D`` as ``nn.Linear``, the same numbers: libraries look for these."""
+    """The fp32 model ``name`` with GPT-2's ``Conv1D`` as ``nn.Linear``, since libraries look for linear layers."""
     model = load_model(name, "cpu", AutoModelForCausalLM)
     for path, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
@@ -131,7 +131,7 @@ def measured(driver: Driver, model: PreTrainedModel, calibration: Tensor, task: 
 
 
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Of all next tokens, (B, T, vocabulary)."""
+    """The log probabilities of all next tokens, (B, T, vocabulary)."""
     return model(tokens, use_cache=False).logits.double().log_softmax(-1)
 
 
@@ -141,9 +141,9 @@ def divergences(model: PreTrainedModel, tokens: Tensor, exact: Tensor) -> list[f
 
 
 def weighed(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What ``call`` returns, its seconds of a core, and by how many MiB the peak of memory rose.
+    """The result of ``call``, its seconds of a core, and the MiB by which the peak of memory rose.
 
-    The peak is that of this process, above what was there before. It is NaN where the system is not Linux.
+    The peak is that of this process, above its memory before the call. It is NaN on systems other than Linux.
     """
     gc.collect()
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")

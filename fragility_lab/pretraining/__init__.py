@@ -1,1 +1,1 @@
-"""How the embedded checkpoint and its texts were made, and how to make them again."""
+"""The making of the embedded checkpoint and its texts, and the programs that make them again."""

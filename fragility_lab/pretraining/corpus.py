@@ -65,7 +65,7 @@ def comments(source: str) -> Iterator[str]:
 
 
 def read_document(path: Path, source: str) -> Document | None:
-    """The documentation of the file at ``path``; None where there is none or the file is not Python 3."""
+    """The documentation of the file at ``path``; None if there is none or the file is not Python 3."""
     try:
         code = path.read_text(encoding="utf-8")
         parts = [*strings(ast.parse(code)), *comments(code)]

@@ -1,1 +1,1 @@
-"""What is shown of the results: tables, figures, claims with their verdicts, and pages."""
+"""The presentation of results: tables, figures, claims with their verdicts, and pages."""

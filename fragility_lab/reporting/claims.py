@@ -1,4 +1,4 @@
-"""The numbers of the paper's experiments, and what it claims of them: ``fragility_lab/assets/report/claims.csv``.
+"""The numbers of the paper's experiments, and its claims about them: ``fragility_lab/assets/report/claims.csv``.
 
 The table has one row per number (protocol section 7). Column ``values`` says how a run's tables give the same number.
 """
@@ -21,14 +21,14 @@ E1_RELEASE = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number of the paper, how to compute it from a run's tables, and the claim that the paper makes of it, if any.
+    """One number of the paper, its computation from a run's tables, and the paper's claim about it, if there is one.
 
     ``values`` is a pandas expression over the table called ``table``; it gives one value per run. A table with a column
     ``policy`` first gets one row per seed (``verdicts.by_seed``). ``paper`` is (mean, standard deviation or None), or
     (runs, all runs) for ``counted`` quantities. ``test`` is a key of ``verdicts.TESTS``: it compares the mean with
-    ``bound``, a number or an expression over the same table. ``smallest`` is the smallest effect of interest, likewise:
-    a mean that is nearer to the bound makes no difference that matters. ``digits`` is the format of the numbers.
-    Quantities that are not ``sampled`` (E1: the same in every run) have no interval.
+    ``bound``, a number or an expression over the same table. ``smallest``, another such, is the smallest effect of
+    interest: a mean that is nearer to the bound makes no difference that matters. ``digits`` is the format of the
+    numbers. Quantities that are not ``sampled`` (E1: the same in every run) have no interval.
     """
 
     experiment: str

@@ -1,6 +1,6 @@
 """The figures of the experiments and of the diagnosis: tidy DataFrame in, matplotlib Axes out.
 
-Importing this module changes no setting of matplotlib. Whatever draws does so inside of ``style``.
+Importing this module changes no setting of matplotlib. Functions that draw run inside of ``style``.
 """
 
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ STYLE = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The settings of every figure, as a context or a decorator. Saving needs them as well as drawing.
+    """The settings of every figure, as a context or a decorator. Drawing needs them, and so does saving.
 
-    ``mpl.rc_context`` would also undo what the first figure of a notebook sets: that the backend shows figures.
+    ``mpl.rc_context`` would also undo a setting of a notebook's first figure: that the backend shows figures.
     """
     before = {name: mpl.rcParams[name] for name in STYLE}
     mpl.rcParams.update(STYLE)
@@ -77,7 +77,7 @@ def png(axes: Axes) -> bytes:
 
 
 def uri(axes: Axes) -> str:
-    """The figure of ``axes`` as an address that holds it; it is closed."""
+    """The figure of ``axes`` as a data address; the figure is closed."""
     image = png(axes)
     plt.close(figure_of(axes))
     return data_uri(image)
@@ -91,7 +91,7 @@ def canvas(width: float = 5.6, height: float = 4.0) -> Axes:
 def finished(
     axes: Axes, x: str | None, y: str | None, title: str = "", log: bool = False, inside: bool = False
 ) -> Axes:
-    """``axes`` with labels, title and a legend, beside or ``inside``; both axes logarithmic with ``log``."""
+    """``axes`` with labels, title and a legend, beside or ``inside``. With ``log`` both axes are logarithmic."""
     axes.set(xlabel=x, ylabel=y, title=title, **({"xscale": "log", "yscale": "log"} if log else {}))
     for axis in (axes.xaxis, axes.yaxis) if log else ():
         plain_log_ticks(axis)
@@ -103,7 +103,7 @@ def finished(
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten, written out; fewer if many or long, more if one alone would be left."""
+    """Set ticks at 1, 2 and 5 times powers of ten, written out: fewer if many or long, more if one alone is left."""
     low, high = axis.get_view_interval()
     powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
 
@@ -132,7 +132,7 @@ def scatter_of_runs(runs: pd.DataFrame, x: str, y: str) -> Axes:
 
 
 def curves(table: pd.DataFrame, x: str, names: dict[str, str]) -> Axes:
-    """The columns that ``names`` lists over column ``x``, by their names in the legend."""
+    """Axes with one curve for each column in ``names``, over column ``x``; ``names`` has their names in the legend."""
     lines = table[[x, *names]].rename(columns=names).melt(x, None, "curve")
     return sns.lineplot(lines, x=x, y="value", hue="curve", style="curve", markers=True, ax=canvas())
 
@@ -178,7 +178,7 @@ def e2_transport(runs: pd.DataFrame) -> Axes:
 
 @style()
 def e2_windows(windows: pd.DataFrame) -> Axes:
-    """Mismatch over score of every window, by window length, a panel a format; numbers are those of column ``name``."""
+    """Mismatch over score of every window, by window length, one panel a format; column ``name`` labels points."""
     kept = windows[~windows.overflow].assign(**{"window length": lambda table: table.length.astype(str)})
     panels, lengths = list(kept.groupby("precision")), [str(length) for length in sorted(kept.length.unique())]
     figure, grid = plt.subplots(
@@ -212,7 +212,7 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
 
 @style()
 def e3_ranks(counts: pd.DataFrame) -> Axes:
-    """How often a block of each rank by the score (rows) has each rank by its exact effect (columns), beside chance."""
+    """Shares of blocks by rank by the score (rows) and rank by the exact effect (columns), beside those of chance."""
     axes, share = canvas(5.6, 4.6), counts / counts.stack().mean()
     colours = {"cmap": "vlag", "norm": mpl.colors.TwoSlopeNorm(1, 0, max(2.0, share.max(axis=None)))}
     label = {"label": "times as often as by chance"}
@@ -230,7 +230,7 @@ FIDELITY = {
 
 @style()
 def e3_fidelity(runs: pd.DataFrame) -> Axes:
-    """How alike the rankings of score and exact effect are, in five measures: a point a run, a line at chance."""
+    """Agreement of the rankings of score and exact effect, in five measures: a point a run, a line at chance."""
     table = with_length(runs).melt(["window length"], [*FIDELITY], "measure", "value")
     axes = canvas(6.4, 3.2)
     sns.stripplot(
@@ -253,7 +253,7 @@ def e3_fidelity(runs: pd.DataFrame) -> Axes:
 
 @style()
 def e3_noise_floor(windows: pd.DataFrame) -> Axes:
-    """Spearman with the exact effects of the score, over that of a second measurement of the effects."""
+    """Spearman's correlation of the score with the exact effects, over that of a second measurement of the effects."""
     axes, ends = canvas(5.4, 4.0), (min(0.0, windows[["spearman", "noise_floor"]].min(axis=None)) - 0.05, 1.0)
     sns.scatterplot(
         with_length(windows), x="noise_floor", y="spearman", hue="window length", style="window length", s=70, ax=axes

@@ -12,7 +12,7 @@ MANY = 26  # bars that lie one below the other
 
 @style()
 def windows(windows: pd.DataFrame, name: str = "mismatch") -> Axes:
-    """The measured error, called ``name``, over the predicted one, a point a window; ``plan`` is its plan."""
+    """The measured error, called ``name``, over the predicted one: a point a window, a colour a ``plan``."""
     axes = canvas(4.6, 4.0)
     sns.scatterplot(windows, x="predicted", y="measured", hue="plan", style="plan", s=70, ax=axes)
     values = windows[["predicted", "measured"]]
@@ -36,9 +36,9 @@ def budgets(curve: pd.DataFrame, bits: float, predicted: float, measured: float 
 
 @style()
 def shares(shares: pd.Series, name: str) -> Axes:
-    """Shares of the squared error, one bar each, in the order given; ``name`` says what the index counts.
+    """Shares of the squared error, one bar each, in the given order; ``name`` is the label of the index.
 
-    More than MANY bars stand upright, and only some of them are labelled.
+    If there are more than MANY bars, they stand upright, and only some are labelled.
     """
     if len(shares) > MANY:
         axes = canvas(4.6, 3.6)
@@ -66,7 +66,7 @@ def drift(drift: pd.DataFrame) -> Axes:
 
 @style()
 def positions(tokens: pd.DataFrame, name: str) -> Axes:
-    """The error of each token, called ``name``, over its position, and the medians; those ``in_tail`` stand out.
+    """The error of each token, called ``name``, over its position, and the medians. Tokens ``in_tail`` stand out.
 
     The columns are ``position``, ``known``, ``predicted`` and ``in_tail``.
     """

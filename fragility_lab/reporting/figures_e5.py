@@ -20,7 +20,7 @@ OUTCOMES = {"onsets": "onsets", "final_mismatch": "final mismatch", "max_mismatc
 
 @style()
 def e5_outcomes(runs: pd.DataFrame) -> Axes:
-    """What came of every run: one panel a quantity, a point a seed, seeds joined across policies, a bar at the mean."""
+    """Outcomes of every run: one panel a quantity, a point a seed, seeds joined across policies, a bar at the mean."""
     table = _with_policy_names(runs)
     policies = list(table.policy.cat.categories)
     figure, grid = plt.subplots(
@@ -45,7 +45,7 @@ SMOOTHED = 15  # steps of the running median
 def e5_course(steps: pd.DataFrame) -> Axes:
     """Mismatch over that under policy ``none`` at the same step: one panel a policy, geometric mean over seeds.
 
-    The dark line is the running median over 15 steps. Without another policy the mismatch of ``none`` itself is shown.
+    The dark line is the running median over 15 steps. If ``none`` is the only policy, its mismatch itself is shown.
     """
     logs = _with_policy_names(steps).assign(mismatch=lambda table: np.log(table.mismatch))
     by_policy = logs.groupby(["policy", "step"], observed=True).mismatch.mean().unstack("policy")

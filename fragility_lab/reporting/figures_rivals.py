@@ -12,7 +12,7 @@ MARKS = {"ours": COLOURS[2], "rival": COLOURS[3], "open": "0.5", "same": "0.8"}
 
 
 def titled(row: pd.Series) -> str:
-    """Which ladder, and whose plans."""
+    """The title of a panel: the ladder, and the method whose plans it shows."""
     return f"{row.ladder}, {row.rival}" if isinstance(row.rival, str) and row.rival else row.ladder
 
 

@@ -33,7 +33,7 @@ def x1_predicted(windows: pd.DataFrame) -> Axes:
 
 @style()
 def x1_agreement(runs: pd.DataFrame) -> Axes:
-    """Pearson with the mismatch of the prediction and of the score, one point a run, by window length."""
+    """Pearson's correlation of prediction and score with the mismatch, one point a run, by window length."""
     columns = {
         "adjoint_pearson": "adjoint",
         "combined_pearson": "score",
@@ -45,7 +45,7 @@ def x1_agreement(runs: pd.DataFrame) -> Axes:
 
 @style()
 def x1_ranking(runs: pd.DataFrame) -> Axes:
-    """Spearman with the patched effect, averaged over realisations, of prediction and score, one point a run."""
+    """Spearman's correlation of prediction and score with the mean patched effect of realisations, one point a run."""
     columns = {"adjoint_average": "adjoint", "score_average": "score"}
     table = runs[["length", *columns]].rename(columns=columns).melt("length", None, "ranked by", "spearman")
     return swarms(table, "spearman", "ranked by", "Spearman with the averaged effect", "X1: who names the right blocks")
@@ -53,7 +53,7 @@ def x1_ranking(runs: pd.DataFrame) -> Axes:
 
 @style()
 def x1_realisations(table: pd.DataFrame) -> Axes:
-    """Spearman with the effect averaged over 1, 2, ... realisations: of prediction, score and another measurement."""
+    """Spearman's correlation of prediction, score and another measurement with the mean effect of 1, 2, ... draws."""
     shown = table.rename(columns={"ranked_by": "ranked by", "length": "tokens"})
     grid = sns.relplot(
         shown, kind="line", x="realisations", y="spearman", col="tokens", hue="ranked by", style="ranked by",
@@ -71,7 +71,7 @@ def x1_realisations(table: pd.DataFrame) -> Axes:
 
 @style()
 def x1_sites(shares: pd.DataFrame) -> Axes:
-    """Share of the error variance by kind of site, one bar per format and window length; small ones together."""
+    """Share of the error variance by kind of site, one bar per format and window length. Small shares are one."""
     ordered = shares[[site for site in SITE_ORDER if site in shares]]
     small = ordered.columns[ordered.max() < SMALL_SHARE]
     ordered = ordered.drop(columns=small).assign(**({"other": ordered[small].sum(axis=1)} if len(small) else {}))

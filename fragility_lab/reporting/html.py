@@ -23,7 +23,7 @@ def template(name: str, **filters) -> Template:
 
 
 def data_uri(png: bytes) -> str:
-    """An address that holds the image itself."""
+    """An address that holds the image itself (a data URI)."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 

@@ -1,4 +1,4 @@
-"""The report: one HTML page that sets the paper beside a run. It is made from the run's tables and figures alone.
+"""The report: one HTML page that shows the paper beside a run. It is made from the run's tables and figures alone.
 
 The same tables and figures give the same bytes.
 """
@@ -70,7 +70,7 @@ def _in_words(claims: pd.Series) -> str:
 
 
 def provenance(experiment: str, records: pd.DataFrame) -> dict[str, str]:
-    """What the ``records`` of one ``experiment`` (``RunStore.records``) say, in a few words."""
+    """The ``records`` of one ``experiment`` (``RunStore.records``) in a few words."""
     executions = records.groupby("precision", sort=False).execution.agg(listed)
     columns = ["model", "data", "device_name", "threads", "monitored", "reference"]
     record = records.reindex(columns=columns).apply(listed)
@@ -92,7 +92,7 @@ def command(results: str, records: pd.DataFrame | None, profile: str | None = No
     """The shell command that makes this run; it names a model or text other than the profile's.
 
     ``results`` is the folder of the results. The Makefile appends ``CUSTOM`` to its name for one's own model or text.
-    Without ``profile``, the folder's name tells the profile; a folder of another name has the Makefile's own profile.
+    Without ``profile``, the name of the folder gives the profile; for another name it is the Makefile's own.
     """
     named = results.removesuffix(CUSTOM)
     profile = profile or (named if named in profile_names() else EMBEDDED)
@@ -108,7 +108,7 @@ def command(results: str, records: pd.DataFrame | None, profile: str | None = No
 
 
 def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
-    """Runs of E5 that ended early, and why."""
+    """Runs of E5 that ended early, with the reasons."""
     found = []
     for name, setting in (("e5_runs", ""), ("e5_scarce_seeds", "six actions, ")):
         runs = tables.get(name, pd.DataFrame(columns=["ended"]))
@@ -124,7 +124,7 @@ def page(
 ) -> str:
     """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML.
 
-    ``others`` are the tables of other checkpoints by name. They give E2's and E3's numbers a column each.
+    ``others`` are the tables of other checkpoints by name. Each gets a column beside E2's and E3's numbers.
     """
     comparison = compare(tables)
     records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
@@ -149,7 +149,7 @@ def page(
 
 
 def write(profile: str) -> Path:
-    """Write ``outputs/<profile>/report.html`` from what lies there, and return its path."""
+    """Write ``outputs/<profile>/report.html`` from the files in that folder, and return its path."""
     path = paths.output_folder(profile) / "report.html"
     checkpoints = embedded_checkpoints() if profile in embedded_checkpoints() else []
     others = {name: read_tables(name) for name in checkpoints if name != profile and (paths.OUTPUTS / name).is_dir()}

@@ -1,4 +1,4 @@
-"""Two sets of results side by side: which verdicts change on another CPU, seed, model or state of the code."""
+"""Two sets of results side by side, and the verdicts that change with CPU, seed, model or state of the code."""
 
 import argparse
 import sys

@@ -1,9 +1,9 @@
 """Write docs/results.md, and the findings in README.md, from the tables of the embedded profile.
 
-``python -m fragility_lab.reporting.results`` (``make docs``) does both. The prose is in two templates in
-``fragility_lab/assets/results``; every number comes from ``outputs/embedded/tables``, those of another CPU from
-``outputs/embedded-amx/tables``, those of a second trained family from ``outputs/embedded-llama/tables``, those of real
-models, where ``make real`` has left any, from folders with their names. No number is typed.
+``python -m fragility_lab.reporting.results`` (``make docs``) writes both. The prose is in two templates in
+``fragility_lab/assets/results``. Numbers come from ``outputs/embedded/tables``, numbers of another CPU from
+``outputs/embedded-amx/tables``, numbers of a second trained family from ``outputs/embedded-llama/tables``, and numbers
+of real models, if ``make real`` has left any, from folders with their names. No number is typed.
 """
 
 import re
@@ -47,7 +47,8 @@ def table(rows: pd.DataFrame) -> str:
 def claims(comparison: pd.DataFrame, seeds: bool = False) -> str:
     """The paper beside the run, one row per quantity (a table of ``verdicts.compare``).
 
-    With ``seeds``: how many there are, how many an undecided claim needs, and whether the interval excludes the paper.
+    With ``seeds``, there are the number of seeds and the number that an undecided claim needs; numbers of the paper
+    that the interval excludes are marked "(outside)".
     """
     rows = shown(comparison.assign(verdict=comparison.verdict.fillna("–")))
     if not seeds:
@@ -85,7 +86,7 @@ def listed(both: pd.DataFrame, second: str) -> str:
 
 
 def other_cpu(tables: Tables, other: Tables) -> dict[str, object]:
-    """Which verdicts differ between the two CPUs."""
+    """The verdicts that differ between the two CPUs, as Markdown."""
     both = reruns.side_by_side({RESULTS: tables["claims"], OTHER: other["claims"]})
     differing = reruns.differing(both)
     return {"claims": len(both), "alike": len(both) - len(differing), "differing": listed(differing, "other CPU")}
@@ -156,12 +157,12 @@ def recipe_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_errors(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """``table`` with each of ``columns`` as text with its standard error, which has a column of its own."""
+    """``table`` with each of ``columns`` as text with its standard error, from the column of that error."""
     return table.assign(**{x: [f"{a:.2f} ± {b:.2f}" for a, b in zip(table[x], table[f"{x}_error"])] for x in columns})
 
 
 def within(tables: Tables) -> dict[str, int]:
-    """For how many recipes of X2 the prediction is as close as was aimed for, by quantity."""
+    """The number of recipes of X2 whose prediction is as close as was aimed for, by quantity."""
     rows = pd.concat([tables["x2_recipes"], tables["x2_flips"]])
     ratios = rows.pivot(index="recipe", columns="quantity", values="ratio")
     aims = {"kl": (0.9, 1.1), "logprob": (0.95, 1.05), "changed": (0.9, 1.1), "length": (0.8, 1.2)}
@@ -175,7 +176,7 @@ def beside(name: str, tables: Tables, second: Tables) -> pd.DataFrame:
 
 
 def quantization(tables: Tables, second: Tables) -> dict[str, object]:
-    """Numbers of X2."""
+    """The numbers of X2 for the template, by name."""
     ratios = tables["x2_recipes"].pivot(index="recipe", columns="quantity", values="ratio")
     plans = tables["x2_plans"]
     measured = plans.assign(number=plans.groupby(["schemes", "chosen_by"]).cumcount())
@@ -206,7 +207,7 @@ def quantization(tables: Tables, second: Tables) -> dict[str, object]:
 
 
 def values(tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[str, object]:
-    """What the templates may use beside ``tables``: tables as Markdown, and numbers computed from several columns."""
+    """Values for the templates beside ``tables``: tables as Markdown, and numbers computed from several columns."""
     runs, signal = tables["x1_runs"], tables["e2_signals"].set_index("signal")
     windows = tables["x1_windows"].query("not overflow")
     plan = tables["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])

@@ -1,4 +1,4 @@
-"""What README and docs/results.md say of real models, from the tables that ``make real`` has left."""
+"""Numbers of real models for README and docs/results.md, from the tables that ``make real`` has left."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ def present() -> dict[str, Tables]:
 
 
 def measured(label: str, tables: Tables) -> dict[str, object]:
-    """What came out on one model, as text; "–" where an experiment's table is missing."""
+    """The results on one model, as text; "–" if the table of an experiment is missing."""
     runs, pearson = (
         tables["e2_runs"].dropna(subset="combined_pearson"),
         tables["e2_signals"].set_index("signal").pearson,
@@ -55,13 +55,13 @@ def left_out(tables: Tables) -> dict[str, object]:
 
 
 def verdicts(tables: Tables) -> pd.DataFrame:
-    """E2's and E3's claims on one model, as readers see them, by experiment and quantity."""
+    """E2's and E3's claims on one model, as text, by experiment and quantity."""
     rows = shown(compare(tables, (*E2, *E3)))
     return rows.assign(verdict=rows.verdict.where(rows.claim != "", "–")).set_index(["experiment", "quantity"])
 
 
 def windows_of(table: str, models: Mapping[str, Tables]) -> str:
-    """The number of windows that the runs of a ``table`` have, in words; those of all ``models`` that have it."""
+    """The number of windows of the runs of a ``table``, in words, for all ``models`` that have it."""
     known = [tables[table] for tables in models.values() if table in tables]
     counts = sorted({count for runs in known for count in runs.windows + runs.overflowed})
     return " or ".join(map(str, counts)) or "no"
@@ -78,7 +78,7 @@ def claims(models: Mapping[str, Tables]) -> pd.DataFrame:
 def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
     """KL under each recipe of X2, one row per model and recipe: predicted, measured, their ratio, and half the errors.
 
-    ``halves`` is four times the KL with half of every error, over the whole (``x2_growth``); missing where not run.
+    ``halves`` is four times the KL with half of every error, over the whole KL (``x2_growth``); missing if not run.
     """
     found = []
     for label, tables in models.items():
@@ -93,7 +93,7 @@ def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[str, object]:
-    """The numbers of the real models beside those of the two small ones; ``real`` is empty where none was run."""
+    """The numbers of the real models beside those of the two small ones; ``real`` is empty if no real model was run."""
     named = {LABELS[name]: found for name, found in real.items()}
     everyone = {"GPT-2, 3 M": tables, "Llama, 3 M": second} | named
     rows = pd.DataFrame([measured(label, found) for label, found in everyone.items()])

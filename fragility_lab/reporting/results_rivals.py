@@ -1,4 +1,4 @@
-"""What docs/results.md says of X2's rivals, from the tables ``x2_rivals*`` of both trained models."""
+"""Numbers of X2's rivals for docs/results.md, from the tables ``x2_rivals*`` of both trained models."""
 
 from collections.abc import Mapping
 
@@ -48,7 +48,7 @@ def predicted(tables: Tables) -> pd.DataFrame:
 
 
 def lost(tables: Tables) -> pd.DataFrame:
-    """One row per budget at which the library's plan is better: KL of the plans, and what their units alone sum to."""
+    """One row per budget at which the library's plan is better: KL of the plans, and sums over their units alone."""
     plans, rows = tables["x2_rivals_plans"], []
     for row in tables["x2_rivals"].query("better == 'rival'").itertuples():
         here = plans[(plans.ladder == row.ladder) & (plans.rival == row.rival) & (plans.budget == row.budget)]
@@ -61,7 +61,7 @@ def lost(tables: Tables) -> pd.DataFrame:
 
 
 def values(tables: Tables, second: Tables) -> dict[str, object]:
-    """What the template uses: both tables for both models, and counts over all budgets of both."""
+    """Values for the template: both tables for both models, and counts over all budgets of both."""
     every = pd.concat([tables["x2_rivals"], second["x2_rivals"]])
     refused = pd.concat([t["x2_rivals_refused"] for t in (tables, second)]).drop_duplicates(ignore_index=True)
     return {

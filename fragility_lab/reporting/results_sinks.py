@@ -1,7 +1,7 @@
 """Write docs/sinks.md and its figures from the tables ``sinks_*``: ``make docs``.
 
-``experiments.sinks`` and ``experiments.positions`` leave them. Every number of the page is of these tables, in
-``outputs/embedded``, ``outputs/embedded-llama`` and the real models'.
+``experiments.sinks`` and ``experiments.positions`` leave these tables in ``outputs/embedded``,
+``outputs/embedded-llama`` and the folders of real models. Every number of the page comes from them.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def present() -> dict[str, Tables]:
 
 
 def of_setting(tables: Tables, setting: tuple) -> pd.DataFrame:
-    """The rows of ``setting`` in ``sinks_signals``, by signal; none where it was not run or overflowed."""
+    """The rows of ``setting`` in ``sinks_signals``, by signal; none if it was not run or overflowed."""
     rows = tables["sinks_signals"]
     return rows[(rows[SETTING] == list(setting)).all(axis=1)].set_index("signal")
 
@@ -79,7 +79,7 @@ def by_setting(models: Mapping[str, Tables], signals: tuple[str, ...]) -> pd.Dat
 
 
 def facts(models: Mapping[str, Tables]) -> pd.DataFrame:
-    """What the first token takes, and how far one pass agrees with the mean over realisations, as text."""
+    """The first token's shares, and the agreement of one pass with the mean over realisations, as text."""
     rows = []
     for label, tables in models.items():
         layers, windows = tables["sinks_layers"], tables["sinks_windows"]
@@ -98,7 +98,7 @@ def facts(models: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def arising(models: Mapping[str, Tables]) -> pd.DataFrame:
-    """One row per group of positions: where errors arise, in attention and elsewhere, and where they end, as text."""
+    """One row per group of positions: shares of errors that arise there, by kernel, and that end there, as text."""
     first = next(iter(models.values()))["sinks_positions"]
     cells = {
         label: [
@@ -119,7 +119,7 @@ def of_middles(models: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def first_shares(models: Mapping[str, Tables]) -> str:
-    """What kernels at the first position add to the predicted squared error, by model, in words."""
+    """The share of kernels at the first position in the predicted squared error, by model, in words."""
     first = {label: t["sinks_positions"].iloc[0] for label, t in models.items()}
     return ", ".join(f"{row.attention + row.other:.0%} ({label})" for label, row in first.items())
 
@@ -159,7 +159,7 @@ def signals_figure(models: Mapping[str, Tables]) -> Axes:
 
 
 def wins(ours: list[pd.DataFrame], scores: list[pd.DataFrame]) -> dict[str, object]:
-    """In how many settings ``travel`` is above the score, and either interval above 0, from their rows by model."""
+    """Numbers of settings: with ``travel`` above the score, and with an interval of either above 0, from their rows."""
     travel, score = pd.concat(ours), pd.concat(scores)
     positive = {"travel": int((travel.low > 0).sum()), "combined": int((score.low > 0).sum())}
     above = int((travel.pearson.to_numpy() > score.pearson.to_numpy()).sum())

@@ -1,4 +1,4 @@
-"""Tables as files, and tables and numbers as readers see them: the paper's beside a run's."""
+"""Tables as files, and tables and numbers as text: the paper's beside a run's."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict",
 
 
 def save_table(table: pd.DataFrame, folder: Path, name: str) -> pd.DataFrame:
-    """Write ``table`` as ``<name>.csv`` with six significant digits, note what wrote it, and return it."""
+    """Write ``table`` as ``<name>.csv`` with six significant digits, note its origin, and return it."""
     write_whole(folder / f"{name}.csv", table.to_csv(float_format="%.6g", index=any(table.index.names)))
     record(folder, name)
     return table
@@ -75,7 +75,7 @@ def cells(rows: pd.DataFrame, columns: list[tuple[str, str, str]]) -> list[list[
 
 
 def shown(comparison: pd.DataFrame) -> pd.DataFrame:
-    """The table of ``verdicts.compare`` as readers see it: all text, with counts such as "17 of 18"."""
+    """The table of ``verdicts.compare`` as text, with counts such as "17 of 18"."""
     return pd.DataFrame([_shown(row) for row in comparison.itertuples()])
 
 

@@ -1,14 +1,14 @@
 """Verdicts on the paper's claims: one table, with the same few tests for every experiment.
 
-A claim about a mean is decided by Student's 95 % interval of the mean over runs; an interval that includes the bound
-decides nothing. An interval within the smallest effect of interest of the bound shows that there is no difference
-that matters (two one-sided tests, Schuirmann 1987). Runs of several formats on the same windows count
-as one. A claim about most runs holds if Wilson's interval of their share lies above 1/2. It does not hold if at most
-half of these runs agree with it.
+A claim about a mean is decided by Student's 95 % interval of the mean over runs. An interval that includes the bound
+decides nothing. An interval that is nowhere farther from the bound than the smallest effect of interest shows that
+there is no difference that matters (two one-sided tests, Schuirmann 1987). Runs of several formats on the same windows
+count as one. A claim about most runs holds if Wilson's interval of their share lies above 1/2. It does not hold if at
+most half of these runs agree with it.
 
-E5's claims are judged by a sequential plan: after 8 seeds, 16, and so on to 64. The first look that decides a claim is
-its verdict; a claim about every run is judged at the last look, as one counterexample refutes it. The intervals of all
-looks together keep 95 % (Bonferroni): each is one of 1 - 0.05/8.
+E5's claims are judged by a sequential plan: after 8 seeds, 16, and so on to 64. The first look that decides a claim
+gives its verdict. A claim about every run is judged at the last look, since one counterexample refutes it. The
+intervals of all looks together keep 95 % (Bonferroni): each has confidence 1 - 0.05/8.
 """
 
 import math
@@ -46,7 +46,7 @@ def judge(test: str, values: np.ndarray, low: float, high: float, bound: float, 
 
     An interval of more than a point within ``smallest`` of the bound shows no difference that matters. Without an
     interval (NaN) no claim holds, but one counterexample refutes a claim about every run. If all values equal the
-    bound, only "equal" holds: where no run differs, nothing is better.
+    bound, only "equal" holds: if no run differs, nothing is better.
     """
     holds, fails = {
         "above": (low > bound, high < bound),
@@ -104,9 +104,9 @@ def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> tup
 
 
 def runs_needed(values: np.ndarray, smallest: float, confidence: float = CONFIDENCE) -> float:
-    """Runs whose interval would be no wider than ``smallest`` on either side, if they scatter as ``values`` (runs,) do.
+    """The number of runs, scattered as ``values`` (runs,), whose interval is at most ``smallest`` wide on either side.
 
-    So many can show that there is no difference that matters, where there is none. NaN without scatter or ``smallest``.
+    So many runs can show that there is no difference that matters. NaN without scatter or ``smallest``.
     """
     values = values[np.isfinite(values)].astype(float)
     if len(values) < LEAST or np.ptp(values) == 0 or smallest <= 0:
@@ -132,7 +132,7 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the runs say of a quantity; without values where there is no run of it."""
+    """The measurement of a quantity in the runs; without values if there is no run of it."""
 
     values: np.ndarray = field(default_factory=lambda: np.empty(0))  # (runs,)
     windows: np.ndarray = field(default_factory=lambda: np.empty(0))  # (runs,), numbers of their sets of windows
@@ -192,7 +192,7 @@ def by_look(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> list[dict
 
 
 def _row(quantity: Quantity, found: Measured, confidence: float = CONFIDENCE) -> dict:
-    """The row of ``quantity`` from what was measured."""
+    """The row of ``quantity`` from its measurement."""
     values, windows, bound = found.values, found.windows, found.bound
     runs = len(values)
     paper, second = quantity.paper or (np.nan, None)
@@ -226,7 +226,7 @@ def _row(quantity: Quantity, found: Measured, confidence: float = CONFIDENCE) ->
 
 
 def remark(quantity: Quantity, values: np.ndarray, independent: int, left_out: int, decided: str, bound: float) -> str:
-    """Why a claim is undecided or its verdict weak; ``independent`` is the number of different sets of windows."""
+    """The reason why a claim is undecided or its verdict weak; ``independent`` counts different sets of windows."""
     runs, reasons = len(values), []
     count = f"{runs} run{'s' * (runs != 1)}" + (f" of {independent} sets of windows" if independent != runs else "")
     if left_out:

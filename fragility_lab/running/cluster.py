@@ -1,4 +1,4 @@
-"""The Dask cluster that computes: one on this machine for the time of an experiment, or any that is named.
+"""The Dask cluster that computes: one on this machine for the time of an experiment, or another that is named.
 
 A worker computes one run at a time, with as many threads as the worker has (``--nthreads``).
 """
@@ -25,8 +25,8 @@ SETTINGS = {
 def connected(workers: int, threads: int | None) -> Iterator[tuple[Client, Callable[[], None]]]:
     """A client of the cluster that ``SCHEDULER=`` names, or of a new one of ``workers`` processes here.
 
-    Also gives a function that starts workers anew which died while they started. Raises OSError where no scheduler
-    answers at the given address.
+    It comes with a function that restarts workers that died while they started. Raises OSError if no scheduler answers
+    at the given address.
     """
     with dask.config.set(SETTINGS):
         if address := named_scheduler():
@@ -79,7 +79,7 @@ def _local(workers: int, threads: int | None) -> Iterator[LocalCluster]:
 
 
 def _replace_failed(cluster: LocalCluster, workers: int) -> None:
-    """Dask starts a dead worker again, unless it died before its start was over."""
+    """Restart workers that died before their start was over; Dask itself restarts only others."""
     failed = sum(worker.status in (Status.failed, Status.closed) for worker in cluster.workers.values())
     if failed > 3 * workers:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Compute what is missing of a set of runs, in parallel where that helps.
+"""Compute the missing ones of a set of runs, in parallel if that helps.
 
 On a CPU, many processes with few threads each are faster than one process with all threads: most kernels of a small
 model are too short to be split. A GPU has one process. Several processes are workers of a Dask cluster.
@@ -24,11 +24,11 @@ def complete(
 ) -> pd.DataFrame:
     """The rows of all runs ``specs``, in their order. Those that ``folder`` lacks are computed and kept there.
 
-    Stale runs are computed again unless they are kept (``RunStore.load``). ``workers`` processes share the runs out;
-    0 means one per core. Where a cluster is named (``SCHEDULER=``), its workers share them out. Each process makes its
-    ``worker(inputs, store, **options)``, which is pickled where there are several. An interrupt keeps every finished
-    run. Raises ValueError where ``paired`` runs would have another number of CPU threads than the finished ones: other
-    threads add up in another order. Raises LostWorkersError as ``spread`` does.
+    Stale runs are computed again unless they are kept (``RunStore.load``). The runs are divided among ``workers``
+    processes (0: one per core), or among the workers of the cluster that ``SCHEDULER=`` names. Each process makes its
+    ``worker(inputs, store, **options)``, which is pickled if there are several. An interrupt keeps every finished run.
+    Raises ValueError if ``paired`` runs would have another number of CPU threads than the finished ones: with other
+    threads sums have another order. Raises LostWorkersError as ``spread`` does.
     """
     store = RunStore(folder)
     by_group: dict[Hashable, list[Specification]] = {}
@@ -67,7 +67,7 @@ def complete(
 
 
 class _Told:
-    """Shows on a bar how far runs are. Work that is done again, as its worker was lost, counts once."""
+    """Shows the progress of runs on a bar. Work that is repeated, since its worker was lost, counts once."""
 
     def __init__(self, bar, finished: int, runs: int):
         self.bar, self.finished, self.runs = bar, finished, runs
@@ -94,7 +94,7 @@ def cores() -> int:
 
 
 def worker_count(asked: int, groups: int, device: torch.device) -> int:
-    """Processes here for ``groups`` groups of runs; ``asked`` = 0 means one per core, and a GPU has one process.
+    """The number of processes here for ``groups`` groups of runs; ``asked`` = 0 means one per core. A GPU has one.
 
     The count depends on all groups, not only on unfinished ones. A resumed experiment therefore computes with as many
     threads as an uninterrupted one, and gets the same values.
@@ -105,14 +105,14 @@ def worker_count(asked: int, groups: int, device: torch.device) -> int:
 
 
 def thread_count(processes: int) -> int:
-    """Threads of each of ``processes`` processes; a single process has as many as PyTorch takes."""
+    """The number of threads of each of ``processes`` processes; a single process has as many as PyTorch takes."""
     return max(1, cores() // processes) if processes > 1 else torch.get_num_threads()
 
 
 def _threads(store: RunStore, finished: Sequence[Specification], count: int) -> int | None:
-    """Threads of each process; None stands for what the workers of a named cluster have.
+    """The number of threads of each process; None stands for the number of a named cluster's workers.
 
-    The paired runs ``finished`` want theirs again.
+    Paired runs need the number of those that are ``finished``.
     """
     then = {store.metadata(spec)["threads"] for spec in finished}
     if named_scheduler():

@@ -1,6 +1,6 @@
-"""What runs here: package versions, the code, the device, and whether the declared dependencies are met.
+"""The environment: package versions, the code, the device, and declared dependencies that are not met.
 
-``python -m fragility_lab.running.environment`` exits 0 where this interpreter satisfies pyproject.toml. Otherwise it
+``python -m fragility_lab.running.environment`` exits 0 if this interpreter satisfies pyproject.toml. Otherwise it
 names what is missing. The Makefile asks before it makes an environment.
 """
 
@@ -46,7 +46,7 @@ def keeps_stale() -> bool:
 
 
 def named_scheduler() -> str:
-    """The address or file of the Dask scheduler whose workers compute; "" where processes here do."""
+    """The address or file of the Dask scheduler whose workers compute; "" if processes on this machine do."""
     return os.environ.get(SCHEDULER, "")
 
 
@@ -54,9 +54,9 @@ def named_scheduler() -> str:
 def code_digest(kind: type) -> str:
     """Twelve hexadecimal digits of the code that the numbers of a run depend on.
 
-    ``kind`` is the class of the run's specification. Its module counts, with the modules of experiments, inputs and
-    fragility_adjoint that it imports directly or through others, and all of fragility_core. Comments, docstrings and
-    layout do not.
+    ``kind`` is the class of the run's specification. Code that counts: its module, the modules of experiments, inputs
+    and fragility_adjoint that it imports directly or through others, and all of fragility_core. Comments, docstrings
+    and layout do not count.
     """
     found = {"": Path(inspect.getfile(kind))}
     waiting = [""]
@@ -111,7 +111,7 @@ def device_name(device: str) -> str:
 
 
 def progress(*args, **kwargs):
-    """A tqdm bar with the arguments of ``tqdm.tqdm``, in the form that its reader can see."""
+    """A tqdm bar with the arguments of ``tqdm.tqdm``, for a notebook or a terminal."""
     if os.environ.get(TERMINAL):
         from tqdm import tqdm
     else:

@@ -1,7 +1,7 @@
 """Run one notebook with the parameters of a profile.
 
 ``python -m fragility_lab.running.execute e2_predictor --profile embedded -p windows=24`` executes
-``notebooks/e2_predictor.ipynb`` with ``notebooks/profiles/embedded/e2_predictor.yaml``, the given values on top. The
+``notebooks/e2_predictor.ipynb`` with ``notebooks/profiles/embedded/e2_predictor.yaml`` and the given values. The
 executed copy is kept in ``outputs/embedded/notebooks/``. The profile "smoke" is the notebook as committed. A wrong
 request is reported before any work starts.
 """
@@ -40,7 +40,7 @@ REFUSALS = ("ValueError", "OSError", "TypeError", "FileNotFoundError", "LostWork
 
 
 class Values(yaml.SafeLoader):
-    """Reads numbers as people write them: to YAML, 012 is 10, 0x10, 1_0 and 1:30 are numbers, and 1e-3 is none."""
+    """Reads numbers as people write them. To YAML, 012 is 10; 0x10, 1_0 and 1:30 are numbers; 1e-3 is a string."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
@@ -57,18 +57,18 @@ Values.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(loa
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: everything ends as after an interrupt."""
+    """Raised when SIGTERM comes: everything ends as after an interrupt."""
 
 
 class WholeFiles(LocalHandler):
-    """Papermill's way to files, except that they appear whole."""
+    """Papermill's handler of files, except that files appear whole."""
 
     def write(self, buf: str, path: str) -> None:
         write_whole(Path(path), buf)
 
 
 class OwnInterpreter(AsyncKernelManager):
-    """Starts kernels of this interpreter, whatever kernel the user registered as "python3"."""
+    """Starts kernels of this interpreter, even if the user has registered another one as "python3"."""
 
     def _kernel_spec_manager_default(self) -> KernelSpecManager:
         return KernelSpecManager(kernel_dirs=[])
@@ -94,7 +94,7 @@ def profile_names() -> list[str]:
 
 
 def profile_values(profile: str, name: str) -> dict[str, Any]:
-    """What ``profile`` sets in the notebook ``name``; nothing for the committed defaults, "smoke"."""
+    """The values that ``profile`` sets in the notebook ``name``; none for "smoke", the committed defaults."""
     known = profile_names()
     if profile not in known:
         raise SystemExit(f"unknown profile {profile!r}: choose one of {', '.join(known)}")
@@ -146,7 +146,7 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def parsed(text: str, default: Any) -> Any:
-    """The YAML scalar or list ``text``; the text as written where the default is a str, so that model=1e3 is a name."""
+    """The YAML scalar or list ``text``. If the default is a str, it is the text as written: model=1e3 is a name."""
     if isinstance(default, str):
         return text
     try:
@@ -156,9 +156,9 @@ def parsed(text: str, default: Any) -> Any:
 
 
 def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Sequence[str] = ()) -> dict[str, Any]:
-    """Values for the notebook ``name``: those of the profile, then the strings ``name=value`` on top.
+    """Values for the notebook ``name``: those of the profile, overridden by the strings ``name=value``.
 
-    Those of ``if_present`` are dropped where the notebook has no such parameter.
+    Values of ``if_present`` are left out if the notebook has no such parameter.
     """
     known = defaults(notebook_path(name))
     values = dict(profile_values(profile, name))
@@ -175,7 +175,7 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
 
 
 def require_places(profile: str) -> None:
-    """Exits with one line where results, settings or temporary files could not be written."""
+    """Exits with one line if results, settings or temporary files cannot be written."""
     try:
         require_room(paths.OUTPUTS / profile, "results", "free some, or mend the folder's rights")
         for folder in {Path(jupyter_runtime_dir()), Path(get_ipython_dir())}:
@@ -190,7 +190,7 @@ def require_places(profile: str) -> None:
 def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
     """Run the notebook ``name`` with ``values``; returns the path of the executed copy.
 
-    Results go to the folder ``profile`` of outputs. Exits where the notebook fails, its error printed last.
+    Results go to the folder ``profile`` of outputs. If the notebook fails, this exits and prints the error last.
     """
     if profile in ("", ".", "..") or Path(profile).name != profile:
         raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {profile!r}")

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and whose damage is noticed."""
+"""Files that appear whole or not at all, with checksums that show damage."""
 
 import errno
 import hashlib
@@ -15,7 +15,7 @@ ROOM = 2**20  # bytes that a folder must take before work starts
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
     """Write ``content`` (text as UTF-8) to ``path``: the file appears complete, or stays as it was.
 
-    Raises OSError where that is not possible; where the disk is full, the message says how much is missing.
+    Raises OSError if that is not possible; if the disk is full, the message says how much room is missing.
     """
     data = memoryview(content.encode() if isinstance(content, str) else content).cast("B")
     partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
@@ -33,9 +33,9 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
 
 
 def require_room(folder: Path, what: str, mend: str) -> None:
-    """Raises OSError unless a file of ROOM bytes can be written to ``folder``, which is made where there is none.
+    """Raises OSError unless a file of ROOM bytes can be written to ``folder``. A missing folder is made.
 
-    The message names the folder by ``what`` it is for, and ends in what ``mend`` helps.
+    The message says ``what`` the folder is for, and ends with the ``mend``.
     """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:
@@ -51,12 +51,12 @@ def require_room(folder: Path, what: str, mend: str) -> None:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` behind its checksum, whole as ``write_whole`` does."""
+    """Write a checksum and ``content`` to ``path``, complete or not at all, as ``write_whole`` does."""
     write_whole(path, hashlib.sha256(content).digest() + content)
 
 
 def read_sealed(path: Path) -> bytes:
-    """Return what ``write_sealed`` wrote to ``path``; raises ValueError where a byte of the file has changed."""
+    """Return the content that ``write_sealed`` wrote to ``path``; raises ValueError if a byte has changed since."""
     written = path.read_bytes()
     size = hashlib.sha256().digest_size
     if hashlib.sha256(written[size:]).digest() != written[:size]:

@@ -1,6 +1,6 @@
-"""What wrote a table: commit, notebook, parameters, versions and device, in ``provenance.json`` beside the tables.
+"""The origin of a table: commit, notebook, parameters, versions and device, in ``provenance.json`` beside the tables.
 
-The numbers of a run may be older than its table: ``e2_records.csv`` and the like say which code computed each run.
+A run may be older than the table with its numbers: ``e2_records.csv`` and the like say which code computed each run.
 """
 
 import json
@@ -20,7 +20,7 @@ CODE = ("fragility_core", "fragility_adjoint", "fragility_lab", "notebooks", "py
 
 @cache
 def commit() -> dict[str, str | bool]:
-    """The commit of the project, and whether its code is that commit's; nothing where the project is no checkout."""
+    """The ``commit`` of the project, and ``clean``, True if no code has changed since; empty without a checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(PROJECT), *words]
@@ -38,7 +38,7 @@ def asked() -> dict:
 
 
 def provenance() -> dict:
-    """What computes here, and what it was asked for."""
+    """The code, versions and device that compute here, with the notebook and its parameters."""
     from fragility_lab.inputs.checkpoints import (
         default_device,  # takes seconds, which ``running.execute`` need not wait
     )
@@ -47,7 +47,7 @@ def provenance() -> dict:
 
 
 def record(folder: Path, table: str) -> None:
-    """Note in ``folder`` what wrote ``table``."""
+    """Note the origin of ``table`` in ``folder``."""
     path = folder / FILE
     try:
         known = json.loads(path.read_text(encoding="utf-8"))

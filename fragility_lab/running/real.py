@@ -1,7 +1,7 @@
 """``make real``: real, trained models through E2, E3, X1, X2, the diagnosis and the report, one after another.
 
-Each model's results are in a folder of its own. A notebook that stops leaves the others to go on; the command then
-exits non-zero at the end. The same command goes on from the last finished run.
+Each model's results are in a folder of its own. If a notebook stops, the others go on, and the command exits
+non-zero at the end. The same command continues after the last finished run.
 """
 
 import argparse
@@ -20,21 +20,21 @@ STEPS = (
 
 
 def results_folder(model: str, profile: str, given: str = "") -> str:
-    """The name of the folder for results of ``model``: as ``given``, or the model's, and the profile's if another."""
+    """The name of the folder for results of ``model``: the ``given`` one, or the model's (and another profile's)."""
     path = Path(model)
     name = path.stem if path.suffix == ".gguf" else path.name
     return given or name + (f"-{profile}" if profile != PROFILE else "")
 
 
 def located(model: str) -> str:
-    """``model`` as notebooks take it: the file of one of MODELS, as seen from here, or what was given."""
+    """``model`` as notebooks take it: the file of one of MODELS on this machine, or the name that was given."""
     return os.path.relpath(fetched(model)) if model in MODELS else model
 
 
 def run(models: list[str], profile: str, data: str = "", results: str = "", main: Callable = execute.main) -> list[str]:
-    """Take ``models`` through all STEPS; returns what stopped, in words, none of it if all went well.
+    """Take ``models`` through all STEPS. Returns the steps that stopped, in words; none if all went well.
 
-    Raises SystemExit where somebody interrupts it.
+    Raises SystemExit if somebody interrupts it.
     """
     stopped = []
     for model in models:
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def require_text(data: str) -> None:
-    """Raises OSError or ValueError where there is no such text, before models are fetched."""
+    """Raises OSError or ValueError if there is no such text, before models are fetched."""
     from fragility_lab.inputs.text import load_rows  # takes seconds
 
     load_rows(data)

@@ -1,4 +1,4 @@
-"""What a worker of a cluster does with a task."""
+"""The work of a cluster's worker on a task."""
 
 import pickle
 import socket
@@ -25,7 +25,7 @@ _prepared: dict[str, Worker] = {}  # of the last order
 
 @dataclass(frozen=True)
 class Order:
-    """What all tasks of one experiment have in common; ``token`` names it."""
+    """The settings that all tasks of one experiment share; ``token`` names the order."""
 
     token: str
     worker: type[Worker]
@@ -44,9 +44,9 @@ def held(inputs: bytes) -> bytes:
 def carry_out(task: bytes, inputs: bytes) -> None:
     """Compute the runs of ``task``, a pickled order and its specifications, and keep them in the order's folder.
 
-    Pickled here, what this machine cannot import is an error of the task; Dask would end the worker.
-    Raises OSError where this worker does not see the folder. Raises ValueError where it has other code, other
-    versions of packages or, with runs that are compared step by step, another number of threads.
+    The task is unpickled here, so that a failed import is an error of the task; in Dask it would end the worker.
+    Raises OSError if this worker does not see the folder. Raises ValueError if the worker has other code, other
+    versions of packages or, for runs that are compared step by step, another number of threads.
     """
     order, specs = pickle.loads(task)
     here = get_worker()
@@ -81,7 +81,7 @@ def _require_alike(order: Order, spec: Specification) -> None:
 
 
 def _reporter(here: DaskWorker, token: str, key: str) -> Callable[[Standing], None]:
-    """Sends how far the task is to the one who asked for it; raises CancelledError once nobody does any more."""
+    """A function that sends the task's progress to its owner, and raises CancelledError if nobody asks any more."""
     sent: tuple[int, float] = (-1, 0.0)
 
     def report(standing: Standing) -> None:

@@ -1,7 +1,7 @@
-"""Runs: what determines a run, and where its result is kept.
+"""Runs: the specification that determines a run, and the store that keeps its result.
 
 A run is a pure function of its specification. Each result is one Parquet file, written atomically. A second call
-skips the finished runs, so an interrupted experiment continues where it stopped.
+skips the finished runs, so that an interrupted experiment continues where it stopped.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ def fields_of(spec: Any) -> dict[str, Any]:
 class Specification(ABC):
     """Everything that the numbers of a run depend on; subclasses are frozen dataclasses.
 
-    ``experiment`` is the name shown with the progress, ``unit`` what progress counts. Runs that are ``paired`` are
-    compared step by step, so they must be computed with equal numbers of threads.
+    ``experiment`` is the name shown with the progress, and ``unit`` the unit that progress counts. Runs that are
+    ``paired`` are compared step by step, so that they must be computed with equal numbers of threads.
     """
 
     device: str
@@ -68,7 +68,7 @@ class Specification(ABC):
         return {"versions": versions(), "code": code_digest(type(self))}
 
     def is_current(self, record: dict) -> bool:
-        """True if the ``provenance`` in ``record`` is this one, so that its numbers hold here."""
+        """True if ``record`` has the ``provenance`` of this code and these versions, so that its numbers hold here."""
         then, now = record.get("versions", {}), versions()
         return record.get("code") == code_digest(type(self)) and all(then.get(name) == now[name] for name in NUMERICAL)
 
@@ -89,11 +89,11 @@ class RunStore:
         return self.folder / f"{spec.label}-{spec.digest}.parquet"
 
     def load(self, spec: Specification) -> pd.DataFrame | None:
-        """The rows of the finished run of ``spec``, or None where the run has to be computed.
+        """The rows of the finished run of ``spec``, or None if the run has to be computed.
 
-        That is so where there is no file, and, with a warning, where the file cannot be read, where a checksum of it is
-        wrong, and where it holds another specification. A stale run (``is_stale``) also has to be computed again,
-        unless stale runs are kept.
+        It has to be computed if there is no file, and, with a warning, if the file cannot be read, has a wrong checksum
+        or holds another specification. A stale run (``is_stale``) has to be computed again, too, unless stale runs are
+        kept.
         """
         path = self.path(spec)
         if not path.exists():
@@ -124,7 +124,7 @@ class RunStore:
         return record.get("specification") == json.loads(spec._json()) and not spec.is_current(record)
 
     def require(self, spec: Specification) -> pd.DataFrame:
-        """The rows of the finished run of ``spec``; raises FileNotFoundError where ``load`` gives none."""
+        """The rows of the finished run of ``spec``; raises FileNotFoundError if ``load`` returns None."""
         rows = self.load(spec)
         if rows is None:
             raise FileNotFoundError(
@@ -138,7 +138,7 @@ class RunStore:
         return pd.concat([self.require(spec) for spec in specs], ignore_index=True)
 
     def metadata(self, spec: Specification) -> dict:
-        """What was recorded with the run: specification, versions, code, device, threads, seconds, attention."""
+        """The record of the run: specification, versions, code, device, threads, seconds, attention."""
         record = _record(pq.read_schema(self.path(spec)))
         return {name: value for name, value in record.items() if name != CHECKSUM}
 
@@ -160,7 +160,7 @@ class RunStore:
 
 
 def checksum(rows: pd.DataFrame, record: dict) -> str:
-    """Sixteen hexadecimal digits that identify names, types and entries of ``rows``, and all else in ``record``."""
+    """Sixteen hexadecimal digits that identify names, types and entries of ``rows``, and the rest of ``record``."""
     said = {name: value for name, value in record.items() if name != CHECKSUM}
     sha = hashlib.sha256(json.dumps([said, [*rows.dtypes.astype(str).items()]], sort_keys=True).encode())
     sha.update(pd.util.hash_pandas_object(rows, index=False).to_numpy().tobytes())

@@ -1,8 +1,8 @@
 """Spread the runs of an experiment over the workers of a Dask cluster.
 
 Each worker has one task at a time, a group of runs that share work. PyTorch's threads and random state belong to a
-process, so two runs in one process would disturb each other. And when a worker is lost, the run that it was
-computing is known.
+process, so that two runs in one process would disturb each other. One task at a time also says which run a lost
+worker was computing.
 """
 
 import pickle
@@ -52,8 +52,8 @@ def spread(
 ) -> None:
     """Have all ``groups`` computed, by ``workers`` processes or by the cluster that is named.
 
-    ``tell`` hears how far each run is, ``say`` takes lines for the user. Raises what a run raises.
-    Raises LostWorkersError, after all other runs are finished, where a run has ended its worker three times.
+    ``tell`` is called with the progress of each run, ``say`` with lines for the user. Raises the errors of runs.
+    Raises LostWorkersError, after all other runs are finished, if a run has ended its worker three times.
     """
     with connected(workers, order.threads) as (client, mend):
         if client.dashboard_link:
@@ -122,7 +122,7 @@ class _Spread:
         future.add_done_callback(self.heard.put)
 
     def _listen(self) -> None:
-        """Take in what comes until the next look is due."""
+        """Take in messages until the next look is due."""
         until = time.monotonic() + INTERVAL
         with suppress(queue.Empty):
             while (left := until - time.monotonic()) > 0:
@@ -146,7 +146,7 @@ class _Spread:
         return self._give(flight.worker)
 
     def _lost(self, flight: _Flight) -> None:
-        """Put back what is missing of a lost worker's task, except a run that has cost too many workers."""
+        """Put back the missing runs of a lost worker's task, except a run that has cost too many workers."""
         flight.future.cancel()
         left = [spec for spec in flight.specs if self.store.load(spec) is None]
         if left:

@@ -1,4 +1,4 @@
-"""What a process does with runs, alone or as a worker of a cluster."""
+"""The work of a process on runs, alone or as a worker of a cluster."""
 
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ Run = TypeVar("Run", bound=Specification)
 
 @dataclass(frozen=True)
 class Standing:
-    """How far the run number ``run`` of a task is: units of work ``done``, and whether its rows are ``kept``."""
+    """The progress of the run number ``run`` of a task: units of work ``done``, and True if its rows are ``kept``."""
 
     run: int
     done: int
@@ -32,7 +32,7 @@ class Standing:
 class Worker(ABC, Generic[Run]):
     """Computes the runs of one experiment and keeps what they have in common; each process has one.
 
-    ``shared_files`` is a pattern of the files that runs leave for one another beside the finished ones.
+    ``shared_files`` is a pattern of the files that runs leave for one another beside the finished runs.
     """
 
     shared_files: ClassVar[str] = ""
@@ -47,7 +47,7 @@ class Worker(ABC, Generic[Run]):
 
 
 def compute(specs: Sequence[Specification], worker: Worker, report: Report) -> None:
-    """Compute the runs ``specs`` one after another and keep each; ``report`` hears how far they are."""
+    """Compute the runs ``specs`` one after another and keep each; ``report`` is called with their progress."""
     for number, spec in enumerate(specs):
         _compute_one(number, spec, worker, report)
 

@@ -1,6 +1,6 @@
 """The number of threads that PyTorch computes with beside other programs.
 
-How long a thread waits busily for the others is decided before PyTorch is loaded: see GOMP_SPINCOUNT in the Makefile.
+The time for which a thread waits busily for others is set before PyTorch is loaded: GOMP_SPINCOUNT in the Makefile.
 """
 
 import os
@@ -26,8 +26,8 @@ def free_cores() -> int:
 def on_free_cores() -> Iterator[None]:
     """A context in which PyTorch has as many threads as cores are free, one at least and no more than before.
 
-    Threads that share a core wait for one another most of the time (docs/performance.md). OMP_NUM_THREADS decides where
-    it is set.
+    Threads that share a core wait for one another most of the time (docs/performance.md). If OMP_NUM_THREADS is set, it
+    decides.
     """
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ and before > 1:
