@@ -184,7 +184,7 @@ class Adjoint:
             else:
                 with self._stream:
                     found = self._passes(windows)
-            norms, errors = zip(*found)
+            lengths, errors = zip(*found)
             contributions = self.recorder.contributions(len(tokens), self.probes)
             inside, below = self.recorder.overflows()
             for window in below.keys() - inside.keys():  # masks store -inf, too

@@ -132,7 +132,7 @@ def activations(request: Request, model: PreTrainedModel) -> tuple[int, int]:
     return request.length * kept_a_token, request.length * 6 * 4 * config.vocab_size
 
 
-def memory(request: Request, model: nn.Module) -> int:
+def memory(request: Request, model: PreTrainedModel) -> int:
     """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps."""
     parameters = sum(p.numel() for p in model.parameters())
     return parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request)) + sum(activations(request, model))
@@ -162,7 +162,7 @@ def secants_fit(request: Request, model: PreTrainedModel) -> bool:
     return free is None or takes < free
 
 
-def fits_several_gpus(request: Request, model: nn.Module) -> bool:
+def fits_several_gpus(request: Request, model: PreTrainedModel) -> bool:
     """True if the whole form of ``model``, which may be on "meta", fits into the memory of several GPUs.
 
     Each GPU gets an equal share, and up to one part more, since parts are not divided.
@@ -175,7 +175,7 @@ def fits_several_gpus(request: Request, model: nn.Module) -> bool:
     return takes / count + takes * max(sizes) / sum(sizes) < least
 
 
-def streamed_memory(request: Request, model: nn.Module, batch: int = 1) -> int:
+def streamed_memory(request: Request, model: PreTrainedModel, batch: int = 1) -> int:
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
     A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
@@ -213,7 +213,7 @@ def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int
     return max(1, min(count, LARGEST, 1 + beside))
 
 
-def reads_a_batch(request: Request, model: nn.Module) -> int:
+def reads_a_batch(request: Request, model: PreTrainedModel) -> int:
     """How often the streamed form reads the model for windows that share a read, if fp32 passes are measured.
 
     An estimate reads the model forward and backward at each end. One more estimate, at one end, finds the errors that

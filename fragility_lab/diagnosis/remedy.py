@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow
-from fragility_adjoint.quantization.quantized import lower
+from fragility_adjoint.quantization.quantized import Quantized, lower
 from fragility_adjoint.quantization.recipes import Recipe
 from fragility_adjoint.quantization.static_scales import needs_calibration
 from fragility_core.models.paths import block_of, hidden_and_logits, is_norm, within

@@ -21,7 +21,7 @@ from fragility_adjoint.quantization.static_scales import calibrated, needs_calib
 from fragility_core.numerics.internals import attention_of
 from fragility_core.numerics.lowering import sharing_copy
 from fragility_lab.diagnosis import flips, remedy
-from fragility_lab.diagnosis.found import Diagnosis, Failure
+from fragility_lab.diagnosis.found import Diagnosis, Failure, made
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.passes import low_model, measure, predict
 from fragility_lab.diagnosis.plans import exports

@@ -1,7 +1,6 @@
 """X2: next tokens and experts that quantization changes, and how long greedy decoding keeps to the text of fp32."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd

@@ -7,7 +7,7 @@ that remove it. ``Contributions.vanishing`` gives them here, one part at a time.
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
