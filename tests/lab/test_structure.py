@@ -12,7 +12,7 @@ import pytest
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 PACKAGES = ("fragility_core", "fragility_adjoint", "fragility_lab")
-BUDGETS = {"fragility_core": 4730, "fragility_adjoint": 6650, "fragility_lab": 16050}  # lines
+BUDGETS = {"fragility_core": 4728, "fragility_adjoint": 6461, "fragility_lab": 15887}  # lines
 SOURCES = {
     ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES
