@@ -188,8 +188,3 @@ def copy_marks(source: Tensor, x: Tensor) -> Tensor:
 def entering(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """A hook that moves arguments as ``nested.entering`` does, with what is hidden on the tensors."""
     return nested.entering(module, args, kwargs, lambda x, device: copy_marks(x, x.to(device)))
-
-
-def own_forward(module: nn.Module) -> Callable:
-    """The forward of ``module`` inside of what accelerate has hung on it."""
-    return getattr(module, "_old_forward", module.forward)

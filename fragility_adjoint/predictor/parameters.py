@@ -43,13 +43,9 @@ class RoundedParameters:
     """
 
     def __init__(
-        self,
-        low: LowPrecision,
-        model: nn.Module,
-        reference: nn.Module | None,
-        recorder: ErrorRecorder,
+        self, low: LowPrecision, model: nn.Module, reference: nn.Module | None, recorder: ErrorRecorder,
         dtype: torch.dtype,
-    ):
+    ):  # fmt: skip
         self.recipe, self.weights_only, self.recorder, self.dtype = recipe_of(low), low.weights_only, recorder, dtype
         self.parameters = {path: p for path, p in model.named_parameters() if p.is_floating_point()}
         if not any(p.dtype == dtype for p in self.parameters.values()):

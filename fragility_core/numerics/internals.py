@@ -22,9 +22,7 @@ PRIVATE = {
     "torch.utils._python_dispatch.TorchDispatchMode": "emulation sees every kernel (ATen op), whoever calls it",
     "torch.utils._python_dispatch._get_current_dispatch_mode": "an activation's table holds in one mode only",
     "torch.overrides._get_current_function_mode": "attention inside a differentiated pass must find the pass",
-    "torch.overrides.has_torch_function": "a function that does not ask for modes runs in view of the mode",
     "torch._C.DisableTorchFunction": "values are read as they are, while a mode pretends another dtype",
-    "torch._C._dispatch_has_kernel_for_dispatch_key": "a composite kernel must be unfolded before it is rounded",
     "torch.ops.aten.add.Tensor._schema": "which arguments a kernel writes to, and how many results it has",
     "torch.ops.aten._to_copy": "the kernel of every cast; more kernels by name are in kernels.py",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether this CPU multiplies in bf16",
@@ -73,7 +71,7 @@ tree_map_only = private("torch.utils._pytree.tree_map_only")
 @cache
 def is_composite(kernel: Any) -> bool:
     """True if ``kernel`` is made of other kernels: autograd unfolds it, inference mode does not."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name(), "CompositeImplicitAutograd")
+    return kernel.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
 
 
 def differentiated(x: Tensor) -> bool:

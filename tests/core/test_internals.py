@@ -21,7 +21,7 @@ from fragility_lab.paths import PROJECT
 
 TABLES = {Path(file.__file__): file.PRIVATE for file in (internals, beyond)}
 # Attributes that this project hides on tensors, and those that accelerate sets, which the packages do not need.
-HIDDEN = {"_stored_as", "_is_stream", "_reference", "_source", "_hf_hook", "_old_forward"}
+HIDDEN = {"_stored_as", "_is_stream", "_reference", "_source", "_hf_hook"}
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from fragility_lab.diagnosis import Request, parts
+from fragility_lab.diagnosis import Request, sections
 from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.diagnosis.options import Options, option
 from fragility_lab.paths import PROJECT
@@ -120,7 +120,7 @@ def test_a_value_of_another_type_is_refused():
 def test_the_command_of_a_page_asks_for_the_same():
     values = Options.typed(Options.named(f"{name}={text}" for name, text in WORDS.items()))
     request = Request(**values)
-    words = shlex.split(parts.command(request, "mine"))[2:]
+    words = shlex.split(sections.command(request, "mine"))[2:]
     assert words.pop() == "RESULTS=mine"
     assert Request(**Options.typed(Options.named(words))) == request
     assert {known.name for known in fields(Request)} - values.keys() == {"reference_model"}
