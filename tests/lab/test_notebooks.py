@@ -78,7 +78,7 @@ def test_experiments_run_with_another_family(tmp_path, monkeypatch):
     given = {"model": str(tmp_path / "llama"), "profile": "smoke-custom"}
     run_cells("e2_predictor", **given)
     run_cells("e3_patching", **given)
-    run_cells("e5_mitigation", **given)
+    run_cells("e5_mitigation", **given, steps=32)  # controllers begin to act at step 24
     run_cells("report", profile="smoke-custom")
     assert (tmp_path / "outputs/smoke-custom/report.html").is_file()
 
