@@ -689,7 +689,7 @@ def test_products_by_name():
 
 def test_errors(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    with pytest.raises(ValueError, match="probes and batch must be at least 1, got 0 and 1"):
+    with pytest.raises(ValueError, match="probes must be at least 1, got 0"):
         Adjoint(low, probes=0)
     with pytest.raises(ValueError, match=r"with transformer.wte.weight of shape \(101, 32\), got no such parameter"):
         Adjoint(low, tiny_gpt2.transformer, gradients="low")
