@@ -58,7 +58,7 @@ def coherence_summary(coherence: Coherence) -> dict[str, object]:
         "windows": windows,
         "remainder": percent(coherence.remainder) if coherence.remainder < NEGLIGIBLE else "",
         "measured": not pd.isna(coherence.remainder),
-        "visible": percent(max(pairs.limit.max(), MATTERS)),
+        "visible": percent(visible) if (visible := max(pairs.limit.max(), MATTERS)) < 1 else "",
         "matter": int(pairs.matters.sum()),
         "pairs": [
             (names[pair.first], names[pair.second], "reinforce" if pair.share > 0 else "cancel", percent(pair.share))

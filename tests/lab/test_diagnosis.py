@@ -641,6 +641,8 @@ def test_without_memory_for_secants_the_page_takes_slopes_at_the_low_end(tiny_gp
 def test_one_window_says_nothing_about_pairs(tiny_gpt2, tiny_tokens):
     html = page.page(diagnose(tiny_gpt2, tiny_tokens[:1]))
     assert "one window says nothing about pairs" in html and "No pair of sites matters" not in html
+    html = page.page(diagnose(tiny_gpt2, tiny_tokens[:2]))
+    assert "So few windows tell no pair from chance." in html and "would have been named" not in html
 
 
 def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
