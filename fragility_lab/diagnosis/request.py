@@ -29,11 +29,8 @@ class Request(Options):
         if not (self.reference_model or get_recipe(self.format).rounds):
             rounding = ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds)
             raise ValueError(f"a diagnosis needs a format that rounds results, {rounding}, got {self.format!r}")
-        if self.target not in ("hidden", self.measured_in):  # "hidden" is what is not asked for
-            raise ValueError(
-                f"a budget of KL is measured in KL, got TARGET={self.target} beside BUDGET={shortened(self.budget)}: "
-                "leave TARGET= away"
-            )
+        if self.target != "hidden":  # what is not asked for
+            self.require_measured_in(self.target)
         if strange := [site for site in self.kept if site not in KEEPABLE_SITES]:
             raise ValueError(f"keep must name some of {', '.join(KEEPABLE_SITES)}, got {', '.join(strange)}")
         if self.mixes:
@@ -48,6 +45,12 @@ class Request(Options):
                 "a budget of bytes needs to know what weights take, but those of another's format do not say it, got "
                 f"{self.budget!r}: count blocks, sites or modules"
             )
+
+    def require_measured_in(self, target: str) -> None:
+        """Raises ValueError if the budget is one of KL, and the ``target`` another."""
+        if target != self.measured_in:
+            beside = f"got TARGET={target} beside BUDGET={shortened(self.budget)}"
+            raise ValueError(f"a budget of KL is measured in KL, {beside}: leave TARGET= away")
 
     @property
     def kept(self) -> list[str]:

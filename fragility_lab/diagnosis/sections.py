@@ -56,12 +56,11 @@ def verdict(measured: pd.DataFrame) -> str:
 
 def command(request: Request, results: str) -> str:
     """The shell command that makes this page again, in the folder ``results`` under outputs."""
-    hidden = "format" if request.reference_model else ""  # the reference model says it
     words = [
         f"{known.name.upper()}={shlex.quote(text_of(value))}"
         for known in fields(request)
         if (value := getattr(request, known.name)) != known.default or known.name in ALWAYS
-        if known.name != hidden
+        if known.name != "format" or not request.reference_model  # which says it
     ]
     words += [f"RESULTS={shlex.quote(results)}"] * (results != EMBEDDED + CUSTOM)  # that of the Makefile
     return " ".join(["make diagnose", *words])

@@ -19,6 +19,7 @@ WORDS = {  # another value than the default of every option
     "WEIGHTS_ONLY": "yes", "TARGET": "kl", "KEEP": "head norms", "FORM": "streamed",
 }  # fmt: skip
 TYPED = WORDS | {"WINDOWS": 12, "LENGTH": 8, "PROBES": 1, "SEED": 3, "WEIGHTS_ONLY": True}
+HEAD = ("option", "meaning", "default in `smoke`")
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class More(Options):
 
 def test_one_declaration_adds_an_option():
     assert {*More.variables()} == {*Options.variables(), "LAYERS"}
-    assert "  LAYERS=7                     layers that count" in More.help().splitlines()
-    assert "| `LAYERS` | layers that count | `7` |" in More.table().splitlines()
+    assert "  LAYERS            layers that count (7)" in More.help().splitlines()
+    assert [*More.rows()] == [*Options.rows(), ("`LAYERS`", "layers that count", "`7`")]
     assert More.of({"layers": 3, "other": 1}) == More(layers=3)
-    assert More.typed(More.named(["LAYERS=09"])) == {"layers": 9}
+    assert More.parsed(["LAYERS=09"]) == {"layers": 9}
     with pytest.raises(ValueError, match="layers must be a whole number, got 'x'"):
-        More.typed(More.named(["LAYERS=x"]))
+        More.parsed(["LAYERS=x"])
     with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
         More(layers=0)
 
@@ -46,8 +47,9 @@ def test_every_option_is_in_the_help_the_protocol_and_the_notebook(capsys):
     said = capsys.readouterr().out
     helped = subprocess.run(["make", "help"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
     for variable in Options.variables():
-        assert f"{variable}=" in said and f"{variable}=" in helped
-    assert f"\n{Options.table()}\n" in (PROJECT / "docs" / "protocol.md").read_text(encoding="utf-8")
+        assert f" {variable} " in said and f" {variable} " in helped
+    table = "".join(f"| {' | '.join(row)} |\n" for row in (HEAD, ["---"] * 3, *Options.rows()))
+    assert f"\n{table}\n" in (PROJECT / "docs" / "protocol.md").read_text(encoding="utf-8"), f"put it there:\n{table}"
     shown = execute.defaults(execute.notebook_path("diagnose_my_model"))
     assert shown.pop("profile") == execute.SMOKE
     assert shown == {known.name: known.default for known in fields(Request)}
@@ -92,8 +94,8 @@ def test_a_refusal_of_the_check_ends_before_a_kernel_starts(monkeypatch):
         (["COLOUR=red"], "an option must be NAME=VALUE with one of MODEL, .*, got 'COLOUR=red'"),
         (["LENGTH"], r"an option must be NAME=VALUE with .*, got 'LENGTH' \(do you mean LENGTH=\?\)"),
         (["FORMAT=fp16", "RECIPE=bf16"],
-         "format must be given once, got FORMAT='fp16' and RECIPE='bf16': leave one out"),
-        (["SEED=1", "SEED=01"], "seed must be given once, got SEED='1' and SEED='01': leave one out"),
+         "format must be given once, got 'fp16' and RECIPE='bf16': leave one out"),
+        (["SEED=1", "SEED=01"], "seed must be given once, got '1' and SEED='01': leave one out"),
     ],
 )  # fmt: skip
 def test_a_wrong_word_is_answered_in_one_line(words, line):
@@ -106,9 +108,9 @@ def test_make_refuses_a_variable_that_looks_like_an_option_only():
     given = {make_diagnose.GIVEN: "HF_HOME STALE WINDOW KEEP FORMAT a.b"}
     assert make_diagnose.words_of_make(environment | given) == ["WINDOW=3", "KEEP=a b"]
     assert make_diagnose.words_of_make(environment) == []
-    assert Options.named(["FORMAT=fp16", "RECIPE=fp16"]) == {"format": "fp16"}
-    assert Options.named(["REFERENCE_MODEL=x"]) == {"format": "given", "reference_model": "x"}
-    assert Options.named(["REFERENCE_MODEL=x", "RECIPE=bf16"])["format"] == "bf16"  # which the request refuses
+    assert Options.parsed(["FORMAT=fp16", "RECIPE=fp16"]) == {"format": "fp16"}
+    assert Options.parsed(["REFERENCE_MODEL=x"]) == {"format": "given", "reference_model": "x"}
+    assert Options.parsed(["REFERENCE_MODEL=x", "RECIPE=bf16"])["format"] == "bf16"  # which the request refuses
 
 
 def test_a_value_of_another_type_is_refused():
@@ -118,11 +120,11 @@ def test_a_value_of_another_type_is_refused():
 
 
 def test_the_command_of_a_page_asks_for_the_same():
-    values = Options.typed(Options.named(f"{name}={text}" for name, text in WORDS.items()))
+    values = Options.parsed(f"{name}={text}" for name, text in WORDS.items())
     request = Request(**values)
     words = shlex.split(sections.command(request, "mine"))[2:]
     assert words.pop() == "RESULTS=mine"
-    assert Request(**Options.typed(Options.named(words))) == request
+    assert Request(**Options.parsed(words)) == request
     assert {known.name for known in fields(Request)} - values.keys() == {"reference_model"}
 
 
