@@ -1,1 +1,1 @@
-"""Explanations of an error: errors that act together, drawn errors, and the choices that errors change."""
+"""Explanations of an error: errors that act together, drawn errors, changed choices, and a signal by token."""

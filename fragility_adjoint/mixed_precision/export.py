@@ -19,7 +19,7 @@ from fragility_adjoint.quantization.operands import owner, stored_weights
 from fragility_adjoint.quantization.recipes import Operands
 from fragility_adjoint.quantization.schemes import Scheme
 from fragility_core.models.paths import head_paths, within
-from fragility_core.numerics.formats import Format, NumberFormat, of_dtype
+from fragility_core.numerics.formats import Format, of_dtype
 
 MANY = 5  # modules that a message names
 
@@ -95,7 +95,7 @@ def dtype_of(plan: Plan) -> torch.dtype:
 def missing_parts(plan: Plan, library: str) -> list[str]:
     """Parts of ``plan`` that no configuration of ``library`` can say."""
     kernels, computing = plan.recipe.kernels.name, of_dtype(dtype_of(plan)).name
-    parts = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
+    parts: dict[str, object] = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
     parts["the KV cache"] = plan.recipe.cache is not None and library != "ModelOpt"
     parts[f"{kernels} beside kernels that compute in {computing}"] = kernels != computing
     parts[f"fp32 beside {kernels} for {named(plan.modules)}: unquantized, they run in one dtype with the rest"] = (
@@ -104,7 +104,7 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
     return [f"{library} cannot express {part}" for part, asked in parts.items() if asked]
 
 
-def differences(library: str, stored: NumberFormat, role: str, path: str) -> list[str]:
+def differences(library: str, stored: Any, role: str, path: str) -> list[str]:
     """What ``library`` does otherwise with "weights" or "inputs" at ``path``; raises ValueError for what it lacks."""
     for formats, scales, weights, inputs, rules in KINDS[library] if isinstance(stored, Scheme) else ():
         asked = {stored.format.name: formats, stored.scale: scales}
@@ -169,7 +169,7 @@ def modelopt(plan: Plan, model: nn.Module) -> Export:
     return export({"quant_cfg": rules, "algorithm": "max"}, missing, plan)
 
 
-def quantizer(stored: NumberFormat, name: str) -> dict[str, Any]:
+def quantizer(stored: Any, name: str) -> dict[str, Any]:
     """The attributes of a quantizer of ModelOpt for the "weight" or the "input" of a layer."""
     if not isinstance(stored, Scheme):
         return {"num_bits": bits_of(stored), "use_constant_amax": True}  # the scale 1 of fp8_e4m3
@@ -192,7 +192,7 @@ def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
     groups: dict[Operands, list[str]] = {}
     for path, operands in layers.items():
         groups.setdefault(operands, []).append(path)
-    config = {}
+    config: dict[str, Any] = {}
     for number, (operands, paths) in enumerate(groups.items()):
         config[f"group_{number}"] = {"targets": paths, "weights": arguments(operands.weights, dynamic=False)}
         if operands.inputs is not None:
@@ -201,7 +201,7 @@ def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
     return export({"quant_method": "compressed-tensors", "config_groups": config, "ignore": ignored}, missing, plan)
 
 
-def arguments(scheme: Scheme, dynamic: bool) -> dict[str, Any]:
+def arguments(scheme: Any, dynamic: bool) -> dict[str, Any]:
     """The ``QuantizationArgs`` of compressed-tensors for how weights or (``dynamic``) inputs are stored."""
     strategy = {"row": "token" if dynamic else "channel"}.get(scheme.granularity, scheme.granularity)
     found: dict[str, Any] = {
@@ -237,7 +237,9 @@ def typed(kind: str, version: int = 1, **data: Any) -> dict[str, Any]:
 
 def layer_config(operands: Operands, path: str) -> dict[str, Any]:
     """The configuration of torchao for the layer at ``path``; raises ValueError for weights beside other inputs."""
-    scheme, inputs, size = operands.weights, operands.inputs, operands.weights.size
+    scheme: Any = operands.weights
+    inputs: Any = operands.inputs
+    size = scheme.size
     floats = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "fp4_e2m1": "float4_e2m1fn_x2"}
     dtype = {"_type": "torch.dtype", "_data": floats.get(scheme.format.name, scheme.format.name)}
     mapping = {"_type": "MappingType", "_data": "SYMMETRIC" if scheme.symmetric else "ASYMMETRIC"}

@@ -56,7 +56,8 @@ class Checkpoint:
 
     def __init__(self, files: Iterable[Path], model: PreTrainedModel):
         """Reads the names in ``files``; their entries stay on the disk."""
-        self.model, self.files = model, {}
+        self.model = model
+        self.files: dict[str, Path] = {}
         self.made: dict[str, CheckpointTensors] = {}
         self.unexpected: list[str] = []
         self.checked: set[str] = set()
@@ -75,7 +76,7 @@ class Checkpoint:
             if path not in known:
                 self.unexpected += [] if is_ignored(model, name) else [name]
                 continue
-            made = self.made.get(path) or CheckpointTensors(path, by_pattern.get(pattern))
+            made = self.made.get(path) or CheckpointTensors(path, by_pattern.get(pattern or ""))
             made.sources.append((name, pattern))
             self.made |= dict.fromkeys(made.paths(), made)
 

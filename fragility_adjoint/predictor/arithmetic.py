@@ -108,7 +108,8 @@ class LowArithmetic(TorchFunctionMode):
     def with_parameters(self, parameters: ParameterTable) -> Iterator[None]:
         """A context in which ``parameters`` stands for more parameters and buffers."""
         before = self.parameters
-        self.parameters = ParameterTable(*({**old, **new} for old, new in zip(before, parameters)))
+        pairs: Any = zip(before, parameters)
+        self.parameters = ParameterTable(*({**old, **new} for old, new in pairs))
         try:
             yield
         finally:
@@ -162,7 +163,8 @@ class LowArithmetic(TorchFunctionMode):
         if not x.is_floating_point():
             return x
         with internals.without_function_modes():
-            return self.round(self.call(Tensor.clone, x), name, format=Dequantized(stored, self.dtype(x)))
+            numbers: Any = Dequantized(stored, self.dtype(x))
+            return self.round(self.call(Tensor.clone, x), name, format=numbers)
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """The dtype that ``x`` has in the low-precision pass."""

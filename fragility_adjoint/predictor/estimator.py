@@ -111,7 +111,7 @@ class Adjoint:
         # of parameters that are rounded
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
         rounds = self._dtype != torch.float32
-        self.model = sharing_copy(low.model)
+        self.model: Any = sharing_copy(low.model)
         self.recorder, self.lock = ErrorRecorder(), threading.Lock()
         self._sites = pd.DataFrame()
         self.rounded = rounded = RoundedParameters(low, self.model, reference, self.recorder, self._dtype)
@@ -122,7 +122,7 @@ class Adjoint:
         stochastic = low.execution == "stochastic"
         self.points: list[LowArithmetic] = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
-            leaves = rounded.make_leaves(kept, exact, lambda path, *leaf: self.recorder.watch_leaf(*leaf, kept=True))
+            leaves = rounded.make_leaves(kept, exact, lambda _, n, x, w: self.recorder.watch_leaf(n, x, w, kept=True))
             how = self.recipe, self.recorder, leaves
             if self.secant:
                 self.points.append(SecantArithmetic(*how, rounds, self.target.between))
@@ -189,7 +189,9 @@ class Adjoint:
             inside, below = self.recorder.overflows()
             for window in below.keys() - inside.keys():  # masks store -inf, too
                 own = windows[window].tokens
-                if first_overflow(self.low, lambda model, x=own: self.target.output(model, x)) is not None:
+                # mypy infers no type for a lambda with a default
+                found_at = first_overflow(self.low, lambda m, x=own: self.target.output(m, x))  # type: ignore[misc]
+                if found_at is not None:
                     inside[window] = below[window]
             for window, place in inside.items():  # an infinity is no small error
                 contributions[:, window, :, place] = np.nan

@@ -165,7 +165,7 @@ def masking(x: Tensor) -> Tensor:
     return x <= torch.finfo(x.dtype).min
 
 
-def kind_of(kernel: Callable | None, args: tuple, kwargs: dict, bad: Tensor) -> str:
+def kind_of(kernel: Any, args: tuple, kwargs: dict, bad: Tensor) -> str:
     """The kind of a result that is ``bad``, by ``kernel`` in fp64: "overflow" if a number, else "infinite" or "nan".
 
     It is "overflow" for a kernel that takes no fp64, and for one of another library, which need not.

@@ -54,7 +54,8 @@ class Stream:
         for path, module in self.parts.items():
             owned = [*module.parameters(), *module.buffers()]
             self.owned[path] = [known[id(x)] for x in owned if id(x) in known]
-            replace_forward(module, partial(self.run, path, module.forward.forward))
+            loading: Any = module.forward  # a Loading
+            replace_forward(module, partial(self.run, path, loading.forward))
         paths = {path for owned in self.owned.values() for path in owned}
         self.staying = [path for path in rounded.tensors if path not in paths]  # those that no part owns
         self.uses: dict[int, TensorUses] = {}  # by window

@@ -80,7 +80,8 @@ class Options:
 
         Raises ValueError for an unknown variable, a text of another type, and two values of one field.
         """
-        variables, texts = cls.variables(), {}
+        variables = cls.variables()
+        texts: dict[str, str] = {}
         for word in words:
             variable, equals, text = word.partition("=")
             if not equals or variable not in variables:
@@ -95,11 +96,11 @@ class Options:
 
     @classmethod
     def rows(cls) -> Iterator[tuple[str, str, str]]:
-        """Yield variables, meaning and default of every option, in Markdown: the rows of a table in docs/protocol.md."""
+        """Yield variables, meaning and default of every option in Markdown: the rows of a table in docs/protocol.md."""
         for known in fields(cls):
             choices = ", ".join(f"`{choice}`" for choice in known.metadata["choices"])
             told = f"{choices}: {known.metadata['told']}" if choices else known.metadata["told"]
-            default = f"`{text_of(known.default)}`" if known.default != "" else "none"
+            default = f"`{text_of(getattr(cls, known.name))}`" if known.default != "" else "none"
             yield " or ".join(f"`{name}`" for name in _variables(known)), told, default
 
     @classmethod

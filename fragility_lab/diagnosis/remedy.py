@@ -108,6 +108,7 @@ def with_remedy(
         return contributions.plan(*budget)
     if contributions.size(alone, budget[1]) > budget[0]:
         return alone
+    assert remedy is not None  # ``alone`` is its plan
     plan = contributions.plan(*budget, beside=alone)
     calibrating = tokens if needs_calibration(contributions.recipe) else None
     candidates = CandidatePlans(contributions, tokens[list(remedy.places)].split(1), execution, calibrating)

@@ -145,7 +145,7 @@ def measure_plan(work: Work) -> None:
     if work.loaded.rounded is None:
         kept = apply(model, plan, work.request.execution, tokens if needs_calibration(plan.recipe) else None)
     else:
-        kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, found.plan)
+        kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, plan)
     found.protected, found.protected_drift = measure(kept, model, work.groups, "with the plan")
 
 
@@ -182,8 +182,8 @@ def choose_tokens(work: Work) -> None:
 def add_up_signs(work: Work) -> None:
     """Find errors that act together. With secant slopes, if memory allows, they add up to the measured error."""
     secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
-    options = {"target": work.request.measured_in, "gradients": "secant" if secants else "low"}
-    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, **options)
+    target, gradients = work.request.measured_in, "secant" if secants else "low"
+    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, target=target, gradients=gradients)
     work.found.coherence = coherence(estimator, progress(work.groups, desc="errors that act together"))
 
 

@@ -156,7 +156,7 @@ def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
 
 def of_coherence(diagnosis: Diagnosis, known: dict) -> dict:
     """Which errors act together."""
-    return {"coherence": coherence_summary(diagnosis.coherence)}
+    return {"coherence": coherence_summary(made(diagnosis.coherence))}
 
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:

@@ -116,7 +116,8 @@ def errors_by_token(
         raise ValueError(f"errors by token need windows and draws, got {len(windows)} and {draws}")
     grids = scales(low.format, passes)[1:] if passes else []
     predicted, measured, competitions = {}, {}, {}
-    largest = next(iter(windows.values())).shape[1] * realisations.adjoint.model.config.get_text_config().vocab_size
+    config = realisations.adjoint.model.config.get_text_config()
+    largest = next(iter(windows.values())).shape[1] * config.vocab_size
     groups = batched(windows.items(), max(1, LOGITS // largest))
     for group in progress([dict(each) for each in groups], desc="errors by token"):
 

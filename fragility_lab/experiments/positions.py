@@ -15,13 +15,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from fragility_adjoint.explain.travel import StreamNorms, stream_norms
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
 from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
-from fragility_core.surrogates.travel import StreamNorms, stream_norms
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.sinks import RESAMPLES, correlation, starts
 from fragility_lab.inputs.loading import Inputs, load

@@ -265,12 +265,12 @@ def compare_all(
         ladder = get_ladder(name)
         least, most = min(ladder.bits), max(ladder.bits)
         comparison = Comparison(benchmark, ladder, [least + share * (most - least) for share in shares], draws)
-        for kind, tables in found.items():
-            tables.append(getattr(comparison, kind)())
+        for kind, rows in found.items():
+            rows.append(getattr(comparison, kind)())
         if ladder.library not in said:
             said[ladder.library] = benchmark.ask(ladder, "refuse")
     refused = [(library, scheme, text) for library, texts in said.items() for scheme, text in texts.items()]
-    tables = {kind: pd.concat(rows, ignore_index=True) for kind, rows in found.items()}
+    tables = {kind: pd.concat(each, ignore_index=True) for kind, each in found.items()}
     return tables | {"refused": pd.DataFrame(refused, columns=["library", "scheme", "said"])}
 
 

@@ -54,8 +54,8 @@ def passes(chosen: random.Random, folder: Path) -> Iterator[tuple[str, pd.DataFr
     yield "e3_runs", e3.run_table(e3.window_table(patched))
 
     given = settings("x1_adjoint_predictor")
-    specs = x1.EstimateSpec.of(sources, probes=given["probes"], redraws=given["redraws"])
-    estimates = complete(x1.Estimates, specs, inputs, folder / "x1", source=folder / "e2")
+    asked = x1.EstimateSpec.of(sources, probes=given["probes"], redraws=given["redraws"])
+    estimates = complete(x1.Estimates, asked, inputs, folder / "x1", source=folder / "e2")
     yield "x1_windows", x1.window_table(estimates, rows)
 
 

@@ -1,6 +1,7 @@
 """X2: next tokens and experts that quantization changes, and how long greedy decoding keeps to the text of fp32."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ from fragility_lab.measurement.routing import changed_choices, predicted_choices
 from fragility_lab.running.environment import progress
 
 BATCH = 64  # prompts that are decoded at once
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 257, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 160, "num_experts_per_tok": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip

@@ -83,12 +83,12 @@ class Recipes(Worker):
 
 
 ANALYSES: dict[str, Callable[[Recipes, AnalysisSpec], pd.DataFrame]] = {
-    "recipes": lambda worker, spec: recipe_rows(worker.evaluator_of(spec), *spec.recipes, spec.quantities),
-    "growth": lambda worker, spec: growth_rows(worker.evaluator_of(spec), *spec.recipes),
-    "coherence": lambda worker, spec: coherence_rows(worker.evaluator_of(spec), *spec.recipes, spec.count),
+    "recipes": lambda worker, spec: recipe_rows(worker.evaluator_of(spec), spec.recipes[0], spec.quantities),
+    "growth": lambda worker, spec: growth_rows(worker.evaluator_of(spec), spec.recipes[0]),
+    "coherence": lambda worker, spec: coherence_rows(worker.evaluator_of(spec), spec.recipes[0], spec.count),
     "changed": Recipes.changed,
     "lengths": Recipes.lengths,
-    "layers": lambda worker, spec: layer_rows(worker.evaluator_of(spec), *spec.recipes),
+    "layers": lambda worker, spec: layer_rows(worker.evaluator_of(spec), spec.recipes[0]),
     "plans": lambda worker, spec: plan_rows(worker.evaluator_of(spec), spec.recipes, spec.count),
 }
 

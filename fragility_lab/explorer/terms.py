@@ -7,7 +7,7 @@ that remove it. ``Contributions.vanishing`` gives them here, one part at a time.
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,8 @@ PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
 BUDGETS = 25  # of bits, along a curve
 MEASURES = {"hidden": "mismatch", "kl": "kl", "logprob": "logprob"}  # columns of ``comparison.compare`` by target
 
-MeasuredPlans = Iterable[tuple[Plan | Choice, Mapping[str, float]]]
+Kept = TypeVar("Kept", Plan, Choice)
+MeasuredPlans = Iterable[tuple[Kept, Mapping[str, float]]]
 
 
 def measured_means(windows: pd.DataFrame) -> dict[str, float]:
@@ -163,7 +164,7 @@ def orders(parts: Parts, known: Contributions) -> dict[str, list]:
     return {**paths, "sites": [[], *sites]}
 
 
-def keeping(known: Sequence[Contributions], measured: MeasuredPlans = ()) -> dict[str, object]:
+def keeping(known: Sequence[Contributions], measured: MeasuredPlans[Plan] = ()) -> dict[str, object]:
     """The view in which parts are kept in fp32. ``known`` has one entry for each target, of one recipe and model.
 
     ``measured`` has plans with the errors that were measured, mean over windows, by the name of the target.
@@ -201,7 +202,7 @@ def best_choices(known: Choices, count: int = BUDGETS) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def choosing(known: Choices, measured: MeasuredPlans = ()) -> dict[str, object]:
+def choosing(known: Choices, measured: MeasuredPlans[Choice] = ()) -> dict[str, object]:
     """The view in which every group of linear layers gets a scheme, and nothing else is kept in fp32.
 
     ``measured`` has choices in place of plans.

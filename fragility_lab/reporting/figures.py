@@ -204,7 +204,7 @@ def e2_trend(bins: pd.DataFrame) -> Axes:
     pooled, by_format = bins[bins.precision == "all"], bins[bins.precision != "all"]
     sns.lineplot(by_format, x="combined", y="mismatch", hue="precision", style="precision", markers=True, ax=axes)
     if by_format.precision.nunique() > 1:
-        hollow = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
+        hollow: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
         axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **hollow)
     labels = ("predicted risk (mean of bin)", "mismatch (mean of bin)", "E2: mismatch over predicted risk")
     return finished(axes, *labels, log=True, inside=True)

@@ -45,6 +45,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from fragility_adjoint.explain.travel import stream_norms
 from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
@@ -57,7 +58,6 @@ from fragility_core.surrogates.reductions import sampled_rows, softmax_sensitivi
 from fragility_core.surrogates.scoring import out_gain
 from fragility_core.surrogates.shadow import set_epsilons
 from fragility_core.surrogates.transport import residual_transport
-from fragility_core.surrogates.travel import stream_norms
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e5
