@@ -38,7 +38,7 @@ class Quantized(LowPrecision):
 
     @property
     def plain(self) -> bool:
-        """True if all that happens is the rounding of the results of kernels."""
+        """True if the recipe rounds the results of kernels and nothing else."""
         return self.recipe.plain
 
     @contextmanager

@@ -150,7 +150,7 @@ class LowPrecision:
 
     @property
     def name(self) -> str:
-        """The format's own."""
+        """The unit roundoff of the format."""
         return self.format.name
 
     @property

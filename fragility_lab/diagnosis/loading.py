@@ -80,7 +80,7 @@ def set_attention(model: Any, request: Request) -> None:
 
 @torch.no_grad()
 def require_causal(model: Any, name: str) -> None:
-    """Raises ValueError unless the logits of ``model`` at a position are the same whatever follows it."""
+    """Raises ValueError if the logits of ``model`` at a position depend on later tokens."""
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
     a, b = model(tokens, use_cache=False).logits[:, :-1]
     if not torch.allclose(a, b, rtol=1e-2, atol=1e-4 * float(a.abs().max())):

@@ -139,7 +139,7 @@ def memory(request: Request, model: PreTrainedModel) -> int:
 
 
 def whole(request: Request, model: PreTrainedModel) -> int:
-    """Bytes that the whole form takes, with the fp32 model and, with a reference model, the other one."""
+    """Bytes that the whole form takes: ``memory``, the fp32 model and, if there is a reference model, the other one."""
     return memory(request, model) + 4 * (1 + bool(request.reference_model)) * sum(p.numel() for p in model.parameters())
 
 
@@ -214,7 +214,7 @@ def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int
 
 
 def reads_a_batch(request: Request, model: PreTrainedModel) -> int:
-    """How often the streamed form reads the model for windows that share a read, if fp32 passes are measured.
+    """Count how often the streamed form reads the model for windows that share a read, if fp32 passes are measured.
 
     An estimate reads the model forward and backward at each end. One more estimate, at one end, finds the errors that
     act together. Choices of experts are compared in two passes.

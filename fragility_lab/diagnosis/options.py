@@ -26,7 +26,7 @@ def option(default: str | int | bool, told: str, choices: str = "", least: int |
 
 @dataclass(frozen=True)
 class Options:
-    """What a diagnosis can be asked for. Raises ValueError for a value of another type or out of range."""
+    """The options of a diagnosis. Raises ValueError for a value of another type or out of range."""
 
     model: str = option(EMBEDDED, "hub name or local path, which may be a `.gguf` file")
     data: str = option(EMBEDDED, "`.txt`, `.jsonl`, `.json`, `.csv`, `.parquet` or hub dataset `name[:config[:split]]`")

@@ -121,7 +121,7 @@ def execution_of(plan: Plan, recipe: Recipe, execution: str) -> str:
 
 
 class CandidatePlans:
-    """Plans for the model of ``contributions`` from cheap to dear, each run over ``windows`` that overflow."""
+    """Plans for the model of ``contributions``, from cheap to dear. Each is run over the ``windows`` that overflow."""
 
     def __init__(
         self, contributions: Contributions, windows: Sequence[Tensor], execution: str, calibrating: Tensor | None

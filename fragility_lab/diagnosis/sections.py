@@ -1,4 +1,4 @@
-"""What the sections of a page say: texts, rows of tables and figures, from what a diagnosis has found."""
+"""The sections of a page: texts, rows of tables and figures, from what a diagnosis has found."""
 
 import shlex
 from collections import Counter
@@ -41,7 +41,7 @@ MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large
 
 
 def verdict(measured: pd.DataFrame) -> str:
-    """What rounding does to the model, in words, from rows of ``comparison.compare``."""
+    """The effect of rounding on the model, in words, from rows of ``comparison.compare``."""
     kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
     if not np.isfinite([kl, loss, exact]).all():
         return "The low-precision pass gives no finite probabilities."
@@ -67,7 +67,7 @@ def command(request: Request, results: str) -> str:
 
 
 def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
-    """What rounding does to the tokens, without and with the plan: rows of ``comparison.compare`` as texts."""
+    """The effect of rounding on the tokens, without and with the plan: rows of ``comparison.compare`` as texts."""
     plans, rows = {"none": measured, "recommended": protected}, []
     for name, table in plans.items():
         if table is not None:
@@ -100,7 +100,7 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def common(diagnosis: Diagnosis, results: str) -> dict:
-    """What all sections of the page take, for the folder ``results`` under outputs."""
+    """Values that all sections of the page take, for the folder ``results`` under outputs."""
     request, recipe = diagnosis.request, get_recipe(diagnosis.request.format)
     kept, found = means(diagnosis)
     measured, protected = (
@@ -150,17 +150,17 @@ def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
 
 
 def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
-    """Where the error comes from."""
+    """Values of the part on causes: figures, and the modules of the largest contributions."""
     return {"images": pictures(diagnosis), "modules": largest(made(diagnosis.contributions))}
 
 
 def of_coherence(diagnosis: Diagnosis, known: dict) -> dict:
-    """Which errors act together."""
+    """Values of the part on errors that act together."""
     return {"coherence": coherence_summary(made(diagnosis.coherence))}
 
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:
-    """What leaves the range of the format."""
+    """Values of the part on the format's range."""
     ranges = made(diagnosis.ranges).head(MANY)[["module", "kind", "nonfinite", "saturated"]]
     return {
         "ranges": ranges.to_numpy().tolist(),

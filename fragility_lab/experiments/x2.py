@@ -29,7 +29,7 @@ QUANTITIES = ("kl", "logprob")  # targets, and columns of ``comparison.compare``
 
 @dataclass(frozen=True)
 class Evaluator:
-    """The fp32 model, its ``windows`` (B, T), and how it is predicted; raises ValueError without probes."""
+    """The fp32 model, its ``windows`` (B, T), and the number of probes; raises ValueError without probes."""
 
     model: PreTrainedModel
     windows: Tensor

@@ -95,7 +95,7 @@ ANALYSES: dict[str, Callable[[Recipes, AnalysisSpec], pd.DataFrame]] = {
 
 @dataclass(frozen=True)
 class Analyses:
-    """What all runs of X2 have in common, as in ``AnalysisSpec``."""
+    """Inputs and options that all runs of X2 share, as in ``AnalysisSpec``."""
 
     model: str
     data: str

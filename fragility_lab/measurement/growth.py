@@ -63,7 +63,7 @@ def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
 def growth(
     low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str
 ) -> Growth | None:  # fmt: skip
-    """How the error grows in the passes over ``tokens`` (B, T), whose ``comparison.compare`` is ``whole``.
+    """Measure how the error grows in the passes over ``tokens`` (B, T), whose ``comparison.compare`` is ``whole``.
 
     Windows with nonfinite errors do not count. The result is None if no other window is left.
     """
