@@ -105,7 +105,7 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
 
 
 def differences(library: str, stored: Any, role: str, path: str) -> list[str]:
-    """Name what ``library`` does otherwise to "weights" or "inputs" at ``path``; raises ValueError for what it lacks."""
+    """Name what ``library`` does otherwise with the ``role`` of ``path``; raises ValueError for what it lacks."""
     for formats, scales, weights, inputs, rules in KINDS[library] if isinstance(stored, Scheme) else ():
         asked = {stored.format.name: formats, stored.scale: scales}
         asked[stored.granularity] = weights if role == "weights" else inputs
