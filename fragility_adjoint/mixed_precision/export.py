@@ -105,7 +105,7 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
 
 
 def differences(library: str, stored: NumberFormat, role: str, path: str) -> list[str]:
-    """What ``library`` does otherwise with "weights" or "inputs" at ``path``; raises ValueError for what it lacks."""
+    """Deviations of ``library`` for "weights" or "inputs" at ``path``; raises ValueError for a scheme that it lacks."""
     for formats, scales, weights, inputs, rules in KINDS[library] if isinstance(stored, Scheme) else ():
         asked = {stored.format.name: formats, stored.scale: scales}
         asked[stored.granularity] = weights if role == "weights" else inputs

@@ -26,7 +26,7 @@ def size(column: str) -> Callable[[float], str]:
 
 
 def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
-    """Bulk and tail of the error by token."""
+    """Values for the template: bulk and tail of the error by token."""
     by_token, column = made(diagnosis.by_token), COLUMNS[diagnosis.request.measured_in]
     write, summary, tail = size(column), by_token.summary(column), by_token.tail(column, TOLD)
     rows = [

@@ -47,7 +47,7 @@ def interval(found: tuple[float, float], windows: int) -> str:
 
 
 def coherence_summary(coherence: Coherence) -> dict[str, object]:
-    """What the page says of errors that act together: ratios, the ``pairs`` that matter, and how many there are."""
+    """Values for the page on errors that act together: ratios, the ``pairs`` that matter, and how many there are."""
     pairs, windows = coherence.pairs(), len(coherence.grams)
     names = [named(*group) for group in coherence.groups[GROUPS].itertuples(index=False)]
     shown = pairs[pairs.matters].head(PAIRS)

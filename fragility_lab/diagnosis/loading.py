@@ -61,7 +61,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
 
 
 def set_attention(model: Any, request: Request) -> None:
-    """Set ``model`` to the attention of ``request``: for "auto" sdpa where the model has it, else its own.
+    """Set ``model`` to the attention of ``request``; "auto" is sdpa if the model has it, else the model's own.
 
     Raises ValueError for an attention that the model lacks.
     """
@@ -80,7 +80,7 @@ def set_attention(model: Any, request: Request) -> None:
 
 @torch.no_grad()
 def require_causal(model: Any, name: str) -> None:
-    """Raises ValueError unless the logits of ``model`` at a position are the same whatever follows it."""
+    """Raises ValueError if the logits of ``model`` at a position depend on later tokens."""
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
     a, b = model(tokens, use_cache=False).logits[:, :-1]
     if not torch.allclose(a, b, rtol=1e-2, atol=1e-4 * float(a.abs().max())):

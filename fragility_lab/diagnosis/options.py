@@ -36,7 +36,7 @@ def option(
 
 @dataclass(frozen=True)
 class Options:
-    """What a diagnosis can be asked for. Raises ValueError for a value of another type or out of range."""
+    """The options of one diagnosis. Raises ValueError for a value of another type or out of range."""
 
     model: str = option(EMBEDDED, "hub name or local path, which may be a `.gguf` file")
     data: str = option(

@@ -20,7 +20,7 @@ from fragility_lab.running.environment import progress
 
 
 def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> Quantized:
-    """The model in low precision without a plan. For a mix of schemes all layers have the smallest one.
+    """The model in low precision without a plan. For a mix of schemes, all layers have the smallest scheme.
 
     Static scales are measured over ``tokens`` (B, T).
     """
@@ -32,7 +32,7 @@ def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> Quantized:
 
 
 def estimator(low: LowPrecision, model, probes: int, target: str) -> predictor.Adjoint:
-    """What predicts the error of ``low`` in ``target``: for one other than the hidden state, from both ends."""
+    """The estimator of the error of ``low`` in ``target``, with gradients at both ends unless that is "hidden"."""
     gradients = "low" if target == "hidden" else "both"
     return predictor.Adjoint(low, model, probes, target=target, gradients=gradients)
 
@@ -59,7 +59,7 @@ def predict(
 def measure(
     low: LowPrecision, model, groups: Sequence[Tensor], name: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
-    """``comparison.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
+    """``comparison.compare`` of ``low`` with the fp32 ``model`` for every window of ``groups``, tokens (B, T)."""
     tables = [
         compare(*window)
         for windows in progress(groups, desc=f"measuring {name}")

@@ -1,4 +1,4 @@
-"""The remedy of an overflow: the cheapest of some plans that brings every window back, tried by running it."""
+"""The remedy of an overflow: plans are run from cheap to dear, until one brings all windows back into the range."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -120,7 +120,7 @@ def execution_of(plan: Plan, recipe: Recipe, execution: str) -> str:
 
 
 class CandidatePlans:
-    """Plans for the model of ``contributions`` from cheap to dear, each run over ``windows`` that overflow."""
+    """Plans for the model of ``contributions``, from cheap to dear. Each is run over the ``windows`` that overflow."""
 
     def __init__(
         self, contributions: Contributions, windows: Sequence[Tensor], execution: str, calibrating: Tensor | None

@@ -29,7 +29,7 @@ class Request(Options):
         if not (self.reference_model or get_recipe(self.format).rounds):
             rounding = ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds)
             raise ValueError(f"a diagnosis needs a format that rounds results, {rounding}, got {self.format!r}")
-        if self.target not in ("hidden", self.measured_in):  # "hidden" is what is not asked for
+        if self.target not in ("hidden", self.measured_in):  # "hidden" stands for no target
             raise ValueError(
                 f"a budget of KL is measured in KL, got TARGET={self.target} beside BUDGET={shortened(self.budget)}: "
                 "leave TARGET= away"

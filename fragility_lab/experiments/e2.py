@@ -150,7 +150,7 @@ def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
 
 
 class MonitoredPasses(Worker):
-    """Computes the runs of a grid. All formats share the fp32 states of a window, all runs of a format its model."""
+    """Computes the runs of a grid. Formats share the fp32 states of a window, and runs of a format share its model."""
 
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)

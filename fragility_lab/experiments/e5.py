@@ -37,7 +37,7 @@ from fragility_lab.running.task import Advance, Worker
 
 @dataclass(frozen=True)
 class TrainingSetting:
-    """How all runs of one E5 experiment train."""
+    """The settings of training that all runs of one E5 experiment share."""
 
     model: str
     data: str
@@ -117,7 +117,7 @@ def specifications(
 
 
 def policies(names: Sequence[str], setting: TrainingSetting, inputs: Inputs, **parameters) -> list[Policy]:
-    """The policies ``names`` with the epsilon of the model's own norms and the unit roundoff of the shadow.
+    """The policies ``names``, with the epsilon of the model's own norms and the unit roundoff of the shadow.
 
     Each policy gets those of ``parameters`` that it has. Raises ValueError for unknown names, for a parameter that no
     policy has, and for a missing parameter that a policy needs, TypeError for a model without norms before sublayers.
@@ -157,7 +157,7 @@ def training_windows(inputs: Inputs, setting: TrainingSetting, seed: int) -> Ten
 
 
 def initial_model(model: PreTrainedModel, setting: TrainingSetting, seed: int) -> PreTrainedModel:
-    """The model that a run starts from: ``model``, or one of its architecture with random weights drawn by ``seed``."""
+    """The model that a run starts from: ``model``, or its architecture with random weights drawn by ``seed``."""
     if setting.initial == "random":
         torch.manual_seed(seed)
         there = next(model.parameters())
@@ -168,7 +168,7 @@ def initial_model(model: PreTrainedModel, setting: TrainingSetting, seed: int) -
 
 
 class Mitigation(Worker[TrainingSpec]):
-    """Computes the runs of E5, each from its last checkpoint where there is one.
+    """Computes the runs of E5, each from its last checkpoint if there is one.
 
     Runs of one seed are the same until the first action. The first of them saves its state at step ``shared_steps``.
     Runs whose policies may not act earlier go on from that state.

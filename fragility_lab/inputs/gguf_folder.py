@@ -117,7 +117,7 @@ def require_space(header: Header, model: torch.nn.Module) -> None:
 
 
 def require_all_read(header: Header, model: Any) -> None:
-    """Raises ValueError for tensors in the file of ``header`` that are none of ``model``."""
+    """Raises ValueError for tensors in the file of ``header`` that ``model`` does not have."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())

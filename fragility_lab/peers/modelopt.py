@@ -17,7 +17,7 @@ NEEDING_CUDA = ("MXFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG")
 
 
 def choose(model: PreTrainedModel, calibration: Tensor, task: dict[str, Any]) -> Chosen:
-    """Scores from one search; the plans of all budgets from these, as ``get_auto_quantize_config`` finds them."""
+    """Scores from one search, and the plans of all budgets from them, as ``get_auto_quantize_config`` finds these."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.quantization.algorithms import _resolve_best_recipe
 

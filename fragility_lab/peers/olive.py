@@ -26,7 +26,7 @@ def quantizer(bits: int, group: int = GROUP) -> Any:
 
 
 def choose(model: PreTrainedModel, calibration: Tensor, task: dict[str, Any]) -> Chosen:
-    """Scores once, then the plans of all budgets from them. Olive's own calibration text comes from a hub."""
+    """Scores, and the plans of all budgets from them. Given windows replace Olive's own text, which is on a hub."""
     import olive.passes.pytorch.selective_mixed_precision as smp
     from olive.common.hf.wrapper import ModelWrapper
     from olive.passes.pytorch.quant_utils import get_qkv_quantization_groups

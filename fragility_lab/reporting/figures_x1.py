@@ -16,7 +16,7 @@ SMALL_SHARE = 0.02
 
 @style()
 def x1_predicted(windows: pd.DataFrame) -> Axes:
-    """Predicted against measured mismatch of every window: one panel a format, with the line where they are equal."""
+    """Predicted against measured mismatch of every window: one panel a format, with the line of equality."""
     kept = with_length(windows[~windows.overflow])
     grid = sns.relplot(
         kept, x="adjoint", y="mismatch", col="precision", hue="window length", s=18, linewidth=0, alpha=0.6, height=3.6,
