@@ -1,7 +1,7 @@
 """Diagnosis of one's own model in a number format: drift, its causes, its effect on tokens, and what to keep in fp32.
 
-``request`` says what is asked, ``loading`` loads it, ``needs`` says what it will take, ``measurement`` compares passes,
-``run`` does the work in steps, ``found`` is what they have found, and ``page`` writes it, part by part.
+``options`` and ``request`` check what is asked for, ``loading`` loads the model and its windows, ``needs`` forecasts
+time and memory, ``run`` does the work in steps, ``found`` holds the findings, and ``page`` writes them.
 """
 
 import importlib

@@ -43,7 +43,7 @@ class Failure:
 
 
 class IncompleteError(RuntimeError):
-    """Raised after the page is written, where sections of it failed."""
+    """Raised after the page is written, if steps or sections of it failed."""
 
 
 @dataclass
@@ -52,23 +52,21 @@ class Diagnosis:
 
     Tables have one row per window unless stated otherwise.
 
-    ``failed`` has the steps that failed, by name, ``pending`` the names of those to come. What a step did not get to is
-    None.
-
-    ``prediction`` is for the model without a plan. ``contributions`` says what each unit contributes to it; it is None,
-    like ``plan``, if every window overflows. ``ranges`` has one row per module with values out of range. With a
-    reference, ``measured`` and ``protected`` are the windows of ``comparison.compare`` without and with the plan;
-    ``drift`` and ``protected_drift`` are its blocks. ``changed_experts`` is the share of choices of experts that
-    rounding changes, for models that choose experts. ``planned`` is the prediction with the plan, by window.
-    ``coherence`` says which errors act together without a plan, unless every window overflows. For models in the whole
-    form ``by_token`` has the error by token, with the ``origins`` of the tail by the rows of its table, and ``flips``
-    predicts changed choices; with a reference ``growth`` says whether the error grows in proportion.
-    ``remedy`` is looked for where windows overflow. With its plan, ``mended`` has their prediction, of KL if that is
-    what errors are measured in or near it, else of the mismatch, and the columns of ``comparison.compare``.
-    ``exports`` has the plan for each other library by name, or why it has none.
-    ``choices`` are the schemes among which a budget for schemes chose, ``choice`` what it chose. ``opening`` is what
-    each window begins with. ``attention`` is the implementation that ran, ``referenced`` says whether fp32 passes are
-    measured, and ``seconds`` has the time of each step.
+    - ``failed``: the steps that failed, by name. ``pending``: names of the steps to come. ``seconds``: time by step.
+    - ``prediction``: of the model without a plan. ``contributions``: what each unit contributes to it. ``planned``: the
+      prediction with the ``plan``, by window. If every window overflows, all but the first are None.
+    - ``exports``: the plan for each other library by name, or why it has none.
+    - ``measured``, ``protected``: windows of ``comparison.compare`` without and with the plan. ``drift``,
+      ``protected_drift``: its blocks. All need a reference; ``referenced`` says whether fp32 passes are measured.
+    - ``ranges``: one row per module with values out of range.
+    - ``changed_experts``: the share of choices of experts that rounding changes, for models that choose experts.
+    - ``coherence``: errors that act together without a plan, unless every window overflows.
+    - ``by_token``: the error by token. ``origins``: origins of its tail, by the rows of its table. ``flips``: changed
+      choices. ``growth``: does the error grow in proportion? It needs a reference. All are for models that are whole.
+    - ``remedy``: plans that were tried to bring back windows that overflow. ``mended``: the prediction of these windows
+      with the plan that does, of mismatch for the target "hidden", else of KL, and columns of ``comparison.compare``.
+    - ``choices``: the schemes among which a budget for schemes chose. ``choice``: the chosen ones.
+    - ``opening``: the tokens with which each window begins. ``attention``: the implementation that ran.
     """
 
     request: Request
@@ -112,7 +110,7 @@ class Diagnosis:
         return self.prediction is not None and bool(self.prediction.contributions.site.eq("router").any())
 
     def require_complete(self) -> None:
-        """Raises IncompleteError, which names them, if steps or sections of the page failed."""
+        """Raises IncompleteError if steps or sections of the page failed; the error names them."""
         if self.failed:
             told = "; ".join(f"{failure.what} ({failure.error})" for failure in self.failed.values())
             raise IncompleteError(

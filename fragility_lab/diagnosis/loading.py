@@ -61,7 +61,7 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
 
 
 def set_attention(model: Any, request: Request) -> None:
-    """Set ``model`` to the attention of ``request``: for "auto" sdpa where the model has it, else its own.
+    """Set ``model`` to the attention of ``request``; "auto" is sdpa if the model has it, else the model's own.
 
     Raises ValueError for an attention that the model lacks.
     """

@@ -35,9 +35,9 @@ STACK = 2**23  # bytes of a thread; each of the windows that share a read has as
 class Forecast:
     """The needs of a diagnosis: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
-    ``form`` says why a model is streamed, and how much is read from the disk, or why it is spread over several GPUs; it
-    is empty for a whole model on one device. ``batch`` windows share a read. ``steps`` are
-    the seconds of the steps of ``run.STEPS``, by name, for a whole model.
+    ``form`` says why a model is streamed and how much is read from the disk, or why it is spread over several GPUs. It
+    is empty for a whole model on one device. ``batch`` windows share a read. ``steps`` has the seconds of the steps of
+    ``run.STEPS`` by name, for a whole model.
     """
 
     seconds: float
@@ -133,7 +133,7 @@ def activations(request: Request, model: PreTrainedModel) -> tuple[int, int]:
 
 
 def memory(request: Request, model: PreTrainedModel) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, some in fp32, and what the backward pass keeps."""
+    """Bytes beyond the fp32 model: two copies in the format, one in fp32 for each end, and those of ``activations``."""
     parameters = sum(p.numel() for p in model.parameters())
     return parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request)) + sum(activations(request, model))
 
@@ -178,10 +178,10 @@ def fits_several_gpus(request: Request, model: PreTrainedModel) -> bool:
 def streamed_memory(request: Request, model: PreTrainedModel, batch: int = 1) -> int:
     """Bytes that the streamed form takes: the passes of the largest part, and what enters each block.
 
-    A part is held in fp32 twice (exact and as stored) and once in the format; the gradients of its largest matrix are
-    formed for all probes, in two copies. Each window of the ``batch`` keeps its stream, what the target makes of
-    its logits, signs and gradients of these, and gradients of tied matrices, which wait for the embedding; or two
-    streams and logits to compare. All but one have threads of their own.
+    A part is held in fp32 twice (exact and as stored) and once in the format. The gradients of its largest matrix are
+    formed for all probes, in two copies. In an estimate, each window of the ``batch`` keeps its stream, the output of
+    the target with its signs and gradients, and gradients of tied matrices, which wait for the embedding. In a
+    comparison it keeps two streams and their logits. All windows but one have threads of their own.
     """
     config: Any = model.config.get_text_config()
     blocks = block_paths(model)
@@ -204,9 +204,9 @@ def streamed_memory(request: Request, model: PreTrainedModel, batch: int = 1) ->
 
 
 def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int:
-    """The number of ``count`` windows that run in a batch, if so many take so much memory.
+    """The number of windows, of ``count``, that run in a batch; ``takes`` gives the bytes that so many windows take.
 
-    All but one of them take half of what that one leaves ``free``.
+    All but the first may take half of the memory that it leaves ``free``.
     """
     one, two, three = map(takes, (1, 2, 3))
     beside = count if free is None else ((free - one) // 2 - (two - one)) // (three - two) + 1
@@ -214,7 +214,7 @@ def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int
 
 
 def reads_a_batch(request: Request, model: PreTrainedModel) -> int:
-    """Count how often the streamed form reads the model for windows that share a read, if fp32 passes are measured.
+    """The number of reads of a streamed model for windows that share them, if fp32 passes are measured.
 
     An estimate reads the model forward and backward at each end. One more estimate, at one end, finds the errors that
     act together. Choices of experts are compared in two passes.

@@ -32,8 +32,8 @@ from fragility_lab.running.files import write_whole
 class Section:
     """A section of the page, in a template of its ``name``.
 
-    ``shown`` is True if its values are known. In the part's place the page says which of its ``steps`` have failed or
-    are to come. ``values`` returns the values that the template takes beside those of ``common``.
+    ``shown`` is True if its values are known. In its place the page says which of its ``steps`` have failed or are to
+    come. ``values`` returns the values that the template takes beside those of ``common``.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Section:
     steps: tuple[str, ...] = ()
 
 
-WRITING = "page: "  # what failed when the page was written, in ``Diagnosis.failed``
+WRITING = "page: "  # prefix in ``Diagnosis.failed`` of sections that failed when the page was written
 SECTIONS = (
     Section("summary", "In short", of_summary),
     Section(
@@ -62,7 +62,7 @@ SECTIONS = (
 
 
 def rendered(section: Section, diagnosis: Diagnosis, known: dict) -> dict | None:
-    """The ``section`` as the page takes it, with the failures of its steps and its own; None if it is not shown."""
+    """The ``section`` as the page takes it, with its own failure and those of its steps; None if it is not shown."""
     failures = [diagnosis.failed[step] for step in section.steps if step in diagnosis.failed]
     pending = [step.doing for step in STEPS if step.name in section.steps and step.name in diagnosis.pending]
     html = ""
@@ -86,11 +86,11 @@ def rendered(section: Section, diagnosis: Diagnosis, known: dict) -> dict | None
 def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     """The page as HTML, for the folder ``results`` under outputs, as far as the diagnosis has come.
 
-    A section that fails says so in its place, and is in ``Diagnosis.failed``.
+    If a section fails, the page says so in its place, and the section is in ``Diagnosis.failed``.
     """
     diagnosis.failed = {name: each for name, each in diagnosis.failed.items() if not name.startswith(WRITING)}
     known = common(diagnosis, results)
-    found = [rendered(each, diagnosis, known) for each in reversed(SECTIONS)]  # the summary tells what failed in others
+    found = [rendered(each, diagnosis, known) for each in reversed(SECTIONS)]  # summary last: it tells other failures
     sections = [section for section in reversed(found) if section is not None]
     return template("diagnosis/page.html.jinja").render(**known, sections=sections)
 

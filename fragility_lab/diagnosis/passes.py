@@ -59,7 +59,7 @@ def predict(
 def measure(
     low: LowPrecision, model, groups: Sequence[Tensor], name: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
-    """``comparison.compare`` for every window of ``groups``, tokens (B, T), with ``model`` in fp32."""
+    """``comparison.compare`` of ``low`` with the fp32 ``model`` for every window of ``groups``, tokens (B, T)."""
     tables = [
         compare(*window)
         for windows in progress(groups, desc=f"measuring {name}")

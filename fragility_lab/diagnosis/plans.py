@@ -130,7 +130,7 @@ def of_mending(diagnosis: Diagnosis) -> dict:
 
 
 def of_plan(diagnosis: Diagnosis, known: dict) -> dict:
-    """Values of the part on the plan: its price, its code, and what other budgets give."""
+    """Values of the section on the plan: its price, its code, and what other budgets give."""
     request, plan, choices = diagnosis.request, made(diagnosis.plan), diagnosis.choices
     contributions = made(diagnosis.contributions)
 

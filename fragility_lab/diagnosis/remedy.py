@@ -1,4 +1,4 @@
-"""The remedy of an overflow: the cheapest of some plans that brings every window back, tried by running it."""
+"""The remedy of an overflow: plans are run from cheap to dear, until one brings all windows back into the range."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The sections of a page: texts, rows of tables and figures, from what a diagnosis has found."""
+"""Texts, rows of tables and figures of the page's sections, from the findings of a diagnosis."""
 
 import shlex
 from collections import Counter
@@ -33,7 +33,7 @@ from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import duration, number, percent
 
-NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # how words of what is none begin
+NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # first words of failures that are no overflow
 ALWAYS = ("format", "budget", "windows", "length", "attention", "probes", "seed")  # options in the page's command
 MANY = 24  # bars and rows that a page shows
 # What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
@@ -41,7 +41,7 @@ MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large
 
 
 def verdict(measured: pd.DataFrame) -> str:
-    """The effect of rounding on the model, in words, from rows of ``comparison.compare``."""
+    """A verdict in words on what rounding does to the model, from rows of ``comparison.compare``."""
     kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
     if not np.isfinite([kl, loss, exact]).all():
         return "The low-precision pass gives no finite probabilities."
@@ -67,7 +67,7 @@ def command(request: Request, results: str) -> str:
 
 
 def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list[str]]:
-    """The effect of rounding on the tokens, without and with the plan: rows of ``comparison.compare`` as texts."""
+    """Rows of texts: the effects of rounding on tokens, without and with the plan, from ``comparison.compare``."""
     plans, rows = {"none": measured, "recommended": protected}, []
     for name, table in plans.items():
         if table is not None:
@@ -100,7 +100,7 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def common(diagnosis: Diagnosis, results: str) -> dict:
-    """Values that all sections of the page take, for the folder ``results`` under outputs."""
+    """The values that all sections of the page take, for the folder ``results`` under outputs."""
     request, recipe = diagnosis.request, get_recipe(diagnosis.request.format)
     kept, found = means(diagnosis)
     measured, protected = (
@@ -145,22 +145,22 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
 
 
 def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
-    """Values of the part on tokens."""
+    """Values of the section on tokens."""
     return {"effects": effects(known["measured"], known["protected"])}
 
 
 def of_causes(diagnosis: Diagnosis, known: dict) -> dict:
-    """Values of the part on causes: figures, and the modules of the largest contributions."""
+    """Values of the section on causes: figures, and the modules of the largest contributions."""
     return {"images": pictures(diagnosis), "modules": largest(made(diagnosis.contributions))}
 
 
 def of_coherence(diagnosis: Diagnosis, known: dict) -> dict:
-    """Values of the part on errors that act together."""
+    """Values of the section on errors that act together."""
     return {"coherence": coherence_summary(made(diagnosis.coherence))}
 
 
 def of_range(diagnosis: Diagnosis, known: dict) -> dict:
-    """Values of the part on the format's range."""
+    """Values of the section on the format's range."""
     ranges = made(diagnosis.ranges).head(MANY)[["module", "kind", "nonfinite", "saturated"]]
     return {
         "ranges": ranges.to_numpy().tolist(),
@@ -199,7 +199,7 @@ def of_remedy(diagnosis: Diagnosis) -> dict:
 
 
 def of_explorer(diagnosis: Diagnosis, known: dict) -> dict:
-    """Values of the part with the explorer of plans."""
+    """Values of the section with the explorer of plans."""
     return {"explorer": explorer(diagnosis)}
 
 

@@ -21,7 +21,7 @@ ASIDE = re.compile(
     r"|\w*token_ids?|\w*drop(out)?\w*|initializer_\w+|output_\w+|return_dict|pretraining_tp|\w*aux_loss_coef|id2label"
     r"|label2id|num_labels|problem_type|task_specific_params|summary_\w+|tokenizer_class|\w*attn_implementation\w*"
 )
-NOTHING: tuple[Any, ...] = (None, False, 0, "none", [], ())  # by which an entry says what its absence says
+NOTHING: tuple[Any, ...] = (None, False, 0, "none", [], ())  # values that mean the same as no entry
 NOISE = 1e-6  # the relative error that the order of sums makes in fp32; the KL divergence that it makes is smaller
 
 

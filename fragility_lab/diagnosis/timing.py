@@ -16,7 +16,7 @@ REPEATS = 3  # timed passes, of which the fastest counts: beside other work some
 
 
 class Timing(NamedTuple):
-    """Seconds of what the steps of a diagnosis are made of, for one window.
+    """Seconds of the work from which the steps of a diagnosis are made.
 
     ``making`` an estimator happens once. An ``estimate``, and a ``measurement`` that compares a pass with the one in
     fp32, are for one window.
@@ -28,7 +28,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, loaded: Inputs, tokens: Tensor, fits: bool) -> "Timing":
-        """Time the parts on the first window of ``tokens`` (B, T), or an fp32 pass if the parts do not fit."""
+        """Time the work on the first window of ``tokens`` (B, T), or an fp32 pass if the work does not fit."""
         try:
             return cls.run(request, loaded, tokens) if fits else cls.of_plain(request, loaded, tokens)
         except (TypeError, ValueError, RuntimeError):  # the first step refuses such a model, on the page
@@ -42,7 +42,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def run(cls, request: Request, loaded: Inputs, tokens: Tensor) -> "Timing":
-        """Time each part, run once. Raises the errors of ``Adjoint``."""
+        """Time each kind of work, run once. Raises the errors of ``Adjoint``."""
         low, window, start = low_model(request, loaded, tokens), tokens[:1], seconds(loaded.device)
         known = estimator(low, loaded.model, request.probes, request.measured_in)
         made = seconds(loaded.device)

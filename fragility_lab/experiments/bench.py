@@ -174,7 +174,7 @@ def time_estimate(repetitions: int) -> pd.DataFrame:
 
 
 def attending(low: LowPrecision, implementation: str) -> LowPrecision:
-    """A copy of ``low`` with another attention implementation."""
+    """``low`` itself, set to another attention implementation."""
     set_attention(low.model, implementation)
     return low
 

@@ -168,7 +168,7 @@ def initial_model(model: PreTrainedModel, setting: TrainingSetting, seed: int) -
 
 
 class Mitigation(Worker[TrainingSpec]):
-    """Computes the runs of E5, each from its last checkpoint where there is one.
+    """Computes the runs of E5, each from its last checkpoint if there is one.
 
     Runs of one seed are the same until the first action. The first of them saves its state at step ``shared_steps``.
     Runs whose policies may not act earlier go on from that state.

@@ -70,7 +70,7 @@ def recipe_rows(evaluator: Evaluator, name: str, quantities: Sequence[str] = QUA
 
 
 def growth_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
-    """One row per quantity of the recipe ``name``: how its error grows with the errors inside.
+    """One row per quantity of the recipe ``name``: the growth of its error with the errors inside.
 
     ``ratio`` is four times the squared error with half of every rounding error, over the whole squared error. It is 1
     if the error of the output grows in proportion to the errors inside, as predictions assume.
@@ -93,7 +93,7 @@ def row(recipe: str, quantity: str, predicted: np.ndarray, found: np.ndarray | p
 
 
 def coherence_rows(evaluator: Evaluator, name: str, probes: int) -> pd.DataFrame:
-    """One row for the recipe ``name``: the measured KL over the sum of squares, and what explains it.
+    """One row for the recipe ``name``: the measured KL over the sum of squares, and the two factors of this ratio.
 
     The slopes are secants, so that signed contributions add up to the error of the passes, apart from ``remainder``.
     ``overall`` is the ratio: the factor ``inside`` of groups of sites times the factor ``between`` them. Each has its
@@ -112,7 +112,7 @@ def coherence_rows(evaluator: Evaluator, name: str, probes: int) -> pd.DataFrame
 
 
 def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
-    """One row per group of fused layers: its KL, predicted and measured, if it alone is quantized by a recipe.
+    """One row per group of fused layers: predicted and measured KL if only this group is quantized, by ``name``.
 
     All other kernels compute in fp32, since most layers' errors would be lost among those of bf16.
     """

@@ -16,7 +16,7 @@ DRAWS = 4  # of the errors of a ladder's first recipe
 
 
 def plan_rows(evaluator: Evaluator, ladder: Sequence[str], budgets: int) -> pd.DataFrame:
-    """One row per plan: the best choices among a ``ladder`` of recipes under ``budgets`` numbers of bits, measured.
+    """One row per plan: the best choices among a ``ladder`` of recipes for so many ``budgets`` of bits, measured.
 
     Beside each plan is a random choice with about as many bits (``chosen_by``). ``predicted`` and ``measured`` are KL.
     The columns that begin with "changed" are the share of changed next tokens. This share is predicted from errors of

@@ -1,4 +1,4 @@
-"""X2 in runs: one analysis of it for one recipe, or for one ladder of recipes, so that it goes on where it stopped."""
+"""X2 in runs: one analysis for one recipe or one ladder of recipes each, so that X2 goes on where it stopped."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class AnalysisSpec(Specification):
 
 
 class Recipes(Worker):
-    """Computes analyses of X2; those on equal windows share the fp32 passes."""
+    """Computes analyses of X2. Analyses of the same windows share the fp32 passes."""
 
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)
@@ -64,7 +64,7 @@ class Recipes(Worker):
         return self.inputs.windows(length, windows, seed)[1].to(self.inputs.device)
 
     def run(self, spec: AnalysisSpec, advance: Advance) -> pd.DataFrame:
-        """The rows of the analysis, as its function in ANALYSES gives them."""
+        """The rows of the analysis, from its function in ANALYSES."""
         return ANALYSES[spec.analysis](self, spec)
 
     def evaluator_of(self, spec: AnalysisSpec) -> Evaluator:
@@ -95,7 +95,7 @@ ANALYSES: dict[str, Callable[[Recipes, AnalysisSpec], pd.DataFrame]] = {
 
 @dataclass(frozen=True)
 class Analyses:
-    """Inputs and options that all runs of X2 share, as in ``AnalysisSpec``."""
+    """The fields that all runs of X2 have in common, as in ``AnalysisSpec``."""
 
     model: str
     data: str

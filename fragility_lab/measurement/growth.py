@@ -44,7 +44,7 @@ class Growth:
 
 
 def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
-    """``comparison.compare`` of passes with half of every rounding error with those of ``model`` in fp32, by window."""
+    """``comparison.compare`` by window: passes with half of every rounding error against those of ``model`` in fp32."""
     realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     tables = []
     for x in progress(tokens.split(1), desc="half of every error"):
@@ -54,7 +54,7 @@ def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd
 
 
 def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
-    """The squared error of the ``target`` by window, from a table of ``comparison.compare``; KL is one already."""
+    """The squared error of the ``target`` by window, from a table of ``comparison.compare``; KL is a square already."""
     if target in ("hidden", "logprob"):
         return windows["mismatch" if target == "hidden" else target].to_numpy() ** 2
     return windows.kl.to_numpy()
@@ -63,7 +63,7 @@ def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
 def growth(
     low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str
 ) -> Growth | None:  # fmt: skip
-    """Measure how the error grows in the passes over ``tokens`` (B, T), whose ``comparison.compare`` is ``whole``.
+    """Measure the growth of the error over ``tokens`` (B, T); ``whole`` is ``comparison.compare`` with all errors.
 
     Windows with nonfinite errors do not count. The result is None if no other window is left.
     """

@@ -23,7 +23,7 @@ SETTINGS = {
 
 @contextmanager
 def connected(workers: int, threads: int | None) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """A client of the cluster that ``SCHEDULER=`` names, or of a new one of ``workers`` processes here.
+    """A client of the cluster that ``SCHEDULER=`` names, or of a new cluster of ``workers`` processes here.
 
     It comes with a function that restarts workers that died while they started. Raises OSError if no scheduler answers
     at the given address.

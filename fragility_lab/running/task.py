@@ -30,7 +30,7 @@ class Standing:
 
 
 class Worker(ABC, Generic[Run]):
-    """Computes the runs of one experiment and keeps what they have in common; each process has one.
+    """Computes the runs of one experiment, and keeps the objects that they share; each process has one worker.
 
     ``shared_files`` is a pattern of the files that runs leave for one another beside the finished runs.
     """
