@@ -71,7 +71,7 @@ help:  ## list the targets
 	@echo "  with PROFILE=embedded (default), smoke, laptop or paper; MODEL= and DATA= take a hub name or a path,"
 	@echo "  RESULTS= a name for the folder of results under outputs, STALE=keep takes runs of older code as they are,"
 	@echo "  SCHEDULER=tcp://... or file.json the Dask cluster that computes, as docs/clusters.md says"
-	@for python in $(PYTHON) python3; do $$python -m fragility_lab.diagnosis.options 2>/dev/null && exit; done; \
+	@for python in $(PYTHON) python3; do "$$python" -m fragility_lab.diagnosis.options 2>/dev/null && exit; done; \
 	echo "  options of make diagnose: docs/protocol.md, section 11"
 
 .PHONY: reproduce

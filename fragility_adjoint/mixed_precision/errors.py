@@ -1,5 +1,6 @@
 """Errors that a recipe makes in a model, in one call: predicted, by layer and site, and plans for a budget."""
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,10 +50,12 @@ class ModelPlan:
     def export(self, library: str, path: str | Path | None = None) -> Export:
         """The plan for another ``library``, one of EXPORTS, or as this package's own "json"; written to ``path``.
 
-        ``missing`` of what is returned names what the library cannot express. Raises ValueError for another library.
+        ``missing`` of what is returned names what the library cannot express. Raises ValueError for another library,
+        and for a scheme that the library lacks.
         """
         if library == "json":
-            made, text = Export({}), to_json(self.plan)
+            text = to_json(self.plan)
+            made = Export(json.loads(text))
         elif library in EXPORTS:
             made = EXPORTS[library](self.plan, self.model)
             text = made.text()

@@ -82,9 +82,9 @@ def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
     return {path: Operands() if path in kept else recipe.operands(path) for path in paths}
 
 
-def named(paths: Sequence[str]) -> str:
-    """The first of ``paths``, and how many others there are."""
-    return ", ".join(paths[:MANY]) + (f" and {len(paths) - MANY} more" if len(paths) > MANY else "")
+def named(paths: Sequence[str], many: int = MANY) -> str:
+    """The first of ``paths``, as ``many`` as there may be, and how many others there are."""
+    return ", ".join(paths[:many]) + (f" and {len(paths) - many} more" if len(paths) > many else "")
 
 
 def dtype_of(plan: Plan) -> torch.dtype:
@@ -110,7 +110,9 @@ def differences(library: str, stored: Any, role: str, path: str) -> list[str]:
         asked = {stored.format.name: formats, stored.scale: scales}
         asked[stored.granularity] = weights if role == "weights" else inputs
         sized = stored.size in SIZES.get(stored.scale, (stored.size,))
-        if sized and all(name in names.split() for name, names in asked.items()):
+        # ModelOpt scales by the largest entry alone, torchao has no zeros of inputs
+        zeros = library == "compressed-tensors" or (library == "torchao" and role == "weights")
+        if sized and (stored.symmetric or zeros) and all(name in names.split() for name, names in asked.items()):
             other = stored.symmetric and stored.rule not in rules.split()
             found = [f"has the rule {rules!r}, not {stored.rule!r}, for the scales of {stored.name}"] * other
             found += [f"has scales of {stored.name} in the dtype of weights, not bf16"] * (stored.scale == "bf16")
@@ -125,6 +127,8 @@ def quantized(plan: Plan, model: nn.Module, library: str) -> tuple[dict[str, Ope
     layers, missing, others = {}, missing_parts(plan, library), dict[str, list[str]]()
     for path, operands in layers_of(plan, model).items():
         module, schemes = model.get_submodule(path), {r: s for r, s in vars(operands).items() if s is not None}
+        if schemes.keys() == {"inputs"} and library != "ModelOpt":
+            raise ValueError(f"{library} has no inputs without weights for {path}: choose another scheme for its layer")
         for role, stored in schemes.items():
             missing += differences(library, stored, role, path)
         if schemes and not isinstance(module, nn.Linear):

@@ -28,8 +28,9 @@ Limits:
   slopes they add up to the measured error. The standard error does not show this, since it is the scatter of the probes
   alone. With p probes, the error of the estimate over its standard error follows a t distribution with p - 1 degrees of
   freedom.
-- The first order is accurate in bf16 and fp16. For fp8 and quantization take ``gradients="both"``. With every kernel in
-  fp8 the prediction is too large. docs/results.md and docs/machines.md have the measured ratios.
+- The first order is accurate in bf16 and fp16. For fp8 and quantization give the fp32 reference, so that gradients
+  are taken at both ends. With every kernel in fp8 the prediction is too large. docs/results.md and
+  docs/machines.md have the measured ratios.
 - A mixture of experts may choose other experts after rounding, which no derivative sees. ``explain.error_samples``
   draws errors, and so predicts how many choices change, of experts and of next tokens (``explain.changed_choices``).
 """

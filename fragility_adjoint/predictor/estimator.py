@@ -75,12 +75,12 @@ class Adjoint:
         ``lambda model, tokens: model(tokens, attention_mask=tokens != pad).logits``.
 
         ``gradients`` are taken at the "low" point; at the "fp32" point, with the errors that rounding the values of the
-        reference makes; or at "both", in twice the time. "auto" is "both" with a reference and rounding to nearest, and
-        else "low". At both points a weight, whose error is the same at both ends, has the
-        mean of its contributions there: the mean of two slopes is exact for what is quadratic in between. A kernel's
-        error is another one at the other end, and it has the contribution at the fp32 point. "secant" runs both passes
-        side by side, and takes the slopes between them (``secant``): signed contributions then add up to the measured
-        error. This takes several times as long, and keeps all values of both passes.
+        reference makes; or at "both", in twice the time. At both points a weight, whose error is the same at both
+        ends, has the mean of its contributions there: the mean of two slopes is exact for what is quadratic in between.
+        A kernel's error is another one at the other end, and it has the contribution at the fp32 point. "secant" runs
+        both passes side by side, and takes the slopes between them (``secant``): signed contributions then add up to
+        the measured error. This takes several times as long, and keeps all values of both passes. "auto" is "both" with
+        a reference and rounding to nearest, and else "low".
 
         Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
         tf32), for a model without parameters in the format, for fewer than one probe, for a reference that is not in

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fragility_adjoint.internals import out_of_memory
 from fragility_adjoint.predictor.prediction import Prediction
 from fragility_adjoint.predictor.recorder import Place
 from fragility_adjoint.predictor.sites import SUMS
@@ -179,13 +180,15 @@ def kind_of(kernel: Any, args: tuple, kwargs: dict, bad: Tensor) -> str:
     name = kernel.overloadpacket.__name__
     if kernel.namespace != "aten" or name in WITHOUT_FP64:
         return "overflow"
-    args, kwargs = map_tensors((args, kwargs), lambda x: x.double() if x.is_floating_point() else x)
-    if name in SOFTMAXES:
-        args = (*args[:2], False)
     try:
+        args, kwargs = map_tensors((args, kwargs), lambda x: x.double() if x.is_floating_point() else x)
+        if name in SOFTMAXES:
+            args = (*args[:2], False)
         result = kernel(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
-    except NotImplementedError:  # torch's error for a dtype that a kernel does not take
-        return "overflow"
+    except RuntimeError as error:  # torch's error for a dtype that a kernel does not take is one
+        if isinstance(error, NotImplementedError) or out_of_memory(error):
+            return "overflow"
+        raise
     exact = next(tensors(result))[bad]
     if exact.isfinite().any():
         return "overflow"

@@ -24,7 +24,7 @@ from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 from fragility_lab.running.threads import on_free_cores
 
-ONCE = 9  # reads of a streamed model that do not depend on the windows: checks, trials, the forecast itself
+ONCE = 9  # reads of a streamed model that do not depend on the windows: checks, timing, the forecast itself
 BOTH_WAYS = 2  # reads of a pass forward and back
 MEASURED = 4  # reads by measured passes: of two models, without and with a plan
 LARGEST = 32  # windows that share a read

@@ -49,9 +49,7 @@ class Options:
     )
     keep: str = option("", 'sites that a mix of schemes may also keep in fp32, such as `"residual scores norms head"`')
     reference_model: str = option("", "fp32 original of a `MODEL` of rounded weights, which are compared as they are")
-    form: str = option(
-        "auto", "in memory; `streamed` is one block, for a model that does not fit", "auto whole streamed"
-    )
+    form: str = option("auto", "`streamed` holds one block in memory; `auto` does if it must", "auto whole streamed")
 
     def __post_init__(self):
         for known in fields(self):

@@ -7,7 +7,7 @@ from torch import nn
 
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choices
-from fragility_adjoint.mixed_precision.export import EXPORTS, Export
+from fragility_adjoint.mixed_precision.export import EXPORTS, Export, named
 from fragility_adjoint.quantization.recipes import PREQUANTIZED
 from fragility_core.models.paths import within
 from fragility_core.numerics.formats import get_format
@@ -47,7 +47,8 @@ def snippet(request: Request, plan: Plan, attention: str) -> str:
     if plan.modules:
         kept.append("modules=(\n" + "".join(f'    "{path}",\n' for path in plan.modules) + ")")
     kept += [f"{name}=True" for name in ("residual", "scores") if getattr(plan, name)]
-    execution = ', "weights"' * (request.weights_only and not request.mixes)
+    mixed = request.mixes and plan.format != WIDE
+    execution = ', "weights"' * (request.weights_only and not mixed)
     attention = f'\nmodel.set_attn_implementation("{attention}")' if attention == "eager" else ""
     name = "snippet_given.txt" if request.reference_model else "snippet.txt"
     text = (paths.ASSETS / "diagnosis" / name).read_text(encoding="utf-8").rstrip()
@@ -63,8 +64,7 @@ def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
         groups = [i for i, group in enumerate(choices.groups) if given.get(group[0], choices.kernels) == name]
         paths = [path for i in groups for path in choices.groups[i]]
         share = choices.bits[groups, -1].sum() / choices.bits[:, -1].sum()
-        shown = ", ".join(paths[:MANY]) + (f" and {len(paths) - MANY} more" if len(paths) > MANY else "")
-        rows.append([name, str(len(paths)), percent(share), shown or "none"])
+        rows.append([name, str(len(paths)), percent(share), named(paths, MANY) or "none"])
     return rows
 
 

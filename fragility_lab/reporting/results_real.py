@@ -67,6 +67,12 @@ def windows_of(table: str, models: Mapping[str, Tables]) -> str:
     return " or ".join(map(str, counts)) or "no"
 
 
+def lengths_of(table: str, models: Mapping[str, Tables]) -> str:
+    """The lengths of windows in the runs of a ``table``, in words, for each of ``models`` that has it, by label."""
+    known = {label: sorted(tables[table].length.unique()) for label, tables in models.items() if table in tables}
+    return "; ".join(f"{label}: {', '.join(map(str, lengths))}" for label, lengths in known.items()) or "none"
+
+
 def claims(models: Mapping[str, Tables]) -> pd.DataFrame:
     """E2's and E3's claims on each of ``models``, named by label: two columns a model."""
     sides = {label: verdicts(tables)[["here", "verdict"]] for label, tables in models.items()}
@@ -110,5 +116,6 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
         "real_rows": rows,
         "real_recipes": recipes(named),
         "real_windows": {name: windows_of(f"{name}_runs", named) for name in ("e2", "x1")},
+        "real_lengths": lengths_of("e3_runs", named),
         "real_claims": claims(named) if named else pd.DataFrame(),
     }  # fmt: skip

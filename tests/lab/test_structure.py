@@ -12,7 +12,7 @@ import pytest
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 PACKAGES = ("fragility_core", "fragility_adjoint", "fragility_lab")
-BUDGETS = {"fragility_core": 4646, "fragility_adjoint": 6651, "fragility_lab": 16138}  # lines
+BUDGETS = {"fragility_core": 4646, "fragility_adjoint": 6662, "fragility_lab": 16143}  # lines
 FOLDERS = {"fragility_core": 5, "fragility_adjoint": 5, "fragility_lab": 10}
 SOURCES = {
     ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__"): path
