@@ -103,7 +103,8 @@ def test_a_plan_is_exported(known, tmp_path):
     assert (
         json.loads((tmp_path / "config.json").read_text()) == made.config == compressed_tensors(plan.plan, model).config
     )
-    plan.export("json", tmp_path / "plan.json")
+    written = plan.export("json", tmp_path / "plan.json")
+    assert written.config == json.loads((tmp_path / "plan.json").read_text()) != {}
     assert from_json((tmp_path / "plan.json").read_text()) == plan.plan
     with pytest.raises(ValueError, match="a library must be one of modelopt, .* or json, got 'onnx'"):
         plan.export("onnx")

@@ -14,9 +14,12 @@ import torch
 from tiny import TINY, random_gpt2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_adjoint.mixed_precision import Plan
+from fragility_adjoint.mixed_precision import Plan, export
 from fragility_adjoint.mixed_precision.export import EXPORTS, from_json, layers_of, to_json, untouched
+from fragility_adjoint.quantization.operands import Operands
 from fragility_adjoint.quantization.recipes import RECIPES
+from fragility_adjoint.quantization.schemes import Scheme
+from fragility_core.numerics.formats import get_format
 
 KEPT = Plan("fp8-dynamic+kv-fp8", modules=("model.layers.0.mlp",), residual=True, scores=True)
 MIXED = Plan("bf16", layers=(("model.layers.1.self_attn.q_proj", "fp8-tensor"),), label="mixed", predicted=0.25)
@@ -186,3 +189,23 @@ def test_rules_that_a_library_lacks_are_named():
 def test_weights_alone_in_a_format_are_named(library):
     export = EXPORTS[library](Plan("bf16", weights_only=True), llama())
     assert export.dtype == "float32" and "bf16 beside kernels that compute in fp32" in export.missing[0]
+
+
+@pytest.mark.parametrize(("library", "role"), [("ModelOpt", "weights"), ("ModelOpt", "inputs"), ("torchao", "inputs")])
+def test_zeros_that_a_library_lacks_are_refused(library, role):
+    """A recipe of a user's own may have integers with a zero and scales in fp32."""
+    groups = {"granularity": "row"} if role == "inputs" else {"granularity": "group", "size": 128}
+    stored = Scheme(get_format("int8"), symmetric=False, **groups)
+    with pytest.raises(ValueError, match=f"{library} has no .* for the {role} of layer: choose another scheme"):
+        export.differences(library, stored, role, "layer")
+    assert not any(
+        "zero" in said for said in export.differences(library, replace(stored, symmetric=True), role, "layer")
+    )
+
+
+@pytest.mark.parametrize("library", ["compressed-tensors", "torchao"])
+def test_inputs_without_weights_are_refused(library, monkeypatch):
+    inputs = RECIPES["w8a8-int8"].linear.inputs
+    monkeypatch.setattr(export, "layers_of", lambda plan, model: {"lm_head": Operands(inputs=inputs)})
+    with pytest.raises(ValueError, match=f"{library} has no inputs without weights for lm_head: choose another scheme"):
+        EXPORTS[library](Plan("w8a8-int8"), llama())
