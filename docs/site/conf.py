@@ -3,6 +3,7 @@
 The sources are the files of the project as they are. Notebooks show their committed outputs and are not run.
 """
 
+import filecmp
 import re
 import shutil
 from pathlib import Path
@@ -50,6 +51,12 @@ def copy_pages(app, error) -> None:
         there = Path(app.outdir) / page.relative_to(PROJECT)
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, there)
+    # Sphinx copies a page that a document links into a folder of its own, without the plans beside it.
+    for copied in Path(app.outdir).glob("_downloads/*/diagnosis.html"):
+        for page in outputs.glob("embedded*/diagnosis.html"):
+            if filecmp.cmp(copied, page, shallow=False):
+                for plan in page.parent.glob("plan.*"):
+                    shutil.copy(plan, copied.parent)
 
 
 def escape_bars(app, kind, name, found, options, lines: list[str]) -> None:
