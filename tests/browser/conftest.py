@@ -54,8 +54,11 @@ class Lab:
         return urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers, method=method))
 
     def problems(self) -> list[str]:
-        """The errors in the log of server and kernels."""
-        return re.findall(r"^(?:\[[EC] .*|.*\bERROR\b.*|Traceback .*)$", self.log.read_text(), re.M)
+        """The errors in the log of server and kernels.
+
+        An entry without text is none: the server logs its own address as critical, after a blank line.
+        """
+        return re.findall(r"^(?:\[[EC] [^]]*\] *\S.*|.*\bERROR\b.*|Traceback .*)$", self.log.read_text(), re.M)
 
 
 def private_environment(home: Path) -> dict[str, str]:
