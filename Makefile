@@ -226,7 +226,7 @@ picture:  ## docs/diagnosis.png from outputs/embedded/diagnosis.html (needs Chro
 	    $(call quoted,file://$(CURDIR)/outputs/embedded/diagnosis.html)
 
 .PHONY: lint
-lint: $(ENVIRONMENT)  ## check the code's style and types, strictly in fragility_core
+lint: $(ENVIRONMENT)  ## check the code's style and types, strictly in fragility_numerics and fragility_core
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
@@ -257,4 +257,4 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
 	rm -rf .venv .peers .real .site .audit .home .pytest_cache .ruff_cache .hypothesis *.egg-info
-	find fragility_core fragility_adjoint fragility_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+	find fragility_* tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -21,20 +21,20 @@ The names that most people need, for a Hugging Face ``model`` in fp32 and ``toke
     choices = Choices(model, predictions(model, recipes, tokens), fused_layers(model, tokens))
     quantized = apply(model, choices.plan(choices.within_bits(6.0)))  # the least KL at 6 bits a weight on average
 
-``predictor`` estimates; ``explain`` says why errors add up and what they change; ``quantization`` has recipes;
-``mixed_precision`` makes plans, and writes them for other libraries; ``offload`` is for models larger than memory. The
-package imports fragility_core, never the other way round. Importing it imports nothing heavy: each name is looked up
-when it is first used.
+``predictor`` estimates; ``explain`` says why errors add up and what they change; ``mixed_precision`` makes plans, and
+writes them for other libraries; ``offload`` is for models larger than memory. ``fragility_quantization`` has recipes.
+The package imports fragility_core, never the other way round. Importing it imports nothing heavy: each name is looked
+up when it is first used.
 """
 
 from fragility_core import lazily
 
 _NAMES = {
-    "quantization.recipes": ("RECIPES",),
-    "quantization.quantized": ("lower",),
-    "predictor": ("Adjoint",),
-    "mixed_precision": ("Contributions", "Plan", "apply"),
-    "mixed_precision.errors": ("predict",),
-    "mixed_precision.bits": ("Choices", "fused_layers", "predictions"),
+    "fragility_quantization.recipes": ("RECIPES",),
+    "fragility_quantization.quantized": ("lower",),
+    "fragility_adjoint.predictor": ("Adjoint",),
+    "fragility_adjoint.mixed_precision": ("Contributions", "Plan", "apply"),
+    "fragility_adjoint.mixed_precision.errors": ("predict",),
+    "fragility_adjoint.mixed_precision.bits": ("Choices", "fused_layers", "predictions"),
 }
 __all__, __getattr__, __dir__ = lazily(__name__, _NAMES)

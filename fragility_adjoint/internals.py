@@ -1,6 +1,6 @@
 """The insides of torch and transformers that this package uses, and the marks that it hides on tensors.
 
-``fragility_core.numerics.internals`` has what the core uses.
+``fragility_numerics.internals`` has what the core uses.
 """
 
 import re
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fragility_core.numerics import nested
-from fragility_core.numerics.internals import private, require
+from fragility_numerics import nested
+from fragility_numerics.internals import private, require
 
 PRIVATE = {
     "torch._softmax_backward_data": "the gradient of a softmax from its result, in place",

@@ -45,26 +45,29 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "numerics.formats": ("FORMATS", "get_format"),
-    "numerics.lowering": ("lower",),
-    "surrogates": ("Estimator", "score"),
-    "surrogates.monitor": ("Monitor",),
-    "surrogates.observe": ("observe",),
-    "surrogates.patching": ("patch",),
-    "bgss": ("POLICIES", "advance", "get_policy"),
-    "bgss.controller": ("Controller",),
-    "models.paths": ("final_hidden",),
-    "theory": ("mismatch",),
+    "fragility_numerics.formats": ("FORMATS", "get_format"),
+    "fragility_numerics.lowering": ("lower",),
+    "fragility_core.surrogates": ("Estimator", "score"),
+    "fragility_core.surrogates.monitor": ("Monitor",),
+    "fragility_core.surrogates.observe": ("observe",),
+    "fragility_core.surrogates.patching": ("patch",),
+    "fragility_core.bgss": ("POLICIES", "advance", "get_policy"),
+    "fragility_core.bgss.controller": ("Controller",),
+    "fragility_core.models.paths": ("final_hidden",),
+    "fragility_core.theory": ("mismatch",),
 }
 
 
 def lazily(package: str, names: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[..., Any], Callable[[], Any]]:
-    """``__all__``, ``__getattr__`` and ``__dir__`` of a ``package`` whose ``names``, by module, load when used."""
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a ``package`` whose ``names`` load when used.
+
+    ``names`` has those of each module, of whatever package.
+    """
     modules = {name: module for module, offered in names.items() for name in offered}
 
     def look_up(name: str) -> Any:
         if name in modules:
-            return getattr(import_module(f"{package}.{modules[name]}"), name)
+            return getattr(import_module(modules[name]), name)
         try:
             return import_module(f"{package}.{name}")
         except ModuleNotFoundError:

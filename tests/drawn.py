@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from fragility_core.numerics.formats import FORMATS
+from fragility_numerics.formats import FORMATS
 
 FP64 = 1e-12  # relative error of the reference, and far below any unit roundoff tested
 seeds = st.integers(0, 2**32 - 1)

@@ -7,8 +7,8 @@ from tiny import TINY, random_gpt2, random_tokens
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_lab.explorer import terms
+from fragility_quantization.quantized import lower
 
 
 @cache

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pandas as pd
 
 from fragility_core.bgss import Policy, get_policy, policy_class
-from fragility_core.numerics.formats import get_format
+from fragility_numerics.formats import get_format
 
 RELEASED = ("random_same_budget", "risk_only_same_budget", "bgss")  # controllers whose runs are recorded
 # The release's fields, and the columns of ``surrogates.score`` that they are.

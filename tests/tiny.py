@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs, digest
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
+from fragility_numerics.lowering import LowPrecision
 
 TINY = GPT2Config(
     n_layer=3, n_embd=32, n_head=2, n_positions=64, vocab_size=101, bos_token_id=0, eos_token_id=0,

@@ -32,7 +32,8 @@ nb_execution_mode = "off"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 4
 
-autoapi_dirs = [str(PROJECT / name) for name in ("fragility_core", "fragility_adjoint")]
+API = ("fragility_core", "fragility_numerics", "fragility_adjoint", "fragility_quantization")
+autoapi_dirs = [str(PROJECT / name) for name in API]
 autoapi_options = ["members", "show-module-summary"]
 autoapi_add_toctree_entry = False
 

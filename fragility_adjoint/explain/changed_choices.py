@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor.targets import logits
-from fragility_core.numerics.formats import NumberFormat
+from fragility_numerics.formats import NumberFormat
 
 TOP_K = 32  # tokens that may take the first place
 

@@ -18,9 +18,9 @@ from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters
 from fragility_adjoint.predictor.recorder import local_error, stochastic_error
-from fragility_adjoint.quantization.operands import operands_by_storage
 from fragility_core.models.paths import within
-from fragility_core.numerics.formats import NumberFormat
+from fragility_numerics.formats import NumberFormat
+from fragility_quantization.operands import operands_by_storage
 
 Result = TypeVar("Result")
 

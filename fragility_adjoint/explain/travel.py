@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import observing_attention
-from fragility_core.numerics.lowering import LowPrecision, require_low
-from fragility_core.numerics.nested import together
+from fragility_numerics.attention import observing_attention
+from fragility_numerics.lowering import LowPrecision, require_low
+from fragility_numerics.nested import together
 
 
 class StreamNorms(NamedTuple):

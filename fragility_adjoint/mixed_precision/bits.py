@@ -21,10 +21,10 @@ from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, storage, stored_parameters
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
-from fragility_adjoint.quantization.operands import linear_weights, owner
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import Recipe, get_recipe
 from fragility_core.models.paths import within
+from fragility_quantization.operands import linear_weights, owner
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import Recipe, get_recipe
 
 
 def predictions(

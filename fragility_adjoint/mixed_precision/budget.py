@@ -3,7 +3,7 @@
 import math
 import re
 
-from fragility_adjoint.quantization.recipes import Recipe, get_recipe
+from fragility_quantization.recipes import Recipe, get_recipe
 
 COUNTED = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)

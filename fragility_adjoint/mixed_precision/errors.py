@@ -16,10 +16,10 @@ from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.export import EXPORTS, Export, to_json
 from fragility_adjoint.mixed_precision.plans import Plan, apply
 from fragility_adjoint.predictor import Adjoint, Prediction
-from fragility_adjoint.quantization.quantized import Quantized, lower
-from fragility_adjoint.quantization.recipes import Recipe, get_recipe
-from fragility_adjoint.quantization.static_scales import calibrated, needs_calibration
 from fragility_core.models.padding import as_windows
+from fragility_quantization.quantized import Quantized, lower
+from fragility_quantization.recipes import Recipe, get_recipe
+from fragility_quantization.static_scales import calibrated, needs_calibration
 
 GROUPED = ("layer", "site", "module", "kind", "name")  # columns of ``sites.Sites.table``
 UNITS = {"kl": "KL (nats a token)", "logprob": "change of log-probability (nats)", "hidden": "relative error"}

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from fragility_adjoint.mixed_precision.plans import Plan
-from fragility_adjoint.quantization.operands import owner, stored_weights
-from fragility_adjoint.quantization.recipes import Operands
-from fragility_adjoint.quantization.schemes import Scheme
 from fragility_core.models.paths import head_paths, within
-from fragility_core.numerics.formats import Format, of_dtype
+from fragility_numerics.formats import Format, of_dtype
+from fragility_quantization.operands import owner, stored_weights
+from fragility_quantization.recipes import Operands
+from fragility_quantization.schemes import Scheme
 
 MANY = 5  # modules that a message names
 

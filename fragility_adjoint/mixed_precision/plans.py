@@ -18,11 +18,6 @@ from transformers import Cache, PreTrainedModel
 
 from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
 from fragility_adjoint.offload.offloaded import parameter_copy, widen
-from fragility_adjoint.quantization.cache import unrounded
-from fragility_adjoint.quantization.operands import owner, stored_weights, with_known_layers
-from fragility_adjoint.quantization.quantized import Quantized, lower
-from fragility_adjoint.quantization.recipes import Operands, Recipe, get_recipe
-from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_core.models.paths import (
     block_paths,
     branch_paths,
@@ -32,9 +27,14 @@ from fragility_core.models.paths import (
     outermost,
     within,
 )
-from fragility_core.numerics.attention import FP32_SCORES, set_attention
-from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.nested import map_tensors, tensors
+from fragility_numerics.attention import FP32_SCORES, set_attention
+from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.nested import map_tensors, tensors
+from fragility_quantization.cache import unrounded
+from fragility_quantization.operands import owner, stored_weights, with_known_layers
+from fragility_quantization.quantized import Quantized, lower
+from fragility_quantization.recipes import Operands, Recipe, get_recipe
+from fragility_quantization.static_scales import calibrated
 
 NOISE = 1e-6  # relative error of a kept module that is none of rounding, at most
 

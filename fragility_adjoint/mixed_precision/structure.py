@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from fragility_adjoint.internals import can_set_attention
-from fragility_adjoint.quantization.operands import linear_weights, weight_schemes
-from fragility_adjoint.quantization.recipes import Recipe
 from fragility_core.models import paths
 from fragility_core.models.paths import block_of, embedding_paths, within
-from fragility_core.numerics.attention import FP32_SCORES, set_attention
-from fragility_core.numerics.lowering import sharing_copy
-from fragility_core.numerics.nested import tensors
+from fragility_numerics.attention import FP32_SCORES, set_attention
+from fragility_numerics.lowering import sharing_copy
+from fragility_numerics.nested import tensors
+from fragility_quantization.operands import linear_weights, weight_schemes
+from fragility_quantization.recipes import Recipe
 
 # The sites that can be kept in fp32, by the names that plans and budgets use.
 KEEPABLE_SITES = ("residual", "norms", "embedding", "head", "attention", "mlp", "scores")

@@ -22,13 +22,13 @@ from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
 from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
 from fragility_adjoint.predictor.sites import SUMS
-from fragility_adjoint.quantization.operands import storages
-from fragility_adjoint.quantization.recipes import Operands, Recipe
 from fragility_core.models.paths import is_block
-from fragility_core.numerics import internals
-from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.kernels import CASTS, FILLING, deciding
-from fragility_core.numerics.nested import map_tensors
+from fragility_numerics import internals
+from fragility_numerics.formats import NumberFormat
+from fragility_numerics.kernels import CASTS, FILLING, deciding
+from fragility_numerics.nested import map_tensors
+from fragility_quantization.operands import storages
+from fragility_quantization.recipes import Operands, Recipe
 
 PROPERTIES: Any = Tensor  # on the class, torch's types take a property for its value
 GET_DTYPE = PROPERTIES.dtype.__get__

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from fragility_adjoint.internals import is_view, stored_as
-from fragility_adjoint.quantization.operands import storages
-from fragility_core.numerics.kernels import EXACT_FUNCTIONS, PRODUCTS
+from fragility_numerics.kernels import EXACT_FUNCTIONS, PRODUCTS
+from fragility_quantization.operands import storages
 
 
 def in_place(func: Callable) -> bool:

@@ -34,13 +34,13 @@ from fragility_adjoint.predictor.sites import Sites
 from fragility_adjoint.predictor.streamed import Stream
 from fragility_adjoint.predictor.targets import Output, Target, get_target
 from fragility_adjoint.predictor.windows import Window, windows_of
-from fragility_adjoint.quantization.quantized import recipe_of
 from fragility_core.models.paths import is_block
-from fragility_core.numerics.attention import OBSERVED_EAGER, register_attention
-from fragility_core.numerics.internals import attention_of, replace_forward, without_function_modes
-from fragility_core.numerics.lookup import elementwise_modules
-from fragility_core.numerics.lowering import LowPrecision, require_low, sharing_copy
-from fragility_core.numerics.nested import map_tensors
+from fragility_numerics.attention import OBSERVED_EAGER, register_attention
+from fragility_numerics.internals import attention_of, replace_forward, without_function_modes
+from fragility_numerics.lookup import elementwise_modules
+from fragility_numerics.lowering import LowPrecision, require_low, sharing_copy
+from fragility_numerics.nested import map_tensors
+from fragility_quantization.quantized import recipe_of
 
 NormAndError = tuple[Tensor, Tensor | None]  # of a window's output, see ``Adjoint._passes``
 GRADIENTS = ("low", "fp32", "both", "secant")  # where gradients are taken

@@ -21,12 +21,12 @@ from fragility_adjoint.predictor.prediction import Prediction
 from fragility_adjoint.predictor.recorder import Place
 from fragility_adjoint.predictor.sites import SUMS
 from fragility_core.models.paths import is_block, is_norm
-from fragility_core.numerics.internals import TorchDispatchMode, is_composite, schema_of
-from fragility_core.numerics.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES
-from fragility_core.numerics.lookup import elementwise_modules
-from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.nested import map_tensors, tensors
-from fragility_core.numerics.presence import source_of
+from fragility_numerics.internals import TorchDispatchMode, is_composite, schema_of
+from fragility_numerics.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES
+from fragility_numerics.lookup import elementwise_modules
+from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.nested import map_tensors, tensors
+from fragility_numerics.presence import source_of
 
 HIDING = FILLING | {"bitwise_and_", "bitwise_or_"}  # these write over scores that do not count
 CONSTANT = {"full_like", "new_full"}  # an infinity in these is meant

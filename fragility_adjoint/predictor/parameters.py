@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fragility_adjoint.internals import mark_stored, refer
 from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, LookedUp, expected_error, local_error
-from fragility_adjoint.quantization.operands import operands_by_storage, owner, stored_weights, weight_schemes
-from fragility_adjoint.quantization.quantized import recipe_of
-from fragility_adjoint.quantization.recipes import Operands
-from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.presence import filled
+from fragility_numerics.formats import NumberFormat
+from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.presence import filled
+from fragility_quantization.operands import operands_by_storage, owner, stored_weights, weight_schemes
+from fragility_quantization.quantized import recipe_of
+from fragility_quantization.recipes import Operands
 
 PIECE = 2**16  # entries of a piece, which stays in a CPU's cache
 LeafWatch = Callable[[str, int, Tensor, "WeightedError"], None]  # path, place, leaf

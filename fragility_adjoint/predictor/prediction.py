@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from fragility_adjoint.predictor.targets import Target
-from fragility_adjoint.quantization.recipes import Recipe
+from fragility_quantization.recipes import Recipe
 
 
 @dataclass(frozen=True)

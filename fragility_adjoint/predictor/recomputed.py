@@ -19,11 +19,11 @@ from fragility_adjoint.internals import mark_stored, stored_as
 from fragility_adjoint.predictor.blockwise import BlockwiseAttention
 from fragility_adjoint.predictor.probes import over_probes
 from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, local_error
-from fragility_core.numerics.attention import is_causal, observed_attention, require_plain_softmax
-from fragility_core.numerics.formats import chunks, get_format, has_native_kernels
-from fragility_core.numerics.internals import current_function_mode, without_function_modes
-from fragility_core.numerics.lookup import entries, every_number, look_up, row_of
-from fragility_core.numerics.lowering import LowPrecision
+from fragility_numerics.attention import is_causal, observed_attention, require_plain_softmax
+from fragility_numerics.formats import chunks, get_format, has_native_kernels
+from fragility_numerics.internals import current_function_mode, without_function_modes
+from fragility_numerics.lookup import entries, every_number, look_up, row_of
+from fragility_numerics.lowering import LowPrecision
 
 RECOMPUTED_EAGER = "recomputed_eager"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from fragility_adjoint.internals import base_of
 from fragility_adjoint.predictor.probes import of_probes
 from fragility_core.models.paths import within
-from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.nested import together
+from fragility_numerics.formats import NumberFormat
+from fragility_numerics.nested import together
 
 LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
 ErrorWeighting = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces

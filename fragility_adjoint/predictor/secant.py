@@ -37,10 +37,10 @@ from fragility_adjoint.predictor.arithmetic import PROPERTIES, LowArithmetic
 from fragility_adjoint.predictor.calls import FunctionCall, in_place
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recorder import ErrorRecorder
-from fragility_adjoint.quantization.operands import storages
-from fragility_adjoint.quantization.recipes import Recipe
-from fragility_core.numerics.kernels import EXACT_FUNCTIONS
-from fragility_core.numerics.nested import map_tensors, tensors
+from fragility_numerics.kernels import EXACT_FUNCTIONS
+from fragility_numerics.nested import map_tensors, tensors
+from fragility_quantization.operands import storages
+from fragility_quantization.recipes import Recipe
 
 CLOSE = 1e-7  # relative difference in fp64 up to which a secant is a tangent; its relative error is the square of that
 CUT = {Tensor.detach, PROPERTIES.data.__get__}  # functions that give a tensor without a history

@@ -28,8 +28,8 @@ from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters, WeightedError
 from fragility_adjoint.predictor.probes import backward, over_probes
 from fragility_adjoint.predictor.recorder import ErrorRecorder
-from fragility_core.numerics.internals import current_function_mode, replace_forward, without_function_modes
-from fragility_core.numerics.nested import map_tensors, tensors
+from fragility_numerics.internals import current_function_mode, replace_forward, without_function_modes
+from fragility_numerics.nested import map_tensors, tensors
 
 
 class TensorUses:

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from fragility_core.bgss import get_policy, policy_class
 from fragility_core.bgss.state import State, advance
 from fragility_core.models.blocks import blocks
-from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates.scoring import Estimator, Scores
 from fragility_core.surrogates.shadow import Shadow
+from fragility_numerics.formats import NumberFormat
+from fragility_numerics.lowering import lower
 
 
 class Controller:

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.norms import Norm, known_norm
 from fragility_core.models.paths import attention_modules, block_paths, is_linear
-from fragility_core.numerics.nested import entering
-from fragility_core.numerics.presence import loaded
+from fragility_numerics.nested import entering
+from fragility_numerics.presence import loaded
 
 
 class ModuleCall(NamedTuple):

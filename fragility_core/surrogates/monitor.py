@@ -21,16 +21,16 @@ from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.norms import Norm
 from fragility_core.models.padding import groups
 from fragility_core.models.paths import final_hidden, hidden_and_logits
-from fragility_core.numerics.attention import observers, observing_attention
-from fragility_core.numerics.lowering import LowPrecision, require_low
-from fragility_core.numerics.nested import entering, together
-from fragility_core.numerics.presence import loaded
 from fragility_core.surrogates import reductions
 from fragility_core.surrogates.observation import Observation, joined
 from fragility_core.surrogates.reductions import segment_norms, whole_norm, window_max
 from fragility_core.surrogates.transport import branch_jacobian_norm
 from fragility_core.surrogates.weights import WeightStatistics
 from fragility_core.theory import mismatch
+from fragility_numerics.attention import observers, observing_attention
+from fragility_numerics.lowering import LowPrecision, require_low
+from fragility_numerics.nested import entering, together
+from fragility_numerics.presence import loaded
 
 # Values for blocks without norms of queries and keys, or without a gated MLP: they leave the transport unchanged.
 NEUTRAL = {"query_gain": 1.0, "key_gain": 1.0, "up_max": 1.0, "activated_max": 0.0}

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from fragility_core.models.padding import as_windows
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.scoring import Estimator, Scores, score
+from fragility_numerics.formats import NumberFormat
+from fragility_numerics.lowering import lower
 
 BATCH = 2048  # tokens of a pass, at most, but for one window
 

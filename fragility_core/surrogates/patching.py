@@ -20,10 +20,10 @@ from transformers.masking_utils import sdpa_mask
 
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import observing_attention
-from fragility_core.numerics.internals import attention_of
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.theory import mismatch
+from fragility_numerics.attention import observing_attention
+from fragility_numerics.internals import attention_of
+from fragility_numerics.lowering import LowPrecision
 
 
 class Patching:

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.scoring import Estimator, Scores
+from fragility_numerics.lowering import LowPrecision
 
 
 def set_epsilons(model_blocks: Sequence[Block], epsilons: Sequence[float]) -> None:

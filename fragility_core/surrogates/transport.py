@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from fragility_core.numerics.internals import tree_map_only
+from fragility_numerics.internals import tree_map_only
 
 TRANSPORTS = ("release", "operator_norm", "power_iteration")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.models.blocks import Block
-from fragility_core.numerics.nested import together
-from fragility_core.numerics.presence import loaded
 from fragility_core.surrogates.reductions import spectral_norm
+from fragility_numerics.nested import together
+from fragility_numerics.presence import loaded
 
 FOLLOWED = 4  # singular vectors kept from step to step: the largest ones may change their order
 

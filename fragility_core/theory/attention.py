@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fragility_core.numerics.real import Real
+from fragility_numerics.real import Real
 
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "exact_attention", "softmax_jacobian", "softmax_sensitivity", "kappa_softmax", "chi_score", "kappa_value",

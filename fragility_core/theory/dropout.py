@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fragility_core.numerics.real import Real
 from fragility_core.theory.attention import kappa_softmax, softmax_jacobian
+from fragility_numerics.real import Real
 
 __all__ = ["dropout_gain_bound", "dropout_jacobian", "dropout_kappa_softmax", "dropout_kappa_bound"]  # noqa: RUF022
 

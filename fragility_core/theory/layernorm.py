@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fragility_core.numerics.real import Real
+from fragility_numerics.real import Real
 
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "layernorm_path", "LayerNormNorms", "layernorm_norms", "layernorm_factor", "layernorm_factor_slope",

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fragility_core.numerics.real import Real
+from fragility_numerics.real import Real
 
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "residual_singular_value_bounds", "residual_condition_bound", "depth_condition_bound", "downstream_transport",

@@ -7,9 +7,9 @@ In a running model a larger epsilon changes all of them.
 
 import numpy as np
 
-from fragility_core.numerics.real import Real
 from fragility_core.theory import layernorm
 from fragility_core.theory.unified import layer_risk
+from fragility_numerics.real import Real
 
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "frozen_magnitude", "frozen_magnitude_slope", "frozen_risk", "frozen_risk_reduction", "layernorm_surrogate",

@@ -6,8 +6,8 @@ Section 3 (`sec:problem_formulation`), Section 4.5 (`subsec:unified`) and Sectio
 import torch
 from torch import Tensor
 
-from fragility_core.numerics.real import Real
 from fragility_core.theory.residual import downstream_transport
+from fragility_numerics.real import Real
 
 __all__ = [  # noqa: RUF022 (in the paper's order)
     "mismatch", "total_risk", "remainder_magnitude", "local_magnitude", "mismatch_bound", "layer_risk",

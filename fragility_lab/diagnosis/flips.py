@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from fragility_adjoint.explain.changed_choices import Competition
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Prediction
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.diagnosis.tokens import ErrorsByToken
 from fragility_lab.measurement.decoding import agreed, greedy, predicted_length
 from fragility_lab.measurement.routing import predicted_choices
 from fragility_lab.running.environment import progress
+from fragility_numerics.lowering import LowPrecision
 
 HORIZON = 64  # tokens that are decoded at most
 DECODED = 2  # windows that are decoded at most: a token at a time takes longer than all else

@@ -5,9 +5,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_adjoint.offload.offloaded import is_offloaded
-from fragility_core.numerics.presence import entries
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
+from fragility_numerics.presence import entries
 
 
 def require_same_architecture(model: str, reference: str) -> None:

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
 from fragility_core.models.paths import block_paths
-from fragility_core.numerics.internals import attention_of
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
 from fragility_lab.diagnosis.needs import fits_several_gpus, whole_fits
 from fragility_lab.diagnosis.request import Request
@@ -18,6 +17,7 @@ from fragility_lab.inputs.checkpoints import SPREAD, stored_dtypes
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.loading import load as load_inputs
 from fragility_lab.inputs.offloaded import on_meta
+from fragility_numerics.internals import attention_of
 
 
 def load(request: Request) -> tuple[Inputs, Tensor]:

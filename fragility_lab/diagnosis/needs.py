@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_adjoint.offload.offloaded import is_offloaded, parts
-from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_core.models.paths import block_paths
-from fragility_core.numerics.internals import attention_of
-from fragility_core.numerics.presence import loaded as read
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.timing import REPEATS, Timing, ends, seconds, timed
 from fragility_lab.inputs.checkpoints import default_device
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.reporting.tables import duration, quantity
 from fragility_lab.running.threads import on_free_cores
+from fragility_numerics.internals import attention_of
+from fragility_numerics.presence import loaded as read
+from fragility_quantization.recipes import get_recipe
 
 ONCE = 9  # reads of a streamed model that do not depend on the windows: checks, timing, the forecast itself
 BOTH_WAYS = 2  # reads of a pass forward and back

@@ -8,9 +8,7 @@ from torch import nn
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choices
 from fragility_adjoint.mixed_precision.export import EXPORTS, Export, named
-from fragility_adjoint.quantization.recipes import PREQUANTIZED
 from fragility_core.models.paths import within
-from fragility_core.numerics.formats import get_format
 from fragility_lab import paths
 from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import TARGETS, helps, in_unit, writer
@@ -19,6 +17,8 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import percent, quantity
+from fragility_numerics.formats import get_format
+from fragility_quantization.recipes import PREQUANTIZED
 
 MANY = 24  # layers of a scheme that a page names
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow
-from fragility_adjoint.quantization.quantized import Quantized, lower
-from fragility_adjoint.quantization.recipes import Recipe
-from fragility_adjoint.quantization.static_scales import needs_calibration
 from fragility_core.models.paths import block_of, hidden_and_logits, is_norm, within
-from fragility_core.numerics.formats import get_format
-from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.nested import tensors
+from fragility_numerics.formats import get_format
+from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.nested import tensors
+from fragility_quantization.quantized import Quantized, lower
+from fragility_quantization.recipes import Recipe
+from fragility_quantization.static_scales import needs_calibration
 
 MOST_MODULES = 8
 WIDE = "bf16"

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
-from fragility_adjoint.quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe
 from fragility_lab.diagnosis.options import Options
 from fragility_lab.inputs.names import shortened
+from fragility_quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe
 
 
 @dataclass(frozen=True)

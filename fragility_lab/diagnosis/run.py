@@ -16,10 +16,6 @@ from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_adjoint.offload.offloaded import is_offloaded
-from fragility_adjoint.quantization.quantized import Quantized, as_prequantized, lower
-from fragility_adjoint.quantization.static_scales import calibrated, needs_calibration
-from fragility_core.numerics.internals import attention_of
-from fragility_core.numerics.lowering import sharing_copy
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure, made
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
@@ -35,6 +31,10 @@ from fragility_lab.measurement.routing import changed_choices
 from fragility_lab.reporting.tables import duration
 from fragility_lab.running.environment import progress
 from fragility_lab.running.threads import on_free_cores
+from fragility_numerics.internals import attention_of
+from fragility_numerics.lowering import sharing_copy
+from fragility_quantization.quantized import Quantized, as_prequantized, lower
+from fragility_quantization.static_scales import calibrated, needs_calibration
 
 SELDOM = 5  # a report waits for so many times the seconds of the one before, except the final report
 PASSES = 2  # realisations of rounding that are measured by token, including the pass that runs

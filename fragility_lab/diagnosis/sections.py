@@ -9,7 +9,6 @@ import pandas as pd
 import torch
 import transformers
 
-from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, coherence_summary, largest, shares
 from fragility_lab.diagnosis.explore import explorer
 from fragility_lab.diagnosis.found import Diagnosis, made
@@ -32,6 +31,7 @@ from fragility_lab.paths import CUSTOM
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import duration, number, percent
+from fragility_quantization.recipes import get_recipe
 
 NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # first words of failures that are no overflow
 ALWAYS = ("format", "budget", "windows", "length", "attention", "probes", "seed")  # options in the page's command

@@ -16,8 +16,8 @@ from fragility_core.models.paths import (
     forward_hook,
     hidden_and_logits,
 )
-from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.nested import tensors
+from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.nested import tensors
 
 LEAVES = 5.0  # times the median token's error: a token's error above this has left it
 SINK = 10.0  # times the median token's norm: a residual stream above this is that of a sink

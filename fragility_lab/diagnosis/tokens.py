@@ -19,9 +19,9 @@ from torch.nn import functional
 from fragility_adjoint.explain.changed_choices import Competition, competition
 from fragility_adjoint.explain.error_samples import ErrorSamples, scales
 from fragility_core.models.paths import hidden_and_logits
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.measurement.comparison import by_token
 from fragility_lab.running.environment import progress
+from fragility_numerics.lowering import LowPrecision
 
 COLUMNS = {"hidden": "error", "kl": "kl", "logprob": "logprob", "flips": "kl"}  # of ``squares``, by target
 LOGITS = 2**26  # of windows that share a draw: 256 MB a state

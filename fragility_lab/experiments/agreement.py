@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from fragility_core.numerics.lowering import as_format
 from fragility_core.surrogates import DERIVED, LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.e2 import IDENTITY, window_rows
+from fragility_numerics.lowering import as_format
 
 MEASURES = ("pearson", "spearman", "retrieval")
 RETRIEVED = 0.125  # share of the windows that count as the worst

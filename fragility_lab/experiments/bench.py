@@ -28,14 +28,14 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
 from fragility_lab.experiments.shadow import ShadowTraining
 from fragility_lab.inputs.checkpoints import default_device, load_model
 from fragility_lab.running.environment import device_name
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
 
 ALONE = ("plain", "monitored", "training forward", "estimate")  # what is measured in a process of its own
 

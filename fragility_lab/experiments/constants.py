@@ -9,8 +9,6 @@ import pandas as pd
 import torch
 
 from fragility_core import theory
-from fragility_core.numerics.formats import NumberFormat, get_format
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.experiments.kernel_samples import (
     arithmetic,
     device_of,
@@ -18,6 +16,8 @@ from fragility_lab.experiments.kernel_samples import (
     sample_layernorm,
     sample_stacks,
 )
+from fragility_numerics.formats import NumberFormat, get_format
+from fragility_numerics.lowering import LowPrecision
 
 # Each constant by the name of the theory's keyword argument, with the statement that introduces it.
 CONSTANTS = {"c_gemm": "Lemma 1", "c_gemm_out": "Lemma 2", "c_softmax": "Lemma 3", "a_ln": "Proposition 1"}

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.lowering import as_format, lower
 from fragility_core.surrogates import LAYERNORM_TERMS, Estimator, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import TRANSPORTS
 from fragility_lab.inputs.loading import Inputs, load, require_at_least, require_values
 from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Advance, Run, Worker
+from fragility_numerics.lowering import as_format, lower
 
 T = TypeVar("T")
 LEAST = 3  # windows of a correlation

@@ -14,13 +14,13 @@ import pandas as pd
 import torch
 
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates.patching import Patching, patch_effects
 from fragility_lab.experiments import rankings
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker, RunSpec, window_rows
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.running.runs import RunStore
 from fragility_lab.running.task import Advance
+from fragility_numerics.lowering import lower
 
 REALISATION = "stochastic_reduction_"  # columns of the effects under stochastic rounding, numbered from 0
 WINDOW = [*IDENTITY, "window"]

@@ -24,7 +24,6 @@ from fragility_core.bgss import Policy, State, advance, get_policy, policy_class
 from fragility_core.bgss.released import Released
 from fragility_core.bgss.state import Action, Limits
 from fragility_core.models.blocks import blocks
-from fragility_core.numerics.lowering import as_format
 from fragility_core.surrogates import Estimator
 from fragility_lab.experiments.realisations import moved
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
@@ -33,6 +32,7 @@ from fragility_lab.running.environment import keeps_stale
 from fragility_lab.running.files import read_sealed, write_sealed
 from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Advance, Worker
+from fragility_numerics.lowering import as_format
 
 
 @dataclass(frozen=True)

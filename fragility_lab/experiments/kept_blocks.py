@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.patching import one_mask
 from fragility_lab.experiments.baselines import Blocks
+from fragility_numerics.lowering import LowPrecision
 
 
 class KeptBlocks:

@@ -16,10 +16,10 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core import theory
-from fragility_core.numerics.formats import NumberFormat
-from fragility_core.numerics.lowering import LowPrecision
+from fragility_numerics.formats import NumberFormat
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
 
 ATTENTION_SHAPES = (  # queries n, keys m, head width d; small shapes average least, so they come near the worst case
     (1, 2, 2), (1, 3, 3), (2, 2, 8), (2, 5, 12), (4, 4, 16), (8, 8, 64), (7, 16, 80), (16, 32, 32), (4, 64, 128),

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from fragility_adjoint.explain.travel import StreamNorms, stream_norms
 from fragility_adjoint.predictor.estimator import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
@@ -28,6 +26,8 @@ from fragility_lab.inputs.loading import Inputs, load
 from fragility_lab.paths import output_folder
 from fragility_lab.reporting.tables import save_table
 from fragility_lab.running.environment import progress
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
 
 GROUPS = ("0", "1 to 3", "4 to 15", "16 and later")  # of positions
 FIRST = (0, 1, 4, 16)  # position of each group

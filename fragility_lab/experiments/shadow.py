@@ -15,10 +15,10 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
-from fragility_core.numerics.lowering import lower
 from fragility_core.surrogates import Estimator
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.surrogates.shadow import Shadow
+from fragility_numerics.lowering import lower
 
 
 def fuse_activations(model: PreTrainedModel) -> PreTrainedModel:

@@ -19,7 +19,6 @@ from torch import Tensor
 from fragility_adjoint.explain.error_samples import ErrorSamples, scales
 from fragility_adjoint.explain.travel import StreamNorms, stream_norms
 from fragility_adjoint.predictor.estimator import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
@@ -28,6 +27,7 @@ from fragility_lab.inputs.loading import Inputs, load
 from fragility_lab.paths import output_folder
 from fragility_lab.reporting.tables import save_table
 from fragility_lab.running.environment import progress
+from fragility_quantization.quantized import lower
 
 HALVES = ("first", "second")
 FIRST = 4  # positions that are left out, where any are

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.predictor import Adjoint, Prediction, predict
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
-from fragility_core.numerics.lowering import LowPrecision, as_format
 from fragility_core.surrogates import SIGNALS
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import rankings
@@ -27,6 +24,9 @@ from fragility_lab.experiments.realisations import moved
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.running.runs import RunStore
 from fragility_lab.running.task import Advance
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_numerics.lowering import LowPrecision, as_format
+from fragility_quantization.quantized import lower
 
 SITE_COLUMNS = ["site", "layer", "block_output"]
 OUTSIDE = -1  # the layer of what belongs to no block

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.surrogates.patching import Patching, patch_effects
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import baselines
@@ -28,6 +26,8 @@ from fragility_lab.experiments.kept_blocks import KeptBlocks
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.running.runs import RunStore
 from fragility_lab.running.task import Advance
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from fragility_adjoint.explain.coherence import coherence
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
 from fragility_adjoint.predictor import Adjoint, Prediction
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import Operands, Recipe, get_recipe
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.measurement.comparison import ObservedPass, compare, observe, ratio
 from fragility_lab.measurement.growth import half_errors, squared
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import Operands, Recipe, get_recipe
 
 KEPT = 2**31  # bytes of logits in fp32 that stay in memory
 QUANTITIES = ("kl", "logprob")  # targets, and columns of ``comparison.compare``

@@ -13,13 +13,13 @@ from fragility_adjoint.explain.changed_choices import next_tokens
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import get_recipe
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.experiments.x2 import row
 from fragility_lab.measurement.decoding import agreed, greedy, predicted_length
 from fragility_lab.measurement.routing import changed_choices, predicted_choices
 from fragility_lab.running.environment import progress
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import get_recipe
 
 BATCH = 64  # prompts that are decoded at once
 SIZES: dict[str, Any] = {

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
 from fragility_adjoint.predictor import Adjoint, Prediction
-from fragility_adjoint.quantization.quantized import lower
 from fragility_lab import paths
 from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.explorer import terms
@@ -20,6 +19,7 @@ from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenize
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 from fragility_lab.reporting.html import template
 from fragility_lab.running.files import write_whole
+from fragility_quantization.quantized import lower
 
 WINDOWS, LENGTH, PROBES = 8, 128, 2
 SCHEMES = ("w4a16-g128", "w8a16-g128", "bf16")

@@ -16,8 +16,8 @@ from torch import nn
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES, Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choice, Choices
 from fragility_adjoint.mixed_precision.structure import ATTENTION, FP32_BITS
-from fragility_adjoint.quantization.operands import weight_schemes
 from fragility_core.models.paths import block_of, within
+from fragility_quantization.operands import weight_schemes
 
 DIGITS = 6  # significant digits of the numbers that a page carries
 # The site to keep that holds the roundings at each kind of place; scores can be kept alone, too.

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from fragility_core.numerics.formats import NumberFormat, has_native_kernels
-from fragility_core.numerics.lowering import as_format
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import load_offloaded, require_fitting
 from fragility_lab.inputs.stored import weight_files
 from fragility_lab.inputs.text import PLAIN, Opening, load_rows, opening, select_windows, tokenize
+from fragility_numerics.formats import NumberFormat, has_native_kernels
+from fragility_numerics.lowering import as_format
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from fragility_adjoint.offload.lockstep import side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_core.models.padding import groups, padded
 from fragility_core.models.paths import block_paths, forward_hook, hidden_and_logits
-from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.nested import tensors, together
-from fragility_core.numerics.presence import entries
 from fragility_core.surrogates.observation import in_order
 from fragility_core.theory import mismatch
+from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.nested import tensors, together
+from fragility_numerics.presence import entries
 
 Result = TypeVar("Result")
 AT_ONCE = 2**21  # logits that are compared at once: 16 MiB in fp64

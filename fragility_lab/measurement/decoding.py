@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.changed_choices import expected_length, next_tokens
 from fragility_adjoint.explain.error_samples import ErrorSamples
-from fragility_core.numerics.lowering import LowPrecision
+from fragility_numerics.lowering import LowPrecision
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_lab.measurement.comparison import compare, numbered, observe, ratio
 from fragility_lab.running.environment import progress
+from fragility_numerics.lowering import LowPrecision
 
 TOLERANCE = 0.1  # a ratio this far from 1 still counts as 1
 

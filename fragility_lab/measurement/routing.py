@@ -6,8 +6,8 @@ from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.lowering import LowPrecision
-from fragility_core.numerics.nested import together
+from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.nested import together
 
 
 class ExpertChoices(TorchFunctionMode):

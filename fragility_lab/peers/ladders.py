@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fragility_adjoint.quantization.recipes import LINEAR, Operands, Recipe, weights_only
-from fragility_adjoint.quantization.schemes import Scheme
-from fragility_core.numerics.formats import FORMATS, NARROW
+from fragility_numerics.formats import FORMATS, NARROW
+from fragility_quantization.recipes import LINEAR, Operands, Recipe, weights_only
+from fragility_quantization.schemes import Scheme
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from fragility_adjoint.mixed_precision.bits import Choices, predictions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.quantization.quantized import how_stored
-from fragility_adjoint.quantization.static_scales import calibrated
-from fragility_core.numerics.lowering import rounded_copy
 from fragility_lab.peers.ladders import LADDERS, Ladder, get_ladder
 from fragility_lab.peers.tasks import Chosen
+from fragility_numerics.lowering import rounded_copy
+from fragility_quantization.quantized import how_stored
+from fragility_quantization.static_scales import calibrated
 
 
 def choose(model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:

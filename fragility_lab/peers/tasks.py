@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fragility_adjoint.quantization.operands import linear_weights, owner
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.peers.ladders import get_ladder
+from fragility_quantization.operands import linear_weights, owner
 
 OURS = "ours"  # the method of this project, on any ladder
 ORACLE = "oracle"  # the method that knows the measured KL of every layer alone

@@ -21,7 +21,10 @@ from fragility_lab.paths import PROJECT
 RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas")
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
 # Imports that the numbers of a run depend on, but for those of modules that check inputs or read models in parts.
-FOLLOWED = ("fragility_adjoint.", "fragility_lab.experiments.", "fragility_lab.inputs.", "fragility_lab.measurement.")
+FOLLOWED = (
+    "fragility_adjoint.", "fragility_quantization.",
+    "fragility_lab.experiments.", "fragility_lab.inputs.", "fragility_lab.measurement.",
+)  # fmt: skip
 ENDS = ("fragility_lab.inputs.offloaded",)
 TERMINAL = "FRAGILITY_TERMINAL"  # in the environment of kernels whose stderr is a terminal's
 SCHEDULER = "FRAGILITY_SCHEDULER"  # in the environment: tcp://... or file.json; `make` sets it from SCHEDULER=
@@ -55,8 +58,8 @@ def code_digest(kind: type) -> str:
     """Twelve hexadecimal digits of the code that the numbers of a run depend on.
 
     ``kind`` is the class of the run's specification. Code that counts: its module, the modules of experiments, inputs
-    and fragility_adjoint that it imports directly or through others, and all of fragility_core. Comments, docstrings
-    and layout do not count.
+    fragility_adjoint and fragility_quantization that it imports directly or through others, and all of fragility_core
+    and fragility_numerics. Comments, docstrings and layout do not count.
     """
     found = {"": Path(inspect.getfile(kind))}
     waiting = [""]
@@ -66,9 +69,9 @@ def code_digest(kind: type) -> str:
             if name.startswith(FOLLOWED) and name not in found and path is not None:
                 found[name] = path
                 waiting += [] if name in ENDS else [name]
-    core = {path.relative_to(PROJECT).as_posix(): path for path in (PROJECT / "fragility_core").rglob("*.py")}
+    always = [path for name in ("fragility_core", "fragility_numerics") for path in (PROJECT / name).rglob("*.py")]
     sha = hashlib.sha256()
-    for name, path in sorted((found | core).items()):
+    for name, path in sorted((found | {path.relative_to(PROJECT).as_posix(): path for path in always}).items()):
         sha.update(f"{name}\n{_code(path)}\n".encode())
     return sha.hexdigest()[:12]
 

@@ -15,7 +15,7 @@ from fragility_lab.running.files import write_whole
 
 ASKED = "FRAGILITY_ASKED"  # in the environment of a notebook: its name, profile and parameters, as JSON
 FILE = "provenance.json"
-CODE = ("fragility_core", "fragility_adjoint", "fragility_lab", "notebooks", "pyproject.toml", "constraints.txt")
+CODE = ("fragility_*", "notebooks", "pyproject.toml", "constraints.txt")
 
 
 @cache

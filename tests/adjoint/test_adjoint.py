@@ -21,13 +21,13 @@ from transformers.activations import ACT2CLS, ACT2FN
 from fragility_adjoint.predictor import Adjoint, predict, windows
 from fragility_adjoint.predictor.blockwise import BlockwiseAttention
 from fragility_adjoint.predictor.recomputed import scaled_dot_product_attention, tabulate
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
-from fragility_core.numerics.formats import get_format
-from fragility_core.numerics.lookup import row_of
 from fragility_core.theory import mismatch
 from fragility_lab.inputs.checkpoints import load_model
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_numerics.formats import get_format
+from fragility_numerics.lookup import row_of
+from fragility_quantization.quantized import lower
 
 HALF = ["bf16", "fp16"]
 EVERY = [*HALF, "fp8_e4m3", "fp8_e5m2"]
@@ -340,7 +340,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(tiny_gpt2, tiny_token
 @pytest.mark.parametrize("format", HALF)
 def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny_tokens, monkeypatch):
     """Contributions by site agree with those of the library's kernels, in blocks of a few rows and all at once."""
-    monkeypatch.setattr("fragility_core.numerics.attention.BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr("fragility_numerics.attention.BLOCK_ELEMENTS", 2**12)
     low = lower(tiny_gpt2, format, "emulated")
     plain, recomputed = (
         by_sites_of(low, "eager", tiny_tokens[:, :window]),
@@ -359,7 +359,7 @@ def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny
 ])  # fmt: skip
 def test_gradients_of_fused_attention(heads, queries, keys, options, monkeypatch):
     """Gradients agree with the library's in fp64; the context is the library's bit for bit."""
-    monkeypatch.setattr("fragility_core.numerics.attention.BLOCK_ELEMENTS", 2**12)
+    monkeypatch.setattr("fragility_numerics.attention.BLOCK_ELEMENTS", 2**12)
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, heads[0], queries, 8), (3, heads[1], keys, 8), (3, heads[1], keys, 8), (3, heads[0], queries, 8)]
     *operands, gradient = (torch.randn(shape, generator=generator) for shape in shapes)

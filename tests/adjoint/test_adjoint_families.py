@@ -30,11 +30,11 @@ from transformers import (
 )
 
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.measurement.routing import ExpertChoices, changed_choices
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 TOKENS = random_tokens(4, 64, vocabulary=257, smallest=1)
 SPECIAL = {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

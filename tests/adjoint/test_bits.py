@@ -9,9 +9,9 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.operands import linear_weights, owner, rounded_weight
-from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_core.models.paths import within
+from fragility_quantization.operands import linear_weights, owner, rounded_weight
+from fragility_quantization.recipes import get_recipe
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
 CONFIGS = {

@@ -15,8 +15,8 @@ from fragility_adjoint.explain.changed_choices import Competition, expected_leng
 from fragility_adjoint.explain.error_samples import ErrorSamples, with_random_signs
 from fragility_adjoint.predictor import Adjoint, predict
 from fragility_adjoint.predictor.targets import Target, logits, root_of_count
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import get_recipe
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import get_recipe
 
 TOKENS = random_tokens(2, 24)
 LOGITS = Target("logits", logits, root_of_count)

@@ -14,9 +14,9 @@ from fragility_adjoint.explain.coherence import GROUPS, MOST, Coherence, coheren
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import Target, root_of_count
 from fragility_adjoint.predictor.windows import random_signs
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 
 def signs(shape, probes, seed=0):

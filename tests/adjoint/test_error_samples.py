@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import get_recipe
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
 from fragility_lab.measurement.comparison import compare, numbered, observe
 from fragility_lab.measurement.growth import Growth, growth
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import get_recipe
 
 TOKENS = random_tokens(2, 24)
 

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_adjoint.mixed_precision import Plan, export
 from fragility_adjoint.mixed_precision.export import EXPORTS, from_json, layers_of, to_json, untouched
-from fragility_adjoint.quantization.operands import Operands
-from fragility_adjoint.quantization.recipes import RECIPES
-from fragility_adjoint.quantization.schemes import Scheme
-from fragility_core.numerics.formats import get_format
+from fragility_numerics.formats import get_format
+from fragility_quantization.operands import Operands
+from fragility_quantization.recipes import RECIPES
+from fragility_quantization.schemes import Scheme
 
 KEPT = Plan("fp8-dynamic+kv-fp8", modules=("model.layers.0.mlp",), residual=True, scores=True)
 MIXED = Plan("bf16", layers=(("model.layers.1.self_attn.q_proj", "fp8-tensor"),), label="mixed", predicted=0.25)

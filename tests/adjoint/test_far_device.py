@@ -10,8 +10,6 @@ from far_device import waits
 from tiny import random_tokens
 
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
 from fragility_lab.diagnosis import Request, diagnose, forecast
@@ -20,6 +18,8 @@ from fragility_lab.experiments import e2, e3, e5, x1, x1_plans
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.engine import complete
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 GRID = e2.Grid("tiny", "random", ("bf16", "fp16"), (32,), (0,), 4)
 EXECUTIONS = [

@@ -8,8 +8,8 @@ from tiny import fresh_model
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from fragility_adjoint.predictor import Adjoint, parameters, recomputed, recorder
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.formats import get_format
+from fragility_numerics.formats import get_format
+from fragility_quantization.quantized import lower
 
 SIZES = {
     "vocab_size": 50_000, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,

@@ -41,16 +41,16 @@ from transformers import (
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics import attention
-from fragility_core.numerics.formats import get_format
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import baselines
 from fragility_lab.inputs.checkpoints import load_model
+from fragility_numerics import attention
+from fragility_numerics.formats import get_format
+from fragility_quantization.quantized import lower
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101,

@@ -27,15 +27,15 @@ from transformers import (
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.overflow import first_overflow, kind_of
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import block_paths, final_hidden
-from fragility_core.numerics.nested import tensors
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans, remedy
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.offloaded import load_offloaded
+from fragility_numerics.nested import tensors
+from fragility_quantization.quantized import lower
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,

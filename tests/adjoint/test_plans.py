@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import RECIPES, Operands, get_recipe
-from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_core.models.paths import block_paths, branch_paths, within
 from fragility_lab.diagnosis.passes import measure, predict
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import RECIPES, Operands, get_recipe
+from fragility_quantization.static_scales import calibrated
 
 ROUNDING = [name for name, recipe in RECIPES.items() if recipe.rounds]
 TOKENS = random_tokens(2, 12, seed=0, smallest=1)

@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_adjoint import internals
 from fragility_adjoint.predictor import Adjoint, arithmetic, recomputed
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.secant import SecantSlopes, logarithmic_mean
 from fragility_adjoint.predictor.targets import logits
 from fragility_adjoint.predictor.windows import random_signs
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_lab.inputs.offloaded import load_offloaded
 from fragility_lab.measurement.comparison import compare, observe
 from fragility_lab.measurement.routing import changed_choices
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 
 def paired(shape, generator, size=0.3, positive=False):

@@ -19,15 +19,15 @@ from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.offload.files import device_of
 from fragility_adjoint.offload.offloaded import offloaded_parameter
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.presence import source_of
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.diagnosis import Request, diagnose, forecast, loading, needs
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
 from fragility_lab.measurement.comparison import observe_each
+from fragility_numerics.presence import source_of
+from fragility_quantization.quantized import lower
 
 EXECUTIONS = [
     ("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"), ("w8a8-int8", "emulated"),

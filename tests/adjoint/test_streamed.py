@@ -34,9 +34,6 @@ from fragility_adjoint.offload.files import Checkpoint, open_offloaded
 from fragility_adjoint.offload.lockstep import barrier, side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded, load_when_running, offloaded_parameter, parts
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
-from fragility_core.numerics.presence import entries, loaded, source_of
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import needs, streaming
@@ -45,6 +42,9 @@ from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
 from fragility_lab.measurement.comparison import observe_each
 from fragility_lab.paths import CHECKPOINTS
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_numerics.presence import entries, loaded, source_of
+from fragility_quantization.quantized import lower
 
 BASE = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaCo
 
 from fragility_adjoint.predictor import Adjoint, windows
 from fragility_adjoint.predictor.targets import TARGETS, get_target, logits
-from fragility_adjoint.quantization.cache import RoundedCache
-from fragility_adjoint.quantization.operands import linear_weights
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import LINEAR, get_recipe
 from fragility_lab.experiments.realisations import moved
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.measurement.comparison import compare, observe
+from fragility_quantization.cache import RoundedCache
+from fragility_quantization.operands import linear_weights
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import LINEAR, get_recipe
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
 TOKENS = torch.arange(20)[None]

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from release import RELEASED, policy_from_config, recorded_rows
 
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core import theory
 from fragility_core.bgss import (
     POLICIES,
@@ -37,6 +36,7 @@ from fragility_core.bgss.printed import EpsilonBump, PrintedBGSS
 from fragility_core.bgss.released import Released
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
+from fragility_quantization.quantized import lower
 
 RECORD = Path(__file__).parents[1] / "data" / "e5.json.gz"
 NAMES = tuple(POLICIES)

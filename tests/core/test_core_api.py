@@ -8,13 +8,13 @@ import torch
 from transformers import BatchEncoding
 
 import fragility_core
-from fragility_adjoint.quantization.quantized import lower as by_recipe
-from fragility_adjoint.quantization.recipes import RECIPES
 from fragility_core import Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
 from fragility_core.bgss import action_table
 from fragility_core.models.padding import as_windows
-from fragility_core.numerics.attention import observing_attention
 from fragility_core.surrogates.patching import Patching
+from fragility_numerics.attention import observing_attention
+from fragility_quantization.quantized import lower as by_recipe
+from fragility_quantization.recipes import RECIPES
 
 
 def test_observe_is_a_monitored_pass_scored(tiny_gpt2, tiny_tokens, monkeypatch):

@@ -46,11 +46,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fragility_adjoint.explain.travel import stream_norms
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics import attention
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
@@ -66,6 +63,9 @@ from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs, load
 from fragility_lab.paths import CHECKPOINTS
 from fragility_lab.running.engine import complete
+from fragility_numerics import attention
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
 
 HEADS, WIDTH, TOKENS = 4, 32, 20
 BASE = {

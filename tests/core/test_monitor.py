@@ -13,16 +13,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
 
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core import theory
 from fragility_core.models.blocks import blocks
-from fragility_core.numerics.attention import FP32_SCORES, OBSERVED_EAGER, observers, set_attention
-from fragility_core.numerics.formats import FORMATS
 from fragility_core.surrogates import LAYERNORM_TERMS, SIGNALS, Estimator, score
 from fragility_core.surrogates.monitor import NEUTRAL, Monitor, Observation
 from fragility_core.surrogates.patching import Patching
 from fragility_core.surrogates.reductions import sampled_rows
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
+from fragility_numerics.attention import FP32_SCORES, OBSERVED_EAGER, observers, set_attention
+from fragility_numerics.formats import FORMATS
+from fragility_quantization.quantized import lower
 
 # Where each of the release's fields is found in ours, per block and per window.
 LAYER_FIELDS = {

@@ -19,13 +19,13 @@ from transformers import (
 from fragility_adjoint.mixed_precision.bits import predictions
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import TARGETS, Target, logits
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.inputs.offloaded import load_offloaded
 from fragility_lab.measurement.comparison import compare, observe
+from fragility_quantization.quantized import lower
 
 IDS = {"vocab_size": 101, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BASE = IDS | {

@@ -5,12 +5,12 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.attention import OBSERVED_EAGER, observing_attention, set_attention
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching, patch_effects
 from fragility_core.theory import mismatch
+from fragility_numerics.attention import OBSERVED_EAGER, observing_attention, set_attention
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
 
 RUNS = [("bf16", "native"), ("bf16", "emulated"), ("fp16", "emulated"), ("fp8_e4m3", "emulated"), ("tf32", "emulated")]
 

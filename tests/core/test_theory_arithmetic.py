@@ -16,7 +16,6 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fragility_core import theory
-from fragility_core.numerics.formats import get_format
 from fragility_lab.experiments.constants import a_priori_constants, attention_terms, gamma_n
 from fragility_lab.experiments.kernel_samples import (
     HEADS,
@@ -30,6 +29,7 @@ from fragility_lab.experiments.kernel_samples import (
     sample_attention,
     underflow,
 )
+from fragility_numerics.formats import get_format
 
 executions = pytest.mark.parametrize("execution", ["auto", "emulated"])
 

@@ -12,7 +12,6 @@ import torch
 from scipy.linalg import hadamard
 
 from fragility_core import theory
-from fragility_core.numerics.formats import get_format
 from fragility_lab.experiments.constants import a_priori_constants
 from fragility_lab.experiments.kernel_samples import (
     arithmetic,
@@ -21,6 +20,7 @@ from fragility_lab.experiments.kernel_samples import (
     run_layernorm,
     run_stack,
 )
+from fragility_numerics.formats import get_format
 
 ONES = {"c_softmax": 1.0, "c_gemm": 1.0, "c_gemm_out": 1.0}  # what rounding each result once costs at most
 

@@ -8,7 +8,6 @@ import torch
 from tiny import random_tokens
 from torch import nn
 
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.blocks import blocks
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.transport import (
@@ -20,6 +19,7 @@ from fragility_core.surrogates.transport import (
     residual_transport,
 )
 from fragility_core.surrogates.weights import activation_lipschitz
+from fragility_quantization.quantized import lower
 
 LENGTH = 6  # the exact Jacobian of a block is (6 * 32) x (6 * 32)
 

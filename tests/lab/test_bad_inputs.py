@@ -7,11 +7,11 @@ import pytest
 import yaml
 from bad_inputs import KINDS
 
-from fragility_adjoint.quantization.recipes import RECIPES
-from fragility_core.numerics.formats import FORMATS, NARROW
 from fragility_lab.inputs.names import NEEDED
 from fragility_lab.paths import PROJECT
 from fragility_lab.running import execute
+from fragility_numerics.formats import FORMATS, NARROW
+from fragility_quantization.recipes import RECIPES
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "data" / "bad_inputs.yaml").read_text(encoding="utf-8"))
 CASES = [(kind, case["given"], case["line"]) for kind, cases in TABLE.items() for case in cases]

@@ -8,7 +8,6 @@ import torch
 from drawn import seeded
 
 from fragility_core import theory
-from fragility_core.numerics.formats import FORMATS, get_format
 from fragility_lab.experiments.constants import (
     CONSTANTS,
     a_priori_constants,
@@ -33,6 +32,7 @@ from fragility_lab.experiments.kernel_samples import (
     sample_attention,
     underflow,
 )
+from fragility_numerics.formats import FORMATS, get_format
 
 TRANSFER = 1.5  # how far a fresh sample may exceed measured constants: each is the maximum of a finite sample
 KERNELS = list(CONSTANTS.values())

@@ -34,10 +34,7 @@ from transformers import (
 from fragility_adjoint.mixed_precision import Plan
 from fragility_adjoint.mixed_precision.export import EXPORTS
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.operands import linear_weights
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.internals import attention_of
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
@@ -49,6 +46,9 @@ from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import ObservedPass, Ranges, compare, observe
 from fragility_lab.measurement.growth import Growth
 from fragility_lab.reporting.tables import percent, quantity
+from fragility_numerics.internals import attention_of
+from fragility_quantization.operands import linear_weights
+from fragility_quantization.quantized import lower
 
 ASKED = Request("embedded", "embedded", "bf16", "1 site", windows=3, length=40)
 ENOUGH = Forecast(1.0, 1, None)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from test_e2 import GRID
 
-from fragility_adjoint.quantization.quantized import lower
-from fragility_core.numerics.lowering import LowPrecision
 from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3
 from fragility_lab.experiments.e2 import window_rows
 from fragility_lab.running.engine import complete
 from fragility_lab.running.runs import RunStore
+from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.quantized import lower
 
 OPTIONS = {"windows": 4, "noisy_windows": 1, "realisations": 2}
 

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
+from fragility_quantization.quantized import lower
 
 
 def gone(term: dict, kept: set[int], flags: dict[str, bool]) -> bool:

@@ -13,10 +13,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from fragility_lab.experiments import agreement, e1, e3
-from fragility_lab.lessons import pictures
-from fragility_lab.lessons.widgets import Explorer, slider
 from fragility_lab.paths import PROJECT
 from fragility_lab.reporting import figures, figures_e5
+from fragility_lessons import pictures
+from fragility_lessons.widgets import Explorer, slider
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def runs():
 
 
 def test_importing_and_drawing_leave_the_settings_of_matplotlib_alone(runs):
-    imports = "import fragility_lab.reporting.figures_x1, fragility_lab.diagnosis.page, fragility_lab.lessons.widgets"
+    imports = "import fragility_lab.reporting.figures_x1, fragility_lab.diagnosis.page, fragility_lessons.widgets"
     code = f"import matplotlib.pyplot as p; p.gcf(); before = dict(p.rcParams); {imports}; assert p.rcParams == before"
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)  # gcf chooses a backend
     before = matplotlib.rcParams.copy()

@@ -7,11 +7,11 @@ from transformers import LlamaConfig
 
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.kept_blocks import KeptBlocks
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 CHOICES = [(), (0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2), (0, 1)]
 

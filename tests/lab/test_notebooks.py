@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import load_tokenizer
-from fragility_lab.lessons.widgets import exercises
 from fragility_lab.paths import NOTEBOOKS, PROJECT
 from fragility_lab.running.execute import notebook_names, notebook_path
+from fragility_lessons.widgets import exercises
 
 ALL = notebook_names()
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from tiny import random_tokens
 
-from fragility_adjoint.quantization.operands import rounded_weight
-from fragility_adjoint.quantization.recipes import LINEAR
 from fragility_lab.experiments import rivals
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs
@@ -21,6 +19,8 @@ from fragility_lab.paths import OUTPUTS
 from fragility_lab.peers import own, tasks
 from fragility_lab.peers.ladders import LADDERS, get_ladder
 from fragility_lab.reporting import figures_rivals
+from fragility_quantization.operands import rounded_weight
+from fragility_quantization.recipes import LINEAR
 
 SMALL = "own int4 int8"
 

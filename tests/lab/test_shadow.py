@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.blocks import blocks
-from fragility_core.numerics.attention import OBSERVED_EAGER
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import bench
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
+from fragility_numerics.attention import OBSERVED_EAGER
+from fragility_quantization.quantized import lower
 
 
 def test_training_follows_the_release(reference_model, reference_training):

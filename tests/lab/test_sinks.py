@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fragility_adjoint.explain.travel import StreamNorms, travel
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import observing_attention
 from fragility_lab.experiments import positions, sinks
 from fragility_lab.inputs.loading import load
 from fragility_lab.reporting import results_sinks as page
+from fragility_numerics.attention import observing_attention
+from fragility_quantization.quantized import lower
 
 SHAPE = (3, 2, 5)  # blocks, windows, tokens
 

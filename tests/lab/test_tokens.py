@@ -12,13 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fragility_adjoint.explain.error_samples import ErrorSamples, Rescaled, scales
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import get_recipe
-from fragility_core.numerics.formats import FORMATS
 from fragility_lab.diagnosis.passes import predict
 from fragility_lab.diagnosis.steady import MOST, probes_of, scatters, steady
 from fragility_lab.diagnosis.tails import SINK, origins
 from fragility_lab.diagnosis.tokens import TAIL, ErrorsByToken, errors_by_token, squares
+from fragility_numerics.formats import FORMATS
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import get_recipe
 
 ROUNDING = [name for name in FORMATS if name not in ("fp32", "tf32")]
 TOKENS = random_tokens(2, 24)

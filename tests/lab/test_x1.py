@@ -10,14 +10,14 @@ from tiny import TINY, random_gpt2, tiny_inputs
 
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.predictor import Adjoint
-from fragility_adjoint.quantization.quantized import lower
 from fragility_core.models.paths import final_hidden
-from fragility_core.numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3, x1, x1_plans
 from fragility_lab.experiments.e2 import window_rows
 from fragility_lab.running.engine import complete
 from fragility_lab.running.runs import RunStore
+from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_quantization.quantized import lower
 
 GRID = e2.Grid("tiny", "tiny", ("bf16", "fp16"), (16,), (0,), windows=6, batch_tokens=48)
 RUN = ["precision", "length", "seed"]

@@ -9,10 +9,6 @@ import pytest
 import torch
 from tiny import TINY, random_gpt2, random_tokens
 
-from fragility_adjoint.quantization.operands import linear_weights, owner, rounded_weight
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import LINEAR, NARROW, get_recipe
-from fragility_adjoint.quantization.schemes import Scheme
 from fragility_lab.experiments import x2, x2_flips, x2_plans
 from fragility_lab.experiments.x2_runs import ANALYSES, Analyses, Recipes
 from fragility_lab.inputs.loading import Inputs
@@ -20,6 +16,10 @@ from fragility_lab.measurement.decoding import greedy
 from fragility_lab.measurement.growth import growth
 from fragility_lab.reporting import figures_x2
 from fragility_lab.running.engine import complete
+from fragility_quantization.operands import linear_weights, owner, rounded_weight
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import LINEAR, NARROW, get_recipe
+from fragility_quantization.schemes import Scheme
 
 
 @pytest.fixture(scope="module")

@@ -40,10 +40,10 @@ from fragility_adjoint.mixed_precision.export import (
     modules_to_not_convert,
     torchao,
 )
-from fragility_adjoint.quantization.quantized import lower
-from fragility_adjoint.quantization.recipes import RECIPES
-from fragility_adjoint.quantization.schemes import RULES, Scheme
 from fragility_core.models.paths import final_hidden
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import RECIPES
+from fragility_quantization.schemes import RULES, Scheme
 
 CONFIG = LlamaConfig(
     hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_adjoint.quantization.static_scales import calibrated
 from fragility_lab.peers import tasks
 from fragility_lab.peers.ladders import LADDERS, get_ladder
+from fragility_quantization.static_scales import calibrated
 
 CHECKPOINT = "embedded"
 TOKENS = torch.randint(1000, (2, 24), generator=torch.Generator().manual_seed(0))

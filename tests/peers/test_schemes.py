@@ -31,9 +31,9 @@ from torchao.quantization.quant_primitives import (
     quantize_affine,
 )
 
-from fragility_adjoint.quantization.recipes import LINEAR
-from fragility_adjoint.quantization.schemes import Scheme
-from fragility_core.numerics.formats import FORMATS, NARROW
+from fragility_numerics.formats import FORMATS, NARROW
+from fragility_quantization.recipes import LINEAR
+from fragility_quantization.schemes import Scheme
 
 GFLOAT = {
     "fp8_e4m3": format_info_ocp_e4m3, "fp8_e5m2": format_info_ocp_e5m2, "fp6_e2m3": format_info_ocp_e2m3,

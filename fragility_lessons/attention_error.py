@@ -1,0 +1,241 @@
+"""Notebook 2: rounding errors of one attention head, the bound of Theorem 1 (`thm:attn`), and the steps of its proof.
+
+A head is a triple of queries, keys and values (..., T, d). Leading dimensions are independent draws. Like the kernels
+of a device, those here accumulate in fp32 and round each result once. Errors are differences from fp64 on the same
+inputs.
+"""
+
+import math
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from fragility_core import theory
+from fragility_core.theory import AttentionNorms
+from fragility_lessons import pictures
+from fragility_lessons.coding import Coding
+from fragility_lessons.pictures import BESIDE, HERE, LIMIT, TWO_COLUMNS, Picture, finish, panels, strength
+from fragility_lessons.widgets import exercises
+from fragility_numerics.emulation import Emulation
+from fragility_numerics.formats import get_format
+
+EXERCISES = exercises("attention_error")
+FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+MARGINS = torch.linspace(0.25, 10, 40, dtype=torch.float64)
+MEASURES = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
+STEPS = ["observed error", "norms multiplied", "largest ‖J‖ of the rows", "largest rounding (bound)"]
+KEYS, WIDTH, DRAWS = 8, 24, 4  # of the heads below; dividing by sqrt(24) rounds, as it is no power of two
+
+# A kernel that rounds its result once has a relative error of at most u in every entry. So the three kernels err by
+# at most u ||QK^T|| <= u ||Q|| ||K||, u ||P|| and u ||PV|| <= u ||P|| ||V||_2. fp32 accumulation adds far less.
+CONSTANTS = {"c_softmax": 1.0, "c_gemm": 1.0, "c_gemm_out": 1.0}
+
+Head = tuple[Tensor, Tensor, Tensor]
+
+
+# --- Errors and the bound -----------------------------------------------------------------------
+
+
+def stored(head: Head, format: str) -> Head:
+    """``head`` rounded to ``format``, in the format's ``compute_dtype``."""
+    query, key, value = (get_format(format).round(part.float()) for part in head)
+    return query, key, value
+
+
+def low_attention(head: Head, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """S, P and A of ``head``, stored and computed in ``format`` and returned as fp64."""
+    query, key, value = stored(head, format)
+    with Emulation(get_format(format)):
+        scores = query @ key.mT / math.sqrt(query.shape[-1])  # (..., T, T)
+        probabilities = scores.softmax(-1)
+        context = probabilities @ value  # (..., T, d)
+    return scores.double(), probabilities.double(), context.double()
+
+
+def error_bound(norms: AttentionNorms, format: str) -> Tensor:
+    """The bound of Theorem 1 (`thm:attn`) for kernels that round once, for each draw (...)."""
+    amplified = (norms.probability_norm, norms.value_spectral_norm, get_format(format).unit_roundoff)
+    return theory.attention_error_bound(norms.kappa_softmax, norms.chi_score, *amplified, **CONSTANTS)
+
+
+def errors(head: Head, format: str) -> pd.DataFrame:
+    """Observed error and bound, absolute and relative, and the condition numbers, one row for each draw of ``head``."""
+    norms = theory.attention_norms(*head)
+    *_, exact = theory.exact_attention(*head)
+    *_, low = low_attention(head, format)
+    columns = {
+        "observed": torch.linalg.matrix_norm(low - exact),
+        "bound": error_bound(norms, format),
+        "context": norms.context_norm,
+        "κ_softmax": norms.kappa_softmax,
+        "χ_score": norms.chi_score,
+    }
+    table = pd.DataFrame({name: column.flatten().numpy() for name, column in columns.items()})
+    return table.assign(relative=table.observed / table.context, relative_bound=table.bound / table.context)
+
+
+def ladder(head: Head, format: str) -> pd.DataFrame:
+    """The steps of the proof of Theorem 1 (`thm:attn`), one row for each draw.
+
+    Each column bounds the column before it, up to O(u^2). First the norms of P~ - P and V are multiplied, and the
+    error of the product PV is added. Then d_smx ||S~ - S|| plus the error of the softmax kernel replaces ||P~ - P||.
+    Last, the largest possible error replaces each measured one.
+    """
+    norm = torch.linalg.matrix_norm
+    norms, exact, low = theory.attention_norms(*head), theory.exact_attention(*head), low_attention(head, format)
+    scores, probabilities, context = (norm(there - here) for there, here in zip(low, exact))
+    kernel = norm(low[1] - low[0].softmax(-1))
+    product = norm(low[2] - low[1] @ head[2].double())
+    columns = [
+        context,
+        probabilities * norms.value_spectral_norm + product,
+        (norms.sensitivity * scores + kernel) * norms.value_spectral_norm + product,
+        error_bound(norms, format),
+    ]
+    return pd.DataFrame(torch.stack(columns, -1).numpy(), columns=STEPS)
+
+
+# --- Example heads ------------------------------------------------------------------------------
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def peaked(margin: Tensor, value_scale: float = 1.0) -> Head:
+    """Heads (M, DRAWS, KEYS, WIDTH) in which every query prefers one key by ``margin`` (M,): S = margin I.
+
+    Queries and keys are the same scaled rows of random orthogonal matrices. Values are normal with mean zero over
+    the keys, so that they cancel if attention is uniform.
+    """
+    rows = torch.linalg.qr(_normal(DRAWS, WIDTH, KEYS)).Q.mT
+    directions = rows * (margin.double() * math.sqrt(WIDTH)).sqrt()[:, None, None, None]
+    values = _normal(DRAWS, KEYS, WIDTH)
+    values = value_scale * (values - values.mean(-2, keepdim=True))
+    return directions, directions, values.expand_as(directions)
+
+
+def normal(spread: float, draws: int) -> Head:
+    """Normal queries, keys and values (draws, KEYS, WIDTH) whose scores have the standard deviation ``spread``."""
+    queries, keys, values = _normal(3, draws, KEYS, WIDTH)
+    return queries * math.sqrt(spread), keys * math.sqrt(spread), values
+
+
+# --- The coding exercise ------------------------------------------------------------------------
+
+
+def bracket(query: Tensor, key: Tensor, d_smx: float) -> float:
+    """The bracket of Theorem 1 (`thm:attn`) for kernels that round once, with ``d_smx`` given."""
+    scores, probabilities, _ = theory.exact_attention(query, key, key)
+    norms, width = (query.norm(), key.norm(), probabilities.norm()), query.shape[-1]
+    kappa = theory.kappa_softmax(scores.norm(), probabilities.norm(), d_smx)
+    return theory.attention_coefficient(kappa, theory.chi_score(*norms, width, d_smx), **CONSTANTS)
+
+
+def _mistaken(query: Tensor, key: Tensor, d_smx: float, width: int, dim: int = -1, product: bool = False) -> Tensor:
+    scores = query @ key.T / width**0.5
+    size = (query @ key.T).norm() if product else query.norm() * key.norm()
+    return 2 + (scores.norm() + size / width**0.5) / scores.softmax(dim).norm() * d_smx
+
+
+CODING = Coding(
+    reference=bracket,
+    cases=[(torch.tensor([[1.0, 2.0], [0.5, -1.0]]), torch.tensor([[0.3, 1.0], [2.0, -0.5]]), 0.25)],
+    mistakes={
+        "divide the scores and χ_score by √d, where d is the number of columns.": (
+            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=1)
+        ),
+        "softmax goes over the keys, which are the columns of S.": (
+            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=2, dim=0)
+        ),
+        "χ_score has ‖Q‖ ‖K‖, not the norm of the product.": (
+            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=2, product=True)
+        ),
+        "the constants c_smx and c'_gemm are missing.": lambda *given: bracket(*given) - 2,
+    },
+    solution="""def bracket(query, key, d_smx):
+    scores = query @ key.T / query.shape[1] ** 0.5
+    probabilities = scores.softmax(-1)
+    kappa = scores.norm() / probabilities.norm() * d_smx
+    chi = query.norm() * key.norm() / (probabilities.norm() * query.shape[1] ** 0.5) * d_smx
+    return 1 + kappa + chi + 1""",
+)
+
+
+# --- Pictures ----------------------------------------------------------------------------------
+
+
+@cache
+def sweep(value_exponent: int, format: str) -> pd.DataFrame:
+    """``errors`` of heads with each of MARGINS, and the column ``margin``."""
+    table = errors(stored(peaked(MARGINS, 2.0**value_exponent), format), format)
+    return table.assign(margin=MARGINS.repeat_interleave(DRAWS).numpy())
+
+
+def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> Picture:
+    """Left: error and bound over the margin. Right: the terms in the bracket of the bound."""
+    table = sweep(value_exponent, format)
+    observed, bound = MEASURES[measure]
+    mean = table.groupby("margin").mean()
+    here = mean.iloc[np.abs(mean.index - margin).argmin()]
+    curve, terms = panels(height=3.8)
+
+    curve.plot(table.margin, table[observed], ".", color="C0", markersize=4, label="observed")
+    curve.plot(mean.index, mean[bound], color="C3", label="bound")
+    decades = math.floor(math.log10(table[observed].min())), math.ceil(math.log10(table[bound].max()))
+    labels = ("margin", f"{measure} error", f"{format}: error of the head")
+    finish(curve, *labels, "y", TWO_COLUMNS, ylim=[10.0**decade for decade in decades])
+
+    heights = [np.ones(len(mean)), np.ones(len(mean)), mean["κ_softmax"], mean["χ_score"]]
+    names = ["value product", "softmax kernel", "κ_softmax", "χ_score"]
+    terms.stackplot(mean.index, heights, labels=names, colors=["0.75", "0.55", "C0", "C1"])
+    terms.axvline(math.log(KEYS - 1), **LIMIT)
+    finish(terms, "margin", "", "terms in the bound's bracket", legend="upper right", ylim=(0, None))
+    for axes in (curve, terms):
+        axes.axvline(margin, **HERE)
+    return [curve, terms], (
+        f"{format}, margin {margin:g}, values × 2^{value_exponent}: {measure} error {here[observed]:.2g}, "
+        f"bound {here[bound]:.2g}, {here[bound] / here[observed]:.2g} times as large; "
+        f"κ_softmax = {here['κ_softmax']:.2g}, χ_score = {here['χ_score']:.2g}"
+    )
+
+
+def looseness(spread: float, format: str) -> Picture:
+    """``pictures.looseness`` of the bound of 200 random heads."""
+    table = ladder(stored(normal(spread, 200), format), format)
+    axes, told = pictures.looseness(table, format, "heads", height=3.4)
+    return axes, f"{format}, spread {spread:g}: {told}"
+
+
+EXPONENTS = np.arange(-30, 21, 2)
+
+
+def beyond_range(margin: float, format: str) -> Picture:
+    """Observed error over the bound for values of every magnitude, one line a format. Storing the values counts too."""
+    queries, keys, values = peaked(torch.tensor([margin]))
+    scaled = values * torch.tensor(2.0**EXPONENTS)[:, None, None, None]
+    inputs = queries.expand_as(scaled), keys.expand_as(scaled), scaled
+    (axes,) = panels(8.2, height=3.8, right=1.5)
+    held, allowed = {}, {}
+    for marker, name in zip("osD^", FORMATS):
+        table = errors(inputs, name)
+        # An overflow leaves inf or NaN, which counts as an infinite error.
+        ratio = np.nan_to_num(table.observed / table.bound, nan=np.inf).reshape(-1, DRAWS).max(1)
+        held[name], allowed[name] = ratio <= 1, table.relative_bound.mean()
+        strong = strength(name == format)
+        axes.plot(EXPONENTS, ratio.clip(max=1e6), marker=marker, markersize=4, label=name, **strong)
+    axes.axhline(1, **LIMIT)
+    axes.text(-4, 1.5, "bound", fontsize="small")
+    title = "the theorem holds while nothing over- or underflows"
+    finish(axes, "log2 of the value scale", "largest error / bound", title, "y", BESIDE, ylim=(1e-3, 1e6))
+    broken = EXPONENTS[~held[format]]
+    stretches = np.split(broken, np.flatnonzero(np.diff(broken) > 2) + 1) if len(broken) else []
+    where = " and ".join(f"2^{s[0]}" + f" to 2^{s[-1]}" * (len(s) > 1) for s in stretches)
+    return [axes], (
+        f"{format}, margin {margin:g}: the bound "
+        + (f"fails for values of {where}" if where else f"holds from 2^{EXPONENTS[0]} to 2^{EXPONENTS[-1]}")
+        + f"; it is {allowed[format]:.2g} ‖A‖"
+    )

@@ -1,0 +1,214 @@
+"""Notebook 3: the amplification of errors by LayerNorm, its dependence on epsilon, and the ratio rho_LN."""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from fragility_core import theory
+from fragility_lessons import embedded, pictures
+from fragility_lessons.coding import Coding
+from fragility_lessons.pictures import HERE, LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
+from fragility_lessons.rows import FEATURES, drawn, errors, ladder, mean_variance, uneven_gamma
+from fragility_lessons.widgets import exercises
+from fragility_numerics.formats import get_format
+
+EXERCISES = exercises("layernorm_epsilon")
+FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+WIDTHS = ("64", "128", "768", "4096")
+DRAWS = 4
+EPSILONS = 10 ** np.linspace(-8, 1, 13)
+
+
+# --- The factor -------------------------------------------------------------------------------
+
+
+def factor(variance_exponent: float, epsilon_exponent: float) -> Picture:
+    """Left: f(epsilon) and its two limits. Right: output, error bound and their quotient over epsilon."""
+    variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
+    epsilons = np.geomspace(1e-8, 1e4, 49)
+    here = theory.layernorm_factor(variance, epsilon)
+    curve, shares = panels(height=3.8)
+    curve.plot(epsilons, np.full_like(epsilons, 2 / variance**0.5), color="0.5", linestyle=":", label="2/σ")
+    curve.plot(epsilons, epsilons**-0.5, color="0.5", linestyle="--", label="1/√ε")
+    curve.plot(epsilons, theory.layernorm_factor(variance, epsilons), color="C3", label="f(ε)")
+    curve.plot(epsilon, here, "o", color="C3", markersize=8)
+    finish(curve, "ε", "f(ε)", "f(ε), the amplification of LayerNorm", "xy", "best", ylim=(1e-2, 1e4))
+
+    scale = (1 + epsilons / variance) ** -0.5
+    bound = theory.layernorm_factor(variance, epsilons) / theory.layernorm_factor(variance, 0.0)
+    shares.plot(epsilons, bound, color="C3", label="M_LN (absolute error)")
+    shares.plot(epsilons, scale, color="C0", linestyle="--", label="‖Z‖ (output)")
+    shares.plot(epsilons, bound / scale, color="C2", linestyle="-.", label="C_LN (their quotient)")
+    shares.axvline(variance, **LIMIT)
+    title = "as a share of the value at ε = 0"
+    finish(shares, "ε (dashed: ε = σ²)", "share", title, "x", "lower left", ylim=(0, 1.05))
+    for axes in (curve, shares):
+        axes.axvline(epsilon, **HERE)
+    share = epsilon / variance
+    return [curve, shares], (
+        f"σ² = {variance:.2g}, ε = {epsilon:.2g} = {share:.2g} σ²: f(ε) = {here:.3g}; against ε = 0 the output shrinks "
+        f"to {(1 + share) ** -0.5:.3g}, the error bound to {here * variance**0.5 / 2:.3g}, their quotient to "
+        f"{(2 + share) / (1 + share) / 2:.3g}"
+    )
+
+
+def bound(x: Tensor, gamma: Tensor, epsilon: float, u: float) -> Tensor:
+    """u M_LN of the row ``x`` (d_model,) with a_ln = 1 (Proposition 1 (`prop:ln`))."""
+    norms = theory.layernorm_norms(x, gamma, epsilon)
+    return theory.layernorm_error_bound(norms.gamma_max, norms.variance, epsilon, norms.input_norm, u, a_ln=1.0)
+
+
+def _mistaken(x: Tensor, gamma: Tensor, epsilon: float, u: float, /, **wrong: Callable) -> Tensor:
+    """``bound`` with other factors, to make mistakes. Each factor is a function of x, gamma and epsilon."""
+    variance = x.var(correction=0)
+    right = {
+        "gamma": gamma.abs().max(), "factor": theory.layernorm_factor(variance, epsilon), "input": x.norm(), "u": u,
+    }  # fmt: skip
+    right |= {name: change(x, gamma, epsilon) for name, change in wrong.items()}
+    return right["gamma"] * right["factor"] * right["input"] * right["u"]
+
+
+CODING = Coding(
+    reference=bound,
+    cases=[(torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([0.5, -2.0, 1.0, 1.5]), 0.1, 2**-8)],
+    mistakes={
+        "σ² is the mean of the squares, without the correction by one: x.var(correction=0).": (
+            lambda *given: _mistaken(*given, factor=lambda x, gamma, epsilon: theory.layernorm_factor(x.var(), epsilon))
+        ),
+        "f(ε) is not 1/√(σ² + ε): it counts the error of σ² too.": lambda *given: _mistaken(
+            *given, factor=lambda x, gamma, epsilon: (x.var(correction=0) + epsilon) ** -0.5
+        ),
+        "M_LN has ‖x‖. The mean counts.": lambda *given: _mistaken(
+            *given, input=lambda x, gamma, epsilon: (x - x.mean()).norm()
+        ),
+        "take the largest |γ|: signs do not count.": lambda *given: _mistaken(
+            *given, gamma=lambda x, gamma, epsilon: gamma.max()
+        ),
+        "that is M_LN. The bound has the factor u.": lambda *given: _mistaken(*given, u=lambda *_: 1.0),
+    },
+    solution="""def bound(x, gamma, epsilon, u):
+    variance = x.var(correction=0)
+    f = (epsilon + 2 * variance) / (variance + epsilon) ** 1.5
+    return u * gamma.abs().max() * f * x.norm()""",
+)
+
+
+# --- Measured errors --------------------------------------------------------------------------
+
+
+@cache
+def sweep(variance: float, offset: float, format: str, rounded: str) -> pd.DataFrame:
+    """``rows.errors`` of DRAWS rows at each of EPSILONS."""
+    x, gamma = drawn(variance, offset, DRAWS), torch.ones(FEATURES)
+    return pd.concat([errors(x, gamma, epsilon, format, rounded) for epsilon in EPSILONS])
+
+
+def rounding(variance_exponent: float, offset: float, epsilon_exponent: float, format: str, rounded: str) -> Picture:
+    """Error of LayerNorm and its bound over epsilon: left absolute, right relative to the output."""
+    variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
+    table = sweep(variance, offset, format, rounded)
+    here = errors(drawn(variance, offset, DRAWS), torch.ones(FEATURES), epsilon, format, rounded).mean()
+    mean = table.groupby("epsilon").mean()
+    row = panels(height=3.8)
+    pairs = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
+    for axes, (kind, (observed, bound)) in zip(row, pairs.items()):
+        axes.plot(table.epsilon, table[observed], ".", color="C0", markersize=4, label="observed")
+        axes.plot(mean.index, mean[bound], color="C3", label="bound")
+        axes.axvline(variance, **LIMIT)
+        axes.axvline(epsilon, **HERE)
+        legend = TWO_COLUMNS if kind == "absolute" else None
+        labels = ("ε (dashed: ε = σ²)", f"{kind} error", f"{format}: {kind} error")
+        finish(axes, *labels, "xy", legend, ylim=(1e-6, 1e2))
+    return row, (
+        f"{format}, σ² = {variance:.2g}, mean {offset:g} σ, ε = {epsilon:.2g}, rounded: {rounded}; "
+        f"error {here.observed:.2g}, bound {here.bound:.2g}, {here.bound / here.observed:.2g} times as large; "
+        f"relative to the output {here.relative:.2g}, bound {here.relative_bound:.2g}"
+    )
+
+
+def looseness(share_exponent: float, offset: float, spread: float, format: str) -> Picture:
+    """``pictures.looseness`` of u M_LN as a bound of 200 random rows."""
+    variance = 3.0
+    table = ladder(drawn(variance, offset, 200), uneven_gamma(spread), 10**share_exponent * variance, format)
+    axes, told = pictures.looseness(table, format, "rows", height=3.8)
+    return axes, f"{format}, ε = {10**share_exponent:.2g} σ², mean {offset:g} σ: {told}"
+
+
+# --- The ratio --------------------------------------------------------------------------------
+
+
+def gate(epsilon: float, d_model: int, format: str) -> pd.DataFrame:
+    """The LayerNorm sites of the embedded checkpoint and their rho_LN, as if they were ``d_model`` wide."""
+    sites = embedded.sites()
+    ratio = theory.layernorm_ratio(sites.variance, epsilon, d_model, get_format(format).unit_roundoff)
+    return sites.assign(ratio=ratio)
+
+
+def regimes(epsilon_exponent: float, width: str, format: str) -> Picture:
+    """The lines epsilon = sigma^2 and rho_LN = 1 in the plane of variance and epsilon, and a model's LayerNorms."""
+    epsilon, slope = 10**epsilon_exponent, int(width) * get_format(format).unit_roundoff
+    sites = gate(epsilon, int(width), format)
+    variance, top = np.array([1e-8, 1e3]), 1e3
+    (axes,) = panels(8.2, height=4.2, right=2.4)
+    axes.fill_between(variance, slope * variance, top, color="C0", alpha=0.2, linewidth=0, label="ρ_LN < 1: gate open")
+    axes.plot(variance, slope * variance, color="C0", label="ε = d u σ²")
+    axes.plot(variance, variance, color="0.2", linestyle="--", label="ε = σ²")
+    for site, marker in ((1, "o"), (2, "x")):
+        chosen = sites[sites.site == site]
+        axes.plot(chosen.variance, np.full(len(chosen), epsilon), marker, color="C3", label=f"LayerNorm {site}")
+    title, limits = f"{format}: where the gate is, and where a model is", {"xlim": variance, "ylim": (1e-8, top)}
+    finish(axes, "variance σ²", "ε", title, "xy", SMALL_BESIDE, **limits)
+    return [axes], (
+        f"{format}, width {width}: ρ_LN < 1 needs ε > {slope:.3g} σ²; at ε = {epsilon:.2g} the {len(sites)} sites have "
+        f"ρ_LN from {sites.ratio.min():.2g} to {sites.ratio.max():.2g}; the gate is open at {(sites.ratio < 1).sum()}, "
+        f"and at all of them above ε = {slope * sites.variance.max():.2g}"
+    )
+
+
+# --- Matrices ---------------------------------------------------------------------------------
+
+
+@cache
+def loudness_sweep(epsilon: float, format: str, rounded: str) -> pd.DataFrame:
+    """``rows.mean_variance`` over the scale of the loud row."""
+    return pd.DataFrame([mean_variance(2.0**exponent, epsilon, format, rounded) for exponent in range(-12, 5, 2)])
+
+
+def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str, rounded: str) -> Picture:
+    """A quiet and a loud row together: error and both readings of the bound over the scale of the loud row."""
+    epsilon = 10**epsilon_exponent
+    table = loudness_sweep(epsilon, format, rounded)
+    here = mean_variance(2.0**loudness_exponent, epsilon, format, rounded)
+    mean = here["bound with the mean variance"]
+    (axes,) = panels(8.2, height=3.8, right=2.6)
+    axes.plot(table.loudness, table.bound, "-", color="C3", label="bound, row by row")
+    axes.plot(table.loudness, table["bound with the mean variance"], "--", color="C1", label="with the mean variance")
+    axes.plot(table.loudness, table.observed, ".-", color="C0", label="observed")
+    axes.axvline(here["loudness"], **HERE)
+    labels = ("scale of the loud row", "error of both rows", f"{format}: a quiet row beside a loud one")
+    finish(axes, *labels, "xy", SMALL_BESIDE, ylim=(1e-3, 1e2))
+    over = here["observed"] / mean
+    verdict = "holds" if over <= 1 else f"fails, the error is {over:.2g} times as large"
+    return [axes], (
+        f"{format}, rounded: {rounded}, loud row ±{here['loudness']:.3g}, ε = {epsilon:.2g}: error "
+        f"{here['observed']:.2g}, bound row by row {here['bound']:.2g}, with the mean variance {mean:.2g} ({verdict})"
+    )
+
+
+def matrix_readings() -> pd.DataFrame:
+    """M_LN at the first LayerNorm of each block of the embedded checkpoint, by row and with the mean variance."""
+    rows = []
+    for block, (x, *_), _ in embedded.calls():
+        norms = theory.layernorm_norms(x, block.ln_1.weight, block.ln_1.eps)
+        inputs = {"row by row": norms, "mean variance": norms._replace(variance=norms.variance.mean())}
+        rows.append(
+            {
+                name: theory.layernorm_magnitude(n.gamma_max, n.variance, block.ln_1.eps, n.input_norm).norm().item()
+                for name, n in inputs.items()
+            }
+        )
+    return pd.DataFrame(rows).rename_axis("block")

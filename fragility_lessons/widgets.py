@@ -1,0 +1,212 @@
+"""Live figures and exercises for the teaching notebooks.
+
+A cell shows one MIME bundle: a live panel for a notebook with a kernel, and static HTML for every reader without
+one. Notebooks are stored with the static part only (``running.refresh``).
+"""
+
+import base64
+import html
+import math
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import ipywidgets
+import yaml
+from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, ToggleButtons, VBox
+
+from fragility_lab.paths import ASSETS
+from fragility_lab.reporting import figures
+from fragility_lessons import pictures
+
+LABEL = {"description_width": "14em"}
+WIDE = {"width": "min(100%, 38em)"}
+ROW = {"flex_flow": "row wrap", "align_items": "center"}
+
+# ipywidgets names neither its sliders nor its toggles to a screen reader. Each new picture lends them their labels.
+NAME_CONTROLS = html.escape("""
+for (const e of this.closest('.explorer')?.querySelectorAll('[role=slider], .widget-toggle-buttons button') ?? []) {
+    const label = e.closest('.widget-hslider, .widget-toggle-buttons').querySelector('label').textContent;
+    e.setAttribute('aria-label', e.role === 'slider' ? label : label + ' ' + e.textContent.trim());
+    if (e.role !== 'slider') e.setAttribute('aria-pressed', e.classList.contains('mod-active'));
+}""")
+# ipywidgets marks the panels of a kernel that is gone with the class jupyter-widgets-disconnected.
+LOST = """<style>.lost { display: none } .jupyter-widgets-disconnected > .lost { display: block }
+.jupyter-widgets-disconnected > .picture { opacity: 0.4 }</style>
+<p role="alert"><b>The kernel that drew this was restarted or shut down. Run this cell again.</b></p>"""
+
+
+def slider(label: str, low: float, high: float, step: float, start: float) -> FloatSlider | IntSlider:
+    """A slider from ``low`` to ``high``, moved by mouse or arrow keys; of integers if ``step`` is one."""
+    kind = IntSlider if isinstance(step, int) else FloatSlider
+    return kind(start, min=low, max=high, step=step, description=label, style=LABEL, layout=WIDE)
+
+
+def choice(label: str, options: Sequence[str], start: str) -> Dropdown:
+    """A menu of ``options``."""
+    return Dropdown(options=options, value=start, description=label, style=LABEL, layout=WIDE)
+
+
+def buttons(label: str, options: Sequence, start: int | str, width: str = "3.4em") -> ToggleButtons:
+    """A button for each of ``options``, which are values or pairs of text and value. One button is pressed."""
+    style = {"button_width": width}
+    return ToggleButtons(options=options, value=start, description=label, style=style, layout={"width": "100%"})
+
+
+def _panel(kind: str, *children: ipywidgets.Widget) -> VBox:
+    return VBox([*children, HTML(LOST).add_class("lost")]).add_class(kind)
+
+
+class Explorer:
+    """A figure that is drawn again whenever one of its controls changes.
+
+    ``draw`` takes the values of ``controls`` by name. It returns the Axes of the figure's panels, and a line with
+    the numbers to read off. If it raises an exception, the traceback takes the place of the figure.
+    """
+
+    def __init__(self, draw: Callable[..., pictures.Picture], **controls: ipywidgets.ValueWidget):
+        self.draw = draw
+        self.controls = controls
+        self.picture = HTML().add_class("picture")
+        self.panel = _panel("explorer", *controls.values(), self.picture)
+        self.redraw()
+        for control in controls.values():
+            control.observe(self._changed, names="value")
+
+    @figures.style()
+    def drawn(self, attributes: str = "") -> tuple[str, str]:
+        """Panels and readout for the present values of the controls as HTML, and the readout alone as text."""
+        panels, readout = self.draw(**{name: control.value for name, control in self.controls.items()})
+        images = "".join(
+            f'<img src="data:image/svg+xml;base64,{base64.b64encode(pictures.svg(axes)).decode("ascii")}" '
+            f'alt="{html.escape(pictures.alternative_text(axes))}"{attributes}>'
+            for axes in panels
+        )
+        return f'<div>{images}</div><p class="readout" aria-live="polite">{html.escape(readout)}</p>', readout
+
+    def redraw(self) -> None:
+        """Bring figure and readout up to date."""
+        # decoding="sync": the old picture stays until the new one is there.
+        self.picture.value, _ = self.drawn(f' decoding="sync" style="max-width: 100%" onload="{NAME_CONTROLS}"')
+
+    def _changed(self, _change) -> None:
+        try:
+            self.redraw()
+        except Exception:
+            # Jupyter logs the exception of a callback where no reader looks.
+            self.picture.value = f'<pre role="alert">{html.escape(traceback.format_exc())}</pre>'
+            raise
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        static, readout = self.drawn()
+        return {**self.panel._repr_mimebundle_(), "text/html": static, "text/plain": readout}
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A question, the check of an answer to it, a hint, and the worked answer, hidden until asked for.
+
+    If the ``solution`` is a number, an answer may be off by the relative ``tolerance``. If it is text, it is one of
+    the ``options``. ``question``, ``hint`` and ``explanation`` are HTML.
+    """
+
+    question: str
+    solution: float | str
+    hint: str
+    explanation: str
+    options: Sequence[str] = ()
+    tolerance: float = 0.01
+
+    def __post_init__(self):
+        if isinstance(self.solution, str) and self.solution not in self.options:
+            raise ValueError(f"the solution must be one of the options {self.options}, got {self.solution!r}")
+
+    def is_right(self, answer: str) -> bool:
+        """True if ``answer`` is right; raises ValueError for an answer that should be a number and is not."""
+        if self.options:
+            return answer == self.solution
+        solution = float(self.solution)
+        return any(abs(value - solution) <= self.tolerance * abs(solution) for value in numbers(answer))
+
+    def verdict(self, answer: str | None) -> str:
+        """The response to ``answer``, as HTML."""
+        if not answer:
+            return "Answer first."
+        try:
+            return "Right." if self.is_right(answer) else f"Not yet. Hint: {self.hint}"
+        except ValueError as error:
+            return html.escape(f"{error}.")
+
+    def panel(self) -> VBox:
+        """Question, field, button and the hidden answer."""
+        field = (
+            RadioButtons(options=self.options, value=None, layout={"width": "max-content"})
+            if self.options
+            else Text(description="Answer", placeholder="0.01, 1e-2, 1/100 or 1 %", continuous_update=False)
+        )
+        button = ipywidgets.Button(description="Check", tooltip="Check the answer")
+        verdict = HTML().add_class("verdict")
+
+        def check(_=None) -> None:
+            verdict.value = f'<p role="status">{self.verdict(field.value)}</p>'
+
+        def forget(_) -> None:
+            verdict.value = ""
+
+        button.on_click(check)
+        field.observe(forget if self.options else check, names="value")  # Enter in a text field checks too
+        row = HBox([field, button], layout=ROW)
+        return _panel("exercise", HTMLMath(self.question), row, verdict, HTMLMath(self._details()))
+
+    def _details(self) -> str:
+        return f"<details><summary>Show the answer</summary><p>{self.explanation}</p></details>"
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        options = f"<ul>{''.join(f'<li>{option}</li>' for option in self.options)}</ul>" if self.options else ""
+        text = f"<p>{self.question}</p>{options}{self._details()}"
+        return {**self.panel()._repr_mimebundle_(), "text/html": text, "text/plain": self.question}
+
+
+def exercises(lesson: str) -> tuple[Exercise, ...]:
+    """The exercises of the module ``lesson``, in the order of ``fragility_lab/assets/exercises.yaml``."""
+    listed = yaml.safe_load((ASSETS / "exercises.yaml").read_text(encoding="utf-8"))
+    return tuple(Exercise(**texts) for texts in listed[lesson])
+
+
+# --- Answers that are numbers -------------------------------------------------------------------
+
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+SIGNS = str.maketrans("−–×·∙", "--***")
+
+
+def numbers(answer: str) -> set[float]:
+    """The values that ``answer`` may stand for: "375,000" is read with a thousands separator and a decimal comma.
+
+    Products, quotients, powers and a percent sign are allowed: "1.5 × 10⁻³", "2/0.2", "50 %". Raises ValueError
+    for anything else.
+    """
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda found: "^" + found[0].translate(SUPERSCRIPTS), answer.translate(SIGNS))
+    text = re.sub(r"[\s_']", "", text).replace("**", "^")
+    thousands = re.sub(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?!\d)", lambda m: m[0].replace(",", ""), text)
+    values = set()
+    for spelling in (thousands, text.replace(",", ".")):
+        with suppress(ValueError, ArithmeticError, TypeError):
+            values.add(_value(spelling))
+    if not values or not all(map(math.isfinite, values)):
+        raise ValueError(f"An answer is a number such as 0.01, 1e-2, 1/100 or 1 %, not {answer!r}")
+    return values
+
+
+def _value(text: str) -> float:
+    """The value of a product or quotient of powers, in percent if it ends with that sign."""
+    if text.endswith("%"):
+        return _value(text[:-1]) / 100
+    first, *divisors = (math.prod(map(_power, part.split("*"))) for part in text.split("/"))
+    return first / math.prod(divisors)
+
+
+def _power(text: str) -> float:
+    base, *exponents = text.split("^")
+    return math.pow(float(base), float(*exponents)) if exponents else float(base)

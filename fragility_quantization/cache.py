@@ -1,0 +1,86 @@
+"""A KV cache that stores keys and values as a recipe says."""
+
+import copy
+from collections.abc import Collection
+from contextlib import nullcontext
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from fragility_core.models.paths import attention_modules, within
+from fragility_numerics.formats import NumberFormat
+from fragility_numerics.internals import current_dispatch_mode, current_function_mode
+
+
+class RoundedCache(DynamicCache):
+    """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in.
+
+    Those of the layers with a number in ``kept`` stay as they are, and all of them where ``stored`` is None.
+    """
+
+    def __init__(self, stored: NumberFormat | None, config, kept: Collection[int] = ()):
+        super().__init__(config=config)
+        self.stored, self.kept = stored, kept
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """The same as ``DynamicCache.update``: all keys and values that are stored now."""
+        if self.stored is not None and layer_idx not in self.kept:
+            key_states = round_stored(key_states, "key cache", self.stored)
+            value_states = round_stored(value_states, "value cache", self.stored)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def unrounded(cache: Cache) -> Cache:
+    """A copy of ``cache`` that stores what comes in as it is."""
+    copied = copy.deepcopy(cache)
+    if isinstance(copied, RoundedCache):
+        copied.stored = None
+    return copied
+
+
+def round_stored(x: Tensor, name: str, stored: NumberFormat) -> Tensor:
+    """``x`` as it is read again, in its dtype; a differentiated pass records the error at the place called ``name``."""
+    mode = current_function_mode()
+    if hasattr(mode, "round_stored"):
+        return mode.round_stored(x, name, stored)
+    emulation = current_dispatch_mode()
+    with nullcontext() if emulation is None else emulation.paused():
+        return stored.round(x).to(x.dtype)
+
+
+def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = ()) -> None:
+    """Let every pass of ``model``, with or without a cache of its own, read keys and values from a ``RoundedCache``.
+
+    Keys and values of attention modules within the paths ``kept`` stay as they are. Raises ValueError for a model that
+    takes no cache of keys and values, and for attention to keep that has no number in the cache.
+    """
+    base = model.base_model if isinstance(model, PreTrainedModel) else model
+    if "past_key_values" not in signature(base.forward).parameters:
+        raise ValueError(f"a KV cache needs a decoder with attention, got {type(model).__name__}, which takes no cache")
+    base.register_forward_pre_hook(partial(give_cache, stored, cached_layers(model, kept)), with_kwargs=True)
+
+
+def cached_layers(model: nn.Module, kept: Collection[str]) -> frozenset[int]:
+    """The numbers under which attention modules within the paths ``kept`` store keys and values."""
+    inside = {id(m): path for path, m in model.named_modules() if any(within(path, each) for each in kept)}
+    attending = ((inside[id(m)], m) for m in attention_modules(model) if id(m) in inside)
+    found: dict[str, Any] = {path: getattr(m, "layer_idx", None) for path, m in attending}
+    if unknown := [path for path, number in found.items() if number is None]:
+        raise ValueError(f"attention whose cache is kept must have its number as layer_idx, got none in {unknown[0]}")
+    return frozenset(found.values())
+
+
+def give_cache(
+    stored: NumberFormat, kept: Collection[int], model: Any, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:  # fmt: skip
+    """A hook before the forward of ``model``: an empty cache, or none, becomes a ``RoundedCache``."""
+    given = kwargs.get("past_key_values")
+    if isinstance(given, RoundedCache):
+        return args, kwargs
+    if given is not None and given.get_seq_length():
+        raise ValueError("a rounded KV cache must be filled from the start, got a cache that other passes have filled")
+    cache = RoundedCache(stored, model.config.get_text_config(decoder=True), kept)
+    return args, kwargs | {"past_key_values": cache, "use_cache": True}

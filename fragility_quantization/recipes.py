@@ -1,0 +1,158 @@
+"""Recipes: how weights, inputs of linear layers and the KV cache are stored, beside the results of all kernels."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+
+import torch
+
+from fragility_numerics.formats import FORMATS, NARROW, Format, NumberFormat, called_by_torch, of_dtype
+from fragility_quantization.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Schemes of a linear layer for its stored ``weights`` and the ``inputs`` it reads; None is the kernels' format."""
+
+    weights: NumberFormat | None = None
+    inputs: NumberFormat | None = None
+
+    def __bool__(self) -> bool:
+        return self.weights is not None or self.inputs is not None
+
+    def wide(self, kernels: NumberFormat) -> bool:
+        """True if products must run in fp32, since the dtype of ``kernels`` lacks numbers that they multiply.
+
+        Devices multiply the stored numbers, and scale the sum. A layer that rounds no inputs reads weights in the
+        dtype of the kernels.
+        """
+        schemes = [s for s in (self.weights, self.inputs) if isinstance(s, Scheme)]
+        return self.inputs is not None and not all(s.exact_in(kernels.compute_dtype) for s in schemes)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model's number formats. Results of ``kernels`` are stored in one format, or by one scheme.
+
+    The linear layers of blocks (``operands.linear_weights``) have the ``linear`` operands, those at the paths in
+    ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings; those of
+    attention within the paths ``uncached`` stay as they are.
+    """
+
+    name: str
+    kernels: NumberFormat
+    linear: Operands = Operands()
+    cache: NumberFormat | None = None
+    layers: Mapping[str, Operands] = field(default_factory=dict, hash=False)
+    uncached: frozenset[str] = frozenset()
+
+    def operands(self, path: str) -> Operands:
+        """Operands of the linear layer, or of the experts, at ``path``."""
+        return self.layers.get(path, self.linear)
+
+    @property
+    def plain(self) -> bool:
+        """True if the recipe rounds the results of kernels and nothing else."""
+        return not (self.linear or self.cache or any(self.layers.values()))
+
+    @property
+    def rounds(self) -> bool:
+        """True if it changes more than factors of products, as fp32 and tf32 do."""
+        return self.kernels.name not in ("fp32", "tf32") or not self.plain
+
+    def beside(self, kernels: str) -> "Recipe":
+        """The same recipe beside kernels in another format, one of FORMATS."""
+        return replace(self, name=f"{self.name}@{kernels}", kernels=FORMATS[kernels])
+
+
+def weights_only(scheme: Scheme) -> Operands:
+    """Operands with a ``scheme`` for weights alone. Products read the weights in the format of the kernels."""
+    return Operands(weights=scheme)
+
+
+def both(scheme: Scheme) -> Operands:
+    """Operands with one ``scheme`` for weights and inputs."""
+    return Operands(scheme, scheme)
+
+
+E4M3, E5M2 = FORMATS["fp8_e4m3"], FORMATS["fp8_e5m2"]
+INT8, INT4, INT3 = NARROW["int8"], NARROW["int4"], NARROW["int3"]
+GROUPS = {**{f"g{size}": ("group", size) for size in (32, 64, 128)}, "channel": ("row", 0)}
+
+
+def microscaled(format: Format, size: int = 32) -> Scheme:
+    """A scheme of OCP Microscaling Formats 1.0 (2023): groups of 32 under a power of two."""
+    return Scheme(format, "group", size, "e8m0", "floor")
+
+
+NVFP4 = Scheme(NARROW["fp4_e2m1"], "group", 16, "e4m3")
+TOKEN_INT8, CHANNEL_E4M3 = Scheme(INT8, "row"), Scheme(E4M3, "row")
+POWERS = {
+    f"{f.name}_scaled": Scheme(f, scale="e8m0", rule="ceil", named=f"{f.name}_scaled") for f in (E4M3, E5M2)
+}  # Micikevicius et al. 2022 (arXiv:2209.05433): each tensor under a power of two of its own
+
+LINEAR: dict[str, Operands] = {
+    **{
+        f"w{f.bits}a16-{name}": weights_only(Scheme(f, *how))
+        for f in (INT8, INT4, INT3) for name, how in GROUPS.items()
+    },
+    "w4a16-zero-g128": weights_only(Scheme(INT4, "group", 128, "bf16", symmetric=False)),
+    "w4a16-range-g128": weights_only(Scheme(INT4, "group", 128, rule="range")),
+    "w4a16-mse-g128": weights_only(Scheme(INT4, "group", 128, rule="mse")),
+    "w8a8-int8": Operands(Scheme(INT8, "row"), TOKEN_INT8),
+    "w4a8-int8": Operands(Scheme(INT4, "group", 128), TOKEN_INT8),
+    "fp8-dynamic": Operands(CHANNEL_E4M3, Scheme(E4M3, "row")),
+    "fp8-tensor": both(Scheme(E4M3)),
+    "fp8-static": Operands(Scheme(E4M3), Scheme(E4M3, static=True)),
+    "fp8-block": Operands(Scheme(E4M3, "block", 128), Scheme(E4M3, "group", 128)),
+    "fp8-e5m2": both(Scheme(E5M2)),
+    "fp8-w": weights_only(CHANNEL_E4M3),
+    **{f"mx{name}": both(microscaled(f)) for name, f in (
+        ("fp8", E4M3), ("fp8-e5m2", E5M2), ("fp6", NARROW["fp6_e2m3"]), ("fp6-e3m2", NARROW["fp6_e3m2"]),
+        ("fp4", NARROW["fp4_e2m1"]), ("int8", INT8),
+    )},
+    "mxfp4-w": weights_only(microscaled(NARROW["fp4_e2m1"])),
+    "nvfp4-w4a4": both(NVFP4),
+    "nvfp4-w": weights_only(NVFP4),
+    **{name.replace("scaled", "linear"): both(scheme) for name, scheme in POWERS.items()},
+}  # fmt: skip
+PREQUANTIZED = "given"  # weights that somebody else has rounded, as they are, beside kernels in fp32
+CACHES: dict[str, NumberFormat] = {
+    "kv-fp8": E4M3,
+    "kv-int8": TOKEN_INT8,
+}  # fp8 with the scale 1, which engines start with
+RECIPES: dict[str, Recipe] = {
+    **{name: Recipe(name, kernels) for name, kernels in (FORMATS | POWERS).items()},
+    **{name: Recipe(name, FORMATS["bf16"], linear=operands) for name, operands in LINEAR.items()},
+    **{name: Recipe(name, FORMATS["bf16"], cache=cache) for name, cache in CACHES.items()},
+    PREQUANTIZED: Recipe(PREQUANTIZED, FORMATS["fp32"]),
+}
+
+
+def get_recipe(name: str | Recipe | NumberFormat | torch.dtype) -> Recipe:
+    """The recipe called ``name``, or one whose kernels have a format or dtype; a recipe is returned as it is.
+
+    "fp8-dynamic+kv-fp8" adds a cache to a recipe, and ``"fp8-dynamic@fp16"`` puts it beside kernels in another format
+    than bf16. Raises ValueError for other names.
+    """
+    if isinstance(name, Recipe):
+        return name
+    if isinstance(name, torch.dtype):
+        name = of_dtype(name)
+    if not isinstance(name, str):
+        return RECIPES.get(name.name, Recipe(name.name, name))
+    base, at, kernels = name.partition("@")
+    parts = base.split("+")
+    if not all(part in RECIPES for part in parts) or not all(part in CACHES for part in parts[1:]):
+        asked = called_by_torch(name)
+        begins = [known for known in RECIPES if name and known.startswith(asked.lower())]
+        alike = begins[:3] or get_close_matches(asked.lower(), RECIPES)
+        meant = f" (do you mean {' or '.join(alike)}?)" if alike else ""
+        known = f'{", ".join(RECIPES)}, or such as "fp8-dynamic+kv-fp8"'
+        raise ValueError(f"a recipe must be known, got {name!r}{meant}: take one of {known}")
+    found = RECIPES[parts[0]]
+    if len(parts) > 1:
+        found = replace(found, name=base, cache=CACHES[parts[-1]])
+    if at and kernels not in FORMATS:
+        raise ValueError(f"kernels beside which a recipe runs must be in one of {', '.join(FORMATS)}, got {name!r}")
+    return found.beside(kernels) if at else found

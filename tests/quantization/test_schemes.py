@@ -1,0 +1,170 @@
+"""Schemes against numbers in exact arithmetic, and recipes by name; tests/peers has the comparison with libraries."""
+
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from hypothesis.extra.numpy import arrays
+
+from fragility_adjoint.mixed_precision import Plan, apply
+from fragility_numerics.formats import FORMATS, NARROW
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import LINEAR, RECIPES, Operands, get_recipe
+from fragility_quantization.schemes import Scheme
+from fragility_quantization.static_scales import calibrated
+
+STORED = {s.name: s for r in LINEAR.values() for s in (r.weights, r.inputs) if s is not None and not s.static}
+every_scheme = pytest.mark.parametrize("scheme", STORED.values(), ids=STORED.keys())
+matrices = arrays("float32", (3, 70), elements=st.floats(-1e6, 1e6, width=32)).map(torch.from_numpy)
+
+
+def numbers(format):
+    """All numbers of a narrow ``format``, by its bits."""
+    if format.lowest is not None:
+        return [Fraction(n) for n in range(int(format.lowest), int(format.largest) + 1)]
+    found, exponent = {Fraction(0)}, Fraction(format.smallest_normal)
+    steps = 2 ** (format.significand - 1)
+    found |= {exponent * i / steps for i in range(steps)}
+    while exponent <= format.largest:
+        found |= {exponent * (1 + Fraction(i, steps)) for i in range(steps)}
+        exponent *= 2
+    return sorted({sign * x for x in found if x <= format.largest for sign in (1, -1)})
+
+
+@pytest.mark.parametrize("format", NARROW.values(), ids=NARROW.keys())
+@given(x=st.floats(-300, 300, width=32))
+def test_narrow_formats_round_to_the_nearest_number(format, x):
+    every = numbers(format)
+    got = Fraction(format.round(torch.tensor([x])).item())
+    distances = {n: abs(n - Fraction(x)) for n in every}
+    assert got in distances and distances[got] == min(distances.values())
+    assert len(every) == 2**format.bits - (format.lowest is None)  # one zero less
+
+
+@every_scheme
+@given(x=matrices)
+def test_errors_are_at_most_half_a_step(scheme, x):
+    """Where no number saturates, and those that do become the last one: three rules cut off. Asymmetric integers also
+    round their zero.
+    """
+    read, step = scheme.round(x), scheme.ulp(x)
+    margin = 1.01 if scheme.scale == "e8m0" else 1.2  # numbers at a power of two, scales that were rounded
+    close = (read - x).abs() <= margin * step * (1 if scheme.symmetric and scheme.scale != "e4m3" else 2) + 1e-30
+    if scheme.rule not in ("floor", "mse", "range"):
+        assert close.all()
+        return
+    groups = scheme._grouped(x)
+    scale = scheme._ungrouped(scheme._scale(groups).expand_as(groups), x.shape)
+    lowest = scheme.format.lowest if scheme.rule == "range" else -scheme.format.largest
+    last = torch.where(x > 0, scheme.format.largest, lowest) * scale
+    beyond = x.abs() > last.abs()
+    assert close[~beyond].all() and read[beyond].equal(last[beyond])
+
+
+@every_scheme
+@given(x=matrices, exponent=st.integers(-10, 10))
+def test_rounding_commutes_with_powers_of_two(scheme, x, exponent):
+    x = torch.where(x.abs() < 1e-3, 0.0, x)
+    x[:, 0] = 1 + x[:, 0].abs()  # a tensor or row of zeros has a scale that stays
+    torch.testing.assert_close(scheme.round(x * 2.0**exponent), scheme.round(x) * 2.0**exponent, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group", "block"])
+def test_entries_share_scales_as_stated(granularity):
+    size = {"group": 32, "block": 16}.get(granularity, 0)
+    scheme = Scheme(NARROW["int8"], granularity, size)
+    x = torch.randn(40, 70, generator=torch.Generator().manual_seed(0))
+    groups = {
+        "tensor": [x], "row": list(x), "group": [part for row in x for part in row.split(32)],
+        "block": [tile for band in x.split(16) for tile in band.split(16, 1)],
+    }[granularity]  # fmt: skip
+    want = torch.stack([part.abs().amax() / 127 for part in groups])
+    assert torch.equal(scheme.scales(x), want)
+    rounded = scheme.round(x)
+    assert torch.equal(rounded[0, :16], (x[0, :16] / want[0]).round() * want[0])
+    assert torch.equal(rounded[-1, -6:], (x[-1, -6:] / want[-1]).round() * want[-1])
+
+
+def test_the_rule_mse_has_the_least_squared_error():
+    x = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
+    plain, best = (Scheme(NARROW["int4"], "group", 128, rule=rule) for rule in ("largest", "mse"))
+    errors = [((s.round(x) - x) ** 2).unflatten(-1, (-1, 128)).sum(-1) for s in (plain, best)]
+    assert (errors[1] <= errors[0] * (1 + 1e-6)).all() and errors[1].sum() < 0.9 * errors[0].sum()
+
+
+def test_bits_count_the_scales():
+    bits = {"w4a16-g128": 4.125, "w4a16-g32": 4.5, "mxfp4": 4.25, "nvfp4-w": 4.5, "w8a8-int8": 8}
+    assert {name: RECIPES[name].linear.weights.bits for name in bits} == bits
+    assert RECIPES["fp8-block"].linear.weights.bits == 8 + 32 / 128**2
+    assert RECIPES["w4a16-zero-g128"].linear.weights.bits == 4 + (16 + 4) / 128
+
+
+@pytest.mark.parametrize("name", ["w3a16-g64", "w4a16-g32", "w4a16-g128", "w8a16-g128"])
+def test_a_scale_in_16_bits_hardly_changes_the_error(name):
+    """Numbers are rounded under the stored scale, so that its own rounding only moves the steps."""
+    scheme = RECIPES[name].linear.weights
+    x = torch.randn(500, 512, generator=torch.Generator().manual_seed(0))
+    exact, stored = ((s.round(x) - x).square().sum().item() for s in (scheme, replace(scheme, scale="bf16")))
+    assert exact != stored and abs(stored / exact - 1) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("given_scheme", "message"),
+    [
+        ({"granularity": "column"}, "granularity must be one of tensor, row, group, block, got 'column'"),
+        ({"granularity": "group"}, "size counts the entries of a group or block, got 0 for a group"),
+        ({"scale": "e8m0"}, 'the rule of e8m0 scales is "floor" or "ceil", got \'largest\''),
+        ({"rule": "floor"}, 'the rule of e8m0 scales is "floor" or "ceil", got \'floor\' for fp32'),
+        ({"symmetric": False, "format": FORMATS["fp8_e4m3"]}, "only integers .* may be asymmetric"),
+        ({"rule": "range", "format": FORMATS["fp8_e4m3"]}, 'only integers have the rule "range", got fp8_e4m3'),
+        ({"static": True, "granularity": "row"}, "one scale for the whole tensor, got one for a row"),
+    ],
+)
+def test_schemes_that_make_no_sense_are_refused(given_scheme, message):
+    with pytest.raises(ValueError, match=message):
+        Scheme(**{"format": NARROW["int4"]} | given_scheme)
+
+
+def test_static_scales_are_those_of_the_largest_inputs_in_fp32(tiny_gpt2, tiny_tokens):
+    recipe = get_recipe("fp8-static")
+    with pytest.raises(ValueError, match=r"fp8_e4m3_tensor.* needs the largest input of its layer: calibrate"):
+        recipe.linear.inputs.round(torch.ones(3))
+    with pytest.raises(ValueError, match="static scales must be measured .*, got fp8-static: calibrate it"):
+        lower(tiny_gpt2, recipe)
+    known = calibrated(tiny_gpt2, recipe, tiny_tokens)
+    seen, layer = [], tiny_gpt2.transformer.h[1].mlp.c_proj
+    hook = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].abs().max().item()))
+    tiny_gpt2(tiny_tokens)
+    hook.remove()
+    inputs = known.operands("transformer.h.1.mlp.c_proj").inputs
+    assert inputs.largest_input == pytest.approx(max(seen)) and calibrated(tiny_gpt2, known, tiny_tokens) is known
+    x = torch.linspace(-2 * max(seen), 2 * max(seen), 999)
+    scale = torch.tensor(inputs.largest_input) / 448
+    want = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(inputs.round(x), want)
+    low = apply(tiny_gpt2, Plan("fp8-static", modules=("transformer.h.0",)), tokens=tiny_tokens)
+    assert not low.recipe.operands("transformer.h.0.mlp.c_fc") and low.recipe.operands("transformer.h.1.mlp.c_fc")
+
+
+def test_recipes_by_name():
+    assert get_recipe("fp8-dynamic+kv-fp8").cache == FORMATS["fp8_e4m3"]
+    beside = get_recipe("fp8-dynamic@fp16")
+    assert (beside.name, beside.kernels.name, beside.linear) == ("fp8-dynamic@fp16", "fp16", LINEAR["fp8-dynamic"])
+    assert get_recipe(beside) is beside and get_recipe(FORMATS["bf16"]) == RECIPES["bf16"]
+    for wrong in ("w4", "bf16+bf16", "fp8-dynamic@int8", "@bf16", ""):
+        with pytest.raises(ValueError, match=re.escape(f"got {wrong!r}")):
+            get_recipe(wrong)
+    assert not Operands() and not RECIPES["fp32"].rounds and get_recipe("w4a16-g128@fp32").rounds
+
+
+@every_scheme
+def test_strange_tensors_pass(scheme):
+    assert scheme.round(torch.empty(0, 4)).shape == (0, 4)
+    assert (scheme.round(torch.zeros(2, 130)) == 0).all()
+    x = torch.tensor([[1.0, -torch.inf, torch.finfo(torch.bfloat16).min, torch.nan]])
+    rounded = scheme.round(x)
+    assert rounded[0, 1] == -torch.inf and rounded[0, 2] == x[0, 2] and rounded[0, 3].isnan()
