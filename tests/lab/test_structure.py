@@ -13,7 +13,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
     "fragility_numerics": 1310,
-    "fragility_core": 3336,
+    "fragility_core": 3339,
     "fragility_quantization": 815,
     "fragility_adjoint": 5847,
     "fragility_lab": 13659,

@@ -9,7 +9,7 @@ import pytest
 
 matplotlib.use("Agg")
 
-from fragility_lab import lessons
+import fragility_lessons as lessons
 from fragility_lessons.coding import Coding
 
 MODULES = [
