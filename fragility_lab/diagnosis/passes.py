@@ -37,14 +37,11 @@ def estimator(low: LowPrecision, model, probes: int, target: str) -> predictor.A
     return predictor.Adjoint(low, model, probes, target=target, gradients=gradients)
 
 
-def predict(
-    low: LowPrecision, model, groups: Sequence[Tensor], probes: int, target: str = "hidden"
-) -> predictor.Prediction:  # fmt: skip
-    """The prediction for all windows of ``groups``, tokens (B, T), one group after the other.
+def predict(known: predictor.Adjoint, groups: Sequence[Tensor]) -> predictor.Prediction:
+    """The prediction by ``known`` for all windows of ``groups``, tokens (B, T), one group after the other.
 
-    If windows scatter, there are more than ``probes`` probes (``steady``), except in a streamed model.
+    If windows scatter, there are more probes than ``known`` has (``steady``), except in a streamed model.
     """
-    known = estimator(low, model, probes, target)
 
     def estimate(seed: int) -> predictor.Prediction:
         """The prediction from the probes of a ``seed``."""
@@ -53,7 +50,7 @@ def predict(
         tables = {name: numbered(getattr(p, name) for p in found) for name in ("contributions", "windows")}
         return replace(found[0], **tables)
 
-    return estimate(0) if is_offloaded(model) else steady(estimate)
+    return estimate(0) if is_offloaded(known.low.model) else steady(estimate)
 
 
 def measure(

@@ -19,7 +19,7 @@ from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure, made
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
-from fragility_lab.diagnosis.passes import low_model, measure, predict
+from fragility_lab.diagnosis.passes import estimator, low_model, measure, predict
 from fragility_lab.diagnosis.plans import exports
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.tails import origins
@@ -58,9 +58,17 @@ class Work:
         return low_model(self.request, self.loaded, self.tokens)
 
     @cached_property
+    def estimator(self) -> predictor.Adjoint:
+        """The estimator of the error without a plan."""
+        return estimator(self.low, self.model, self.request.probes, self.request.measured_in)
+
+    @cached_property
     def realisations(self) -> ErrorSamples:
-        """Passes, with drawn errors, of the model without a plan."""
-        return ErrorSamples(predictor.Adjoint(self.low, self.model, target="flips", gradients="fp32"))
+        """Passes, with drawn errors, of the model without a plan; those of the estimator if it has the fp32 end."""
+        known = self.estimator
+        return ErrorSamples(
+            known if known.points[-1].exact else predictor.Adjoint(self.low, self.model, gradients="fp32")
+        )
 
     @property
     def finite_windows(self) -> dict[int, Tensor]:
@@ -74,9 +82,9 @@ class Work:
 
 def predict_windows(work: Work) -> None:
     """Predict every window without a plan, and what each unit contributes."""
-    found, request = work.found, work.request
+    found = work.found
     found.execution = work.low.execution
-    found.prediction = predict(work.low, work.model, work.groups, request.probes, request.measured_in)
+    found.prediction = predict(work.estimator, work.groups)
     if work.finite_windows:
         found.contributions = Contributions(work.model, found.prediction)
 
@@ -109,7 +117,8 @@ def predict_mended(work: Work) -> None:
     calibrating = work.tokens if needs_calibration(plan.recipe) else None
     mended = apply(work.model, plan, remedy.execution_of(plan, work.low.recipe, request.execution), calibrating)
     target = "hidden" if request.measured_in == "hidden" else "kl"
-    prediction = predict(mended, work.model, tokens.split(len(work.groups[0])), request.probes, target)
+    known = estimator(mended, work.model, request.probes, target)
+    prediction = predict(known, tokens.split(len(work.groups[0])))
     found.mended = pd.DataFrame({"window": numbers, "predicted": prediction.windows.predicted.to_numpy()})
     if found.referenced:
         measured, _ = measure(mended, work.model, tokens.split(1), "with what brings windows back")
@@ -190,7 +199,7 @@ def add_up_signs(work: Work) -> None:
 def halve_errors(work: Work) -> None:
     """Measure how the error grows, with half of every rounding error."""
     found = work.found
-    found.growth = growth(work.low, work.model, work.tokens, found.measured, work.request.measured_in)
+    found.growth = growth(work.realisations, work.model, work.tokens, found.measured, work.request.measured_in)
 
 
 @dataclass(frozen=True)
@@ -272,11 +281,12 @@ def chosen_from(
 
     ``first`` is the prediction for the first scheme. Windows that overflow with some scheme do not count.
     """
-    how, found = (groups, request.probes, request.measured_in), {first.recipe.name: first}
+    found = {first.recipe.name: first}
     tokens = torch.cat([*groups])
     for recipe in request.schemes[1:]:
         if recipe.rounds:
-            found[recipe.name] = predict(lower(model, calibrated(model, recipe, tokens)), model, *how)
+            low = lower(model, calibrated(model, recipe, tokens))
+            found[recipe.name] = predict(estimator(low, model, request.probes, request.measured_in), groups)
     finite = set.intersection(*(prediction.finite for prediction in found.values()))
     found = {name: prediction.of(finite) for name, prediction in found.items()}
     return Choices(model, found, fused_layers(model, tokens[:1]), keep)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.coherence import coherence
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_lab.inputs.loading import require_at_least
@@ -76,7 +77,8 @@ def growth_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
     if the error of the output grows in proportion to the errors inside, as predictions assume.
     """
     low = lower(evaluator.model, get_recipe(name))
-    whole, half = evaluator.measure(low), half_errors(low, evaluator.model, evaluator.windows)
+    realisations = ErrorSamples(Adjoint(low, evaluator.model, gradients="fp32"))
+    whole, half = evaluator.measure(low), half_errors(realisations, evaluator.model, evaluator.windows)
     ratios = {quantity: ratio(4 * squared(half, quantity), squared(whole, quantity)) for quantity in QUANTITIES}
     return pd.DataFrame([{"recipe": name, "quantity": quantity} | found for quantity, found in ratios.items()])
 

@@ -13,10 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.error_samples import ErrorSamples
-from fragility_adjoint.predictor import Adjoint
 from fragility_lab.measurement.comparison import compare, numbered, observe, ratio
 from fragility_lab.running.environment import progress
-from fragility_numerics.lowering import LowPrecision
 
 TOLERANCE = 0.1  # a ratio this far from 1 still counts as 1
 
@@ -43,9 +41,8 @@ class Growth:
         return not (self.high < 1 - TOLERANCE or self.low > 1 + TOLERANCE)
 
 
-def half_errors(low: LowPrecision, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
+def half_errors(realisations: ErrorSamples, model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     """``comparison.compare`` by window: passes with half of every rounding error against those of ``model`` in fp32."""
-    realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     tables = []
     for x in progress(tokens.split(1), desc="half of every error"):
         half = realisations.scaled(partial(observe, tokens=x), 0.5)
@@ -61,12 +58,12 @@ def squared(windows: pd.DataFrame, target: str) -> np.ndarray:
 
 
 def growth(
-    low: LowPrecision, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str
+    realisations: ErrorSamples, model: PreTrainedModel, tokens: Tensor, whole: pd.DataFrame, target: str
 ) -> Growth | None:  # fmt: skip
     """Measure the growth of the error over ``tokens`` (B, T); ``whole`` is ``comparison.compare`` with all errors.
 
     Windows with nonfinite errors do not count. The result is None if no other window is left.
     """
-    measured = np.stack([4 * squared(half_errors(low, model, tokens), target), squared(whole, target)])
+    measured = np.stack([4 * squared(half_errors(realisations, model, tokens), target), squared(whole, target)])
     finite = measured[:, np.isfinite(measured).all(0)]
     return Growth(**ratio(*finite)) if finite.size else None

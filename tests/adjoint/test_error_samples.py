@@ -137,7 +137,8 @@ def test_small_errors_grow_in_proportion_and_large_ones_do_not(name, proportiona
     tokens = select_windows(inputs.stream, 64, 8, 0)[1]
     low = lower(inputs.model, get_recipe(name), "emulated")
     whole = numbered(compare(observe(low.model, x, low), observe(inputs.model, x), x)[0] for x in tokens.split(1))
-    found = growth(low, inputs.model, tokens, whole, target)
+    realisations = ErrorSamples(Adjoint(low, inputs.model, gradients="fp32"))
+    found = growth(realisations, inputs.model, tokens, whole, target)
     assert found.low < found.ratio < found.high
     assert found.in_proportion is proportional
     assert found.ratio == pytest.approx(1, abs=0.3) if proportional else found.low > 1.1

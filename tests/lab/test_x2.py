@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny import TINY, random_gpt2, random_tokens
 
+from fragility_adjoint.explain.error_samples import ErrorSamples
+from fragility_adjoint.predictor import Adjoint
 from fragility_lab.experiments import x2, x2_flips, x2_plans
 from fragility_lab.experiments.x2_runs import ANALYSES, Analyses, Recipes
 from fragility_lab.inputs.loading import Inputs
@@ -186,7 +188,8 @@ def test_the_ratio_of_a_recipe_is_that_of_the_diagnosis(evaluator):
     table = x2.growth_rows(evaluator, "fp8_e4m3").set_index("quantity")
     low = lower(evaluator.model, "fp8_e4m3")
     whole = evaluator.measure(low)
+    realisations = ErrorSamples(Adjoint(low, evaluator.model, gradients="both"))
     for quantity in x2.QUANTITIES:
-        want = growth(low, evaluator.model, evaluator.windows, whole, quantity)
+        want = growth(realisations, evaluator.model, evaluator.windows, whole, quantity)
         found = table.loc[quantity]
         assert (found.ratio, found.low, found.high) == pytest.approx((want.ratio, want.low, want.high))
