@@ -11,7 +11,7 @@ from fragility_adjoint.explain.changed_choices import Competition
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Prediction
 from fragility_lab.diagnosis.tokens import ErrorsByToken
-from fragility_lab.measurement.decoding import agreed, greedy, predicted_length
+from fragility_lab.measurement.decoding import greedy, kept_length, predicted_length
 from fragility_lab.measurement.routing import predicted_choices
 from fragility_lab.running.environment import progress
 from fragility_numerics.lowering import LowPrecision
@@ -71,9 +71,7 @@ def find(
         predicted_length(realisations, prompt, its, draws)
         for prompt, its in progress([*zip(prompts.split(1), text.split(1))], desc="lengths of equal texts")
     ])  # fmt: skip
-    found = None
-    if measured:
-        found = float(agreed(text, greedy(low.model, prompts, count, low)).float().mean())
+    found = float(kept_length(low, prompts, text).float().mean()) if measured else None
     chosen = torch.cat(experts) if experts else torch.zeros(0)
     share = float(chosen.mean()) if len(chosen) else None
     return Flips(by_token.competitions, share, count, float(lengths.mean()), found)

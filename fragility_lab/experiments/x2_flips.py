@@ -14,7 +14,7 @@ from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
 from fragility_lab.experiments.x2 import row
-from fragility_lab.measurement.decoding import agreed, greedy, predicted_length
+from fragility_lab.measurement.decoding import greedy, kept_length, predicted_length
 from fragility_lab.measurement.routing import changed_choices, predicted_choices
 from fragility_lab.running.environment import progress
 from fragility_numerics.lowering import LowPrecision
@@ -63,7 +63,7 @@ def length_rows(model: PreTrainedModel, prompts: Tensor, texts: Tensor, name: st
     """
     low, realisations = realised(model, name)
     pairs = [*zip(prompts.split(BATCH), texts.split(BATCH))]
-    measured = torch.cat([agreed(greedy(low.model, part, texts.shape[1], low), text) for part, text in pairs])
+    measured = torch.cat([kept_length(low, part, text) for part, text in pairs])
     predicted = torch.cat([predicted_length(realisations, *pair, draws) for pair in pairs])
     measured = measured.double().where(torch.cat([stays_finite(low, torch.cat(pair, 1)) for pair in pairs]), np.nan)
     return pd.DataFrame([row(name, "length", predicted.double().cpu().numpy(), measured.cpu().numpy())])

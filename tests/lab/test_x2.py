@@ -14,7 +14,7 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_lab.experiments import x2, x2_flips, x2_plans
 from fragility_lab.experiments.x2_runs import ANALYSES, Analyses, Recipes
 from fragility_lab.inputs.loading import Inputs
-from fragility_lab.measurement.decoding import greedy
+from fragility_lab.measurement.decoding import greedy, kept_length
 from fragility_lab.measurement.growth import growth
 from fragility_lab.reporting import figures_x2
 from fragility_lab.running.engine import complete
@@ -163,7 +163,14 @@ def test_greedy_decoding_reads_the_cache_and_gives_the_text_of_whole_passes():
         found = greedy(model if low is None else low.model, prompts, 8, low)
         assert torch.equal(found, text[:, 6:])
     coarse = replace(get_recipe("kv-int8"), cache=Scheme(NARROW["int3"], "row"))
-    assert (greedy(lower(model, coarse).model, prompts, 8) != greedy(model, prompts, 8)).any()
+    low, reference = lower(model, coarse), greedy(model, prompts, 8)
+    equal = greedy(low.model, prompts, 8, low) == reference
+    assert not equal.all()
+    steps = []
+    low.model.register_forward_hook(lambda *given: steps.append(given))
+    kept = kept_length(low, prompts, reference)
+    assert torch.equal(kept, equal.cumprod(1).sum(1))
+    assert len(steps) == min(8, kept.max() + 1)
 
 
 def test_changed_tokens_and_lengths_are_those_that_were_predicted():
