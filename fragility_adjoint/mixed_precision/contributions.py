@@ -164,14 +164,15 @@ class Contributions:
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
         first = [] if beside is None else [beside]
-        if beside is not None and (needed := self.size(beside, unit)) > budget:
-            raise ValueError(f"the budget must pay for {beside.label}, {needed} {unit}, got {budget}: raise it")
+        needed = [self.size(each, unit) for each in first]
+        if sum(needed) > budget:
+            raise ValueError(f"the budget must pay for {first[0].label}, {needed[0]} {unit}, got {budget}: raise it")
         names = self._names(unit)
         units = first + [self.unpriced(**{kind: [name]}) for kind, name in names]
         if unit == "bytes":
             knapsack, most = self._by_bytes(units), 8 * budget
         else:
-            knapsack, most = self.knapsack(units, [needed for _ in first] + [1.0] * len(names)), budget
+            knapsack, most = self.knapsack(units, [*needed, *[1.0] * len(names)]), budget
         taken = np.flatnonzero(replace(knapsack, alternatives=[[0]] * len(first)).least_error(most)[: len(units)])
         if first:
             chosen = [units[i] for i in taken]
