@@ -117,8 +117,8 @@ class Choices:
             recipes["fp32"] = get_recipe("fp32")
             errors.append(np.zeros_like(errors[0]))
         self.names = list(recipes)
-        # The scheme of layers that are kept in fp32 beside kernels in another format.
-        self._fp32 = self.names.index("fp32") if self.kernels != "fp32" and self._inside else None
+        # The scheme of layers that are kept in fp32 beside kernels in another format; -1 if there is none.
+        self._fp32 = self.names.index("fp32") if self.kernels != "fp32" and self._inside else -1
         self.errors = np.stack(errors, -1)
         self.mean = self.errors.mean(0)
         self.rest, self._elsewhere = self._aligned([others for _, others in tables])
@@ -136,7 +136,7 @@ class Choices:
 
     def _parts(self, keep: Iterable[str]) -> list[Plan]:
         """One plan for each module that may be kept, and for the residual stream and the scores."""
-        known, found = self._known, {}
+        known, found = self._known, dict[tuple, Plan]()
         for name in keep:
             if name in ("residual", "scores"):
                 plans = [known.keep(sites=[name])]

@@ -194,7 +194,7 @@ class Contributions:
         return self.unpriced([path for unit in units for path in unit.modules], sites=sites)
 
     def knapsack(
-        self, units: Sequence[Plan], sizes: Sequence[float], errors: Sequence[float] | None = None, shared=(), saved=()
+        self, units: Sequence[Plan], sizes: Sequence[float], errors: Sequence[float] = (), shared=(), saved=()
     ) -> Knapsack:  # fmt: skip
         """The knapsack whose decisions are ``units`` to keep; the other arguments are those of ``Knapsack``.
 
@@ -207,7 +207,7 @@ class Contributions:
         needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
         covers = np.reshape([self.vanishing(plan) for plan in plans], (len(plans), -1))
         free = np.zeros(len(pairs))
-        errors = np.zeros(len(units)) if errors is None else errors
+        errors = errors or [0.0] * len(units)
         return Knapsack(
             np.append(errors, free), np.append(sizes, free), self.relative, covers, shared, saved, needs=needs
         )

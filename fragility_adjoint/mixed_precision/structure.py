@@ -33,7 +33,8 @@ def scores_can_be_kept(model: Any) -> bool:
     """True if the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
     if not (can_set_attention(model) and paths.attention_modules(model)):
         return False
-    own, kept = sharing_copy(model).eval(), sharing_copy(model).eval()
+    own = sharing_copy(model).eval()
+    kept: Any = sharing_copy(model).eval()
     tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
     try:
         set_attention(kept, FP32_SCORES)
