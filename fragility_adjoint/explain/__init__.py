@@ -1,1 +1,1 @@
-"""Explanations of an error: errors that act together, drawn errors, changed choices, and a signal by token."""
+"""Explanations of an error: errors that act together, drawn errors, and changed choices."""

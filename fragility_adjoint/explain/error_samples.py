@@ -54,9 +54,8 @@ class RandomSigns:
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
-        weighted = rounded.weighted_error(path, rounded.tensors[path].detach().float())(torch.ones_like(leaf)[None])
-        error = torch.cat([piece.clone().view(-1) for piece in weighted])  # pieces share their memory
-        return leaf + with_random_signs(error, self.generator).view_as(leaf)
+        error = rounded.weighted_error(path, rounded.tensors[path].detach().float()).error(...)
+        return leaf + with_random_signs(error, self.generator)
 
 
 class ScaledErrors:
@@ -177,12 +176,12 @@ class ErrorSamples:
         """The result of ``run`` for the model without random errors."""
         return self._run(run, None)
 
-    def draw(self, run: Callable[[nn.Module], Result], head: bool = False) -> Result:
+    def draw(self, run: Callable[[nn.Module], Result]) -> Result:
         """The result of ``run`` for the model with errors of new random signs.
 
-        The ``head`` rounds nothing unless asked: its rounding keeps the order of logits.
+        The head rounds nothing: its rounding keeps the order of logits.
         """
-        return self._run(run, RandomSigns(self.generator, self.at.stochastic), "" if head else self.base)
+        return self._run(run, RandomSigns(self.generator, self.at.stochastic), self.base)
 
     def again(self, run: Callable[[nn.Module], Result], scale: float) -> Result:
         """The result of ``run`` for the low-precision model that rounds to its format's numbers times 1 / ``scale``.

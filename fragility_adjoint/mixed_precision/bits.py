@@ -4,10 +4,11 @@ Contributions to the squared error add up. So the choice is a knapsack, which is
 scheme is enough for all budgets.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -49,22 +50,19 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
     """
     paths = list(dict.fromkeys(owner(path) for path in linear_weights(model)))
     seen: dict[str, tuple] = {}
+
+    def see(path: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen[path] = owner(path), args[0].data_ptr(), args[0].shape, args[0].stride()  # the same entries in one memory
+
     with ExitStack() as stack:
         for path in paths:
-            hook = model.get_submodule(path).register_forward_pre_hook(
-                lambda module, args, path=path: seen.update({path: (owner(path), *identity(args[0]))})
-            )
+            hook = model.get_submodule(path).register_forward_pre_hook(partial(see, path))
             stack.callback(hook.remove)
         model(tokens)
     groups: dict[tuple, list[str]] = {}
     for path in paths:
         groups.setdefault(seen.get(path, (path,)), []).append(path)
     return [tuple(group) for group in groups.values()]
-
-
-def identity(x: Tensor) -> tuple:
-    """An identity that two tensors with the same entries in the same memory share."""
-    return x.data_ptr(), tuple(x.shape), tuple(x.stride())
 
 
 class Choice(NamedTuple):
@@ -77,8 +75,10 @@ class Choice(NamedTuple):
 class Choices:
     """Costs and effects of each scheme in each group of linear layers, and of keeping other parts in fp32.
 
-    ``errors`` (windows, groups, schemes) are contributions over the square of the target's norm, ``rest`` (windows,
-    places) those of all other kernels and weights. ``bits`` (groups, schemes) counts what the weights of a group take.
+    ``errors`` (windows, groups, schemes) are contributions over the square of the target's norm, and ``mean`` (groups,
+    schemes) is their mean over windows. ``rest`` (windows, places) has those of all other kernels and weights, and
+    ``others`` (windows,) their sum if none is kept in fp32. ``bits`` (groups, schemes) counts what the weights of a
+    group take, and ``least_bits`` is what a weight takes on average if every layer has its smallest scheme.
     ``parts`` are the plans of what may be kept: one module each, the residual stream, or the scores.
     """
 
@@ -107,46 +107,46 @@ class Choices:
         self.target, self.windows = first.target, first.windows.window.to_numpy()
         self._known = Contributions(model, first)
         self.parts = self._parts(keep)
-        inside = [any(within(p, path) for unit in self.parts for path in unit.modules for p in g) for g in self.groups]
+        self._inside = [
+            (i, g) for i, part in enumerate(self.parts) for g, paths in enumerate(self.groups)
+            if any(within(p, m) for p in paths for m in part.modules)
+        ]  # fmt: skip
         tables = [self._tables(prediction) for prediction in found.values()]
         errors = [by_group for by_group, _ in tables]
-        if self.kernels == "fp32" or any(inside):
+        if self.kernels == "fp32" or self._inside:
             recipes["fp32"] = get_recipe("fp32")
             errors.append(np.zeros_like(errors[0]))
         self.names = list(recipes)
+        # The scheme of layers that are kept in fp32 beside kernels in another format; -1 if there is none.
+        self._fp32 = self.names.index("fp32") if self.kernels != "fp32" and self._inside else -1
         self.errors = np.stack(errors, -1)
+        self.mean = self.errors.mean(0)
         self.rest, self._elsewhere = self._aligned([others for _, others in tables])
+        self.others = self.rest.sum(1) + self._elsewhere
         stored = stored_parameters(model, first.recipe)
         self.weights = sum(p.entries for p in stored if p.linear)
         self.fixed_bits = sum(p.entries * p.bits for p in stored if not p.linear)  # of all that has no scheme
-        sizes = self._sizes(model)
-        self.bits = np.array(
-            [[sum(sizes[p] for p in group) * bits_per_weight(r) for r in recipes.values()] for group in groups]
-        )
-        allowed = np.ones(self.bits.shape, dtype=bool)
-        if self.kernels != "fp32" and any(inside):
-            allowed[:, -1] = inside
-        self._decisions = list(zip(*np.nonzero(allowed)))
+        sizes = Counter[str]()
+        for path, weight in linear_weights(model).items():
+            sizes[owner(path)] += weight.numel()
+        each = [(recipe.linear.weights or recipe.kernels).bits for recipe in recipes.values()]  # with a share of scales
+        self.bits = np.array([[sum(sizes[p] for p in group) * bits for bits in each] for group in groups])
+        self.least_bits = float(self.bits.min(1).sum() / self.weights)
         self._knapsack = self._problem([p for p in stored if not p.linear])
 
     def _parts(self, keep: Iterable[str]) -> list[Plan]:
         """One plan for each module that may be kept, and for the residual stream and the scores."""
-        known, found = self._known, {}
+        known, found = self._known, dict[tuple, Plan]()
         for name in keep:
-            streams = [name] if name in ("residual", "scores") else []
-            paths = [] if streams else known.structure.sites.get(name, () if name in KEEPABLE_SITES else (name,))
-            for plan in [known.keep(sites=streams)] * bool(streams) or [known.keep([path]) for path in paths]:
-                found[plan.modules, plan.residual, plan.scores] = plan
-            if not (streams or paths):
+            if name in ("residual", "scores"):
+                plans = [known.keep(sites=[name])]
+            else:
+                paths = known.structure.sites.get(name, () if name in KEEPABLE_SITES else (name,))
+                plans = [known.keep([path]) for path in paths]
+            if not plans:
                 raise ValueError(f"parts to keep must be in this model, {', '.join(known.structure.sites)}, got {name}")
+            found |= {(plan.modules, plan.residual, plan.scores): plan for plan in plans}
         return list(found.values())
-
-    @staticmethod
-    def _sizes(model: nn.Module) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for path, weight in linear_weights(model).items():
-            sizes[owner(path)] = sizes.get(owner(path), 0) + weight.numel()
-        return sizes
 
     def _tables(self, prediction: Prediction) -> tuple[np.ndarray, pd.DataFrame]:
         """Errors (windows, groups) of the groups' weights and inputs, and (windows, places) of all else."""
@@ -173,46 +173,21 @@ class Choices:
         return np.mean(aligned, 0), np.mean(strange, 0)
 
     def _problem(self, parameters: Sequence[Stored]) -> Knapsack:
-        """The knapsack over the decisions: a scheme for each group, then the parts, then embeddings beside a stream."""
-        known, pairs, first = self._known, self._known.with_stream(self.parts), len(self._decisions)
-        plans = [self._in_fp32([self.groups[g]] * self._is_kept(k)) for g, k in self._decisions] + self.parts
-        stored = [plan.modules for plan in plans]  # norms beside an fp32 stream have rounded weights
-        plans += [known.together([self.parts[i], self.parts[j]]) for i, j in pairs]
+        """The knapsack over the decisions: a scheme for each group, then those of ``Contributions.knapsack``."""
+        inside, every = {g for _, g in self._inside}, range(len(self.groups))
+        self._decisions = [(g, k) for g in every for k in range(len(self.names)) if g in inside or k != self._fp32]
         number = {decision: i for i, decision in enumerate(self._decisions)}
-        needs = [(first + len(self.parts) + n, first + i) for n, pair in enumerate(pairs) for i in pair]
-        for i, part in enumerate(self.parts):
-            groups = [
-                g for g, paths in enumerate(self.groups) if any(within(p, m) for p in paths for m in part.modules)
-            ]
-            needs += [(first + i, number[g, len(self.names) - 1]) for g in groups]
-        nothing = np.zeros(len(self.parts) + len(pairs))
-        return Knapsack(
-            np.concatenate([[self.mean[d] for d in self._decisions], nothing]),
-            np.concatenate([[self.bits[d] for d in self._decisions], nothing]),
-            self.rest.mean(0),
-            np.stack([known.vanishing(plan)[self._places] for plan in plans]),
-            *storage(parameters, stored),
-            alternatives=[[i for i, (g, _) in enumerate(self._decisions) if g == n] for n in range(len(self.groups))],
-            needs=needs,
-        )
-
-    def _is_kept(self, scheme: int) -> bool:
-        """True if a layer with this ``scheme`` is kept in fp32 beside kernels in another format."""
-        return self.names[scheme] == "fp32" != self.kernels
-
-    def _in_fp32(self, groups: Iterable[Sequence[str]], parts: Iterable[Plan] = ()) -> Plan:
-        """The plan that keeps the layers of ``groups`` and all of ``parts``."""
-        return self._known.together([self._known.keep(group) for group in groups] + list(parts))
-
-    @property
-    def others(self) -> np.ndarray:
-        """Errors (windows,) of all that has no scheme, if none of it is kept in fp32."""
-        return self.rest.sum(1) + self._elsewhere
-
-    @cached_property
-    def mean(self) -> np.ndarray:
-        """Errors (groups, schemes), mean over windows."""
-        return self.errors.mean(0)
+        kept = [self._known.unpriced(self.groups[g] if k == self._fp32 else ()) for g, k in self._decisions]
+        units, free = [*kept, *self.parts], [0.0] * len(self.parts)
+        errors, sizes = ([*(table[d] for d in self._decisions), *free] for table in (self.mean, self.bits))
+        # norms beside an fp32 stream have rounded weights
+        problem = self._known.knapsack(units, sizes, errors, *storage(parameters, [unit.modules for unit in units]))
+        within_parts = [(len(kept) + i, number[g, self._fp32]) for i, g in self._inside]
+        return replace(
+            problem, weights=self.rest.mean(0), covers=problem.covers[:, self._places],
+            alternatives=[[i for i, (group, _) in enumerate(self._decisions) if group == g] for g in every],
+            needs=[*problem.needs, *within_parts],
+        )  # fmt: skip
 
     def _taken(self, choice: Choice) -> np.ndarray:
         """The decisions of the knapsack, booleans."""
@@ -229,8 +204,8 @@ class Choices:
 
     def _kept(self, choice: Choice) -> Plan:
         """The plan for what the choice keeps in fp32."""
-        groups = [self.groups[g] for g, scheme in enumerate(choice.schemes) if self._is_kept(scheme)]
-        return self._in_fp32(groups, [self.parts[i] for i in choice.kept])
+        layers = [path for paths, scheme in zip(self.groups, choice.schemes) if scheme == self._fp32 for path in paths]
+        return self._known.together([self._known.unpriced(layers), *(self.parts[i] for i in choice.kept)])
 
     def predict(self, choice: Choice) -> np.ndarray:
         """The prediction (windows,) in the target's unit."""
@@ -246,11 +221,6 @@ class Choices:
     def stored_bytes(self, choice: Choice) -> int:
         """Bytes of the whole model as it is stored. Scales of rows and tensors are not counted."""
         return round((self._knapsack.size(self._taken(choice)) + self.fixed_bits) / 8)
-
-    @cached_property
-    def least_bits(self) -> float:
-        """Bits of a weight, on average, if every layer has its smallest scheme."""
-        return self._knapsack.size(self._knapsack.least_size()) / self.weights
 
     def within_bits(self, bits: float) -> Choice:
         """The choice with the least squared error whose weights take at most ``bits`` on average.
@@ -315,8 +285,3 @@ def identities(places: pd.DataFrame) -> pd.MultiIndex:
     """Keys of ``places`` that hold in predictions for several recipes, in which their numbers may differ."""
     key = [places.module, places.name, places.kind]
     return pd.MultiIndex.from_arrays([*key, places.groupby(key).cumcount()])
-
-
-def bits_per_weight(recipe: Recipe) -> float:
-    """Bits of an entry of the linear weights, with its share of the scales."""
-    return (recipe.linear.weights or recipe.kernels).bits

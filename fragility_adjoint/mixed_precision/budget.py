@@ -2,6 +2,7 @@
 
 import math
 import re
+import reprlib
 
 from fragility_quantization.recipes import Recipe, get_recipe
 
@@ -9,6 +10,8 @@ COUNTED = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
 UNITS = {"": "blocks", "block": "blocks", "site": "sites", "module": "modules", "byte": "bytes"}
 BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+BRIEFLY = reprlib.Repr()  # in quotes, without the middle of what is long
+BRIEFLY.maxstring = 120
 
 
 def parse_budget(budget: str) -> tuple[float, str]:
@@ -29,15 +32,9 @@ def parse_budget(budget: str) -> tuple[float, str]:
     if unit.removesuffix("s") not in UNITS or not amount.is_integer():
         raise ValueError(
             'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), to keep in fp32, '
-            f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {brief(budget)}'
+            f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {BRIEFLY.repr(budget)}'
         )
     return int(amount), UNITS[unit.removesuffix("s")]
-
-
-def brief(text: str, most: int = 120) -> str:
-    """``text`` in quotes, without its middle where it is long."""
-    quoted = repr(text)
-    return quoted if len(quoted) <= most else f"{quoted[: most // 2 - 2]}...{quoted[-(most // 2 - 1) :]}"
 
 
 def mixes_schemes(budget: str, recipe: Recipe) -> bool:

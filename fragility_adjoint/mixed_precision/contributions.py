@@ -1,5 +1,6 @@
 """The best plan for any budget, from one prediction."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import structure
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
 from fragility_adjoint.mixed_precision.plans import Plan, require_modules
-from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Structure
+from fragility_adjoint.mixed_precision.structure import Structure
 from fragility_adjoint.predictor.sites import COLUMNS
 from fragility_core.models.paths import embedding_paths, head_paths, is_norm, outermost, within
 
@@ -131,15 +132,13 @@ class Contributions:
         left = self.structure.places.place[~self.vanishing(plan)]
         return predictor.predict(self.rows[self.rows.place.isin(left)], self.windows, self.target.squared)
 
-    def keep(
-        self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = (), label: str = ""
-    ) -> Plan:
+    def keep(self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = ()) -> Plan:
         """The plan that keeps all of these, with its predicted mismatch and its price.
 
         ``modules`` are paths, ``blocks`` numbers from 0, ``sites`` some of ``KEEPABLE_SITES``. Raises ValueError for
         those that the model does not have.
         """
-        return self.priced(self._plan(modules, blocks, sites, label))
+        return self.priced(self.unpriced(modules, blocks, sites))
 
     def plan(self, budget: float, unit: str = "blocks", beside: Plan | None = None) -> Plan:
         """The plan with the least predicted squared error that keeps ``budget`` units.
@@ -164,27 +163,24 @@ class Contributions:
         count = budget if unit == "bytes" else len(getattr(self.structure, unit))
         if not 0 <= budget <= count:
             raise ValueError(f"the budget must be between 0 and the {count} {unit} of the model, got {budget}")
-        if beside is not None:
-            return self._plan_beside(beside, budget, unit)
-        units = self._single_units(unit)
-        taken = self._knapsack(units, by_bytes=unit == "bytes").least_error(8 * budget if unit == "bytes" else budget)
-        chosen = np.flatnonzero(taken[: len(units)])
-        if unit in ("blocks", "sites"):
-            named: dict[str, Any] = {unit: [self._names(unit)[i] for i in chosen]}
-            return self.keep(**named)
-        return self.priced(self.together([units[i] for i in chosen]))
-
-    def _plan_beside(self, beside: Plan, budget: float, unit: str) -> Plan:
-        """The best plan for the ``budget`` among those that keep what ``beside`` keeps."""
-        if (needed := self.size(beside, unit)) > budget:
-            raise ValueError(f"the budget must pay for {beside.label}, {needed} {unit}, got {budget}: raise it")
-        units = [beside, *self._single_units(unit)]
-        knapsack, most = replace(self._knapsack(units, by_bytes=unit == "bytes"), alternatives=[[0]]), 8 * budget
-        if unit != "bytes":
-            knapsack, most = replace(knapsack, sizes=np.array([needed, *knapsack.sizes[1:]])), budget
-        taken = knapsack.least_error(most)
-        chosen = [units[i] for i in np.flatnonzero(taken[: len(units)])]
-        return self.priced(replace(self.together(chosen), label=", ".join(each.label for each in chosen)))
+        first = [] if beside is None else [beside]
+        needed = [self.size(each, unit) for each in first]
+        if sum(needed) > budget:
+            raise ValueError(f"the budget must pay for {first[0].label}, {needed[0]} {unit}, got {budget}: raise it")
+        names = self._names(unit)
+        units = first + [self.unpriced(**{kind: [name]}) for kind, name in names]
+        if unit == "bytes":
+            knapsack, most = self._by_bytes(units), 8 * budget
+        else:
+            knapsack, most = self.knapsack(units, [*needed, *[1.0] * len(names)]), budget
+        taken = np.flatnonzero(replace(knapsack, alternatives=[[0]] * len(first)).least_error(most)[: len(units)])
+        if first:
+            chosen = [units[i] for i in taken]
+            return self.priced(replace(self.together(chosen), label=", ".join(each.label for each in chosen)))
+        kept: dict[str, Any] = defaultdict(list)
+        for kind, name in (names[i] for i in taken):
+            kept[kind].append(name)
+        return self.keep(**kept)
 
     def size(self, plan: Plan, unit: str) -> int:
         """Share of a budget of ``unit`` that any ``plan`` takes: bytes, or one unit for each part of whatever kind."""
@@ -192,42 +188,36 @@ class Contributions:
             return self.priced(plan).parameter_bytes + self.stream_bytes * self.length * plan.residual
         return len(plan.modules) + plan.residual + plan.scores
 
-    def _names(self, unit: str) -> list:
-        """Names that ``keep`` gives to the blocks or the sites."""
-        return [*range(len(self.structure.blocks))] if unit == "blocks" else self._sites()
-
     def together(self, units: Sequence[Plan]) -> Plan:
         """The plan that keeps what any of ``units`` keeps."""
         sites = [site for site in ("residual", "scores") if any(getattr(unit, site) for unit in units)]
-        return self._plan([path for unit in units for path in unit.modules], sites=sites)
+        return self.unpriced([path for unit in units for path in unit.modules], sites=sites)
 
-    def _knapsack(self, units: Sequence[Plan], by_bytes: bool) -> Knapsack:
-        """The knapsack whose decisions are ``units`` to keep; sizes are 1 each, or with ``by_bytes`` the bits they add.
+    def knapsack(
+        self, units: Sequence[Plan], sizes: Sequence[float], errors: Sequence[float] = (), shared=(), saved=()
+    ) -> Knapsack:  # fmt: skip
+        """The knapsack whose decisions are ``units`` to keep; the other arguments are those of ``Knapsack``.
 
         Some modules, such as embeddings, gain more beside an fp32 stream: a decision that needs both and costs nothing.
         """
-        covers = [self.vanishing(unit) for unit in units]
-        pairs = self.with_stream(units)
-        covers += [self.vanishing(self.together([units[i], units[j]])) for i, j in pairs]
+        stream = next((i for i, unit in enumerate(units) if unit.residual), None)
+        embedding = (any(within(e, path) for e in self._embeddings for path in unit.modules) for unit in units)
+        pairs = [(i, stream) for i, gains in enumerate(embedding) if gains and stream not in (None, i)]
+        plans = [*units, *(self.together([units[i] for i in pair]) for pair in pairs)]
         needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
-        sizes = np.array([1.0] * len(units) + [0.0] * len(pairs))
-        shared, saved = list[Any](), list[Any]()
-        if by_bytes:
-            stream = 8.0 * self.stream_bytes * self.length
-            sizes[: len(units)] = [unit.residual * stream for unit in units]
-            parameters = structure.stored_parameters(self.model, self.recipe)
-            shared, saved = structure.storage(parameters, [self.stored_in_fp32(unit) for unit in units])
+        covers = np.reshape([self.vanishing(plan) for plan in plans], (len(plans), -1))
+        free = np.zeros(len(pairs))
+        errors = errors or [0.0] * len(units)
         return Knapsack(
-            np.zeros(len(sizes)), sizes, self.relative, np.reshape(covers, (len(sizes), -1)), shared, saved, needs=needs
+            np.append(errors, free), np.append(sizes, free), self.relative, covers, shared, saved, needs=needs
         )
 
-    def with_stream(self, units: Sequence[Plan]) -> list[tuple[int, int]]:
-        """The numbers of those of ``units`` that gain more beside an fp32 stream, each with that of the stream."""
-        stream = next((i for i, unit in enumerate(units) if unit.residual), None)
-        if stream is None:
-            return []
-        embedding = (any(within(e, path) for e in self._embeddings for path in unit.modules) for unit in units)
-        return [(i, stream) for i, gains in enumerate(embedding) if gains and i != stream]
+    def _by_bytes(self, units: Sequence[Plan]) -> Knapsack:
+        """The knapsack of ``units`` whose sizes are the bits that they add."""
+        stream = 8.0 * self.stream_bytes * self.length
+        kept = [self.stored_in_fp32(unit) for unit in units]
+        shared, saved = structure.storage(structure.stored_parameters(self.model, self.recipe), kept)
+        return self.knapsack(units, [unit.residual * stream for unit in units], shared=shared, saved=saved)
 
     def stored_in_fp32(self, plan: Plan) -> list[str]:
         """Paths of the modules whose parameters are stored in fp32: those beside an fp32 stream have norms of it."""
@@ -242,7 +232,7 @@ class Contributions:
         if unit not in UNITS[:-1]:
             raise ValueError(f"gains are those of {', '.join(UNITS[:-1])}, got {unit!r}")
         total = self.relative.sum()
-        plans = self._single_units(unit)
+        plans = [self.unpriced(**{kind: [name]}) for kind, name in self._names(unit)]
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
         return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})
 
@@ -250,19 +240,14 @@ class Contributions:
         """The predicted squared relative error under ``plan``, mean over windows."""
         return float(self.relative[~self.vanishing(plan)].sum())
 
-    def _single_units(self, unit: str) -> list[Plan]:
-        if unit in ("blocks", "sites"):
-            named: list[dict[str, Any]] = [{unit: [name]} for name in self._names(unit)]
-            return [self._plan(**each) for each in named]
-        if unit == "modules":
-            return [self._plan((path,)) for path in self.structure.modules]
-        streams = [self._plan(sites=[site]) for site in ("residual", "scores") if site in self.structure.sites]
-        known = {*self.structure.modules, *self._embeddings, *self._heads, *self.structure.blocks}
-        known |= {path for paths in self.structure.sites.values() for path in paths}
-        return streams + [self._plan((path,)) for path, _ in self.model.named_modules() if path in known]
-
-    def _sites(self) -> list[str]:
-        return [site for site in KEEPABLE_SITES if site in self.structure.sites]
+    def _names(self, unit: str) -> list[tuple[str, Any]]:
+        """An argument of ``unpriced``, and the name to give it, for everything that a budget of ``unit`` may keep."""
+        found = self.structure
+        if unit != "bytes":
+            return [(unit, name) for name in (range(len(found.blocks)) if unit == "blocks" else getattr(found, unit))]
+        known = {*found.modules, *self._embeddings, *self._heads, *found.blocks}.union(*found.sites.values())
+        streams = [("sites", site) for site in ("residual", "scores") if site in found.sites]
+        return streams + [("modules", path) for path, _ in self.model.named_modules() if path in known]
 
     @property
     def stream_bytes(self) -> int:
@@ -276,9 +261,8 @@ class Contributions:
             raise ValueError(f"sites to keep must be among those of this model, {', '.join(sites)}, got {wrong}")
         return sites
 
-    def _plan(
-        self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = (), label: str = ""
-    ) -> Plan:
+    def unpriced(self, modules: Iterable[str] = (), blocks: Iterable[int] = (), sites: Iterable[str] = ()) -> Plan:
+        """The plan of ``keep`` without price and prediction."""
         named, sites = ((x,) if isinstance(x, str) else tuple(dict.fromkeys(x)) for x in (modules, sites))
         modules, blocks, paths = outermost(named), tuple(dict.fromkeys(blocks)), self.structure.blocks
         if wrong := [n for n in blocks if not 0 <= n < len(paths)]:
@@ -289,7 +273,7 @@ class Contributions:
         kept = outermost([*modules, *(paths[n] for n in blocks), *(path for site in sites for path in inside[site])])
         return Plan(
             self.recipe.name, kept, "residual" in sites, "scores" in sites,
-            label or ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self.kernels_round,
+            ", ".join([*words, *numbered, *sites]) or "nothing", weights_only=not self.kernels_round,
         )  # fmt: skip
 
     def priced(self, plan: Plan, known: bool = True) -> Plan:

@@ -53,16 +53,12 @@ class ModelPlan:
         ``missing`` of what is returned names what the library cannot express. Raises ValueError for another library,
         and for a scheme that the library lacks.
         """
-        if library == "json":
-            text = to_json(self.plan)
-            made = Export(json.loads(text))
-        elif library in EXPORTS:
-            made = EXPORTS[library](self.plan, self.model)
-            text = made.text()
-        else:
+        if library not in (*EXPORTS, "json"):
             raise ValueError(f"a library must be one of {', '.join(EXPORTS)}, or json, got {library!r}")
+        own = library == "json"
+        made = Export(json.loads(to_json(self.plan))) if own else EXPORTS[library](self.plan, self.model)
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            Path(path).write_text(made.text() + "\n", encoding="utf-8")
         return made
 
 

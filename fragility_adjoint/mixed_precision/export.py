@@ -77,9 +77,8 @@ def from_json(text: str) -> Plan:
 def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
     """The operands by path of every layer of ``model`` that may have any; none for those that the plan keeps."""
     recipe = plan.recipe
-    paths = dict.fromkeys(map(owner, stored_weights(model, recipe)))
-    kept = {path for path in paths if any(within(path, module) for module in plan.modules)}
-    return {path: Operands() if path in kept else recipe.operands(path) for path in paths}
+    found = {path: recipe.operands(path) for path in map(owner, stored_weights(model, recipe))}
+    return found | {path: Operands() for path in found if any(within(path, module) for module in plan.modules)}
 
 
 def named(paths: Sequence[str], many: int = MANY) -> str:

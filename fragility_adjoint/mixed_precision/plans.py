@@ -164,7 +164,6 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     one that does not run or is not in force, and for a residual stream or scores that cannot be kept.
     """
     require_modules(model, plan.modules)
-    plan = replace(plan, modules=outermost(plan.modules))
     recipe = plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens)
     if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
@@ -194,7 +193,7 @@ def protect(low: Low, model: nn.Module, plan: Plan, tokens: Tensor | None = None
     fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
     if tokens is None:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    _, returned = dtypes_of(plan.modules, low, tokens)  # some models keep the stream in fp32 themselves
+    returned = dtypes_of(plan.modules, low, tokens)  # some models keep the stream in fp32 themselves
     fp32_outputs |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
     if plan.residual:
         keep_stream(low.model, compute_dtype, plan.modules)
@@ -240,12 +239,13 @@ def check(
 
     blocks = block_paths(low.model) if plan.residual else []  # blocks of a vision tower do not run
     calls: dict[str, list[Call]] = {path: [] for path in plan.modules}
-    received, returned = dtypes_of({*plan.modules, *blocks}, low, tokens, calls)
+    returned = dtypes_of({*plan.modules, *blocks}, low, tokens, calls)
     for path in plan.modules:
         parameters = {p.dtype for p in low.model.get_submodule(path).parameters()}
         require(path, "run in the checking pass", path in returned, "no call of it: give tokens that reach it")
         require(path, "have fp32 parameters", parameters == {torch.float32}, parameters)
-        require(path, "receive fp32", {*received[path]} <= {torch.float32}, {*received[path]})
+        received = {*floating(calls[path][-1][:2])}
+        require(path, "receive fp32", received <= {torch.float32}, received)
         expected = torch.float32 if path in fp32_outputs else compute_dtype
         require(path, f"return {expected}", {*returned[path]} == {expected}, {*returned[path]})
         rounded = max(call.distance(low.model.get_submodule(path)) for call in calls[path])
@@ -272,40 +272,40 @@ class Call(NamedTuple):
         return max((float((x - y).norm() / y.norm().clamp_min(1e-300)) for x, y in known), default=0.0)
 
 
+def floating(values: Any) -> list[torch.dtype]:
+    """The dtypes of the floating tensors in ``values``."""
+    return [x.dtype for x in tensors(values) if x.is_floating_point()]
+
+
 def dtypes_of(
     paths: Collection[str], low: LowPrecision, tokens: Tensor, calls: Mapping[str, list[Call]] = MappingProxyType({})
-) -> tuple[dict[str, list], dict[str, list]]:
-    """The dtypes of floating tensors that the modules at ``paths`` receive and return if they run, by path.
+) -> dict[str, list[torch.dtype]]:
+    """The dtypes of floating tensors that those modules at ``paths`` return that run over ``tokens``, by path.
 
-    ``calls`` gets every call of the modules that it names, before other hooks change what is returned.
+    ``calls`` gets every call of those modules that it names, before other hooks change what is returned.
     """
-    received, returned = {}, {}
+    returned = {}
 
-    def floating(values: Any) -> list[torch.dtype]:
-        return [x.dtype for x in tensors(values) if x.is_floating_point()]
-
-    def record(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        received[path], returned[path] = floating((args, kwargs)), floating(output)
+    def record(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        returned[path] = floating(output)
 
     def begin(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         args = tuple(unrounded(x) if isinstance(x, Cache) else x for x in args)
         kwargs = {key: unrounded(x) if isinstance(x, Cache) else x for key, x in kwargs.items()}
         calls[path].append(Call(args, kwargs, None))
 
-    def end(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def end(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         calls[path][-1] = calls[path][-1]._replace(output=output)
 
     with ExitStack() as stack:
-        for path in calls:
-            module = low.model.get_submodule(path)
-            for hook in (
-                module.register_forward_pre_hook(partial(begin, path), with_kwargs=True),
-                module.register_forward_hook(partial(end, path), with_kwargs=True, prepend=True),
-            ):
-                stack.callback(hook.remove)
         for path in paths:
-            hook = low.model.get_submodule(path).register_forward_hook(partial(record, path), with_kwargs=True)
-            stack.callback(hook.remove)
+            module = low.model.get_submodule(path)
+            hooks = [module.register_forward_hook(partial(record, path))]
+            if path in calls:
+                hooks.append(module.register_forward_pre_hook(partial(begin, path), with_kwargs=True))
+                hooks.append(module.register_forward_hook(partial(end, path), prepend=True))
+            for hook in hooks:
+                stack.callback(hook.remove)
         with low.running():
             low.model(tokens, **({"use_cache": False} if isinstance(low.model, PreTrainedModel) else {}))
-    return received, returned
+    return returned

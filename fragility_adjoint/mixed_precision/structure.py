@@ -33,8 +33,8 @@ def scores_can_be_kept(model: Any) -> bool:
     """True if the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
     if not (can_set_attention(model) and paths.attention_modules(model)):
         return False
-    copies: list[Any] = [sharing_copy(model).eval(), sharing_copy(model).eval()]
-    own, kept = copies
+    own = sharing_copy(model).eval()
+    kept: Any = sharing_copy(model).eval()
     tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
     try:
         set_attention(kept, FP32_SCORES)
@@ -76,12 +76,9 @@ class Structure:
             "attention": self._branches_of(ATTENTION),
             "mlp": self._branches_of(MLP),
         }
-        sites = {site: tuple(paths) for site, paths in found.items() if paths}
-        if self.blocks and self.stream_can_be_kept:
-            sites["residual"] = ()
-        if (self.places.site == "scores").any() and scores_can_be_kept(self.model):
-            sites["scores"] = ()
-        return sites
+        scores = (self.places.site == "scores").any() and scores_can_be_kept(self.model)
+        can = found | {"residual": self.blocks and self.stream_can_be_kept, "scores": scores}
+        return {site: tuple(found.get(site, ())) for site in KEEPABLE_SITES if can[site]}
 
     def _branches_of(self, sites: Collection[str]) -> list[str]:
         """Paths of the children of blocks that have parameters and contain places of ``sites``."""
@@ -161,12 +158,8 @@ def parameter_bytes(model: nn.Module, kept: Collection[str], recipe: Recipe) -> 
 
     If a module outside of ``kept`` shares a parameter (a tied head), the parameter is stored twice.
     """
-    bits = 0.0
-    for stored in stored_parameters(model, recipe):
-        inside = {any(within(user, path) for path in kept) for user in stored.users}
-        if True in inside:
-            bits += stored.entries * (FP32_BITS - stored.bits * (False not in inside))
-    return round(bits / 8)
+    added, dropped = storage(stored_parameters(model, recipe), [kept])
+    return round((sum(bits for bits, _ in added) - sum(bits for bits, _ in dropped)) / 8)
 
 
 def storage(parameters: Iterable[Stored], kept: Sequence[Collection[str]]) -> tuple[list, list]:

@@ -122,14 +122,12 @@ def open_offloaded(
     """
     places = device if isinstance(device, Mapping) else {"": device}
     fill_buffers(model, partial(device_of, places))
-    paths: dict[int, list[str]] = {}  # tied parameters have several
     state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     state |= {path: x for path, x in model.named_buffers() if x.device.type == "meta"}
-    for path, x in state.items():
-        paths.setdefault(id(x), []).append(path)
-    known = checkpoint.made
-    stored_at: dict[int, Any] = {n: next((p for p in found if p in known), None) for n, found in paths.items()}
-    if missing := [paths[number][0] for number, path in stored_at.items() if path is None]:
+    # Tied parameters have several paths, of which the first counts.
+    first = {id(x): path for path, x in reversed(state.items())}
+    stored_at = {id(x): path for path, x in reversed(state.items()) if path in checkpoint.made}
+    if missing := [path for path, x in state.items() if path == first[id(x)] and id(x) not in stored_at]:
         raise OSError(
             f"a checkpoint must hold all weights of its model, but the files lack "
             f"{', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}: load the whole model"

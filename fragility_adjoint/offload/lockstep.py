@@ -14,24 +14,22 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-class LastRead:
+class LastRead(ExitStack):
     """Holds what was read last until something else is asked for."""
 
-    def __init__(self):
-        self._key: Hashable = None
-        self._held = ExitStack()
+    _key: Hashable = None
 
     def ask(self, key: Hashable, read: Callable[[], AbstractContextManager]) -> None:
         """Hold ``read()``, which is known by its ``key``."""
         if key != self._key:
             self.close()
-            self._held.enter_context(read())
+            self.enter_context(read())
             self._key = key
 
     def close(self) -> None:
         """Hold nothing."""
         self._key = None
-        self._held.close()
+        super().close()
 
 
 class Cancelled(BaseException):
@@ -62,13 +60,11 @@ class Passes:
             with self._changed:
                 self._next(number)
                 self._left.remove(number)
-                self._changed.notify_all()
 
     def barrier(self, number: int) -> None:
         """Wait until every other pass has come to an entrance, or has ended."""
         with self._changed:
             self._next(number)
-            self._changed.notify_all()
             self._wait(number)
 
     def fail(self) -> None:
@@ -79,6 +75,7 @@ class Passes:
 
     def _next(self, number: int) -> None:
         self._turn = self._left[(self._left.index(number) + 1) % len(self._left)]
+        self._changed.notify_all()
 
     def _wait(self, number: int) -> None:
         self._changed.wait_for(lambda: self._failed or self._turn == number)

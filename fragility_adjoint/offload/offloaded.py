@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +60,9 @@ def offloaded_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.dev
     return parameter
 
 
-def own_source(parameter: Tensor) -> Source | None:
-    """The source of ``parameter``, which only this module makes."""
-    return cast(Source | None, source_of(parameter))
-
-
 def widen(parameter: nn.Parameter) -> None:
     """Let ``parameter`` have its entries in fp32 from now on."""
-    source = own_source(parameter)
+    source: Any = source_of(parameter)  # only this module makes one
     if source is None or parameter.dtype == torch.float32:
         parameter.data = parameter.data.float()
         return
@@ -84,12 +79,10 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def parameter_copy(parameter: nn.Parameter) -> nn.Parameter:
     """A copy of ``parameter``; that of an offloaded one is offloaded, too, and reads the same entries."""
-    source = own_source(parameter)
+    source: Any = source_of(parameter)
     if source is None:
         return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    copied = nn.Parameter(source.empty, requires_grad=False)
-    set_source(copied, Source(source.read, source.empty))
-    return copied
+    return offloaded_parameter(parameter.shape, parameter.dtype, parameter.device, source.read)
 
 
 def parts(model: nn.Module) -> dict[str, nn.Module]:
@@ -139,6 +132,7 @@ def load_when_running(model: nn.Module) -> None:
         replace_forward(module, Loading(module))
     inside = {id(p) for module in found.values() for p in module.parameters()}
     for parameter in model.parameters():
-        if id(parameter) not in inside and (source := own_source(parameter)) is not None:
+        source: Any = source_of(parameter)
+        if id(parameter) not in inside and source is not None:
             parameter.data = source.read()
             set_source(parameter, None)

@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fragility_adjoint.explain.travel import StreamNorms, stream_norms
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
@@ -23,6 +22,7 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.sinks import RESAMPLES, correlation, starts
 from fragility_lab.inputs.loading import Inputs, load
+from fragility_lab.measurement.travel import StreamNorms, stream_norms
 from fragility_lab.paths import output_folder
 from fragility_lab.reporting.tables import save_table
 from fragility_lab.running.environment import progress

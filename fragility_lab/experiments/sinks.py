@@ -17,13 +17,13 @@ from scipy import stats
 from torch import Tensor
 
 from fragility_adjoint.explain.error_samples import ErrorSamples, scales
-from fragility_adjoint.explain.travel import StreamNorms, stream_norms
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import SIGNALS, score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.inputs.loading import Inputs, load
+from fragility_lab.measurement.travel import StreamNorms, stream_norms
 from fragility_lab.paths import output_folder
 from fragility_lab.reporting.tables import save_table
 from fragility_lab.running.environment import progress

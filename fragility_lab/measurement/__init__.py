@@ -1,1 +1,1 @@
-"""Measurements of a low-precision model beside its reference: passes, decoded tokens and the choices of experts."""
+"""Measurements of a low-precision model beside its reference: passes, tokens, choices of experts, travel by token."""

@@ -45,7 +45,6 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fragility_adjoint.explain.travel import stream_norms
 from fragility_core.models.blocks import blocks
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import SIGNALS, score
@@ -61,6 +60,7 @@ from fragility_lab.experiments import e2, e5
 from fragility_lab.experiments.shadow import ShadowTraining
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs, load
+from fragility_lab.measurement.travel import stream_norms
 from fragility_lab.paths import CHECKPOINTS
 from fragility_lab.running.engine import complete
 from fragility_numerics import attention

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fragility_adjoint.explain.travel import StreamNorms, travel
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_lab.experiments import positions, sinks
 from fragility_lab.inputs.loading import load
+from fragility_lab.measurement.travel import StreamNorms, stream_norms
 from fragility_lab.reporting import results_sinks as page
 from fragility_numerics.attention import observing_attention
 from fragility_quantization.quantized import lower
@@ -63,9 +63,10 @@ def test_a_sink_leaves_the_signal_of_other_tokens_as_it_is():
 
 def test_travel_needs_a_lowered_model(tiny_gpt2, tiny_tokens):
     with pytest.raises(TypeError, match="lower"):
-        travel(tiny_gpt2, tiny_tokens)
+        stream_norms(tiny_gpt2, tiny_tokens)
     low = lower(tiny_gpt2, "bf16")
-    together, one = travel(low, tiny_tokens), torch.cat([travel(low, window[None]) for window in tiny_tokens])
+    together, *single = (stream_norms(low, x).travel(1.0) for x in (tiny_tokens, *tiny_tokens.split(1)))
+    one = torch.cat(single)
     assert together.shape == (len(tiny_tokens),) and torch.allclose(together, one, rtol=2e-2)
 
 
@@ -110,7 +111,7 @@ def test_the_experiment_from_the_command_on(tmp_path, monkeypatch, capsys):
     inputs = load("embedded", "embedded", [16], 3)
     row = windows.query("precision == 'bf16'").iloc[0]
     tokens, low = inputs.window(row.start, 16)[None], lower(inputs.model, "bf16")
-    assert travel(low, tokens).item() == pytest.approx(row.travel, rel=1e-4)
+    assert stream_norms(low, tokens).travel(low.format.unit_roundoff).item() == pytest.approx(row.travel, rel=1e-4)
     assert row.mismatch < 0.1 and "travel" in capsys.readouterr().out
 
 

@@ -72,14 +72,6 @@ def stream_norms(low: LowPrecision, tokens: Tensor) -> StreamNorms:
     return StreamNorms(**by_block | {"last": by_block["last"][-1]}, hidden=_norms(hidden))
 
 
-def travel(low: LowPrecision, tokens: Tensor) -> Tensor:
-    """``StreamNorms.travel`` of windows ``tokens`` (B, T), one number each, from one low-precision pass.
-
-    Raises the errors of ``stream_norms``.
-    """
-    return stream_norms(low, tokens).travel(low.format.unit_roundoff)
-
-
 def _norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
 
