@@ -89,7 +89,6 @@ def load_model(
     """
     require_exact_products()
     folder, spread = located(name, weights=True), device == SPREAD or isinstance(device, dict)
-    require_described(Path(folder), name)
     require_numbers(Path(folder), name)
     with Wanted("model", name), quiet_loading():
         model, info = auto_class.from_pretrained(

@@ -53,12 +53,10 @@ def require_readable(name: str) -> None:
 
     Raises OSError and ValueError, which say how to go on. Files of a hub are checked once they are here.
     """
-    if (place := local(name)) is None:
-        return
-    if place.is_file():
+    place = local(name)
+    if place and place.is_file():
         read_header(place)
-    else:
-        require_described(place, name)
+    elif place:
         require_numbers(place, name)
 
 
@@ -68,25 +66,19 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def settings_of(folder: Path, name: str) -> dict[str, Any]:
-    """The entries of config.json in ``folder``. Raises OSError if there are none."""
+def require_described(folder: Path, name: str) -> dict[str, Any]:
+    """The entries of config.json in ``folder``, if its sizes exist, and if it describes weights that are numbers.
+
+    Raises ValueError otherwise, and OSError if it cannot be read.
+    """
     file = folder / "config.json"
     with Wanted("model", name, OSError, ValueError, RecursionError):
         if not file.is_file():
             named = [f", but {path.name}: name that file itself" for path in sorted(folder.glob("*.gguf"))]
             raise FileNotFoundError(f"there is no config.json{(named or [''])[0]}")
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"config.json must hold entries, got a {type(found).__name__}")
-        return found
-
-
-def require_described(folder: Path, name: str) -> None:
-    """Raises ValueError unless config.json in ``folder`` has sizes that exist, and describes weights that are numbers.
-
-    Raises OSError if it cannot be read.
-    """
-    settings = settings_of(folder, name)
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"config.json must hold entries, got a {type(settings).__name__}")
     for key in ("quantization_config", "compression_config"):
         inner = settings.get("text_config")
         if not (found := settings.get(key) or (inner.get(key) if isinstance(inner, dict) else None)):
@@ -100,6 +92,7 @@ def require_described(folder: Path, name: str) -> None:
     for key, value in entries(settings):
         if wrong := wrong_value(key, value):
             raise ValueError(f"{key} must be {wrong}, but the configuration of {name!r} says {value}: correct it")
+    return settings
 
 
 def entries(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -180,10 +173,10 @@ def stored_tensors(folder: Path, name: str) -> dict[str, Stored]:
 def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
     """The tensors of the model ``name`` in ``folder``, if their numbers are its weights.
 
-    Raises OSError if files are not whole. Raises ValueError for numbers that a scale would have to multiply, for such
-    scales, and for a configuration with more blocks than there are tensors.
+    Raises the errors of ``require_described``, and OSError if files are not whole. Raises ValueError for numbers that a
+    scale would have to multiply, for such scales, and for a configuration with more blocks than there are tensors.
     """
-    found = stored_tensors(folder, name)
+    settings, found = require_described(folder, name), stored_tensors(folder, name)
     packed = {key: x.dtype for key, x in found.items() if x.dtype not in NUMBERS and not BUFFERS.fullmatch(key)}
     if packed:
         key, dtype = next(iter(packed.items()))
@@ -196,7 +189,7 @@ def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
             f"all tensors of a model must be read, but nothing reads {scales[0]} of {name!r}{others(scales)}, which "
             "scales or packs weights: give a folder with the dequantized weights"
         )
-    blocks = [(key, x) for key, x in entries(settings_of(folder, name)) if key in BLOCKS and x > len(found)]
+    blocks = [(key, x) for key, x in entries(settings) if key in BLOCKS and x > len(found)]
     if blocks:
         raise ValueError(
             f"{blocks[0][0]} must be at most the number of tensors, but the configuration of {name!r} says "

@@ -16,8 +16,8 @@ BUDGETS = {  # lines
     "fragility_core": 3339,
     "fragility_quantization": 815,
     "fragility_adjoint": 5847,
-    "fragility_lab": 13659,
-    "fragility_lessons": 2487,
+    "fragility_lab": 13492,
+    "fragility_lessons": 2342,
 }
 PACKAGES = tuple(BUDGETS)
 FOLDERS = {"fragility_core": 4, "fragility_adjoint": 4, "fragility_lab": 9}
