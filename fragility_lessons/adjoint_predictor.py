@@ -12,8 +12,8 @@ import torch
 
 from fragility_lab.explorer import build
 from fragility_lab.explorer.component import Component
-from fragility_lessons.coding import Coding
-from fragility_lessons.pictures import HERE, Picture, finish, panels
+from fragility_lessons.coding import coding
+from fragility_lessons.pictures import Picture, finish, panels
 from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 
@@ -43,16 +43,14 @@ def squares(count: int, alike: float) -> Picture:
     """Left: sums of random errors, one line a draw. Right: the root mean square of the sums over their number."""
     sums, numbers = errors(alike).cumsum(1), np.arange(1, MOST + 1)
     measured = np.sqrt((sums**2).mean(0))
-    walks, growth = panels(height=3.6)
+    walks, growth = panels(here=count)
     walks.plot(numbers, sums[:40].T, color="C0", linewidth=0.7, alpha=0.5)
     for sign in (-1, 1):
         walks.plot(numbers, sign * numbers**0.5, "--", color="0.2", label="±√n" if sign > 0 else None)
-    walks.axvline(count, **HERE)
     finish(walks, "number of errors n", "sum", "40 draws of ±1", legend="upper left", ylim=(-MOST, MOST))
     growth.plot(numbers, numbers, color="C3", label="worst case: n")
     growth.plot(numbers, numbers**0.5, "--", color="0.2", label="squares: √n")
     growth.plot(numbers, measured, ".", color="C0", label="measured")
-    growth.axvline(count, **HERE)
     finish(growth, "number of errors n", "size of the sum", "root mean square of 400 sums", "xy", "upper left")
     return [walks, growth], (
         f"{count} errors of size 1: worst case {count}, root of the sum of squares {count**0.5:.3g}, "
@@ -137,20 +135,8 @@ def by_hand(x: float, format: str) -> Picture:
     )
 
 
-CODING = Coding(
-    reference=lambda gradients, errors: torch.linalg.vector_norm(gradients * errors),
-    cases=[(torch.tensor([4.0, -3.0, 1.0, -0.5, 1.0]), torch.tensor([0.1, 0.2, -0.1, 0.3, 0.1]))],
-    mistakes={
-        "that is the worst case: unknown signs cancel in part. Square each term before you add.": (
-            lambda gradients, errors: (gradients * errors).abs().sum()
-        ),
-        "here terms of different signs cancel, but signs are unknown. Square each term before you add.": torch.dot,
-        "that is the squared error. Take its root.": lambda gradients, errors: (gradients * errors).square().sum(),
-        "multiply each error by its gradient first.": lambda gradients, errors: errors.norm(),
-    },
-    solution="""def predicted(gradients, errors):
-    return ((gradients * errors) ** 2).sum() ** 0.5""",
-)
+CASES = [(torch.tensor([4.0, -3.0, 1.0, -0.5, 1.0]), torch.tensor([0.1, 0.2, -0.1, 0.3, 0.1]))]
+CODING = coding("adjoint_predictor", lambda g, errors: torch.linalg.vector_norm(g * errors), CASES)
 
 
 # --- The model -----------------------------------------------------------------------------------

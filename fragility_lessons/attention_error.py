@@ -16,14 +16,14 @@ from torch import Tensor
 from fragility_core import theory
 from fragility_core.theory import AttentionNorms
 from fragility_lessons import pictures
-from fragility_lessons.coding import Coding
-from fragility_lessons.pictures import BESIDE, HERE, LIMIT, TWO_COLUMNS, Picture, finish, panels, strength
+from fragility_lessons.coding import coding
+from fragility_lessons.pictures import BESIDE, FORMATS, LIMIT, TWO_COLUMNS, Picture, finish, panels, strength
+from fragility_lessons.rows import standard_normal
 from fragility_lessons.widgets import exercises
 from fragility_numerics.emulation import Emulation
 from fragility_numerics.formats import get_format
 
 EXERCISES = exercises("attention_error")
-FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 MARGINS = torch.linspace(0.25, 10, 40, dtype=torch.float64)
 MEASURES = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
 STEPS = ["observed error", "norms multiplied", "largest ‖J‖ of the rows", "largest rounding (bound)"]
@@ -101,26 +101,22 @@ def ladder(head: Head, format: str) -> pd.DataFrame:
 # --- Example heads ------------------------------------------------------------------------------
 
 
-def _normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 def peaked(margin: Tensor, value_scale: float = 1.0) -> Head:
     """Heads (M, DRAWS, KEYS, WIDTH) in which every query prefers one key by ``margin`` (M,): S = margin I.
 
     Queries and keys are the same scaled rows of random orthogonal matrices. Values are normal with mean zero over
     the keys, so that they cancel if attention is uniform.
     """
-    rows = torch.linalg.qr(_normal(DRAWS, WIDTH, KEYS)).Q.mT
+    rows = torch.linalg.qr(standard_normal(DRAWS, WIDTH, KEYS)).Q.mT
     directions = rows * (margin.double() * math.sqrt(WIDTH)).sqrt()[:, None, None, None]
-    values = _normal(DRAWS, KEYS, WIDTH)
+    values = standard_normal(DRAWS, KEYS, WIDTH)
     values = value_scale * (values - values.mean(-2, keepdim=True))
     return directions, directions, values.expand_as(directions)
 
 
 def normal(spread: float, draws: int) -> Head:
     """Normal queries, keys and values (draws, KEYS, WIDTH) whose scores have the standard deviation ``spread``."""
-    queries, keys, values = _normal(3, draws, KEYS, WIDTH)
+    queries, keys, values = standard_normal(3, draws, KEYS, WIDTH)
     return queries * math.sqrt(spread), keys * math.sqrt(spread), values
 
 
@@ -135,34 +131,8 @@ def bracket(query: Tensor, key: Tensor, d_smx: float) -> float:
     return theory.attention_coefficient(kappa, theory.chi_score(*norms, width, d_smx), **CONSTANTS)
 
 
-def _mistaken(query: Tensor, key: Tensor, d_smx: float, width: int, dim: int = -1, product: bool = False) -> Tensor:
-    scores = query @ key.T / width**0.5
-    size = (query @ key.T).norm() if product else query.norm() * key.norm()
-    return 2 + (scores.norm() + size / width**0.5) / scores.softmax(dim).norm() * d_smx
-
-
-CODING = Coding(
-    reference=bracket,
-    cases=[(torch.tensor([[1.0, 2.0], [0.5, -1.0]]), torch.tensor([[0.3, 1.0], [2.0, -0.5]]), 0.25)],
-    mistakes={
-        "divide the scores and χ_score by √d, where d is the number of columns.": (
-            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=1)
-        ),
-        "softmax goes over the keys, which are the columns of S.": (
-            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=2, dim=0)
-        ),
-        "χ_score has ‖Q‖ ‖K‖, not the norm of the product.": (
-            lambda query, key, d_smx: _mistaken(query, key, d_smx, width=2, product=True)
-        ),
-        "the constants c_smx and c'_gemm are missing.": lambda *given: bracket(*given) - 2,
-    },
-    solution="""def bracket(query, key, d_smx):
-    scores = query @ key.T / query.shape[1] ** 0.5
-    probabilities = scores.softmax(-1)
-    kappa = scores.norm() / probabilities.norm() * d_smx
-    chi = query.norm() * key.norm() / (probabilities.norm() * query.shape[1] ** 0.5) * d_smx
-    return 1 + kappa + chi + 1""",
-)
+CASES = [(torch.tensor([[1.0, 2.0], [0.5, -1.0]]), torch.tensor([[0.3, 1.0], [2.0, -0.5]]), 0.25)]
+CODING = coding("attention_error", bracket, CASES)
 
 
 # --- Pictures ----------------------------------------------------------------------------------
@@ -181,7 +151,7 @@ def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> 
     observed, bound = MEASURES[measure]
     mean = table.groupby("margin").mean()
     here = mean.iloc[np.abs(mean.index - margin).argmin()]
-    curve, terms = panels(height=3.8)
+    curve, terms = panels(height=3.8, here=margin)
 
     curve.plot(table.margin, table[observed], ".", color="C0", markersize=4, label="observed")
     curve.plot(mean.index, mean[bound], color="C3", label="bound")
@@ -194,8 +164,6 @@ def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> 
     terms.stackplot(mean.index, heights, labels=names, colors=["0.75", "0.55", "C0", "C1"])
     terms.axvline(math.log(KEYS - 1), **LIMIT)
     finish(terms, "margin", "", "terms in the bound's bracket", legend="upper right", ylim=(0, None))
-    for axes in (curve, terms):
-        axes.axvline(margin, **HERE)
     return [curve, terms], (
         f"{format}, margin {margin:g}, values × 2^{value_exponent}: {measure} error {here[observed]:.2g}, "
         f"bound {here[bound]:.2g}, {here[bound] / here[observed]:.2g} times as large; "

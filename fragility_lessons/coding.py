@@ -2,24 +2,43 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
+import yaml
+
+from fragility_lab.paths import ASSETS
+
+
+@cache
+def listed() -> dict[str, Any]:
+    """The contents of ``fragility_lab/assets/exercises.yaml``."""
+    return yaml.safe_load((ASSETS / "exercises.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Coding:
     """A function for a student to write.
 
-    ``reference`` is the library's function, and ``cases`` are arguments to try. ``mistakes`` are wrong functions, each
-    under the hint for a student who makes the same mistake. ``solution`` is a worked answer as source. ``returns`` says
-    what the function is to return.
+    ``reference`` is the library's function, and ``cases`` are arguments to try. ``solution`` is a worked answer as
+    source. ``mistakes`` are changes of its text, each under the hint for a student who makes the same mistake.
+    ``returns`` says what the function is to return.
     """
 
     reference: Callable
     cases: Sequence[tuple]
-    mistakes: Mapping[str, Callable]
     solution: str
+    mistakes: Mapping[str, Mapping[str, str]]
     returns: str = "return one number"
+
+    def written(self, hint: str = "") -> Callable:
+        """The worked answer, or the one with the mistake of a ``hint``."""
+        source, names = self.solution, dict[str, Callable]()
+        for right, wrong in self.mistakes.get(hint, {}).items():
+            source = source.replace(right, wrong)
+        exec(source, {}, names)
+        return next(iter(names.values()))
 
     def check(self, function: Callable) -> str:
         """The response to a student's ``function``. An exception inside the function is passed on to the student."""
@@ -33,7 +52,7 @@ class Coding:
             return f"Not yet. Hint: {self.returns}."
         if _equal(values, right):
             return "Right."
-        hints = [hint for hint, wrong in self.mistakes.items() if _equal(values, self._values(wrong))]
+        hints = [hint for hint in self.mistakes if _equal(values, self._values(self.written(hint)))]
         return f"Not yet. Hint: {hints[0] if hints else self._first_difference(values, right)}"
 
     def _values(self, function: Callable) -> list[np.ndarray]:
@@ -44,6 +63,11 @@ class Coding:
         given = ", ".join(map(_shown, self.cases[place]))
         wanted, value = _shown(right[place]), _shown(found[place])
         return f"for the arguments {given} the library gives {wanted}, and your function {value}."
+
+
+def coding(lesson: str, reference: Callable, cases: Sequence[tuple]) -> Coding:
+    """The exercise of the module ``lesson`` whose answer is compared with ``reference``."""
+    return Coding(reference, cases, **listed()["coding"][lesson])
 
 
 def _shown(value: object) -> str:

@@ -14,8 +14,8 @@ from fragility_core.bgss import State, advance, get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.reporting.figures import COLOURS, Axes, figure_of
 from fragility_lessons import record
-from fragility_lessons.coding import Coding
-from fragility_lessons.pictures import HERE, LIMIT, Picture, finish, panels
+from fragility_lessons.coding import coding
+from fragility_lessons.pictures import LIMIT, Picture, finish, panels
 from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 
@@ -92,7 +92,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     epsilon = theory.epsilon_update(BASE, candidate)
     before, after = (theory.layernorm_ratio(variance, e, width, unit) for e in (BASE, epsilon))
     bound = theory.post_update_ratio_bound(variance, width, unit, target=target, epsilon_max=cap)
-    left, right = panels(height=3.8)
+    left, right = panels(height=3.8, here=variance[-1])
     left.plot(variance[:-1], epsilon[:-1], color="C0")
     left.plot(variance[-1], epsilon[-1], "o", color="C3", markersize=9)
     left.plot(rows.variance_1, np.full(len(rows), 2.2e-6), "|", color="0.2", markersize=12)
@@ -102,8 +102,6 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     right.plot(variance[:-1], bound[:-1], color="C3", linewidth=4, alpha=0.4, label="guarantee")
     right.plot(variance[:-1], after[:-1], color="C0", label="after")
     right.plot(variance[-1], after[-1], "o", color="C3", markersize=9)
-    for axes in (left, right):
-        axes.axvline(variance[-1], **HERE)
     scales: dict[str, Any] = {"log": "xy", "xlim": (1e-6, 1e3)}
     finish(left, "σ²", "ε after the update", "ε follows σ² between base and cap", **scales, ylim=(1e-6, 2))
     finish(right, "σ²", "ρ_LN", "green: where the algorithm acts", **scales, legend="upper left", ylim=(1e-4, 1e4))
@@ -122,35 +120,13 @@ def new_epsilon(epsilon: float, variance: float, d_model: int, u: float, target:
     return theory.epsilon_update(epsilon, theory.epsilon_candidate(variance, d_model, u, target=target, **bounds))
 
 
-CODING = Coding(
-    reference=new_epsilon,
-    cases=[  # one in the band, one above it, one below it, one for which the cap is too low
-        (1e-5, 1e-4, 128, 2**-11, 0.5, 1e-2),
-        (1e-5, 1.0, 128, 2**-11, 0.5, 1e-2),
-        (1e-5, 1e-6, 128, 2**-11, 0.5, 1e-2),
-        (1e-5, 1e-4, 128, 2**-11, 0.25, 2e-5),
-    ],
-    mistakes={
-        "the gate is missing: nothing happens where ρ_LN is 1 or more.": (
-            lambda epsilon, variance, d, u, target, cap: max(epsilon, min(variance * d * u / target, cap))
-        ),
-        "ε never falls. Take the larger one of the old and the new.": (
-            lambda epsilon, variance, d, u, target, cap: (
-                epsilon if variance / epsilon * d * u >= 1 else min(variance * d * u / target, cap)
-            )
-        ),
-        "the cap is missing.": lambda e, v, d, u, target, cap: new_epsilon(e, v, d, u, target, 1.0),
-        "ρ_LN falls as ε grows: divide by the target.": (
-            lambda epsilon, variance, d, u, target, cap: (
-                epsilon if variance / epsilon * d * u >= 1 else max(epsilon, min(variance * d * u * target, cap))
-            )
-        ),
-    },
-    solution="""def new_epsilon(epsilon, variance, d_model, u, target, cap):
-    if variance / epsilon * d_model * u >= 1:
-        return epsilon
-    return max(epsilon, min(variance * d_model * u / target, cap))""",
-)
+CASES = [  # one in the band, one above it, one below it, one for which the cap is too low
+    (1e-5, 1e-4, 128, 2**-11, 0.5, 1e-2),
+    (1e-5, 1.0, 128, 2**-11, 0.5, 1e-2),
+    (1e-5, 1e-6, 128, 2**-11, 0.5, 1e-2),
+    (1e-5, 1e-4, 128, 2**-11, 0.25, 2e-5),
+]
+CODING = coding("controller", new_epsilon, CASES)
 
 
 # --- A recorded run under the controllers -----------------------------------------------------------

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fragility_core import theory
 from fragility_lab.reporting.figures import figure_of
-from fragility_lessons.coding import Coding
-from fragility_lessons.pictures import BESIDE, HERE, LIMIT, Picture, finish, panels, strength
+from fragility_lessons.coding import coding
+from fragility_lessons.pictures import BESIDE, LIMIT, Picture, finish, panels, strength
+from fragility_lessons.pictures import FORMATS as LOW
 from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import FORMATS, Format, get_format
 
 EXERCISES = exercises("floating_point")
-LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 ROWS, KEYS = 400, 16
 
 
@@ -85,28 +85,9 @@ def neighbours(x: float, format: str) -> Picture:
     )
 
 
-def _on_grid(x: float, step: float) -> float:
-    return step * round(x / step)
-
-
 BY_BITS = {round(-math.log2(get_format(name).unit_roundoff)): get_format(name) for name in LOW}
-CODING = Coding(
-    reference=lambda x, e, t: rounded(x, BY_BITS[t]),
-    cases=[(1.23, 0, 4), (300.7, 8, 8), (2.6, 1, 3), (0.37, -2, 11)],
-    mistakes={
-        "that is the grid between 1 and 2. Its spacing doubles at each power of two.": (
-            lambda x, e, t: _on_grid(x, 2.0 ** (1 - t))
-        ),
-        "that cuts off. Round to the nearest number of the grid.": (
-            lambda x, e, t: 2.0 ** (e + 1 - t) * (x // 2.0 ** (e + 1 - t))
-        ),
-        "your grid is too fine. Between 1 and 2 the spacing is 2u.": lambda x, e, t: _on_grid(x, 2.0 ** (e - t)),
-        "your grid is too coarse. Between 1 and 2 the spacing is 2u.": lambda x, e, t: _on_grid(x, 2.0 ** (e + 2 - t)),
-    },
-    solution="""def rounded(x, e, t):
-    step = 2 ** (e + 1 - t)
-    return step * round(x / step)""",
-)
+CASES = [(1.23, 0, 4), (300.7, 8, 8), (2.6, 1, 3), (0.37, -2, 11)]
+CODING = coding("floating_point", lambda x, e, t: rounded(x, BY_BITS[t]), CASES)
 
 
 @cache
@@ -125,11 +106,10 @@ def worst_errors() -> pd.DataFrame:
 def ranges(exponent: int, format: str) -> Picture:
     """The largest relative error of rounding over the magnitude of the rounded number, one line a format."""
     table = worst_errors()
-    (axes,) = panels(8.2, height=3.8, right=1.5)
+    (axes,) = panels(8.2, height=3.8, right=1.5, here=exponent)
     for marker, (name, curve) in zip("osD^", table.groupby("format", sort=False)):
         strong = strength(name == format)
         axes.plot(curve.exponent, curve.error.clip(upper=9), marker=marker, markersize=4, label=name, **strong)
-    axes.axvline(exponent, **HERE)
     axes.text(15.5, 4, "overflow", fontsize="small")
     title = "inside its range, a format's relative error is at most u"
     finish(axes, "binary exponent of x", "largest relative error", title, "y", BESIDE, ylim=(1e-4, 9))

@@ -12,9 +12,7 @@ from fragility_lab.experiments.constants import (
     constant_values,
     measure_constants,
 )
-from fragility_lessons.pictures import HERE, SMALL_BESIDE, Picture, finish, panels, strength
-
-FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+from fragility_lessons.pictures import FORMATS, SMALL_BESIDE, Picture, finish, panels, strength
 
 # The largest dimensions in the sample (``kernel_samples``). A priori constants grow with the dimensions.
 LARGEST = {"keys": 64, "head_width": 128, "features": 768}
@@ -60,12 +58,11 @@ def slack_quantiles(format: str) -> pd.DataFrame:
 def statements(exponent: float, statement: str, format: str) -> Picture:
     """The share of draws over the slack that they do not exceed, one line for each statement."""
     quantiles = slack_quantiles(format)
-    (axes,) = panels(8.2, height=4.2, right=2.6)
+    (axes,) = panels(8.2, height=4.2, right=2.6, here=10**exponent)
     for style, name in zip(["-", "--", "-.", ":", "-", "--"], STATEMENTS.values()):
         strong = strength(name == statement)
         axes.plot(quantiles[name].clip(upper=1e9), quantiles.index, style, label=name, **strong)
     axes.axvline(1, color="C3", linewidth=2)
-    axes.axvline(10**exponent, **HERE)
     labels = ("bound / observed error", "share of draws", f"{format}: the slack of the statements")
     finish(axes, *labels, "x", SMALL_BESIDE, xlim=(0.3, 1e6), ylim=(0, 1))
     rows = slack_rows(format)

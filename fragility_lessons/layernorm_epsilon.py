@@ -1,6 +1,5 @@
 """Notebook 3: the amplification of errors by LayerNorm, its dependence on epsilon, and the ratio rho_LN."""
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -10,14 +9,14 @@ from torch import Tensor
 
 from fragility_core import theory
 from fragility_lessons import embedded, pictures
-from fragility_lessons.coding import Coding
-from fragility_lessons.pictures import HERE, LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
+from fragility_lessons.coding import coding
+from fragility_lessons.pictures import FORMATS as FORMATS
+from fragility_lessons.pictures import LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
 from fragility_lessons.rows import FEATURES, drawn, errors, ladder, mean_variance, uneven_gamma
 from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 
 EXERCISES = exercises("layernorm_epsilon")
-FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 WIDTHS = ("64", "128", "768", "4096")
 DRAWS = 4
 EPSILONS = 10 ** np.linspace(-8, 1, 13)
@@ -31,7 +30,7 @@ def factor(variance_exponent: float, epsilon_exponent: float) -> Picture:
     variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
     epsilons = np.geomspace(1e-8, 1e4, 49)
     here = theory.layernorm_factor(variance, epsilon)
-    curve, shares = panels(height=3.8)
+    curve, shares = panels(height=3.8, here=epsilon)
     curve.plot(epsilons, np.full_like(epsilons, 2 / variance**0.5), color="0.5", linestyle=":", label="2/σ")
     curve.plot(epsilons, epsilons**-0.5, color="0.5", linestyle="--", label="1/√ε")
     curve.plot(epsilons, theory.layernorm_factor(variance, epsilons), color="C3", label="f(ε)")
@@ -46,8 +45,6 @@ def factor(variance_exponent: float, epsilon_exponent: float) -> Picture:
     shares.axvline(variance, **LIMIT)
     title = "as a share of the value at ε = 0"
     finish(shares, "ε (dashed: ε = σ²)", "share", title, "x", "lower left", ylim=(0, 1.05))
-    for axes in (curve, shares):
-        axes.axvline(epsilon, **HERE)
     share = epsilon / variance
     return [curve, shares], (
         f"σ² = {variance:.2g}, ε = {epsilon:.2g} = {share:.2g} σ²: f(ε) = {here:.3g}; against ε = 0 the output shrinks "
@@ -62,39 +59,8 @@ def bound(x: Tensor, gamma: Tensor, epsilon: float, u: float) -> Tensor:
     return theory.layernorm_error_bound(norms.gamma_max, norms.variance, epsilon, norms.input_norm, u, a_ln=1.0)
 
 
-def _mistaken(x: Tensor, gamma: Tensor, epsilon: float, u: float, /, **wrong: Callable) -> Tensor:
-    """``bound`` with other factors, to make mistakes. Each factor is a function of x, gamma and epsilon."""
-    variance = x.var(correction=0)
-    right = {
-        "gamma": gamma.abs().max(), "factor": theory.layernorm_factor(variance, epsilon), "input": x.norm(), "u": u,
-    }  # fmt: skip
-    right |= {name: change(x, gamma, epsilon) for name, change in wrong.items()}
-    return right["gamma"] * right["factor"] * right["input"] * right["u"]
-
-
-CODING = Coding(
-    reference=bound,
-    cases=[(torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([0.5, -2.0, 1.0, 1.5]), 0.1, 2**-8)],
-    mistakes={
-        "σ² is the mean of the squares, without the correction by one: x.var(correction=0).": (
-            lambda *given: _mistaken(*given, factor=lambda x, gamma, epsilon: theory.layernorm_factor(x.var(), epsilon))
-        ),
-        "f(ε) is not 1/√(σ² + ε): it counts the error of σ² too.": lambda *given: _mistaken(
-            *given, factor=lambda x, gamma, epsilon: (x.var(correction=0) + epsilon) ** -0.5
-        ),
-        "M_LN has ‖x‖. The mean counts.": lambda *given: _mistaken(
-            *given, input=lambda x, gamma, epsilon: (x - x.mean()).norm()
-        ),
-        "take the largest |γ|: signs do not count.": lambda *given: _mistaken(
-            *given, gamma=lambda x, gamma, epsilon: gamma.max()
-        ),
-        "that is M_LN. The bound has the factor u.": lambda *given: _mistaken(*given, u=lambda *_: 1.0),
-    },
-    solution="""def bound(x, gamma, epsilon, u):
-    variance = x.var(correction=0)
-    f = (epsilon + 2 * variance) / (variance + epsilon) ** 1.5
-    return u * gamma.abs().max() * f * x.norm()""",
-)
+CASES = [(torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([0.5, -2.0, 1.0, 1.5]), 0.1, 2**-8)]
+CODING = coding("layernorm_epsilon", bound, CASES)
 
 
 # --- Measured errors --------------------------------------------------------------------------
@@ -113,13 +79,12 @@ def rounding(variance_exponent: float, offset: float, epsilon_exponent: float, f
     table = sweep(variance, offset, format, rounded)
     here = errors(drawn(variance, offset, DRAWS), torch.ones(FEATURES), epsilon, format, rounded).mean()
     mean = table.groupby("epsilon").mean()
-    row = panels(height=3.8)
+    row = panels(height=3.8, here=epsilon)
     pairs = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
     for axes, (kind, (observed, bound)) in zip(row, pairs.items()):
         axes.plot(table.epsilon, table[observed], ".", color="C0", markersize=4, label="observed")
         axes.plot(mean.index, mean[bound], color="C3", label="bound")
         axes.axvline(variance, **LIMIT)
-        axes.axvline(epsilon, **HERE)
         legend = TWO_COLUMNS if kind == "absolute" else None
         labels = ("ε (dashed: ε = σ²)", f"{kind} error", f"{format}: {kind} error")
         finish(axes, *labels, "xy", legend, ylim=(1e-6, 1e2))
@@ -184,11 +149,10 @@ def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str, rou
     table = loudness_sweep(epsilon, format, rounded)
     here = mean_variance(2.0**loudness_exponent, epsilon, format, rounded)
     mean = here["bound with the mean variance"]
-    (axes,) = panels(8.2, height=3.8, right=2.6)
+    (axes,) = panels(8.2, height=3.8, right=2.6, here=here["loudness"])
     axes.plot(table.loudness, table.bound, "-", color="C3", label="bound, row by row")
     axes.plot(table.loudness, table["bound with the mean variance"], "--", color="C1", label="with the mean variance")
     axes.plot(table.loudness, table.observed, ".-", color="C0", label="observed")
-    axes.axvline(here["loudness"], **HERE)
     labels = ("scale of the loud row", "error of both rows", f"{format}: a quiet row beside a loud one")
     finish(axes, *labels, "xy", SMALL_BESIDE, ylim=(1e-3, 1e2))
     over = here["observed"] / mean

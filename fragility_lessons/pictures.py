@@ -15,7 +15,8 @@ from fragility_lab.reporting.figures import figure_of, style
 
 Picture = tuple[list[Axes], str]  # the panels, and a line with the numbers to read off
 
-HERE: dict[str, Any] = {"color": "0.2", "linestyle": ":"}  # a line at the value of a control
+FORMATS = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+HERE: dict[str, Any] = {"color": "0.2", "linestyle": ":", "zorder": 2.1}  # a line above curves
 LIMIT: dict[str, Any] = {"color": "0.2", "linestyle": "--", "linewidth": 1}
 BESIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5)}  # a legend to the right of the panel
 SMALL_BESIDE = BESIDE | {"fontsize": "small"}
@@ -44,11 +45,12 @@ def alternative_text(axes: Axes) -> str:
 
 
 @style()
-def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axes]:
+def panels(*widths: float, height: float = 3.6, right: float = 0.25, here: float | None = None) -> list[Axes]:
     """One Axes for each of ``widths`` (by default 4.8 twice), in figures of their own, which narrow pages stack.
 
-    Widths, ``height`` and the margin ``right`` are in inches. Pyplot does not know the figures, so that callbacks
-    leave none open. Margins are fixed, since a layout engine takes longer than the drawing.
+    Widths, ``height`` and the margin ``right`` are in inches. A line marks ``here``, the value of a control. Pyplot
+    does not know the figures, so that callbacks leave none open. Margins are fixed, since a layout engine takes longer
+    than the drawing.
     """
     row = []
     for width in widths or (4.8, 4.8):
@@ -56,6 +58,8 @@ def panels(*widths: float, height: float = 3.6, right: float = 0.25) -> list[Axe
         figure.subplots_adjust(0.85 / width, 0.65 / height, 1 - right / width, 1 - 0.4 / height)
         row.append(figure.add_subplot())
         row[-1].locator_params(nbins=5)
+        if here is not None:
+            row[-1].axvline(here, **HERE)
     return row
 
 

@@ -4,7 +4,6 @@ A block is x -> x + J x with ||J||_2 = rho. A stack is a tensor of Jacobians (L,
 """
 
 from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import pandas as pd
@@ -14,8 +13,9 @@ from torch import Tensor
 from fragility_core import theory
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lessons import embedded
-from fragility_lessons.coding import Coding
-from fragility_lessons.pictures import HERE, LIMIT, Picture, finish, panels, strength
+from fragility_lessons.coding import coding
+from fragility_lessons.pictures import LIMIT, Picture, finish, panels, strength
+from fragility_lessons.rows import standard_normal
 from fragility_lessons.widgets import exercises
 
 EXERCISES = exercises("residual_depth")
@@ -38,7 +38,7 @@ def jacobians(kind: str, rho: float, blocks: int) -> Tensor:
     """J_l with ||J_l||_2 = ``rho``, (blocks, WIDTH, WIDTH), of a ``kind`` of KINDS; random ones differ."""
     if kind != "random":
         return rho * EQUAL[kind].expand(blocks, -1, -1)
-    normal = torch.randn(blocks, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    normal = standard_normal(blocks, WIDTH, WIDTH)
     return rho * (normal / torch.linalg.matrix_norm(normal, 2)[:, None, None])
 
 
@@ -78,27 +78,7 @@ def condition(values: Tensor) -> Tensor:
     return torch.where(values[..., -1] > 1e-12, values[..., 0] / values[..., -1], torch.inf)
 
 
-CODING = Coding(
-    reference=lambda rho: theory.downstream_transport(torch.tensor(rho)),
-    cases=[([0.5, 0.2, 1.0, 0.3],)],
-    mistakes={
-        "an error is made at the end of its block, so the block's own ρ does not count.": (
-            lambda rho: list(accumulate((1 + gain for gain in reversed(rho)), mul))[::-1]
-        ),
-        "those are the blocks before. An error passes the blocks after its own.": (
-            lambda rho: list(accumulate((1 + gain for gain in rho[:-1]), mul, initial=1.0))
-        ),
-        "gains do not add up: each block multiplies the error.": (
-            lambda rho: list(accumulate(reversed(rho[1:]), initial=1.0))[::-1]
-        ),
-    },
-    solution="""def transport(rho):
-    factors = [1.0]
-    for gain in reversed(rho[1:]):
-        factors.insert(0, factors[0] * (1 + gain))
-    return factors""",
-    returns="return a list with one number for each block",
-)
+CODING = coding("residual_depth", lambda rho: theory.downstream_transport(torch.tensor(rho)), [([0.5, 0.2, 1.0, 0.3],)])
 
 
 def one_block(rho: float, kind: str) -> Picture:
@@ -107,7 +87,7 @@ def one_block(rho: float, kind: str) -> Picture:
     low, high = theory.residual_singular_value_bounds(rho)
     here, sweep = singular_values(rho * unit), singular_values(GAINS[:, None, None] * unit)
     small = GAINS < 1
-    bars, curve = panels(height=3.6)
+    (bars,), (curve,) = panels(4.8), panels(4.8, here=rho)
     bars.bar(range(1, WIDTH + 1), here.numpy(), color="C0")
     for bound, name in ((high, "1 + ρ"), (low, "1 − ρ")):
         bars.axhline(bound, color="C3", linewidth=1.5)
@@ -118,7 +98,6 @@ def one_block(rho: float, kind: str) -> Picture:
     curve.plot(GAINS[small], theory.residual_condition_bound(GAINS[small]), color="C3", label="(1 + ρ) / (1 − ρ)")
     curve.plot(GAINS, condition(sweep).clamp_max(1e6), ".-", color="C0", label="κ(I + J)")
     curve.axvline(1, **LIMIT)
-    curve.axvline(rho, **HERE)
     labels = ("ρ = ‖J‖₂ (dashed: 1)", "κ(I + J)", "condition number of the block")
     finish(curve, *labels, "y", "upper left", ylim=(0.8, 1e3))
     bound = f"bound {theory.residual_condition_bound(rho):.3g}" if rho < 1 else "without a bound, as ρ is not below 1"
@@ -132,7 +111,7 @@ def depth(rho: float, blocks: int, kind: str) -> Picture:
     """Left: growth of an error over depth, and prod (1 + rho). Right: condition number, its bound, its substitute."""
     table = course(kind, rho, 48)
     here = table[table.blocks == blocks].iloc[0]
-    growth, conditions = panels(height=3.8)
+    growth, conditions = panels(height=3.8, here=blocks)
     growth.plot(table.blocks, table.transport, color="C3", label="bound ∏(1 + ρ)")
     growth.plot(table.blocks, table.worst, color="C0", label="worst direction")
     growth.plot(table.blocks, table.typical, "--", color="C2", label="typical direction")
@@ -140,7 +119,6 @@ def depth(rho: float, blocks: int, kind: str) -> Picture:
     conditions.plot(table.blocks, table.condition, color="C0", label="κ of the product")
     conditions.plot(table.blocks, table.transport, "--", color="C1", label="∏(1 + ρ), its substitute")
     for axes, y, title in ((growth, "factor", "growth of an error"), (conditions, "κ", "condition number")):
-        axes.axvline(blocks, **HERE)
         finish(axes, "blocks", y, title, "y", "upper left")
     return [growth, conditions], (
         f"{kind}, ρ = {rho:.2f}, {blocks} blocks: an error grows at most {here.transport:.3g}-fold by the bound, "
@@ -169,7 +147,7 @@ def checkpoint(layer: int, estimator: str) -> Picture:
     """Left: rho of every block by three estimators. Right: growth of an error of a block, estimated and measured."""
     rho, table = estimates(), factors()
     here = table.loc[layer]
-    gain, growth = panels(height=4.0)
+    gain, growth = panels(height=4.0, here=layer)
     for name, marker in MARKERS.items():
         strong = strength(name == estimator)
         gain.plot(rho.index, rho[name], f"{marker}-", markersize=5, label=name, **strong)
@@ -179,7 +157,6 @@ def checkpoint(layer: int, estimator: str) -> Picture:
     growth.plot(table.index, table.rounding, "*-", color="C3", markersize=8, label="bf16 rounding (measured)")
     right = ("factor", "growth of an error up to the end", (0.5, 1e12))
     for axes, (y, title, limits) in ((gain, ("ρ", "gain of every block", (0.1, 1e9))), (growth, right)):
-        axes.axvline(layer, **HERE)
         finish(axes, "block", y, title, "y", "upper right", ylim=limits, xticks=range(0, len(rho), 2))
     return [gain, growth], (
         f"block {layer}, {estimator}: ρ = {rho[estimator][layer]:.3g}; an error made here grows {here[estimator]:.3g}-"

@@ -76,7 +76,8 @@ def ladder(x: Tensor, gamma: Tensor, epsilon: float, format: str) -> pd.DataFram
 # --- Example rows -------------------------------------------------------------------------------
 
 
-def _normal(*shape: int) -> Tensor:
+def standard_normal(*shape: int) -> Tensor:
+    """Normal numbers in fp64, the same at each call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -85,14 +86,14 @@ def drawn(variance: float, offset: float, draws: int) -> Tensor:
 
     Avoid standard deviations that are powers of two: dividing by them is exact.
     """
-    rows = _normal(draws, FEATURES)
+    rows = standard_normal(draws, FEATURES)
     deviation, mean = torch.std_mean(rows, -1, correction=0, keepdim=True)
     return (variance**0.5 * ((rows - mean) / deviation + offset)).float()
 
 
 def uneven_gamma(spread: float) -> Tensor:
     """Log-normal gamma (FEATURES,). The standard deviation of its logarithm is ``spread``."""
-    return (spread * _normal(FEATURES)).exp().float()
+    return (spread * standard_normal(FEATURES)).exp().float()
 
 
 def quiet_and_loud(loudness: float, format: str) -> Tensor:

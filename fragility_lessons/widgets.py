@@ -14,12 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import ipywidgets
-import yaml
 from ipywidgets import HTML, Dropdown, FloatSlider, HBox, HTMLMath, IntSlider, RadioButtons, Text, ToggleButtons, VBox
 
-from fragility_lab.paths import ASSETS
 from fragility_lab.reporting import figures
 from fragility_lessons import pictures
+from fragility_lessons.coding import listed
 
 LABEL = {"description_width": "14em"}
 WIDE = {"width": "min(100%, 38em)"}
@@ -95,7 +94,7 @@ class Explorer:
         try:
             self.redraw()
         except Exception:
-            # Jupyter logs the exception of a callback where no reader looks.
+            # Jupyter logs the exception of a callback, whatever it is, where no reader looks.
             self.picture.value = f'<pre role="alert">{html.escape(traceback.format_exc())}</pre>'
             raise
 
@@ -171,8 +170,7 @@ class Exercise:
 
 def exercises(lesson: str) -> tuple[Exercise, ...]:
     """The exercises of the module ``lesson``, in the order of ``fragility_lab/assets/exercises.yaml``."""
-    listed = yaml.safe_load((ASSETS / "exercises.yaml").read_text(encoding="utf-8"))
-    return tuple(Exercise(**texts) for texts in listed[lesson])
+    return tuple(Exercise(**texts) for texts in listed()[lesson])
 
 
 # --- Answers that are numbers -------------------------------------------------------------------

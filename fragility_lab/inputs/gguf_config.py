@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from fragility_lab.inputs.gguf_header import MODEL_TYPES, Header, require_supported
+from fragility_lab.inputs.gguf_header import MODEL_TYPES, Header
 
 # The fields of configurations, by the settings that give them; some configurations have names of their own.
 FIELDS = {
@@ -46,49 +46,43 @@ def shortest(value: Any) -> Any:
 def configuration(header: Header) -> PreTrainedConfig:
     """The configuration that the GGUF file of ``header`` describes.
 
-    Raises ValueError for an architecture that is not supported, and for a setting that no field takes.
+    Raises ValueError for a setting that no field takes.
     """
-    require_supported(header)
     settings = {name: shortest(value) for name, value in header.own().items()}
     kind = CONFIG_MAPPING[MODEL_TYPES[header.architecture]]
     known, heads = kind().to_dict(), settings["attention.head_count"]
-    given = {field: settings[name] for name in settings if (field := field_of(name, kind, known))}
     equal = settings["embedding_length"] // heads
     width = settings.get("attention.key_length") or settings.get("rope.dimension_count") or equal
-    fields = {field: header.settings.get(f"tokenizer.ggml.{name}") for name, field in TOKENS.items()}
-    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
-    fields["vocab_size"] = header.tensors["token_embd.weight"][0][0]
+    values = {field: header.settings.get(f"tokenizer.ggml.{name}") for name, field in TOKENS.items()}
+    values["tie_word_embeddings"] = "output.weight" not in header.tensors
+    values["vocab_size"] = header.tensors["token_embd.weight"][0][0]
     if "num_key_value_heads" in known:
-        fields["num_key_value_heads"] = heads
+        values["num_key_value_heads"] = heads
     if "head_dim" in known or width != equal:
-        fields["head_dim"] = width
+        values["head_dim"] = width
     if header.architecture in LARGEST:
-        fields["query_pre_attn_scalar"] = equal if settings["block_count"] == LARGEST[header.architecture] else width
+        values["query_pre_attn_scalar"] = equal if settings["block_count"] == LARGEST[header.architecture] else width
     if header.architecture == "qwen3moe":
-        fields["norm_topk_prob"] = True  # as llama.cpp computes; no file says it
-    everything: dict[str, Any] = fields | given
+        values["norm_topk_prob"] = True  # as llama.cpp computes; no file says it
+    fields = {
+        name: field for name in settings for alias in reversed(FIELDS.get(name, "").split())
+        if (field := kind.attribute_map.get(alias, alias)) in known
+    }  # fmt: skip
+    everything: dict[str, Any] = values | {field: settings[name] for name, field in fields.items()}
     config = kind(**everything)
-    taken = {name for name in WIDTHS if settings.get(name) == width}
+    taken = {name for name, field in fields.items() if getattr(config, field) == settings[name]}
+    taken |= {name for name in WIDTHS if settings.get(name) == width}
     if "rope_parameters" in known:
         taken |= rope(config, header, settings)
-    taken |= {
-        name for name in settings if (field := field_of(name, kind, known)) and getattr(config, field) == given[field]
-    }
     for name, value in settings.items():
         if name not in taken and value not in UNUSED:
             raise unread(header, name, value)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and "sliding_window" not in given:
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and "sliding_window" not in fields.values():
         raise ValueError(
             f"blocks of {header.architecture} have windows, whose attention.sliding_window {header.file} does not say: "
             "convert the model again"
         )
     return config
-
-
-def field_of(name: str, kind: type[PreTrainedConfig], known: dict[str, Any]) -> str | None:
-    """The field for the setting ``name`` in a configuration of ``kind``, if there is one."""
-    names = [kind.attribute_map.get(field, field) for field in FIELDS.get(name, "").split()]
-    return next((field for field in names if field in known), None)
 
 
 def rope(config: PreTrainedConfig, header: Header, settings: dict[str, Any]) -> set[str]:

@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -20,9 +19,9 @@ from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fragility_lab.inputs.described import require_described_weights
 from fragility_lab.inputs.gguf_config import ROPE_FACTORS, configuration
 from fragility_lab.inputs.gguf_header import Header, read_header
+from fragility_lab.inputs.stored import require_described_weights
 
 # How tokenizers of bytes split text, by llama.cpp's names: into GPT-2's words, and those that split each digit as well.
 # transformers knows others, and takes GPT-2's words for all that it does not know.
@@ -37,14 +36,14 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fragility" / "gguf"
 
 
-def converted(name: str, part: str) -> str:
-    """The folder with a ``part`` of the model in the GGUF file ``name``: its "config", "weights" or "tokenizer".
+def converted(file: str | Path, part: str) -> str:
+    """The folder with a ``part`` of the model in the GGUF ``file``: its "config", "weights" or "tokenizer".
 
-    The folder is made if there is none for this file, this code and these versions. Older folders of the file are
-    removed then, unless somebody has used them within a day.
+    The folder is made if there is none for this file, this code and these versions; it appears whole or not at all.
+    Older folders of the file are removed then, unless somebody has used them within a day.
     Raises the errors of ``gguf_header.read_header`` and ``gguf_config.configuration``.
     """
-    header = read_header(name)
+    header = read_header(file)
     place, stat = str(header.file.resolve()), header.file.stat()
     state = (place, stat.st_size, stat.st_mtime_ns, version("gguf"), version("transformers"))
     sha = hashlib.sha256(repr(state).encode())
@@ -57,23 +56,17 @@ def converted(name: str, part: str) -> str:
             with suppress(FileNotFoundError):  # another process has removed it
                 if time.time() - other.stat().st_mtime > DAY:
                     shutil.rmtree(other, ignore_errors=True)
-        appear(folder / part, WRITTEN[part], header)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
+            (inner := Path(made) / part).mkdir()
+            WRITTEN[part](header, inner)
+            try:
+                inner.rename(folder / part)
+            except OSError:
+                if not (folder / part).is_dir():  # another process was faster
+                    raise
     os.utime(folder)  # somebody uses it
     return str(folder / part)
-
-
-def appear(folder: Path, write: Callable[[Header, Path], None], header: Header) -> None:
-    """Let ``write`` fill ``folder``, which appears whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as made:
-        inner = Path(made) / folder.name
-        inner.mkdir()
-        write(header, inner)
-        try:
-            inner.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process was faster
-                raise
 
 
 def write_config(header: Header, folder: Path) -> None:
@@ -84,13 +77,18 @@ def write_config(header: Header, folder: Path) -> None:
 def write_model(header: Header, folder: Path) -> None:
     """Write the model that transformers reads from the file of ``header``, dequantized to fp32.
 
-    Raises ValueError for tensors that transformers does not read.
+    Raises ValueError for tensors that transformers does not read, and OSError if the disk has no room.
     """
     config = configuration(header)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     require_all_read(header, model)
-    require_space(header, model)
+    needed, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(cache()).free
+    if free < needed:
+        raise OSError(
+            f"{header.file} takes {needed / 1e9:.1f} GB in fp32, but {cache()} has {free / 1e9:.1f} GB left: free "
+            "some, or set XDG_CACHE_HOME to a folder on another disk"
+        )
     print(f"converting {header.file} to fp32, once, in {cache()}", file=sys.stderr, flush=True)
     file = header.file.absolute()
     with patch("transformers.modeling_gguf_pytorch_utils.tqdm", partial(tqdm, disable=True)):
@@ -104,16 +102,6 @@ def write_model(header: Header, folder: Path) -> None:
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
-
-
-def require_space(header: Header, model: torch.nn.Module) -> None:
-    """Raises OSError if the disk has no room for ``model`` in fp32."""
-    needed, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(cache()).free
-    if free < needed:
-        raise OSError(
-            f"{header.file} takes {needed / 1e9:.1f} GB in fp32, but {cache()} has {free / 1e9:.1f} GB left: free "
-            "some, or set XDG_CACHE_HOME to a folder on another disk"
-        )
 
 
 def require_all_read(header: Header, model: Any) -> None:

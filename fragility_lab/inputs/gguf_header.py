@@ -1,8 +1,12 @@
-"""The header of a GGUF file: its settings and the shapes and types of its tensors, read without a heavy import."""
+"""The header of a GGUF file: its settings and the shapes and types of its tensors, read without a heavy import.
+
+Refusals take no time. The package's own reader needs ten seconds for Gemma's vocabulary, and transformers needs torch.
+"""
 
 import mmap
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -66,16 +70,13 @@ class Reader:
         return found
 
     def text(self) -> str:
-        start = self.skip_text()
-        return self.held[start : self.at].decode("utf-8", "replace")
+        return self.numbers(f"{self.numbers('Q')[0]}s")[0].decode("utf-8", "replace")
 
-    def skip_text(self) -> int:
-        """Skip a string; returns the offset at which it starts."""
-        (length,) = self.numbers("Q")
-        start, self.at = self.at, self.at + length
-        if self.at > len(self.held):
-            raise struct.error("a string ends behind the file")
-        return start
+    def shape(self) -> tuple[int, ...]:
+        (axes,) = self.numbers("I")
+        if axes > 8:
+            raise struct.error(f"a tensor of {axes} axes")
+        return self.numbers(f"{axes}Q")[::-1]
 
     def value(self) -> Any:
         (kind,) = self.numbers("I")
@@ -84,19 +85,18 @@ class Reader:
         if kind != ARRAY:
             return self.numbers(NUMBERS[kind])[0]
         kind, count = self.numbers("IQ")
-        if kind == STRING:
-            for _ in range(count):
-                self.skip_text()
-            return count
-        if count > len(self.held):
-            raise struct.error("a list ends behind the file")
-        return list(self.numbers(f"{count}{NUMBERS[kind]}"))
+        if kind != STRING:
+            return list(self.numbers(f"{count}{NUMBERS[kind]}"))
+        for _ in range(count):
+            self.text()
+        return count
 
 
 def read_header(file: str | Path) -> Header:
     """The header of a GGUF ``file``.
 
-    Raises ValueError, with words on what to do, unless the file is whole, in one piece, and holds a model.
+    Raises ValueError, with words on what to do, unless the file is whole, in one piece, and holds a model of one of
+    MODEL_TYPES.
     """
     file = Path(file)
     size = file.stat().st_size
@@ -106,7 +106,7 @@ def read_header(file: str | Path) -> Header:
         try:
             count, settings_count = reader.numbers("QQ")
             settings = {reader.text(): reader.value() for _ in range(settings_count)}
-            entries = [(reader.text(), *_place(reader)) for _ in range(count)]
+            entries = [(reader.text(), reader.shape(), *reader.numbers("IQ")) for _ in range(count)]
         except (struct.error, KeyError, OverflowError) as cause:
             raise cut_off(file, "its header does not end") from cause
     types = {kind: readable(file, kind, [name for name, _, k, _ in entries if k == kind]) for *_, kind, _ in entries}
@@ -115,21 +115,14 @@ def read_header(file: str | Path) -> Header:
         raise cut_off(file, f"general.alignment is {alignment}")
     data = -(-reader.at // alignment) * alignment
     placed = {name: (shape, types[kind][0], data + offset) for name, shape, kind, offset in entries}
-    require_whole_model(header := Header(file, settings, placed))
+    header = Header(file, settings, placed)
+    if unfit := next(flaws(header), ""):
+        raise ValueError(f"a GGUF file must {unfit}")
     for name, shape, kind, offset in entries:
         _, block, width = types[kind]
         if data + offset + prod(shape) // block * width > size:
             raise cut_off(file, f"{name} ends behind its {size} bytes")
     return header
-
-
-def _place(reader: Reader) -> tuple[tuple[int, ...], int, int]:
-    """Shape, number of the type, and offset of a tensor."""
-    (axes,) = reader.numbers("I")
-    if axes > 8:
-        raise struct.error(f"a tensor of {axes} axes")
-    shape = reader.numbers(f"{axes}Q")
-    return tuple(reversed(shape)), *reader.numbers("IQ")
 
 
 def readable(file: Path, kind: int, names: list[str]) -> tuple[str, int, int]:
@@ -179,41 +172,29 @@ def require_readable(file: Path, start: bytes) -> None:
         )
 
 
-def require_whole_model(header: Header) -> None:
-    """Raises ValueError unless the file is one piece and holds a model, not a vocabulary, an adapter or the like."""
+def flaws(header: Header) -> Iterator[str]:
+    """The things that a GGUF file must do, but the one of ``header`` does not, with words on what to do.
+
+    It must be one piece and hold a model, not a vocabulary, an adapter or the like. The conversion of its architecture
+    must have been compared by a test.
+    """
     file, settings, piece = header.file, header.settings, PIECE.search(header.file.name)
-    pieces = settings.get("split.count", 0) or (int(piece[1]) if piece else 1)
-    if pieces > 1:
-        raise ValueError(
-            f"a GGUF file must be of one piece, but {file} is one of {pieces}: join them with "
-            "`llama-gguf-split --merge FIRST-PIECE.gguf WHOLE.gguf`"
-        )
+    if (pieces := settings.get("split.count", 0) or (int(piece[1]) if piece else 1)) > 1:
+        how = "join them with `llama-gguf-split --merge FIRST-PIECE.gguf WHOLE.gguf`"
+        yield f"be of one piece, but {file} is one of {pieces}: {how}"
     if (kind := settings.get("general.type", "model")) != "model":
-        raise ValueError(
-            f"a GGUF file must hold a model, but {file} holds what it calls {kind!r}: give the model's file"
-        )
+        yield f"hold a model, but {file} holds what it calls {kind!r}: give the model's file"
     if not header.architecture:
-        raise ValueError(
-            f"a GGUF file must name its general.architecture, but {file} does not: convert the model again"
-        )
+        yield f"name its general.architecture, but {file} does not: convert the model again"
     if not header.tensors:
-        raise ValueError(f"a GGUF file must hold weights, but {file} holds a vocabulary alone: give the model's file")
-
-
-def require_supported(header: Header) -> None:
-    """Raises ValueError for a GGUF file of an architecture whose conversion no test has compared, or without sizes."""
+        yield f"hold weights, but {file} holds a vocabulary alone: give the model's file"
     if header.architecture not in MODEL_TYPES:
-        raise ValueError(
-            f"a GGUF file must be of one of the architectures {', '.join(MODEL_TYPES)}, got {header.architecture!r} in "
-            f"{header.file}: give a folder with the original model in safetensors"
-        )
+        got = f"{header.architecture!r} in {file}: give a folder with the original model in safetensors"
+        yield f"be of one of the architectures {', '.join(MODEL_TYPES)}, got {got}"
     sizes = {name: header.own().get(name) for name in SIZES}
-    if strange := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
-        raise ValueError(
-            f"a GGUF file must give a whole number for each of {', '.join(SIZES)}, but {strange[0]} is "
-            f"{sizes[strange[0]]} in {header.file}: convert the model again"
-        )
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            rule = f"give a whole number for each of {', '.join(SIZES)}"
+            yield f"{rule}, but {name} is {value} in {file}: convert the model again"
     if "token_embd.weight" not in header.tensors:
-        raise ValueError(
-            f"a GGUF file must hold token_embd.weight, but {header.file} does not: convert the model again"
-        )
+        yield f"hold token_embd.weight, but {file} does not: convert the model again"

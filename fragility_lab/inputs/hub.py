@@ -1,6 +1,9 @@
-"""Models and texts of a hub: fetched before they are loaded, with a reason for every failure."""
+"""Models and texts of a hub: fetched before they are loaded, with a reason for every failure.
 
-import hashlib
+Any failure of a library is meant by ``except Exception``: errors of huggingface_hub, httpx, hf_xet and datasets have no
+other class in common.
+"""
+
 import re
 import sys
 import time
@@ -13,6 +16,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from fragility_lab.inputs.names import HubError
+from fragility_lab.inputs.stored import sha256
 
 T = TypeVar("T")
 TIMEOUT = 10  # seconds that the hub may be silent
@@ -36,15 +40,18 @@ def snapshot(name: str, weights: bool) -> str:
     taken as it is, and stderr says so. Raises HubError if there is no copy, and for a download that broke off or has a
     wrong checksum.
     """
+    error, started = trouble(name, "model"), time.time()
     wanted: dict[str, Any] = {"allow_patterns": OTHERS + WEIGHTS * weights, "ignore_patterns": ["*/*"]}
-    if error := trouble(name, "model"):
-        return cached(name, wanted, error)
-    started = time.time()
+    wanted |= {"local_files_only": True} if error else {"etag_timeout": TIMEOUT}
     try:
-        folder = retried(lambda: snapshot_download(name, etag_timeout=TIMEOUT, **wanted))
-    except Exception as cause:  # as above
-        raise HubError(f"the download broke off, and the same command goes on from there; {reason(cause)}") from cause
-    require_checksums(Path(folder), started)
+        folder = retried(lambda: snapshot_download(name, **wanted))
+    except Exception as cause:
+        broken = f"the download broke off, and the same command goes on from there; {reason(cause)}"
+        raise error or HubError(broken) from cause
+    if error:
+        print(f"{error}: taking {name} from this machine's cache", file=sys.stderr)
+    else:
+        require_checksums(Path(folder), started)
     return folder
 
 
@@ -53,19 +60,9 @@ def trouble(name: str, kind: Literal["model", "dataset"]) -> HubError | None:
     ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
         retried(lambda: ask(name, timeout=TIMEOUT))
-    except Exception as cause:  # of the hub's client and of two HTTP libraries
+    except Exception as cause:
         return HubError(reason(cause))
     return None
-
-
-def cached(name: str, wanted: dict, error: HubError) -> str:
-    """The folder of ``name`` in the cache, with the files ``wanted``; raises ``error`` if there is none."""
-    try:
-        folder = snapshot_download(name, local_files_only=True, **wanted)
-    except Exception:
-        raise error from None
-    print(f"{error}: taking {name} from this machine's cache", file=sys.stderr)
-    return folder
 
 
 def retried(ask: Callable[[], T]) -> T:
@@ -73,7 +70,7 @@ def retried(ask: Callable[[], T]) -> T:
     for attempt in range(1, TRIES):
         try:
             return ask()
-        except Exception as cause:  # as above
+        except Exception as cause:
             if (status(cause) or 0) < 500:
                 raise
             print(f"{reason(cause)}: trying again ({attempt + 1} of {TRIES})", file=sys.stderr)
@@ -114,9 +111,7 @@ def require_checksums(folder: Path, since: float) -> None:
         stored = path.resolve()
         if not CHECKSUM.fullmatch(stored.name) or stored.stat().st_mtime < since:
             continue
-        with stored.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != stored.name:
+        if (found := sha256(stored)) != stored.name:
             stored.unlink()
             path.unlink()
             raise HubError(

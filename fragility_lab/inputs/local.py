@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fragility_lab.inputs.checkpoints import not_found
+from fragility_lab.inputs.names import not_found
 
 MARKS = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
@@ -20,7 +20,7 @@ def local_rows(file: str) -> list[str]:
     is empty, in another encoding than UTF-8, or without a column ``text`` of strings.
     """
     if not os.path.isfile(file):
-        raise not_found("text", file, "DATA", FileNotFoundError("there is no such file"))
+        raise not_found("text", file, FileNotFoundError("there is no such file"))
     if os.path.getsize(file) == 0:
         raise ValueError(f"data must hold text, but {file} is empty: point DATA= at another file")
     suffix = Path(file).suffix
@@ -28,7 +28,7 @@ def local_rows(file: str) -> list[str]:
         require_utf8(file)
     try:
         columns = READERS[suffix](Path(file))
-    except (ValueError, pa.ArrowException, RecursionError, OverflowError) as cause:
+    except (ValueError, KeyError, pa.ArrowException, RecursionError, OverflowError) as cause:
         said = " ".join(str(cause).split())
         raise ValueError(f"{file} must be readable as {suffix}, got {type(cause).__name__}: {said}") from cause
     if "text" not in columns:
@@ -75,19 +75,15 @@ def _json(file: Path) -> Columns:
         if content.lstrip().startswith("{"):
             return _json_lines(file)
         raise
-    return (
-        found if isinstance(found, dict) and _lists(found) else _columns([found] if isinstance(found, dict) else found)
-    )
+    if isinstance(found, dict):
+        return found if found and all(isinstance(values, list) for values in found.values()) else _columns([found])
+    return _columns(found)
 
 
 def _parsed(content: str):
     found = json.loads(content)
     json.dumps(found, ensure_ascii=False).encode()  # half a pair of surrogates is no text
     return found
-
-
-def _lists(found: dict) -> bool:
-    return bool(found) and all(isinstance(values, list) for values in found.values())
 
 
 def _columns(rows: list) -> Columns:
@@ -103,11 +99,9 @@ def _csv(file: Path) -> Columns:
 
 
 def _parquet(file: Path) -> Columns:
-    with file.open("rb") as opened:
-        names = pq.ParquetFile(opened).schema_arrow.names
-        opened.seek(0)
-        text = pq.read_table(opened, columns=["text"]) if "text" in names else None
-    return {name: text["text"].to_pylist() if text is not None and name == "text" else [] for name in names}
+    with pq.ParquetFile(file) as opened:
+        names = opened.schema_arrow.names
+        return {name: opened.read(["text"])["text"].to_pylist() if name == "text" else [] for name in names}
 
 
 READERS: dict[str, Callable[[Path], Columns]] = {

@@ -36,10 +36,9 @@ def local(name: str, kind: str = "model") -> Path | None:
         return CHECKPOINTS / name
     if os.path.exists(name):
         return Path(name)
-    if name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name):
-        ours = ", ".join(known)
-        cause = FileNotFoundError(f"there is no such folder or file, and the embedded checkpoints are {ours}")
-        raise not_found(kind, name, "MODEL", cause)
+    if is_local(name):
+        said = f"there is no such folder or file, and the embedded checkpoints are {', '.join(known)}"
+        raise not_found(kind, name, FileNotFoundError(said))
     return None
 
 
@@ -48,9 +47,10 @@ def named_as_path(name: str) -> bool:
     return re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", name) is None or len(name) > 96
 
 
-def named_as_file(name: str) -> bool:
-    """True if ``name`` is that of a GGUF file, which need not be there."""
-    return name.lower().endswith(".gguf")
+def is_local(name: str) -> bool:
+    """True if ``name`` is that of a folder or file, which need not be there."""
+    file = name.lower().endswith(".gguf")
+    return os.path.exists(name) or name.startswith(EMBEDDED) or file or named_as_path(name)
 
 
 def embedded_checkpoints() -> list[str]:
@@ -58,14 +58,31 @@ def embedded_checkpoints() -> list[str]:
     return sorted(folder.name for folder in CHECKPOINTS.iterdir())
 
 
-def not_found(kind: str, name: str, variable: str, cause: Exception) -> OSError:
-    """One message for all errors that the hub libraries raise when they cannot find or reach something."""
-    local = os.path.exists(name) or name.startswith(EMBEDDED) or named_as_path(name) or named_as_file(name)
-    where = "the folder" if local else "the model hub and this machine's cache"
+def not_found(kind: str, name: str, cause: Exception) -> OSError:
+    """One message, which says how to go on, for all errors because of which a model or text cannot be had."""
+    where = "the folder" if is_local(name) else "the model hub and this machine's cache"
     words = " ".join(str(cause).split()) or "no message"
     reason = words if isinstance(cause, HubError) else f"{type(cause).__name__}: {words}"
+    variable = "DATA" if kind == "text" else "MODEL"
     return OSError(
         f"cannot load the {kind} {shortened(name)} from {where} ({reason}). "
         f"Point {variable}= at {NEEDED[kind]} ({variable}=path/to/copy after `make reproduce` or `make diagnose`), "
         f"or leave {variable} unset: both then run on the embedded default, without a network."
     )
+
+
+class Wanted:
+    """A context in which errors mean that the model or text ``name`` cannot be had: they become ``not_found``.
+
+    By default all errors do, since damaged files make transformers and datasets raise a dozen unrelated types.
+    """
+
+    def __init__(self, kind: str, name: str, *errors: type[Exception]):
+        self.kind, self.name, self.errors = kind, name, errors or Exception
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type, cause, _trace) -> None:
+        if isinstance(cause, self.errors):
+            raise not_found(self.kind, self.name, cause) from cause

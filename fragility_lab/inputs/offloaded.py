@@ -9,15 +9,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fragility_adjoint.offload.files import Checkpoint, Device, open_offloaded
-from fragility_lab.inputs.checkpoints import (
-    default_device,
-    load_config,
-    located,
-    require_exact_products,
-)
-from fragility_lab.inputs.described import require_described_weights
-from fragility_lab.inputs.names import local, not_found
-from fragility_lab.inputs.stored import require_numbers, weight_files
+from fragility_lab.inputs.checkpoints import default_device, load_config, located, require_exact_products
+from fragility_lab.inputs.names import Wanted, local
+from fragility_lab.inputs.stored import require_described_weights, require_numbers, weight_files
+
+UNREADABLE = (OSError, ValueError, SafetensorError)  # what files raise that do not hold the model
 
 
 def on_meta(
@@ -28,11 +24,8 @@ def on_meta(
     ``config`` is the model's own unless given.
     """
     config = config or load_config(name)
-    try:
-        with torch.device("meta"):
-            return auto_class.from_config(config, dtype=torch.float32)
-    except Exception as cause:  # values that do not go together make the library raise a dozen unrelated types
-        raise not_found("model", name, "MODEL", cause) from cause
+    with Wanted("model", name), torch.device("meta"):
+        return auto_class.from_config(config, dtype=torch.float32)
 
 
 def require_fitting(name: str, auto_class: type = AutoModelForCausalLM) -> None:
@@ -54,10 +47,8 @@ def fitted(
     folder = Path(located(name, weights=True))
     stored = require_numbers(folder, name)
     made = on_meta(name, auto_class, config)
-    try:
+    with Wanted("model", name, *UNREADABLE):
         checkpoint = Checkpoint(weight_files(folder, name), made)
-    except (OSError, ValueError, SafetensorError) as cause:
-        raise not_found("model", name, "MODEL", cause) from cause
     tied: dict[int, list[str]] = {}
     for path, x in made.named_parameters(remove_duplicate=False):
         tied.setdefault(id(x), []).append(path)
@@ -82,7 +73,5 @@ def load_offloaded(
     """
     require_exact_products()
     made, checkpoint = fitted(name, auto_class, config)
-    try:
+    with Wanted("model", name, *UNREADABLE):
         return open_offloaded(made, checkpoint, default_device() if device is None else device)
-    except (OSError, ValueError, SafetensorError) as cause:
-        raise not_found("model", name, "MODEL", cause) from cause

@@ -1,17 +1,18 @@
-"""The files of a model, checked before PyTorch is imported: settings, and the tensors in safetensors files."""
+"""The files of a model, checked without an import of PyTorch: settings, and the tensors in safetensors files."""
 
+import hashlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from fragility_lab.inputs.gguf_header import read_header, require_supported
-from fragility_lab.inputs.names import local, not_found, shortened
+from fragility_lab.inputs.gguf_header import read_header
+from fragility_lab.inputs.names import Wanted, local, shortened
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 NUMBERS = ("F64", "F32", "F16", "BF16")  # the dtypes that need no scale
@@ -52,36 +53,32 @@ def require_readable(name: str) -> None:
 
     Raises OSError and ValueError, which say how to go on. Files of a hub are checked once they are here.
     """
-    if (place := local(name)) is None:
-        return
-    if place.is_file():
-        require_supported(read_header(place))
-        return
-    require_described(place, name)
-    require_numbers(place, name)
+    place = local(name)
+    if place and place.is_file():
+        read_header(place)
+    elif place:
+        require_numbers(place, name)
 
 
-def settings_of(folder: Path, name: str) -> dict[str, Any]:
-    """The entries of config.json in ``folder``. Raises OSError if there are none."""
+def sha256(file: Path) -> str:
+    """The SHA-256 of ``file`` in hexadecimal."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def require_described(folder: Path, name: str) -> dict[str, Any]:
+    """The entries of config.json in ``folder``, if its sizes exist, and if it describes weights that are numbers.
+
+    Raises ValueError otherwise, and OSError if it cannot be read.
+    """
     file = folder / "config.json"
-    try:
+    with Wanted("model", name, OSError, ValueError, RecursionError):
         if not file.is_file():
             named = [f", but {path.name}: name that file itself" for path in sorted(folder.glob("*.gguf"))]
             raise FileNotFoundError(f"there is no config.json{(named or [''])[0]}")
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"config.json must hold entries, got a {type(found).__name__}")
-        return found
-    except (OSError, ValueError, RecursionError) as cause:
-        raise not_found("model", name, "MODEL", cause) from cause
-
-
-def require_described(folder: Path, name: str) -> None:
-    """Raises ValueError unless config.json in ``folder`` has sizes that exist, and describes weights that are numbers.
-
-    Raises OSError if it cannot be read.
-    """
-    settings = settings_of(folder, name)
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"config.json must hold entries, got a {type(settings).__name__}")
     for key in ("quantization_config", "compression_config"):
         inner = settings.get("text_config")
         if not (found := settings.get(key) or (inner.get(key) if isinstance(inner, dict) else None)):
@@ -95,6 +92,7 @@ def require_described(folder: Path, name: str) -> None:
     for key, value in entries(settings):
         if wrong := wrong_value(key, value):
             raise ValueError(f"{key} must be {wrong}, but the configuration of {name!r} says {value}: correct it")
+    return settings
 
 
 def entries(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -130,21 +128,21 @@ def weight_files(folder: Path, name: str) -> list[Path]:
     """
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
-    try:
+    with Wanted("model", name, OSError, ValueError):
         if not (folder / INDEX).is_file():
             pickles = sorted(path.name for path in folder.glob("*.bin"))
             beside = f" beside {pickles[0]}, a pickle, which may run code" if pickles else ""
             raise FileNotFoundError(f"there is no {WHOLE} and no {INDEX}{beside}")
-        files = {*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
-        if outside := [file for file in files if Path(file).name != file]:
+        try:
+            files = {*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
+            outside = [file for file in files if Path(file).name != file]
+        except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as cause:
+            raise ValueError(f"{INDEX} has no map of weights") from cause
+        if outside:
             raise ValueError(f"{INDEX} must name files of the folder, got {shortened(outside[0])}")
         if absent := [file for file in sorted(files) if not (folder / file).is_file()]:
             raise FileNotFoundError(f"{INDEX} names {absent[0]}, which is not there")
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as cause:
-        raise not_found("model", name, "MODEL", ValueError(f"{INDEX} has no map of weights")) from cause
-    except (OSError, ValueError) as cause:
-        raise not_found("model", name, "MODEL", cause) from cause
-    return [folder / file for file in sorted(files)]
+        return [folder / file for file in sorted(files)]
 
 
 def tensors(file: Path) -> dict[str, Stored]:
@@ -168,22 +166,17 @@ def tensors(file: Path) -> dict[str, Stored]:
 
 def stored_tensors(folder: Path, name: str) -> dict[str, Stored]:
     """All tensors in the files of the model ``name`` in ``folder``; raises OSError if a file is not whole."""
-    found: dict[str, Stored] = {}
-    for file in weight_files(folder, name):
-        try:
-            found |= tensors(file)
-        except ValueError as cause:
-            raise not_found("model", name, "MODEL", cause) from cause
-    return found
+    with Wanted("model", name, ValueError):
+        return {key: x for file in weight_files(folder, name) for key, x in tensors(file).items()}
 
 
 def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
     """The tensors of the model ``name`` in ``folder``, if their numbers are its weights.
 
-    Raises OSError if files are not whole. Raises ValueError for numbers that a scale would have to multiply, for such
-    scales, and for a configuration with more blocks than there are tensors.
+    Raises the errors of ``require_described``, and OSError if files are not whole. Raises ValueError for numbers that a
+    scale would have to multiply, for such scales, and for a configuration with more blocks than there are tensors.
     """
-    found = stored_tensors(folder, name)
+    settings, found = require_described(folder, name), stored_tensors(folder, name)
     packed = {key: x.dtype for key, x in found.items() if x.dtype not in NUMBERS and not BUFFERS.fullmatch(key)}
     if packed:
         key, dtype = next(iter(packed.items()))
@@ -196,7 +189,7 @@ def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
             f"all tensors of a model must be read, but nothing reads {scales[0]} of {name!r}{others(scales)}, which "
             "scales or packs weights: give a folder with the dequantized weights"
         )
-    blocks = [(key, x) for key, x in entries(settings_of(folder, name)) if key in BLOCKS and x > len(found)]
+    blocks = [(key, x) for key, x in entries(settings) if key in BLOCKS and x > len(found)]
     if blocks:
         raise ValueError(
             f"{blocks[0][0]} must be at most the number of tensors, but the configuration of {name!r} says "
@@ -207,6 +200,47 @@ def require_numbers(folder: Path, name: str) -> dict[str, Stored]:
 
 def others(more: dict | list) -> str:
     return f" and {len(more) - 1} others" if len(more) > 1 else ""
+
+
+def require_described_weights(model: Any, name: str, info: dict) -> None:
+    """Raises OSError if the checkpoint's weights are not those of ``model``; ``info`` is the report of loading it."""
+
+    def some(entries: list[str]) -> str:
+        return f"{', '.join(entries[:5])}{' and others' if len(entries) > 5 else ''}"
+
+    if shapes := [
+        f"{key} {tuple(given)} for {tuple(wanted)}" for key, given, wanted in sorted(info["mismatched_keys"])
+    ]:
+        raise OSError(
+            f"weights must have the shapes that the configuration says, but {name!r} has {some(shapes)}: take the "
+            "configuration that was saved with them"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise OSError(
+            f"a checkpoint must hold all weights of its model, but {name!r} lacks {some(missing)}, which would be "
+            "drawn at random: save the whole model"
+        )
+    if extra := unread(model, info["unexpected_keys"]):
+        raise OSError(
+            f"all weights of a checkpoint must be read, but the model that the configuration of {name!r} describes "
+            f"leaves out {some(extra)}: take the configuration that was saved with them"
+        )
+
+
+def unread(model: Any, names: Iterable[str]) -> list[str]:
+    """The tensors among ``names`` that lie within a part of ``model``, such as a block, but do not belong to the model.
+
+    Tensors beside these parts, such as the head of a model that is loaded without one, do not count.
+    """
+    modules, prefix = {path for path, _ in model.named_modules()}, model.base_model_prefix
+    outer = {"", prefix}
+
+    def inside(name: str) -> bool:
+        paths = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        around = (".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 1))
+        return any(module in modules - outer for module in around)
+
+    return sorted(name for name in names if inside(name) and not BUFFERS.fullmatch(name))
 
 
 def stored_as(place: Path, name: str) -> str:

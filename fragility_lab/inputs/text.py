@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fragility_lab.inputs import hub
-from fragility_lab.inputs.checkpoints import EMBEDDED, named_as_path, not_found, quiet_loading, shortened
+from fragility_lab.inputs.checkpoints import quiet_loading
 from fragility_lab.inputs.local import READERS, local_rows, paragraphs
+from fragility_lab.inputs.names import EMBEDDED, named_as_path, not_found, shortened
 from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
 
 EMBEDDED_TEXTS = {
@@ -43,7 +44,7 @@ def load_rows(data: str) -> list[str]:
         if data.count(":") > 2 or "::" in data:
             raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
         if named_as_path(data.partition(":")[0]):
-            raise not_found("text", data, "DATA", FileNotFoundError("there is no such file"))
+            raise not_found("text", data, FileNotFoundError("there is no such file"))
     with quiet_loading():
         rows = _load_from_hub(*([data] if os.path.isdir(data) else data.split(":")))
     if "text" not in rows.column_names:
@@ -61,7 +62,7 @@ def _load_from_hub(name: str, config: str | None = None, split: str = "validatio
             found = hub.retried(lambda: load_dataset(name, config, split=split))
     except Exception as cause:  # the library raises a dozen unrelated types
         answered = hub.HubError(hub.reason(cause)) if hub.status(cause) else cause
-        raise not_found("text", name, "DATA", error or answered) from cause
+        raise not_found("text", name, error or answered) from cause
     if error:
         print(f"{error}: taking {name} from this machine's cache", file=sys.stderr)
     return found[split] if isinstance(found, DatasetDict) else found

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from fragility_lab import paths
-from fragility_lab.inputs.checkpoints import EMBEDDED, embedded_checkpoints
+from fragility_lab.inputs.names import EMBEDDED, embedded_checkpoints
 from fragility_lab.paths import CUSTOM
 from fragility_lab.reporting.html import data_uri, template
 from fragility_lab.reporting.tables import cells, duration, number, policy_summary, shown

@@ -33,37 +33,32 @@ def connected(workers: int, threads: int | None) -> Iterator[tuple[Client, Calla
             with _named(address) as client:
                 yield client, lambda: None
         else:
-            with _local(workers, threads) as cluster, Client(cluster.scheduler_address, set_as_default=False) as client:
-                yield client, lambda: _replace_failed(cluster, workers)
+            with _local(threads) as cluster:
+                cluster.scale(workers)
+                with Client(cluster.scheduler_address, set_as_default=False) as client:
+                    yield client, lambda: _replace_failed(cluster, workers)
 
 
-@contextmanager
-def _named(address: str) -> Iterator[Client]:
-    how = {"scheduler_file": address} if address.endswith(".json") else {"address": address}
-    if "scheduler_file" in how and not os.path.isfile(address):
-        raise OSError(_refusal(address, "there is no such file"))
+def _named(address: str) -> Client:
     try:
-        client = Client(**how, timeout=10, set_as_default=False)
+        how = {"scheduler_file": address} if address.endswith(".json") else {"address": address}
+        if "scheduler_file" in how and not os.path.isfile(address):
+            raise OSError("there is no such file")
+        return Client(**how, timeout=10, set_as_default=False)
     except (OSError, ValueError) as cause:
-        raise OSError(_refusal(address, (str(cause).splitlines() or [type(cause).__name__])[0])) from cause
-    with client:
-        yield client
+        raise OSError(
+            f"SCHEDULER must lead to a running Dask scheduler, by tcp://host:port or its file.json, got {address!r} "
+            f"({(str(cause).splitlines() or [type(cause).__name__])[0]}): start one with `dask scheduler "
+            "--scheduler-file file.json`, or leave SCHEDULER out"
+        ) from cause
 
 
-def _refusal(address: str, reason: str) -> str:
-    return (
-        f"SCHEDULER must lead to a running Dask scheduler, by tcp://host:port or its file.json, got {address!r} "
-        f"({reason}): start one with `dask scheduler --scheduler-file file.json`, or leave SCHEDULER out"
-    )
-
-
-@contextmanager
-def _local(workers: int, threads: int | None) -> Iterator[LocalCluster]:
+def _local(threads: int | None) -> LocalCluster:
     # The cluster's threads and processes inherit the mask. An interrupt at the terminal goes to all processes of its
     # group; only this thread takes it, and ends the others.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        cluster = LocalCluster(
+        return LocalCluster(
             n_workers=0,
             threads_per_worker=threads,
             host=LOOPBACK,
@@ -73,9 +68,6 @@ def _local(workers: int, threads: int | None) -> Iterator[LocalCluster]:
         )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    with cluster:
-        cluster.scale(workers)
-        yield cluster
 
 
 def _replace_failed(cluster: LocalCluster, workers: int) -> None:

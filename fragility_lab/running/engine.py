@@ -7,7 +7,9 @@ model are too short to be split. A GPU has one process. Several processes are wo
 import os
 import uuid
 import warnings
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +18,7 @@ import torch
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.running.environment import keeps_stale, named_scheduler, progress
 from fragility_lab.running.runs import RunStore, Specification
-from fragility_lab.running.task import Standing, Worker, compute
+from fragility_lab.running.task import Worker, compute
 
 
 def complete(
@@ -36,16 +38,33 @@ def complete(
         by_group.setdefault(spec.group, []).append(spec)
     count = worker_count(workers, len(by_group), inputs.device)
     unfinished = {spec for spec in specs if store.load(spec) is None}
-    finished = [spec for spec in specs if spec not in unfinished]
+    finished = {spec for spec in specs if spec not in unfinished}
     paired = specs[0].paired and inputs.device.type == "cpu"
-    threads = _threads(store, finished if paired and unfinished else [], count)
-    _warn_of_stale(store, specs)
+    threads = _threads(store, finished if paired and unfinished else set(), count)
+    if stale := sum(store.is_stale(spec) for spec in specs):
+        what = "taken as they are, as STALE=keep asks" if keeps_stale() else "computed again (STALE=keep takes them)"
+        warnings.warn(
+            f"{stale} finished runs in {folder} were computed by other code or other versions of packages and are "
+            f"{what}",
+            stacklevel=2,
+        )
     missing = [[spec for spec in group if spec in unfinished] for group in by_group.values()]
     missing = sorted(filter(None, missing), key=lambda group: -sum(spec.size for spec in group))
     total, left = (sum(spec.size for spec in some) for some in (specs, unfinished))
     bar_options = {"desc": specs[0].experiment, "unit": specs[0].unit, "unit_scale": True}
     with progress(total=total, initial=total - left, **bar_options) as bar:
-        told = _Told(bar, len(finished), len(specs))
+        most: Counter[Specification] = Counter()
+
+        def told(spec: Specification, done: int, kept: bool) -> None:
+            """Show the progress of a run. Work that is repeated, since its worker was lost, counts once."""
+            if done > most[spec]:
+                bar.update(done - most[spec])
+                most[spec] = done
+            if kept and spec not in finished:
+                finished.add(spec)
+                bar.set_postfix_str(f"{len(finished)}/{len(specs)} runs")
+
+        bar.set_postfix_str(f"{len(finished)}/{len(specs)} runs")
         if missing and (count > 1 or named_scheduler()):
             # Imported where it is needed: most calls compute in this process, or nothing at all.
             from fragility_lab.running.spread import Order, spread
@@ -54,38 +73,12 @@ def complete(
             spread(order, missing, inputs, count, told, bar.write)
         elif missing:
             alone = worker(inputs, store, **options)
-            for group in missing:
-
-                def report(standing: Standing, group: Sequence[Specification] = group) -> None:
-                    told(group[standing.run], standing)
-
-                compute(group, alone, report)
+            for spec in chain.from_iterable(missing):
+                compute(spec, alone, told)
     rows = store.rows(specs)
     for path in folder.glob(worker.shared_files) if worker.shared_files else ():
         path.unlink(missing_ok=True)
     return rows
-
-
-class _Told:
-    """Shows the progress of runs on a bar. Work that is repeated, since its worker was lost, counts once."""
-
-    def __init__(self, bar, finished: int, runs: int):
-        self.bar, self.finished, self.runs = bar, finished, runs
-        self.done: dict[Specification, int] = {}
-        self.kept: set[Specification] = set()
-        self._count()
-
-    def __call__(self, spec: Specification, standing: Standing) -> None:
-        before = self.done.get(spec, 0)
-        if standing.done > before:
-            self.done[spec] = standing.done
-            self.bar.update(standing.done - before)
-        if standing.kept and spec not in self.kept:
-            self.kept.add(spec)
-            self._count()
-
-    def _count(self) -> None:
-        self.bar.set_postfix_str(f"{self.finished + len(self.kept)}/{self.runs} runs")
 
 
 def cores() -> int:
@@ -109,7 +102,7 @@ def thread_count(processes: int) -> int:
     return max(1, cores() // processes) if processes > 1 else torch.get_num_threads()
 
 
-def _threads(store: RunStore, finished: Sequence[Specification], count: int) -> int | None:
+def _threads(store: RunStore, finished: Collection[Specification], count: int) -> int | None:
     """The number of threads of each process; None stands for the number of a named cluster's workers.
 
     Paired runs need the number of those that are ``finished``.
@@ -125,14 +118,3 @@ def _threads(store: RunStore, finished: Sequence[Specification], count: int) -> 
             f"remove {store.folder} to compute all of them again"
         )
     return threads
-
-
-def _warn_of_stale(store: RunStore, specs: Sequence[Specification]) -> None:
-    count = sum(store.is_stale(spec) for spec in specs)
-    if count:
-        what = "taken as they are, as STALE=keep asks" if keeps_stale() else "computed again (STALE=keep takes them)"
-        warnings.warn(
-            f"{count} finished runs in {store.folder} were computed by other code or other versions of packages and "
-            f"are {what}",
-            stacklevel=3,
-        )

@@ -19,17 +19,21 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
     """
     data = memoryview(content.encode() if isinstance(content, str) else content).cast("B")
     partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-    written = 0
     try:
         try:
-            with partial.open("wb", buffering=0) as file:
-                while written < len(data):
-                    written += file.write(data[written : written + 2**24])
+            partial.write_bytes(data)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise OSError(_explained(error, path, len(data))) from error
+        if error.errno not in FULL:
+            how = f"must be a file that can be written, but that is not possible ({error}): mend that, and go on"
+            raise OSError(f"{path} {how}") from error
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"{path} must fit on the disk, but the disk is full: the file has {len(data):,} bytes, {free:,} are free, "
+            f"{max(len(data) - free, 1):,} are missing: free them, then the same command goes on"
+        ) from error
 
 
 def require_room(folder: Path, what: str, mend: str) -> None:
@@ -40,10 +44,8 @@ def require_room(folder: Path, what: str, mend: str) -> None:
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".room-", buffering=0) as file:
-            left = memoryview(bytes(ROOM))
-            while left:
-                left = left[file.write(left) :]
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".room-") as file:
+            file.write(bytes(ROOM))
     except OSError as error:
         full = f"is full ({shutil.disk_usage(there).free:,} bytes are free)"
         reason = full if error.errno in FULL else f"cannot be written to ({error})"
@@ -62,13 +64,3 @@ def read_sealed(path: Path) -> bytes:
     if hashlib.sha256(written[size:]).digest() != written[:size]:
         raise ValueError("its bytes are not those that were written")
     return written[size:]
-
-
-def _explained(error: OSError, path: Path, size: int) -> str:
-    if error.errno not in FULL:
-        return f"{path} must be a file that can be written, but that is not possible ({error}): mend that, and go on"
-    free = shutil.disk_usage(path.parent).free
-    return (
-        f"{path} must fit on the disk, but the disk is full: the file has {size:,} bytes, {free:,} are free, "
-        f"{max(size - free, 1):,} are missing: free them, then the same command goes on"
-    )

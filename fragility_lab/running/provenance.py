@@ -39,9 +39,8 @@ def asked() -> dict:
 
 def provenance() -> dict:
     """The code, versions and device that compute here, with the notebook and its parameters."""
-    from fragility_lab.inputs.checkpoints import (
-        default_device,  # takes seconds, which ``running.execute`` need not wait
-    )
+    # Takes seconds, for which ``running.execute`` need not wait.
+    from fragility_lab.inputs.checkpoints import default_device
 
     return {**commit(), **asked(), "device": device_name(default_device()), "versions": versions()}
 

@@ -26,11 +26,6 @@ def results_folder(model: str, profile: str, given: str = "") -> str:
     return given or name + (f"-{profile}" if profile != PROFILE else "")
 
 
-def located(model: str) -> str:
-    """``model`` as notebooks take it: the file of one of MODELS on this machine, or the name that was given."""
-    return os.path.relpath(fetched(model)) if model in MODELS else model
-
-
 def run(models: list[str], profile: str, data: str = "", results: str = "", main: Callable = execute.main) -> list[str]:
     """Take ``models`` through all STEPS. Returns the steps that stopped, in words; none if all went well.
 
@@ -38,7 +33,8 @@ def run(models: list[str], profile: str, data: str = "", results: str = "", main
     """
     stopped = []
     for model in models:
-        given = ["--if-present", f"model={located(model)}"] + (["--if-present", f"data={data}"] if data else [])
+        place = os.path.relpath(fetched(model)) if model in MODELS else model
+        given = ["--if-present", f"model={place}"] + (["--if-present", f"data={data}"] if data else [])
         for step in STEPS:
             folder = results_folder(model, profile, results)
             try:
@@ -61,20 +57,16 @@ def main(arguments: list[str] | None = None) -> None:
     models = [given.model] if given.model else [*MODELS]
     if given.results and len(models) > 1:
         sys.exit(f"RESULTS= names the folder of one model, got {' and '.join(models)}: give MODEL=, too")
+    data = given.data or execute.profile_values(given.profile, STEPS[0]).get("data", "embedded")
+    from fragility_lab.inputs.text import load_rows  # takes seconds
+
     try:
-        require_text(given.data or execute.profile_values(given.profile, STEPS[0]).get("data", "embedded"))
+        load_rows(data)  # raises if there is no such text, before models are fetched
         stopped = run(models, given.profile, given.data, given.results)
     except (ValueError, OSError) as refused:
         sys.exit(f"make real: {refused}")
     if stopped:
         sys.exit(f"make real: stopped in {', '.join(stopped)}; mend that, and the same command goes on")
-
-
-def require_text(data: str) -> None:
-    """Raises OSError or ValueError if there is no such text, before models are fetched."""
-    from fragility_lab.inputs.text import load_rows  # takes seconds
-
-    load_rows(data)
 
 
 if __name__ == "__main__":

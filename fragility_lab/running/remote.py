@@ -4,7 +4,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from distributed import Worker as DaskWorker
 from distributed import get_worker
 
 from fragility_lab.running.runs import RunStore, Specification
-from fragility_lab.running.task import Standing, Worker, compute
+from fragility_lab.running.task import Report, Worker, compute
 
 INTERVAL = 0.2  # seconds between two messages about one run
 
@@ -50,14 +50,15 @@ def carry_out(task: bytes, inputs: bytes) -> None:
     """
     order, specs = pickle.loads(task)
     here = get_worker()
-    report = _reporter(here, order.token, str(here.get_current_task()))
+    report = _reporter(here, order.token, specs)
     with _alone:
         torch.set_num_threads(here.state.nthreads)
         _require_alike(order, specs[0])
         if order.token not in _prepared:
             _prepared.clear()
             _prepared[order.token] = order.worker(pickle.loads(inputs), RunStore(order.folder), **order.options)
-        compute(specs, _prepared[order.token], report)
+        for spec in specs:
+            compute(spec, _prepared[order.token], report)
 
 
 def _require_alike(order: Order, spec: Specification) -> None:
@@ -80,18 +81,17 @@ def _require_alike(order: Order, spec: Specification) -> None:
         )
 
 
-def _reporter(here: DaskWorker, token: str, key: str) -> Callable[[Standing], None]:
+def _reporter(here: DaskWorker, token: str, specs: Sequence[Specification]) -> Report:
     """A function that sends the task's progress to its owner, and raises CancelledError if nobody asks any more."""
-    sent: tuple[int, float] = (-1, 0.0)
+    key, sent, then = str(here.get_current_task()), -1, 0.0
 
-    def report(standing: Standing) -> None:
-        nonlocal sent
-        task = here.state.tasks.get(key)
-        if not standing.kept and (task is None or task.state != "executing"):
+    def report(spec: Specification, done: int, kept: bool) -> None:
+        nonlocal sent, then
+        task, run, now = here.state.tasks.get(key), specs.index(spec), time.monotonic()
+        if not kept and (task is None or task.state != "executing"):
             raise CancelledError
-        now = time.monotonic()
-        if standing.kept or standing.run != sent[0] or now > sent[1] + INTERVAL:
-            sent = standing.run, now
-            here.log_event(token, {"task": key, "run": standing.run, "done": standing.done, "kept": standing.kept})
+        if kept or run != sent or now > then + INTERVAL:
+            sent, then = run, now
+            here.log_event(token, {"task": key, "run": run, "done": done, "kept": kept})
 
     return report

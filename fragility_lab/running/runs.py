@@ -23,11 +23,6 @@ from fragility_lab.running.files import write_whole
 METADATA_KEY = b"fragility"
 
 
-def fields_of(spec: Any) -> dict[str, Any]:
-    """The fields of a specification, whose class is a dataclass."""
-    return asdict(spec)
-
-
 class Specification(ABC):
     """Everything that the numbers of a run depend on; subclasses are frozen dataclasses.
 
@@ -43,10 +38,12 @@ class Specification(ABC):
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that identify the specification."""
-        return hashlib.sha256(self._json().encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:12]
 
-    def _json(self) -> str:
-        return json.dumps(fields_of(self), sort_keys=True)
+    def content(self) -> dict[str, Any]:
+        """The fields, as JSON gives them back."""
+        made: Any = self  # of a subclass, which is a dataclass
+        return json.loads(json.dumps(asdict(made)))
 
     @property
     @abstractmethod
@@ -107,7 +104,7 @@ class RunStore:
         except UNREADABLE as cause:
             warnings.warn(f"{path.name} cannot be read and is computed again ({cause})", stacklevel=2)
             return None
-        if record.get("specification") != json.loads(spec._json()):
+        if record.get("specification") != spec.content():
             warnings.warn(
                 f"{path.name} must hold the run that its name says, but holds another one and is computed again",
                 stacklevel=2,
@@ -121,7 +118,7 @@ class RunStore:
             record = self.metadata(spec)
         except UNREADABLE:
             return False
-        return record.get("specification") == json.loads(spec._json()) and not spec.is_current(record)
+        return record.get("specification") == spec.content() and not spec.is_current(record)
 
     def require(self, spec: Specification) -> pd.DataFrame:
         """The rows of the finished run of ``spec``; raises FileNotFoundError if ``load`` returns None."""
@@ -151,7 +148,7 @@ class RunStore:
     def save(self, spec: Specification, frame: pd.DataFrame, metadata: dict) -> None:
         """Write ``frame`` with its specification and provenance; the file appears complete or not at all."""
         table = pa.Table.from_pandas(frame, preserve_index=False)
-        record = json.loads(json.dumps({"specification": fields_of(spec)} | spec.provenance() | metadata))
+        record = json.loads(json.dumps({"specification": spec.content()} | spec.provenance() | metadata))
         record[CHECKSUM] = checksum(table.to_pandas(), record)
         table = table.replace_schema_metadata({**table.schema.metadata, METADATA_KEY: json.dumps(record).encode()})
         with pa.BufferOutputStream() as stream:

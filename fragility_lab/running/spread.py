@@ -20,12 +20,11 @@ from fragility_lab.running.cluster import connected
 from fragility_lab.running.environment import named_scheduler
 from fragility_lab.running.remote import Order, carry_out, held
 from fragility_lab.running.runs import RunStore, Specification
-from fragility_lab.running.task import Standing
+from fragility_lab.running.task import Report
 
 INTERVAL = 0.5  # seconds between two looks at the workers
 PATIENCE = 20  # looks without any worker, or without a task that a worker has, until something is done
 ATTEMPTS = 3  # workers that one run may cost
-Tell = Callable[[Specification, Standing], None]
 
 
 class LostWorkersError(RuntimeError):
@@ -43,13 +42,9 @@ class _Flight:
 
 
 def spread(
-    order: Order,
-    groups: Sequence[Sequence[Specification]],
-    inputs: Inputs,
-    workers: int,
-    tell: Tell,
+    order: Order, groups: Sequence[Sequence[Specification]], inputs: Inputs, workers: int, tell: Report,
     say: Callable[[str], None],
-) -> None:
+) -> None:  # fmt: skip
     """Have all ``groups`` computed, by ``workers`` processes or by the cluster that is named.
 
     ``tell`` is called with the progress of each run, ``say`` with lines for the user. Raises the errors of runs.
@@ -62,7 +57,7 @@ def spread(
 
 
 class _Spread:
-    def __init__(self, client, mend, order: Order, groups, tell: Tell, say):
+    def __init__(self, client, mend, order: Order, groups, tell: Report, say):
         self.client, self.mend, self.order, self.tell, self.say = client, mend, order, tell, say
         self.store = RunStore(order.folder)
         self.waiting = deque(groups)
@@ -89,7 +84,12 @@ class _Spread:
             self.client.unsubscribe_topic(self.order.token)
             self.client.cancel([flight.future for flight in self.flights.values()])
         if self.given_up:
-            raise LostWorkersError(_lost_message(self.given_up))
+            raise LostWorkersError(
+                f"workers must live through a run, but {ATTEMPTS} ended in each of these of "
+                f"{self.given_up[0].experiment}, probably out of memory: "
+                f"{', '.join(spec.label for spec in self.given_up)}. All others are finished: give workers more memory "
+                "or take fewer at once (workers=1), then the same command goes on"
+            )
 
     def _look(self) -> None:
         """Take back the tasks of lost workers, and give idle workers something to do."""
@@ -133,7 +133,7 @@ class _Spread:
                     case Future() as future if future.key in self.flights:
                         self._ended(self.flights.pop(future.key))
                     case {"task": key, "run": run, "done": done, "kept": kept} if key in self.flights:
-                        self.tell(self.flights[key].specs[run], Standing(run, done, kept))
+                        self.tell(self.flights[key].specs[run], done, kept)
                 if not self.waiting and not self.flights:
                     return
 
@@ -141,8 +141,8 @@ class _Spread:
         if flight.future.cancelled() or isinstance(flight.future.exception(), KilledWorker):
             return self._lost(flight)
         flight.future.result()
-        for run, spec in enumerate(flight.specs):
-            self.tell(spec, Standing(run, spec.size, kept=True))
+        for spec in flight.specs:
+            self.tell(spec, spec.size, True)
         return self._give(flight.worker)
 
     def _lost(self, flight: _Flight) -> None:
@@ -155,12 +155,3 @@ class _Spread:
                 self.given_up.append(left.pop(0))
         if left:
             self.waiting.appendleft(left)
-
-
-def _lost_message(specs: Sequence[Specification]) -> str:
-    names = ", ".join(spec.label for spec in specs)
-    return (
-        f"workers must live through a run, but {ATTEMPTS} ended in each of these of {specs[0].experiment}, probably "
-        f"out of memory: {names}. All others are finished: give workers more memory or take fewer at once "
-        "(workers=1), then the same command goes on"
-    )

@@ -2,8 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
 import pandas as pd
@@ -14,19 +13,8 @@ from fragility_lab.running.environment import device_name
 from fragility_lab.running.runs import RunStore, Specification
 
 Advance = Callable[[int], None]
-Report = Callable[["Standing"], None]
-
-
+Report = Callable[[Specification, int, bool], None]  # a run, its units of work done, and True if its rows are kept
 Run = TypeVar("Run", bound=Specification)
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The progress of the run number ``run`` of a task: units of work ``done``, and True if its rows are ``kept``."""
-
-    run: int
-    done: int
-    kept: bool = False
 
 
 class Worker(ABC, Generic[Run]):
@@ -46,20 +34,15 @@ class Worker(ABC, Generic[Run]):
         """The rows of ``spec``; calls ``advance(n)`` after every n units of progress."""
 
 
-def compute(specs: Sequence[Specification], worker: Worker, report: Report) -> None:
-    """Compute the runs ``specs`` one after another and keep each; ``report`` is called with their progress."""
-    for number, spec in enumerate(specs):
-        _compute_one(number, spec, worker, report)
-
-
-def _compute_one(number: int, spec: Specification, worker: Worker, report: Report) -> None:
+def compute(spec: Specification, worker: Worker, report: Report) -> None:
+    """Compute the run ``spec`` and keep it; ``report`` is called with its progress."""
     record = {"device_name": device_name(spec.device), "threads": torch.get_num_threads()}
     done = 0
 
     def advance(units: int) -> None:
         nonlocal done
         done += units
-        report(Standing(number, min(done, spec.size)))
+        report(spec, min(done, spec.size), False)
 
     advance(0)
     spec.provenance()  # read before the run: files may change meanwhile
@@ -67,4 +50,4 @@ def _compute_one(number: int, spec: Specification, worker: Worker, report: Repor
     frame = worker.run(spec, advance)
     record |= {"seconds": round(time.perf_counter() - begin, 3), "attention": worker.inputs.attention}
     worker.store.save(spec, frame, record)
-    report(Standing(number, spec.size, kept=True))  # also what needed no work, such as windows that overflowed
+    report(spec, spec.size, True)  # also what needed no work, such as windows that overflowed

@@ -8,8 +8,10 @@ import torch
 matplotlib.use("Agg")
 
 from fragility_adjoint.mixed_precision import Contributions
+from fragility_adjoint.predictor import Adjoint
 from fragility_lab.explorer import build
 from fragility_lessons import adjoint_predictor
+from fragility_quantization.quantized import lower
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.3, 1.0])
@@ -23,7 +25,7 @@ def test_errors_have_the_correlation_and_the_size_that_is_said(alike):
 @pytest.mark.parametrize("alike", [0.0, 0.1, 1.0])
 def test_the_measured_sum_has_its_typical_size(alike):
     (_, growth), readout = adjoint_predictor.squares(64, alike)
-    measured = growth.lines[2].get_ydata()
+    measured = growth.lines[3].get_ydata()
     number = np.arange(1, 65)
     expected = (number * (1 + (number - 1) * alike)) ** 0.5  # the root of the number if errors are independent
     np.testing.assert_allclose(measured, expected, rtol=0.15)  # 400 draws
@@ -76,7 +78,7 @@ def test_the_panel_shows_the_numbers_of_the_toy():
 @pytest.fixture(scope="module")
 def known():
     model, windows = build.embedded(adjoint_predictor.WINDOWS, adjoint_predictor.LENGTH)
-    return Contributions(model, build.predict(model, windows, "bf16", "hidden"))
+    return Contributions(model, Adjoint(lower(model, "bf16"), model, 2, gradients="low")(windows))
 
 
 def test_exercise_names_the_best_site(known):

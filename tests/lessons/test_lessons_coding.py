@@ -21,16 +21,13 @@ MISTAKES = [(lesson, hint) for lesson, coding in EXERCISES.items() for hint in c
 
 @pytest.mark.parametrize("lesson", EXERCISES)
 def test_the_worked_answer_is_right(lesson):
-    names: dict = {}
-    exec(EXERCISES[lesson].solution, names)
-    (name,) = names.keys() - {"__builtins__"}
-    assert EXERCISES[lesson].check(names[name]) == "Right."
+    assert EXERCISES[lesson].check(EXERCISES[lesson].written()) == "Right."
 
 
 @pytest.mark.parametrize(("lesson", "hint"), MISTAKES)
 def test_a_mistake_gets_its_own_hint(lesson, hint):
     coding = EXERCISES[lesson]
-    assert coding.check(coding.mistakes[hint]) == f"Not yet. Hint: {hint}"
+    assert coding.check(coding.written(hint)) == f"Not yet. Hint: {hint}"
 
 
 @pytest.mark.parametrize("lesson", EXERCISES)
@@ -39,7 +36,8 @@ def test_the_function_as_it_stands_in_the_notebook_is_told_what_to_return(lesson
     assert coding.check(lambda *arguments: ...) == f"Not yet. Hint: {coding.returns}."
 
 
-HALF = Coding(lambda x: x / 2, [(4.0,), (6.0,)], {"that is the double.": lambda x: 2 * x}, "def half(x): return x / 2")
+DOUBLE = {"that is the double.": {"x / 2": "2 * x"}}
+HALF = Coding(lambda x: x / 2, [(4.0,), (6.0,)], "def half(x): return x / 2", DOUBLE)
 
 
 def test_any_other_value_is_compared_with_the_librarys():

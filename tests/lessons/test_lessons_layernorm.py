@@ -125,7 +125,7 @@ def test_readout_of_the_factor(variance, epsilon):
     assert f"f(ε) = {theory.layernorm_factor(v, e):.3g};" in readout
     relative = theory.layernorm_factor(v, e) * (v + e) ** 0.5 / 2  # of C_LN: 2 at epsilon = 0
     assert readout.endswith(f"their quotient to {relative:.3g}")
-    curve = axes.lines[2].get_xydata()
+    curve = axes.lines[3].get_xydata()  # behind the value of the control and the two limits
     np.testing.assert_allclose(curve[:, 1], theory.layernorm_factor(v, curve[:, 0]))
 
 

@@ -148,15 +148,15 @@ def test_text_shows_every_token_and_names_the_worst():
 def test_profile_shows_terms_measurement_and_prediction():
     (axes, drift), _ = window.profile(block=2, format="fp16")
     seen = window.passed("fp16")
-    np.testing.assert_array_equal(axes.lines[0].get_ydata(), seen.layers.attention_term)
-    predicted, measured = drift.lines[:2]
+    np.testing.assert_array_equal(axes.lines[1].get_ydata(), seen.layers.attention_term)
+    predicted, measured = drift.lines[1:3]
     np.testing.assert_array_equal(predicted.get_ydata(), seen.predicted_drift)
     np.testing.assert_array_equal(measured.get_ydata(), seen.drift)
 
 
 def test_epsilon_shows_the_frozen_and_the_measured():
     (axes, _), readout = window.epsilon(block=0, exponent=-2, format="bf16")
-    frozen, measured = (line.get_ydata() for line in axes.lines[:2])
+    frozen, measured = (line.get_ydata() for line in axes.lines[1:3])
     assert frozen[0] == measured[0] == 1 and (np.diff(frozen) < 0).all()
     change = window.raised_epsilons().loc[(0, 1e-2), "change"]
     assert f"the output itself changes by {change:.2g}" in readout
