@@ -1,13 +1,11 @@
 """Numbers of X2's rivals for docs/results.md, from the tables ``x2_rivals*`` of both trained models."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 
 from fragility_lab.peers.tasks import ORACLE, OURS
+from fragility_lab.reporting.tables import Tables
 
-Tables = Mapping[str, pd.DataFrame]
 ORDER = (OURS, "same", "open", "rival")  # the values of ``better``
 WHO = ("ours", "rival", "oracle")
 LOST = ["ladder", "bits", "layers", "rival", "ours", "oracle", "rival_additive", "ours_additive"]
