@@ -47,16 +47,16 @@ class Chosen:
 
 
 class Driver(Protocol):
-    """The functions that the module of a library offers."""
+    """The functions that the module of a library offers.
+
+    A library that refuses schemes has ``refused(model, calibration)``, too: its errors, by name.
+    """
 
     def choose(self, model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
         """The plans of ``task["method"]`` for ``task["budgets"]``."""
 
     def quantized(self, model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
         """A copy of ``model`` with all linear layers of blocks on one rung, under the library's own quantizers."""
-
-    def refused(self, model: nn.Module, calibration: Tensor) -> dict[str, str]:
-        """The errors of the library for schemes that it cannot run here, by name."""
 
 
 def linear_model(name: str) -> PreTrainedModel:
@@ -106,7 +106,7 @@ def carry_out(task: dict[str, Any]) -> dict[str, Any]:
         case "measure":
             return measured(driver, model, calibration, task)
         case "refuse":
-            return driver.refused(model, calibration)
+            return driver.refused(model, calibration) if hasattr(driver, "refused") else {}
     raise ValueError(f'a task must be to "choose", to "measure" or to "refuse", got {task["kind"]!r}')
 
 
