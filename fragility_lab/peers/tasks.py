@@ -145,19 +145,25 @@ def weighed(call: Callable[[], Any]) -> tuple[Any, float, float]:
 
     The peak is that of this process, above its memory before the call. It is NaN on systems other than Linux.
     """
-    gc.collect()
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def peak() -> float:
-        lines = status.read_text().splitlines() if status.exists() else []
-        return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM")), float("nan"))
-
-    if clear.exists():
-        ctypes.CDLL(None).malloc_trim(0)
-        clear.write_text("5")  # the peak so far is forgotten
+    forget_peak()
     before, began = peak(), time.process_time()
     result = call()
     return result, time.process_time() - began, peak() - before
+
+
+def forget_peak() -> None:
+    """Forget the peak of this process's memory so far, and give back what is free; on Linux alone."""
+    gc.collect()
+    if (clear := Path("/proc/self/clear_refs")).exists():
+        ctypes.CDLL(None).malloc_trim(0)
+        clear.write_text("5")
+
+
+def peak() -> float:
+    """MiB of memory of this process at its peak; NaN on systems other than Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM")), float("nan"))
 
 
 def by_layer(paths: Sequence[str], units: Sequence[Sequence[str]], plan: Sequence[int]) -> list[int]:

@@ -255,15 +255,6 @@ def e3_noise_floor(windows: pd.DataFrame) -> Axes:
     return finished(axes, *labels, "E3: score and noise floor, by window")
 
 
-def swarms(table: pd.DataFrame, y: str, hue: str, label: str, title: str, size=6, inches=(6.4, 4.0)) -> Axes:
-    """One swarm of points for each window length and value of ``hue``, and a line at 0."""
-    axes = canvas(*inches)
-    table = table.assign(length=table.length.astype(str))
-    sns.swarmplot(table, x="length", y=y, hue=hue, dodge=True, size=size, ax=axes)
-    axes.axhline(0, **DASHED)
-    return finished(axes, "window length (tokens)", label, title)
-
-
 @style()
 def training_curve(log: pd.DataFrame) -> Axes:
     """Training, validation and evaluation loss over tokens seen."""
