@@ -21,7 +21,7 @@ def present() -> dict[str, Tables]:
     return {name: tables for name, tables in found.items() if "e2_signals" in tables}
 
 
-def measured(label: str, tables: Tables) -> dict[str, object]:
+def measured(label: str, tables: Tables) -> dict[str, str]:
     """The results on one model, as text; "–" if the table of an experiment is missing."""
     runs, pearson = tables["e2_runs"], tables["e2_signals"].set_index("signal").pearson
     row = {name: number(pearson[name], ".2f") for name in ("combined", "no_transport", "transport_only", "norm_only")}

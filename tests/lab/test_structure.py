@@ -16,7 +16,7 @@ BUDGETS = {  # lines
     "fragility_core": 3339,
     "fragility_quantization": 815,
     "fragility_adjoint": 5847,
-    "fragility_lab": 13519,
+    "fragility_lab": 13515,
     "fragility_lessons": 2487,
 }
 PACKAGES = tuple(BUDGETS)
