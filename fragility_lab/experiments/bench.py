@@ -9,8 +9,6 @@ processor time of one thread, which other work on the machine disturbs least.
 
 import argparse
 import copy
-import ctypes
-import gc
 import os
 import statistics
 import subprocess
@@ -19,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TypeVar
 
 import pandas as pd
@@ -32,6 +29,7 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
 from fragility_lab.experiments.shadow import ShadowTraining
 from fragility_lab.inputs.checkpoints import default_device, load_model
+from fragility_lab.peers.tasks import forget_peak, peak
 from fragility_lab.running.environment import device_name
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_numerics.lowering import LowPrecision
@@ -198,26 +196,17 @@ def memory_of(kind: str) -> float:
         estimate = partial(Adjoint, low, model, gradients="low")
         call = model.requires_grad_(True) if kind == "training forward" else lambda given: estimate()(given)
     tokens = random_tokens(1024)
-    _reset_peak()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        forget_peak()  # memory that loading the model freed is not the pass's
     loaded = 0.0 if kind in ("plain", "monitored") else _peak()
     call(tokens)
     return _peak() - loaded
 
 
-def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # memory that loading the model freed is not the pass's
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
-
-
 def _peak() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 2**10
+    return torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else peak()
 
 
 def memory_passes() -> pd.DataFrame:

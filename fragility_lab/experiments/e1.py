@@ -25,11 +25,12 @@ class Sweeps:
     depth: int = 6
 
     def __post_init__(self):
-        require_values(**{field.name: getattr(self, field.name) for field in fields(self)[:-1]})
+        axes = {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
+        require_values(**axes)
         require_at_least(1, depth=self.depth)
-        for name in ("margins", "value_scales", "epsilons", "gains"):
-            if min(getattr(self, name)) < 0:
-                raise ValueError(f"{name} must not be negative, got {min(getattr(self, name))}")
+        for name, values in axes.items():
+            if min(values) < 0:
+                raise ValueError(f"{name} must not be negative, got {min(values)}")
         if list(self.epsilons) != sorted(self.epsilons):
             raise ValueError(f"epsilons must ascend, got {', '.join(map(str, self.epsilons))}")
 

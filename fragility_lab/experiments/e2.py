@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -149,7 +149,24 @@ def specifications(grid: Grid, inputs: Inputs) -> list[RunSpec]:
     ]
 
 
-class MonitoredPasses(Worker):
+class SharingWorker(Worker[Run]):
+    """Computes runs of which those of one group have results in common."""
+
+    _group: Hashable = None
+
+    def once(self, spec: Run, key: Hashable, compute: Callable[[], T]) -> T:
+        """The result of ``compute`` for the window and options ``key``, computed once for all runs of the spec's group.
+
+        It is kept until another group follows.
+        """
+        if spec.group != self._group:
+            self._group, self._common = spec.group, dict[Hashable, Any]()
+        if key not in self._common:
+            self._common[key] = compute()
+        return self._common[key]
+
+
+class MonitoredPasses(SharingWorker[RunSpec]):
     """Computes the runs of a grid. Formats share the fp32 states of a window, and runs of a format share its model."""
 
     def __init__(self, inputs: Inputs, store: RunStore):
@@ -159,20 +176,6 @@ class MonitoredPasses(Worker):
                 lower(inputs.model, precision, execution), power_iteration=transport == "power_iteration"
             )
         )
-        self._hidden: dict[int, Tensor] = {}
-        self._selection: Hashable = None
-
-    @torch.no_grad()
-    def reference(self, spec: RunSpec, first: int, tokens: Tensor) -> Tensor:
-        """fp32 hidden states (B, T, d_model) of the windows of ``spec`` from number ``first`` on.
-
-        They are kept until another selection of windows is asked for.
-        """
-        if spec.group != self._selection:
-            self._selection, self._hidden = spec.group, {}
-        if first not in self._hidden:
-            self._hidden[first] = final_hidden(self.inputs.model, tokens)
-        return self._hidden[first]
 
     def run(self, spec: RunSpec, advance: Advance) -> pd.DataFrame:
         """Tidy rows, one per window and block: statistics, terms, risk, and the window's signals.
@@ -185,7 +188,8 @@ class MonitoredPasses(Worker):
         frames = []
         for first in range(0, spec.windows, spec.batch):
             batch = tokens[first : first + spec.batch].to(self.inputs.device)
-            observed = monitor(batch, self.reference(spec, first, batch))
+            exact = torch.no_grad()(partial(final_hidden, self.inputs.model, batch))
+            observed = monitor(batch, self.once(spec, first, exact))
             estimator = Estimator(spec.layernorm, spec.transport)
             layers, windows = score(observed.layers, observed.windows, unit_roundoff, estimator)
             frame = layers.merge(windows, on="window")
@@ -198,25 +202,15 @@ class MonitoredPasses(Worker):
         return rows.assign(**spec.identity)
 
 
-class DerivedWorker(Worker[Run]):
-    """Computes runs on windows of E2's runs, which are in the folder ``source``."""
+class DerivedWorker(SharingWorker[Run]):
+    """Computes runs on windows of E2's runs, which are in the folder ``source``.
+
+    All seeds draw their windows from one text: of three times 96 windows of 1024 tokens, only 130 are distinct.
+    """
 
     def __init__(self, inputs: Inputs, store: RunStore, source: Path):
         super().__init__(inputs, store)
         self.source = RunStore(source)
-        self._common: dict[Hashable, Any] = {}
-        self._group: Hashable = None
-
-    def once(self, spec: DerivedSpec, key: Hashable, compute: Callable[[], T]) -> T:
-        """The result of ``compute`` for the window and options ``key``, computed once for all runs of the spec's group.
-
-        All seeds draw their windows from one text: of three times 96 windows of 1024 tokens, only 130 are distinct.
-        """
-        if spec.group != self._group:
-            self._group, self._common = spec.group, {}
-        if key not in self._common:
-            self._common[key] = compute()
-        return self._common[key]
 
     def window(self, source: RunSpec, start: int) -> Tensor:
         """Tokens (1, T), on the device, of the window of ``source`` that starts at token ``start``."""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates.patching import one_mask
-from fragility_lab.experiments.baselines import Blocks
 from fragility_numerics.lowering import LowPrecision
+
+Blocks = tuple[int, ...]  # numbers, ascending
 
 
 class KeptBlocks:

@@ -59,22 +59,6 @@ def _separated(spikes: np.ndarray, separation: int) -> list[int]:
     return steps
 
 
-def ratio_of_rate(runs: list[np.ndarray], target: float, rule: SpikeRule = SpikeRule()) -> float:
-    """The ratio at which the mean number of onsets over ``runs`` is nearest to ``target``.
-
-    Ratios are tried from 1 in steps of 0.005. Of several equally near ratios the largest is returned. Raises
-    ValueError if no ratio gives an onset.
-    """
-    relative = [relative_to_recent(values, rule) for values in runs]
-    peak = max(np.nanmax(ratios, initial=1.0) for ratios in relative)
-    if peak <= 1:
-        raise ValueError("a value must be above the median of those before it, got none: use longer runs")
-    grid = np.arange(1, peak + 0.005, 0.005)
-    counts = [[len(_separated(np.flatnonzero(r > ratio), rule.separation)) for r in relative] for ratio in grid]
-    distance = np.abs(np.mean(counts, axis=1) - target)
-    return round(float(grid[np.flatnonzero(distance == distance.min())[-1]]), 3)
-
-
 # --- Views of the rows ------------------------------------------------------------------------
 
 
@@ -131,18 +115,28 @@ def run_summary(steps: pd.DataFrame, rule: SpikeRule = SpikeRule()) -> pd.DataFr
 
 
 def chosen_ratio(steps: pd.DataFrame, target: float = 12.0) -> float:
-    """The spike ratio at which policy ``none`` has about ``target`` onsets per run (``ratio_of_rate``).
+    """The spike ratio at which the mean number of onsets of policy ``none`` over runs is nearest to ``target``.
 
-    It is the release's ratio if the mismatch of ``none`` never rises above the median of the values before.
+    Ratios are tried from 1 in steps of 0.005. Of several equally near ratios the largest is returned. It is the
+    release's ratio if the mismatch of ``none`` never rises above the median of the values before.
     """
-    runs = [run.mismatch.to_numpy() for _, run in steps[steps.policy == "none"].groupby("seed")]
-    return ratio_of_rate(runs, target) if peak_ratio(steps) > 1 else SpikeRule().ratio
+    rule, relative, peak = SpikeRule(), _relative_under_none(steps), peak_ratio(steps)
+    if peak <= 1:
+        return rule.ratio
+    grid = np.arange(1, peak + 0.005, 0.005)
+    counts = [[len(_separated(np.flatnonzero(r > ratio), rule.separation)) for r in relative] for ratio in grid]
+    distance = np.abs(np.mean(counts, axis=1) - target)
+    return round(float(grid[np.flatnonzero(distance == distance.min())[-1]]), 3)
 
 
 def peak_ratio(steps: pd.DataFrame) -> float:
     """The largest ratio of a mismatch to the median of those just before, under policy ``none``."""
+    return max(np.nanmax(ratios, initial=0.0) for ratios in _relative_under_none(steps))
+
+
+def _relative_under_none(steps: pd.DataFrame) -> list[np.ndarray]:
     runs = steps[steps.policy == "none"].groupby("seed").mismatch
-    return max(np.nanmax(relative_to_recent(run.to_numpy(), SpikeRule()), initial=0.0) for _, run in runs)
+    return [relative_to_recent(run.to_numpy(), SpikeRule()) for _, run in runs]
 
 
 def firing_steps(policy: Released, signals: np.ndarray) -> list[int]:

@@ -80,12 +80,8 @@ class Benchmark:
 
         Raises OSError without the libraries' environment, and RuntimeError with the last words of a process that fails.
         """
-        task = {
-            "kind": kind,
-            "model": self.model,
-            "ladder": ladder.title,
-            "calibration": self.calibration.tolist(),
-        } | more
+        task = {"kind": kind, "model": self.model, "ladder": ladder.title, "calibration": self.calibration.tolist()}
+        task |= more
         if ladder.library == "own":
             return carry_out(task)
         text = json.dumps(task)

@@ -9,6 +9,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -62,10 +63,8 @@ def passes(chosen: random.Random, folder: Path) -> Iterator[tuple[str, pd.DataFr
 def training(chosen: random.Random, folder: Path) -> Iterator[tuple[str, pd.DataFrame]]:
     """One run of E5, under policy ``none``."""
     given = settings("e5_seeds")
-    sizes = {name: given[name] for name in ("length", "windows", "steps", "initial", "realisation")}
-    setting = e5.TrainingSetting(
-        given["model"], given["data"], given["precision"], learning_rate=given["learning_rate"], **sizes
-    )
+    names = [field.name for field in fields(e5.TrainingSetting) if field.name in given]
+    setting = e5.TrainingSetting(**{name: given[name] for name in names})
     inputs = e5.load_inputs(setting)
     policies = e5.policies(["none"], setting, inputs)
     seed = chosen.randrange(max(given["looks"]))

@@ -5,13 +5,16 @@ measured on these windows as in E3, and the greedy choice measures every candida
 """
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+import random
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
@@ -19,10 +22,8 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates.patching import Patching, patch_effects
 from fragility_core.theory import mismatch
-from fragility_lab.experiments import baselines
-from fragility_lab.experiments.baselines import Blocks
 from fragility_lab.experiments.e2 import IDENTITY, DerivedSpec, DerivedWorker
-from fragility_lab.experiments.kept_blocks import KeptBlocks
+from fragility_lab.experiments.kept_blocks import Blocks, KeptBlocks
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.running.runs import RunStore
 from fragility_lab.running.task import Advance
@@ -154,20 +155,52 @@ class Trial:
         yield "sites", len(both), "head and norms", self.contributions.keep(sites=both)
 
     def _choices(self, budget: int) -> Iterator[tuple[str, Blocks]]:
-        best = self.contributions.gains("blocks").gain
-        yield "adjoint", baselines.top(best, budget)
-        yield "first", baselines.first(self.depth, budget)
-        yield "last", baselines.last(self.depth, budget)
-        yield "score", baselines.top(self.risks, budget)
-        yield "patching", baselines.top(self.effects, budget)
-        yield "greedy", baselines.greedy(self.measure_blocks, self.depth, budget)
-        for numbers in baselines.drawn(self.depth, budget, self.spec.draws):
+        every = tuple(range(self.depth))
+        yield "adjoint", top(self.contributions.gains("blocks").gain, budget)
+        yield "first", every[:budget]
+        yield "last", every[max(self.depth - budget, 0) :]
+        yield "score", top(self.risks, budget)
+        yield "patching", top(self.effects, budget)
+        yield "greedy", greedy(self.measure_blocks, self.depth, budget)
+        for numbers in drawn(self.depth, budget, self.spec.draws):
             yield "random", numbers
 
 
 def kept_by(plan: Plan) -> tuple:
     """The parts that ``plan`` keeps in fp32, as a key."""
     return plan.modules, plan.residual, plan.scores
+
+
+# --- Other ways to choose blocks: numbers in ascending order ----------------------------------
+
+
+def drawn(depth: int, count: int, draws: int) -> list[Blocks]:
+    """``draws`` random choices of ``count`` of ``depth`` blocks."""
+    generator = random.Random(0)
+    return [tuple(sorted(generator.sample(range(depth), count))) for _ in range(draws)]
+
+
+def top(scores: ArrayLike, count: int) -> Blocks:
+    """The ``count`` blocks with the largest ``scores`` (L,), such as the paper's risk or the effects of patching.
+
+    Of equal scores the earlier block's counts as larger. Raises ValueError for scores that are NaN.
+    """
+    scores = np.asarray(scores, dtype=float)
+    if np.isnan(scores).any():
+        raise ValueError(f"scores of blocks must be numbers, got {scores.tolist()}: leave out windows that overflow")
+    return tuple(sorted(np.argsort(-scores, kind="stable")[:count].tolist()))
+
+
+def greedy(measure: Callable[[Sequence[Blocks]], Sequence[float]], depth: int, count: int) -> Blocks:
+    """``count`` of ``depth`` blocks, added one by one: each time the block that makes ``measure`` smallest.
+
+    ``measure`` gets all candidates of a step at once, and returns a number for each.
+    """
+    chosen: Blocks = ()
+    for _ in range(min(count, depth)):
+        candidates = [tuple(sorted((*chosen, b))) for b in range(depth) if b not in chosen]
+        chosen = candidates[int(np.argmin(measure(candidates)))]
+    return chosen
 
 
 # --- Views of the rows ------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """X2: the effect of quantization on the next token, predicted and measured; not in the paper.
 
-Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. ``x2_flips`` predicts changed tokens,
-and ``x2_plans`` plans that mix schemes.
+Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. Plans that mix schemes under a budget of
+bits are predicted before they are measured. ``x2_flips`` predicts changed tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,11 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fragility_adjoint.explain.changed_choices import next_tokens
 from fragility_adjoint.explain.coherence import coherence
 from fragility_adjoint.explain.error_samples import ErrorSamples
-from fragility_adjoint.mixed_precision.bits import Choices, fused_layers
+from fragility_adjoint.mixed_precision import apply
+from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers, predictions
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.measurement.comparison import ObservedPass, compare, observe, ratio
@@ -25,6 +27,7 @@ from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Operands, Recipe, get_recipe
 
 KEPT = 2**31  # bytes of logits in fp32 that stay in memory
+DRAWS = 4  # of the errors of a ladder's first recipe
 QUANTITIES = ("kl", "logprob")  # targets, and columns of ``comparison.compare``
 
 
@@ -60,6 +63,12 @@ class Evaluator:
         """The prediction with gradients at both ends."""
         low = lower(self.model, recipe)
         return Adjoint(low, self.model, self.probes, target=target, gradients="both")(self.windows)
+
+
+def realised(model: PreTrainedModel, recipe: str) -> tuple[LowPrecision, ErrorSamples]:
+    """``model`` lowered by ``recipe``, and the samples of its errors."""
+    low = lower(model, get_recipe(recipe))
+    return low, ErrorSamples(Adjoint(low, model, target="flips", gradients="fp32"))
 
 
 def recipe_rows(evaluator: Evaluator, name: str, quantities: Sequence[str] = QUANTITIES) -> pd.DataFrame:
@@ -136,3 +145,46 @@ def layer_agreement(layers: pd.DataFrame) -> pd.DataFrame:
     table = by.apply(lambda rows: rows.predicted.corr(rows.measured, method="spearman"), include_groups=False)
     quantiles = by.apply(lambda rows: (rows.predicted / rows.measured).quantile([0.1, 0.5, 0.9]), include_groups=False)
     return quantiles.set_axis(["tenth", "median", "ninetieth"], axis=1).assign(spearman=table).reset_index()
+
+
+def plan_rows(evaluator: Evaluator, ladder: Sequence[str], budgets: int) -> pd.DataFrame:
+    """One row per plan: the best choices among a ``ladder`` of recipes for so many ``budgets`` of bits, measured.
+
+    Beside each plan is a random choice with about as many bits (``chosen_by``). ``predicted`` and ``measured`` are KL.
+    The columns that begin with "changed" are the share of changed next tokens. This share is predicted from errors of
+    the ladder's first recipe, times the root of the plan's predicted KL over that of the first recipe.
+    """
+    groups, rows = fused_layers(evaluator.model, evaluator.windows[:1]), []
+    predicted_by = predictions(evaluator.model, ladder, evaluator.windows, probes=evaluator.probes)
+    known = Choices(evaluator.model, predicted_by, groups)
+    first, (_, realisations) = known.predict(Choice((0,) * len(groups))), realised(evaluator.model, ladder[0])
+    competitions = [next_tokens(realisations, window, DRAWS) for window in evaluator.windows.split(1)]
+    most = known.bits.max(1).sum() / known.weights
+    for number, budget in enumerate(np.linspace(known.least_bits, most, budgets + 1)[:-1]):
+        best = known.within_bits(float(budget) * (1 + 1e-9))
+        for chosen_by, choice in (("prediction", best), ("chance", at_random(known, float(budget), number))):
+            found = evaluator.measure(apply(evaluator.model, known.plan(choice)))
+            predicted = known.predict(choice)
+            scales = (predicted / first) ** 0.5
+            changed = np.array([window.share(scale) for window, scale in zip(competitions, scales, strict=True)])
+            changes = {"predicted": changed.mean(), "measured": found.changed.mean()}
+            changes |= ratio(changed, found.changed.to_numpy())
+            rows.append(
+                {"schemes": " ".join(ladder), "bits": known.mean_bits(choice), "chosen_by": chosen_by}
+                | {"predicted": predicted.mean(), "measured": found.kl.mean()}
+                | ratio(predicted, found.kl.to_numpy())
+                | {f"changed_{key}": value for key, value in changes.items()}
+            )
+    return pd.DataFrame(rows)
+
+
+def at_random(known: Choices, bits: float, seed: int) -> Choice:
+    """A random choice: the smallest schemes for all groups, then drawn ones, group by group, that fit the budget."""
+    generator = np.random.default_rng(seed)
+    schemes = known.bits.argmin(1)
+    for group in generator.permutation(len(schemes)):
+        scheme, before = int(generator.integers(known.bits.shape[1])), schemes[group]
+        schemes[group] = scheme
+        if known.mean_bits(Choice(tuple(schemes))) > bits * (1 + 1e-9):
+            schemes[group] = before
+    return Choice(tuple(map(int, schemes)))

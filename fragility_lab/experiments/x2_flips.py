@@ -1,6 +1,7 @@
 """X2: next tokens and experts that quantization changes, and how long greedy decoding keeps to the text of fp32."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from fragility_adjoint.explain.changed_choices import next_tokens
-from fragility_adjoint.explain.error_samples import ErrorSamples
-from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
-from fragility_lab.experiments.x2 import row
+from fragility_lab.experiments.x2 import Evaluator, realised, row
 from fragility_lab.measurement.decoding import greedy, kept_length, predicted_length
 from fragility_lab.measurement.routing import changed_choices, predicted_choices
 from fragility_lab.running.environment import progress
 from fragility_numerics.lowering import LowPrecision
-from fragility_quantization.quantized import lower
-from fragility_quantization.recipes import get_recipe
 
 BATCH = 64  # prompts that are decoded at once
 SIZES: dict[str, Any] = {
@@ -32,18 +29,12 @@ MIXTURES = (
 )
 
 
-def realised(model: PreTrainedModel, recipe: str) -> tuple[LowPrecision, ErrorSamples]:
-    """``model`` lowered by ``recipe``, and the samples of its errors."""
-    low = lower(model, get_recipe(recipe))
-    return low, ErrorSamples(Adjoint(low, model, target="flips", gradients="fp32"))
-
-
 @torch.no_grad()
-def changed_rows(model: PreTrainedModel, windows: Tensor, name: str, draws: int = 1) -> pd.DataFrame:
-    """One row for the recipe ``name``: the share of next tokens that change, mean over ``windows`` (B, T)."""
-    (low, realisations), shares = realised(model, name), []
-    for window in windows.split(1):
-        exact = logits(model, window)
+def changed_rows(evaluator: Evaluator, name: str, draws: int = 1) -> pd.DataFrame:
+    """One row for the recipe ``name``: the share of next tokens that change, mean over windows."""
+    (low, realisations), shares = realised(evaluator.model, name), []
+    for window in evaluator.windows.split(1):
+        exact = logits(evaluator.model, window)
         with low.running():
             found = low.model(window, use_cache=False).logits
         if not found.isfinite().all():  # an overflow chooses nothing
@@ -55,14 +46,13 @@ def changed_rows(model: PreTrainedModel, windows: Tensor, name: str, draws: int 
     return pd.DataFrame([row(name, "changed", *np.transpose(shares))])
 
 
-def length_rows(model: PreTrainedModel, prompts: Tensor, texts: Tensor, name: str, draws: int = 1) -> pd.DataFrame:
-    """One row for the recipe ``name``: number of tokens that greedy decoding shares with fp32, mean over ``prompts``.
+def length_rows(evaluator: Evaluator, name: str, count: int, draws: int = 1) -> pd.DataFrame:
+    """One row for the recipe ``name``: number of ``count`` tokens that greedy decoding shares with fp32, a mean.
 
-    ``texts`` (B, n) are those of fp32. The measurement decodes token by token, with keys and values stored as the
-    recipe says.
+    The windows are prompts. The measurement decodes token by token, with keys and values stored as the recipe says.
     """
-    low, realisations = realised(model, name)
-    pairs = [*zip(prompts.split(BATCH), texts.split(BATCH))]
+    low, realisations = realised(evaluator.model, name)
+    pairs = greedy_texts(evaluator, count)
     measured = torch.cat([kept_length(low, part, text) for part, text in pairs])
     predicted = torch.cat([predicted_length(realisations, *pair, draws) for pair in pairs])
     measured = measured.double().where(torch.cat([stays_finite(low, torch.cat(pair, 1)) for pair in pairs]), np.nan)
@@ -76,9 +66,10 @@ def stays_finite(low: LowPrecision, texts: Tensor) -> Tensor:
         return low.model(texts, use_cache=False).logits.isfinite().flatten(1).all(1)
 
 
-def greedy_texts(model: PreTrainedModel, prompts: Tensor, count: int) -> Tensor:
-    """The ``count`` tokens (B, count) that greedy decoding in fp32 gives after ``prompts`` (B, T)."""
-    return torch.cat([greedy(model, part, count) for part in prompts.split(BATCH)])
+@lru_cache(1)  # for all recipes
+def greedy_texts(evaluator: Evaluator, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of prompts (B, T), and the ``count`` tokens (B, count) that greedy decoding in fp32 gives after each."""
+    return [(part, greedy(evaluator.model, part, count)) for part in evaluator.windows.split(BATCH)]
 
 
 @torch.no_grad()

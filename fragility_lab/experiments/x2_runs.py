@@ -7,9 +7,16 @@ from functools import cache
 import pandas as pd
 from torch import Tensor
 
-from fragility_lab.experiments.x2 import QUANTITIES, Evaluator, coherence_rows, growth_rows, layer_rows, recipe_rows
-from fragility_lab.experiments.x2_flips import changed_rows, greedy_texts, length_rows
-from fragility_lab.experiments.x2_plans import plan_rows
+from fragility_lab.experiments.x2 import (
+    QUANTITIES,
+    Evaluator,
+    coherence_rows,
+    growth_rows,
+    layer_rows,
+    plan_rows,
+    recipe_rows,
+)  # fmt: skip
+from fragility_lab.experiments.x2_flips import changed_rows, length_rows
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Advance, Worker
@@ -57,7 +64,6 @@ class Recipes(Worker):
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)
         self.evaluator = cache(lambda *chosen, probes: Evaluator(inputs.model, self.tokens(*chosen), probes))
-        self.texts = cache(lambda *chosen, count: greedy_texts(inputs.model, self.tokens(*chosen), count))
 
     def tokens(self, length: int, windows: int, seed: int) -> Tensor:
         """Windows (B, T), on the device of the model."""
@@ -65,31 +71,18 @@ class Recipes(Worker):
 
     def run(self, spec: AnalysisSpec, advance: Advance) -> pd.DataFrame:
         """The rows of the analysis, from its function in ANALYSES."""
-        return ANALYSES[spec.analysis](self, spec)
-
-    def evaluator_of(self, spec: AnalysisSpec) -> Evaluator:
-        """The model and the windows of ``spec``."""
-        return self.evaluator(spec.length, spec.windows, spec.seed, probes=spec.probes)
-
-    def changed(self, spec: AnalysisSpec) -> pd.DataFrame:
-        """Rows of ``x2_flips.changed_rows``."""
-        return changed_rows(self.inputs.model, self.tokens(spec.length, spec.windows, spec.seed), spec.recipes[0])
-
-    def lengths(self, spec: AnalysisSpec) -> pd.DataFrame:
-        """Rows of ``x2_flips.length_rows``."""
-        chosen = spec.length, spec.windows, spec.seed
-        texts = self.texts(*chosen, count=spec.count)
-        return length_rows(self.inputs.model, self.tokens(*chosen), texts, spec.recipes[0])
+        evaluator = self.evaluator(spec.length, spec.windows, spec.seed, probes=spec.probes)
+        return ANALYSES[spec.analysis](evaluator, spec)
 
 
-ANALYSES: dict[str, Callable[[Recipes, AnalysisSpec], pd.DataFrame]] = {
-    "recipes": lambda worker, spec: recipe_rows(worker.evaluator_of(spec), spec.recipes[0], spec.quantities),
-    "growth": lambda worker, spec: growth_rows(worker.evaluator_of(spec), spec.recipes[0]),
-    "coherence": lambda worker, spec: coherence_rows(worker.evaluator_of(spec), spec.recipes[0], spec.count),
-    "changed": Recipes.changed,
-    "lengths": Recipes.lengths,
-    "layers": lambda worker, spec: layer_rows(worker.evaluator_of(spec), spec.recipes[0]),
-    "plans": lambda worker, spec: plan_rows(worker.evaluator_of(spec), spec.recipes, spec.count),
+ANALYSES: dict[str, Callable[[Evaluator, AnalysisSpec], pd.DataFrame]] = {
+    "recipes": lambda evaluator, spec: recipe_rows(evaluator, spec.recipes[0], spec.quantities),
+    "growth": lambda evaluator, spec: growth_rows(evaluator, spec.recipes[0]),
+    "coherence": lambda evaluator, spec: coherence_rows(evaluator, spec.recipes[0], spec.count),
+    "changed": lambda evaluator, spec: changed_rows(evaluator, spec.recipes[0]),
+    "lengths": lambda evaluator, spec: length_rows(evaluator, spec.recipes[0], spec.count),
+    "layers": lambda evaluator, spec: layer_rows(evaluator, spec.recipes[0]),
+    "plans": lambda evaluator, spec: plan_rows(evaluator, spec.recipes, spec.count),
 }
 
 

@@ -87,8 +87,3 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
         wrapper = WrapperLinear(layer, device="cpu", enable_torch_compile=False, iters=0, **off)
         model.set_submodule(path, wrapper.unwrapper({}))
     return model
-
-
-def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
-    """An empty answer: AutoRound refuses none of the schemes that it was asked for."""
-    return {}

@@ -68,6 +68,6 @@ def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
     for name in NEEDING_CUDA:
         try:
             quantized(model, calibration[:1], name)(calibration[:1], use_cache=False)
-        except Exception as cause:  # of any type: its text is the answer
+        except Exception as cause:  # any failure of the library is meant, whatever its type: its text is the answer
             found[name] = f"{type(cause).__name__}: {cause}"
     return found

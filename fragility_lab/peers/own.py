@@ -44,8 +44,3 @@ def quantized(model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
     if recipe is None or recipe.linear.inputs is not None:
         raise ValueError(f"without a library weights alone are quantized, got {rung}")
     return rounded_copy(model, how_stored(model, recipe), recipe.kernels)
-
-
-def refused(model: nn.Module, calibration: Tensor) -> dict[str, str]:
-    """An empty answer: no scheme is refused."""
-    return {}

@@ -47,16 +47,16 @@ class Chosen:
 
 
 class Driver(Protocol):
-    """The functions that the module of a library offers."""
+    """The functions that the module of a library offers.
+
+    A library that refuses schemes has ``refused(model, calibration)``, too: its errors, by name.
+    """
 
     def choose(self, model: nn.Module, calibration: Tensor, task: dict[str, Any]) -> Chosen:
         """The plans of ``task["method"]`` for ``task["budgets"]``."""
 
     def quantized(self, model: nn.Module, calibration: Tensor, rung: str) -> nn.Module:
         """A copy of ``model`` with all linear layers of blocks on one rung, under the library's own quantizers."""
-
-    def refused(self, model: nn.Module, calibration: Tensor) -> dict[str, str]:
-        """The errors of the library for schemes that it cannot run here, by name."""
 
 
 def linear_model(name: str) -> PreTrainedModel:
@@ -106,7 +106,7 @@ def carry_out(task: dict[str, Any]) -> dict[str, Any]:
         case "measure":
             return measured(driver, model, calibration, task)
         case "refuse":
-            return driver.refused(model, calibration)
+            return driver.refused(model, calibration) if hasattr(driver, "refused") else {}
     raise ValueError(f'a task must be to "choose", to "measure" or to "refuse", got {task["kind"]!r}')
 
 
@@ -145,19 +145,25 @@ def weighed(call: Callable[[], Any]) -> tuple[Any, float, float]:
 
     The peak is that of this process, above its memory before the call. It is NaN on systems other than Linux.
     """
-    gc.collect()
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def peak() -> float:
-        lines = status.read_text().splitlines() if status.exists() else []
-        return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM")), float("nan"))
-
-    if clear.exists():
-        ctypes.CDLL(None).malloc_trim(0)
-        clear.write_text("5")  # the peak so far is forgotten
+    forget_peak()
     before, began = peak(), time.process_time()
     result = call()
     return result, time.process_time() - began, peak() - before
+
+
+def forget_peak() -> None:
+    """Forget the peak of this process's memory so far, and give back what is free; on Linux alone."""
+    gc.collect()
+    if (clear := Path("/proc/self/clear_refs")).exists():
+        ctypes.CDLL(None).malloc_trim(0)
+        clear.write_text("5")
+
+
+def peak() -> float:
+    """MiB of memory of this process at its peak; NaN on systems other than Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM")), float("nan"))
 
 
 def by_layer(paths: Sequence[str], units: Sequence[Sequence[str]], plan: Sequence[int]) -> list[int]:

@@ -125,10 +125,10 @@ def with_length(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(**{"window length": runs.length.astype(str)})
 
 
-def scatter_of_runs(runs: pd.DataFrame, x: str, y: str) -> Axes:
-    """One point a run; colour is the format, shape the window length. Runs whose windows overflow have none."""
-    shown = with_length(runs.dropna(subset=[x, y]))
-    return sns.scatterplot(shown, x=x, y=y, hue="precision", style="window length", s=80, ax=canvas())
+def square(axes: Axes, low: float, high: float) -> None:
+    """Set equal axes from ``low`` to ``high``, with a line of equality."""
+    axes.plot((low, high), (low, high), **DASHED)
+    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
 
 
 def curves(table: pd.DataFrame, x: str, names: dict[str, str]) -> Axes:
@@ -168,11 +168,15 @@ def e1_residual(table: pd.DataFrame, depth: int = 6) -> Axes:
 
 @style()
 def e2_transport(runs: pd.DataFrame) -> Axes:
-    """Pearson with transport over Pearson without, one point a run; above the diagonal transport helps."""
+    """Pearson with transport over Pearson without, one point a run; above the diagonal transport helps.
+
+    Runs whose windows overflow have no point.
+    """
     values = runs[["no_transport_pearson", "combined_pearson"]]
-    axes, ends = scatter_of_runs(runs, *values), (min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)
-    axes.plot(ends, ends, **DASHED)
-    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    shown = with_length(runs.dropna(subset=[*values]))
+    points = {"hue": "precision", "style": "window length", "s": 80}
+    axes = sns.scatterplot(shown, x="no_transport_pearson", y="combined_pearson", ax=canvas(), **points)
+    square(axes, min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)
     return finished(axes, "Pearson of no_transport", "Pearson of combined", "E2: does transport help?")
 
 
@@ -232,18 +236,8 @@ FIDELITY = {
 def e3_fidelity(runs: pd.DataFrame) -> Axes:
     """Agreement of the rankings of score and exact effect, in five measures: a point a run, a line at chance."""
     table = with_length(runs).melt(["window length"], [*FIDELITY], "measure", "value")
-    axes = canvas(6.4, 3.2)
-    sns.stripplot(
-        table,
-        x="value",
-        y="measure",
-        hue="window length",
-        palette="colorblind",
-        dodge=True,
-        jitter=False,
-        size=6,
-        ax=axes,
-    )
+    axes, points = canvas(6.4, 3.2), {"palette": "colorblind", "dodge": True, "jitter": False, "size": 6}
+    sns.stripplot(table, x="value", y="measure", hue="window length", ax=axes, **points)
     layers = runs.layers.mean()
     for row, chance in enumerate((0, 0.5, 1 / layers, 3 / layers, 5 / layers)):
         axes.plot([chance, chance], [row - 0.4, row + 0.4], **DASHED | {"linewidth": 2})
@@ -254,23 +248,11 @@ def e3_fidelity(runs: pd.DataFrame) -> Axes:
 @style()
 def e3_noise_floor(windows: pd.DataFrame) -> Axes:
     """Spearman's correlation of the score with the exact effects, over that of a second measurement of the effects."""
-    axes, ends = canvas(5.4, 4.0), (min(0.0, windows[["spearman", "noise_floor"]].min(axis=None)) - 0.05, 1.0)
-    sns.scatterplot(
-        with_length(windows), x="noise_floor", y="spearman", hue="window length", style="window length", s=70, ax=axes
-    )
-    axes.plot(ends, ends, **DASHED)
-    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    axes, points = canvas(5.4, 4.0), {"hue": "window length", "style": "window length", "s": 70}
+    sns.scatterplot(with_length(windows), x="noise_floor", y="spearman", ax=axes, **points)
+    square(axes, min(0.0, windows[["spearman", "noise_floor"]].min(axis=None)) - 0.05, 1.0)
     labels = ("Spearman of the effects in another rounding", "Spearman of the score")
     return finished(axes, *labels, "E3: score and noise floor, by window")
-
-
-def swarms(table: pd.DataFrame, y: str, hue: str, label: str, title: str, size=6, inches=(6.4, 4.0)) -> Axes:
-    """One swarm of points for each window length and value of ``hue``, and a line at 0."""
-    axes = canvas(*inches)
-    table = table.assign(length=table.length.astype(str))
-    sns.swarmplot(table, x="length", y=y, hue=hue, dodge=True, size=size, ax=axes)
-    axes.axhline(0, **DASHED)
-    return finished(axes, "window length (tokens)", label, title)
 
 
 @style()

@@ -6,7 +6,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style, swarms, with_length
+from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style, with_length
 
 SITE_ORDER = (
     "residual", "norm", "projection", "mlp", "scores", "softmax", "context", "attention", "router", "embedding", "head",
@@ -34,21 +34,27 @@ def x1_predicted(windows: pd.DataFrame) -> Axes:
 @style()
 def x1_agreement(runs: pd.DataFrame) -> Axes:
     """Pearson's correlation of prediction and score with the mismatch, one point a run, by window length."""
-    columns = {
-        "adjoint_pearson": "adjoint",
-        "combined_pearson": "score",
-        "no_transport_pearson": "score without transport",
-    }
-    table = runs[["length", *columns]].rename(columns=columns).melt("length", None, "signal", "pearson")
-    return swarms(table, "pearson", "signal", "Pearson with the mismatch", "X1: who predicts which window is hit")
+    names = ("adjoint_pearson", "combined_pearson", "no_transport_pearson")
+    columns = dict(zip(names, ("adjoint", "score", "score without transport")))
+    labels = ("Pearson with the mismatch", "X1: who predicts which window is hit")
+    return swarms(runs, columns, "signal", *labels)
 
 
 @style()
 def x1_ranking(runs: pd.DataFrame) -> Axes:
     """Spearman's correlation of prediction and score with the mean patched effect of realisations, one point a run."""
     columns = {"adjoint_average": "adjoint", "score_average": "score"}
-    table = runs[["length", *columns]].rename(columns=columns).melt("length", None, "ranked by", "spearman")
-    return swarms(table, "spearman", "ranked by", "Spearman with the averaged effect", "X1: who names the right blocks")
+    labels = ("Spearman with the averaged effect", "X1: who names the right blocks")
+    return swarms(runs, columns, "ranked by", *labels)
+
+
+def swarms(runs: pd.DataFrame, columns: dict[str, str], kind: str, label: str, title: str) -> Axes:
+    """One swarm of points for each window length and each of ``columns``, which have their names in the legend."""
+    table = runs[["length", *columns]].rename(columns=columns).melt("length", None, kind, "value")
+    axes, table = canvas(6.4, 4.0), table.assign(length=table.length.astype(str))
+    sns.swarmplot(table, x="length", y="value", hue=kind, dodge=True, size=6, ax=axes)
+    axes.axhline(0, **DASHED)
+    return finished(axes, "window length (tokens)", label, title)
 
 
 @style()

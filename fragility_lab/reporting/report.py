@@ -52,21 +52,18 @@ def _sentence(experiment: str, claims: pd.DataFrame) -> str:
         return f"{experiment} was not run."
     variant = tested.experiment.str.partition(", ")[2]
     named = tested.claim + variant.map(lambda name: f" ({name})" if name else "")
-    held, failed = named[tested.verdict == HOLDS], named[tested.verdict == FAILS]
-    parts = [f"{len(held)} of {len(tested)} claims hold" + _in_words(held)]
-    if len(failed):
-        parts.append(f"{len(failed)} {'does' if len(failed) == 1 else 'do'} not hold" + _in_words(failed))
-    alike = named[tested.verdict == NO_DIFFERENCE]
-    if len(alike):
-        parts.append(f"{len(alike)} make{'s' * (len(alike) == 1)} no difference that matters" + _in_words(alike))
-    undecided = int((tested.verdict == UNDECIDED).sum())
-    if undecided:
-        parts.append(f"{undecided} {'is' if undecided == 1 else 'are'} undecided")
+    parts = []
+    for verdict, one, several in (
+        (HOLDS, *[f"of {len(tested)} claims hold"] * 2),
+        (FAILS, "does not hold", "do not hold"),
+        (NO_DIFFERENCE, "makes no difference that matters", "make no difference that matters"),
+        (UNDECIDED, "is undecided", "are undecided"),
+    ):
+        claimed = named[tested.verdict == verdict]
+        words = f" ({'; '.join(claimed)})" if len(claimed) and verdict != UNDECIDED else ""
+        if len(claimed) or verdict == HOLDS:
+            parts.append(f"{len(claimed)} {one if len(claimed) == 1 else several}{words}")
     return f"{experiment}: {', '.join(parts)}."
-
-
-def _in_words(claims: pd.Series) -> str:
-    return f" ({'; '.join(claims)})" if len(claims) else ""
 
 
 def provenance(experiment: str, records: pd.DataFrame) -> dict[str, str]:

@@ -15,9 +15,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fragility_lab.paths import ASSETS, PROJECT
 from fragility_lab.reporting import reruns, results_real, results_rivals
-from fragility_lab.reporting.claims import E2, E3, E5, E5_SCARCE
+from fragility_lab.reporting.claims import E5, E5_SCARCE
 from fragility_lab.reporting.report import read_tables
-from fragility_lab.reporting.tables import cells, number, shown
+from fragility_lab.reporting.tables import Tables, cells, number, shown
 from fragility_lab.reporting.verdicts import UNDECIDED, VERDICTS, compare
 from fragility_lab.running.files import write_whole
 
@@ -28,8 +28,6 @@ REALISATION = "realisation"  # E5's first seeds, all initial weights moved by ha
 INDEPENDENT = ("independent", "independent-embedded-llama")  # no two runs share a window; both trained families
 PAPER_LEDGER = 2742  # protected layer-steps of each controller in the paper's table of E5
 FINDINGS = re.compile(r"(?<=<!-- findings: make docs -->\n).*?(?=<!-- end of findings -->)", re.S)
-
-Tables = Mapping[str, pd.DataFrame]
 
 
 def markdown(rows: pd.DataFrame, **columns: tuple[str, str]) -> str:
@@ -108,9 +106,8 @@ def realisation(tables: Tables) -> dict[str, object]:
 
 def families(tables: Tables, second: Tables) -> str:
     """E2's and E3's claims on both trained families, as Markdown."""
-    rows = [shown(compare(found, (*E2, *E3))) for found in (tables, second)]
-    mine, theirs = (found.assign(verdict=found.verdict.where(found.claim != "", "–")) for found in rows)
-    both = mine.assign(llama=theirs.here, there=theirs.verdict)
+    mine, theirs = (results_real.verdicts(found) for found in (tables, second))
+    both = mine.assign(llama=theirs.here, there=theirs.verdict).reset_index()
     headings = {"experiment": "", "quantity": "quantity", "paper": "paper", "here": "GPT-2", "verdict": "verdict"}
     headings |= {"llama": "Llama", "there": "verdict on it"}
     return markdown(both, **{name: (heading, "") for name, heading in headings.items()})
@@ -123,34 +120,39 @@ def independent() -> dict[str, object]:
     return {"runs": len(runs), "seeds": runs.seed.nunique(), "claims": families(tables, second)}
 
 
-def ratio_text(rows: pd.DataFrame) -> list[str]:
-    """Ratios with their intervals."""
-    return [f"{r.ratio:.2f} ({r.low:.2f} to {r.high:.2f})" for r in rows.itertuples()]
+def intervals(rows: pd.DataFrame, column: str = "ratio") -> list[str]:
+    """The numbers in ``column``, each with the interval from ``low`` to ``high``."""
+    texts = ([number(x, ".2f") for x in rows[name]] for name in (column, "low", "high"))
+    return [f"{found} ({low} to {high})" for found, low, high in zip(*texts)]
+
+
+def planned(tables: Tables) -> dict[str, pd.Series]:
+    """The errors of X1's predictions for all different plans, and what keeping each kind of site leaves, by label."""
+    plans = tables["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
+    unplanned = tables["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
+    kinds = tables["x1_kinds"].set_index(["precision", "label"]).measured.unstack().div(unplanned, axis=0).mean()
+    return {"plan_errors": (plans.predicted / plans.measured - 1).abs(), "kinds": kinds}
 
 
 def predictor(tables: Tables, second: Tables) -> dict[str, object]:
     """X1 on the second trained family beside the first; the second has some of the window lengths."""
-    lengths = second["x1_runs"].length.unique()
+    lengths, found = second["x1_runs"].length.unique(), planned(second)
     mine = tables["x1_runs"][tables["x1_runs"].length.isin(lengths)]
-    plan = second["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
-    unplanned = second["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
-    kinds = second["x1_kinds"].set_index(["precision", "label"]).measured.unstack().div(unplanned, axis=0).mean()
-    return {
+    return found | {
         "lengths": f"{', '.join(map(str, sorted(lengths)[:-1]))} and {max(lengths)}",
         "runs": second["x1_runs"],
         "summary": second["x1_summary"],
         "sites": second["x1_sites"],
-        "plan_errors": (plan.predicted / plan.measured - 1).abs(),
-        "plans": len(plan),
-        "best": kinds.idxmin(),
-        "left": kinds.min(),
+        "plans": len(found["plan_errors"]),
+        "best": found["kinds"].idxmin(),
+        "left": found["kinds"].min(),
         "first_pearson": mine.adjoint_pearson.mean(),
     }
 
 
 def recipe_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per recipe of a table of X2: measured values, and ratios with their intervals as text."""
-    known = rows.assign(text=ratio_text(rows)).pivot(index="recipe", columns="quantity", values=["measured", "text"])
+    known = rows.assign(text=intervals(rows)).pivot(index="recipe", columns="quantity", values=["measured", "text"])
     known = known.loc[list(dict.fromkeys(rows.recipe))]
     ratios = known["text"].add_suffix("_ratio")
     return known["measured"].astype(float).join(ratios).reset_index()
@@ -162,11 +164,17 @@ def with_errors(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def within(tables: Tables) -> dict[str, int]:
-    """The number of recipes of X2 whose prediction is as close as was aimed for, by quantity."""
+    """The number of recipes of X2 whose prediction is as close as was aimed for, by quantity, and of plans."""
     rows = pd.concat([tables["x2_recipes"], tables["x2_flips"]])
     ratios = rows.pivot(index="recipe", columns="quantity", values="ratio")
     aims = {"kl": (0.9, 1.1), "logprob": (0.95, 1.05), "changed": (0.9, 1.1), "length": (0.8, 1.2)}
-    return {quantity: int(ratios[quantity].between(*aim).sum()) for quantity, aim in aims.items()}
+    plans = {f"plans_{name}": int((errors <= 0.1).sum()) for name, errors in plan_errors(tables["x2_plans"]).items()}
+    return {quantity: int(ratios[quantity].between(*aim).sum()) for quantity, aim in aims.items()} | plans
+
+
+def plan_errors(plans: pd.DataFrame) -> dict[str, pd.Series]:
+    """The relative errors of the predictions for X2's plans: of their KL, and of their share of changed tokens."""
+    return {"kl": (plans.predicted / plans.measured - 1).abs(), "changed": (plans.changed_ratio - 1).abs()}
 
 
 def beside(name: str, tables: Tables, second: Tables) -> pd.DataFrame:
@@ -181,9 +189,7 @@ def quantization(tables: Tables, second: Tables) -> dict[str, object]:
     plans = tables["x2_plans"]
     measured = plans.assign(number=plans.groupby(["schemes", "chosen_by"]).cumcount())
     pairs = measured.pivot(index=["schemes", "number"], columns="chosen_by", values="measured")
-    errors, second_errors = ((rows.predicted / rows.measured - 1).abs() for rows in (plans, second["x2_plans"]))
-    changed, second_changed = ((rows.changed_ratio - 1).abs() for rows in (plans, second["x2_plans"]))
-    halves = tables["x2_growth"].assign(text=ratio_text(tables["x2_growth"]))
+    halves = tables["x2_growth"].assign(text=intervals(tables["x2_growth"]))
     grown = halves.pivot(index="recipe", columns="quantity", values="ratio")
     return {
         "recipes": beside("x2_recipes", tables, second),
@@ -194,14 +200,9 @@ def quantization(tables: Tables, second: Tables) -> dict[str, object]:
         "choices": beside("x2_flips", tables, second),
         "within": within(tables),
         "second_within": within(second),
-        "experts": tables["x2_experts"].assign(text=ratio_text(tables["x2_experts"])),
+        "experts": tables["x2_experts"].assign(text=intervals(tables["x2_experts"])),
         "best_plans": plans[plans.chosen_by == "prediction"],
-        "plan_kl_errors": errors,
-        "plans_within": int((errors <= 0.1).sum()),
-        "second_plans_within": int((second_errors <= 0.1).sum()),
-        "changed_errors": changed,
-        "changed_within": int((changed <= 0.1).sum()),
-        "second_changed_within": int((second_changed <= 0.1).sum()),
+        "errors": plan_errors(plans),
         "chance_factor": float(np.exp(np.log(pairs.prediction / pairs.chance).mean())),
     }
 
@@ -210,9 +211,6 @@ def values(tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tab
     """Values for the templates beside ``tables``: tables as Markdown, and numbers computed from several columns."""
     runs, signal = tables["x1_runs"], tables["e2_signals"].set_index("signal")
     windows = tables["x1_windows"].query("not overflow")
-    plan = tables["x1_plans"].drop_duplicates(["precision", "length", "seed", "label"])
-    kinds = tables["x1_kinds"].set_index(["precision", "label"]).measured.unstack()
-    unplanned = tables["x1_plans"].query("chosen_by == 'none'").groupby("precision").measured.mean()
     gates, protection = tables["e5_gates"], tables["x1_protection"]
     blocks = protection.query("unit == 'blocks' and budget > 0")
     trained = tables["e5_seeds_claims"]
@@ -227,8 +225,6 @@ def values(tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tab
             "seeds": tables["e5_seeds"].seed.nunique(),
             "as_in_the_paper": int((ledger.agg(["min", "max"]) == PAPER_LEDGER).all(axis=1).sum()),
             "opened": round(float((gates.regime * gates.layer_steps).sum())),
-            "plan_errors": (plan.predicted / plan.measured - 1).abs(),
-            "kinds": kinds.div(unplanned, axis=0).mean(),
             "plans": blocks.pivot(index="budget", columns="chosen_by", values="measured_of_none").reset_index(),
             "protection": protection.set_index(["unit", "budget", "chosen_by"]).measured_of_none,
             "ratio_is_off_by": (pd.concat([runs, second["x1_runs"]]).mean_ratio - 1).abs().max(),
@@ -240,10 +236,22 @@ def values(tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tab
             "predictor": predictor(tables, second),
             "realisation": realisation(tables),
         }
+        | planned(tables)
         | quantization(tables, second)
         | results_rivals.values(tables, second)
         | results_real.values(tables, second, real)
     )
+
+
+def filled(name: str, **values: object) -> str:
+    """The template ``name`` with ``values``."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.globals |= {"claims": claims, "signals": signals, "policies": policies}
+    environment.globals |= {"markdown": markdown, "by_length": by_length, "table": table}
+    environment.filters["number"] = number
+    return environment.get_template(name).render(values)
 
 
 def rendered(name: str, tables: Tables, other: Tables, second: Tables, real: Mapping[str, Tables] | None = None) -> str:
@@ -252,13 +260,7 @@ def rendered(name: str, tables: Tables, other: Tables, second: Tables, real: Map
     ``real`` are the tables of real models by name, those in ``outputs`` unless given.
     """
     real = results_real.present() if real is None else real
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
-    environment.globals |= {"claims": claims, "signals": signals, "policies": policies}
-    environment.globals |= {"markdown": markdown, "by_length": by_length, "table": table}
-    environment.filters["number"] = number
-    return environment.get_template(name).render(tables=tables, **values(tables, other, second, real))
+    return filled(name, tables=tables, **values(tables, other, second, real))
 
 
 def main() -> None:

@@ -8,10 +8,9 @@ from fragility_lab.inputs.fetched import MODELS
 from fragility_lab.paths import OUTPUTS
 from fragility_lab.reporting.claims import E2, E3
 from fragility_lab.reporting.report import read_tables
-from fragility_lab.reporting.tables import number, shown
+from fragility_lab.reporting.tables import Tables, number, shown
 from fragility_lab.reporting.verdicts import compare
 
-Tables = Mapping[str, pd.DataFrame]
 LABELS = {"smollm2-135m": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
 CLOSE = (0.9, 1.1)  # predicted over measured KL
 
@@ -22,36 +21,31 @@ def present() -> dict[str, Tables]:
     return {name: tables for name, tables in found.items() if "e2_signals" in tables}
 
 
-def measured(label: str, tables: Tables) -> dict[str, object]:
+def measured(label: str, tables: Tables) -> dict[str, str]:
     """The results on one model, as text; "–" if the table of an experiment is missing."""
-    runs, pearson = (
-        tables["e2_runs"].dropna(subset="combined_pearson"),
-        tables["e2_signals"].set_index("signal").pearson,
-    )
-    x1, e3, x2 = (tables.get(name) for name in ("x1_runs", "e3_runs", "x2_recipes"))
+    runs, pearson = tables["e2_runs"], tables["e2_signals"].set_index("signal").pearson
     row = {name: number(pearson[name], ".2f") for name in ("combined", "no_transport", "transport_only", "norm_only")}
-    row |= {"model": label, "helps": f"{(runs.delta_pearson > 0).sum()} of {len(runs)}"}
-    row |= dict.fromkeys(("blocks", "averaged", "adjoint", "ratio", "kl", "logprob"), "–")
-    if e3 is not None:
-        row["blocks"] = number(e3.spearman.mean(), ".2f")
-    if "x1_ranking" in tables:
-        row["averaged"] = number(tables["x1_ranking"].score_average.mean(), ".2f")
-    if x1 is not None:
-        ratios = x1.mean_ratio.dropna()
-        row["adjoint"] = number(x1.adjoint_pearson.mean(), ".2f")
-        row["ratio"] = f"{number(ratios.min(), '.2f')} to {number(ratios.max(), '.2f')}"
-    if x2 is not None:
-        for quantity, rows in x2.groupby("quantity"):
+    known = runs.combined_pearson.notna()
+    row |= {"model": label, "helps": f"{(runs.delta_pearson[known] > 0).sum()} of {known.sum()}"}
+    row |= dict.fromkeys(("ratio", "kl", "logprob"), "–") | {
+        "blocks": mean(tables, "e3_runs", "spearman"),
+        "averaged": mean(tables, "x1_ranking", "score_average"),
+        "adjoint": mean(tables, "x1_runs", "adjoint_pearson"),
+    }
+    if "x1_runs" in tables:
+        least, most = tables["x1_runs"].mean_ratio.agg(["min", "max"])
+        row["ratio"] = f"{number(least, '.2f')} to {number(most, '.2f')}"
+    if "x2_recipes" in tables:
+        for quantity, rows in tables["x2_recipes"].groupby("quantity"):
             row[quantity] = f"{rows.ratio.between(*CLOSE).sum()} of {len(rows)}"
-    return row | left_out(tables)
+    counts = runs.groupby("precision")[["windows", "overflowed"]].sum().query("overflowed > 0")
+    over = [f"{n.overflowed} of {n.windows + n.overflowed} in {format}" for format, n in counts.iterrows()]
+    return row | {"overflow": ", ".join(over) or "none"}
 
 
-def left_out(tables: Tables) -> dict[str, object]:
-    """The number of windows of E2's runs that overflowed, by format, in words."""
-    counts = tables["e2_runs"].groupby("precision")[["windows", "overflowed"]].sum()
-    over = [f"{row.overflowed} of {row.windows + row.overflowed} in {name}" for name, row in counts.iterrows()
-            if row.overflowed]  # fmt: skip
-    return {"overflow": ", ".join(over) or "none"}
+def mean(tables: Tables, name: str, column: str) -> str:
+    """The mean of a ``column`` of the table ``name``, as text; "–" if the table is missing."""
+    return number(tables[name][column].mean() if name in tables else None, ".2f")
 
 
 def verdicts(tables: Tables) -> pd.DataFrame:

@@ -1,13 +1,11 @@
 """Numbers of X2's rivals for docs/results.md, from the tables ``x2_rivals*`` of both trained models."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 
 from fragility_lab.peers.tasks import ORACLE, OURS
+from fragility_lab.reporting.tables import Tables
 
-Tables = Mapping[str, pd.DataFrame]
 ORDER = (OURS, "same", "open", "rival")  # the values of ``better``
 WHO = ("ours", "rival", "oracle")
 LOST = ["ladder", "bits", "layers", "rival", "ours", "oracle", "rival_additive", "ours_additive"]
@@ -20,17 +18,13 @@ def by_rival(tables: Tables) -> pd.DataFrame:
     rows = []
     for (ladder, rival), group in tables["x2_rivals"].groupby(["ladder", "rival"], sort=False):
         counts = group.better.value_counts()
-        row: dict[str, object] = {
-            "ladder": f"{ladder}, {rival}",
-            "counts": " / ".join(str(counts.get(name, 0)) for name in ORDER),
-        }
-        row |= {
-            name: float(np.exp(np.log(group.ours / group[name]).mean())) for name in ("rival_kl", "oracle", "random")
-        }
-        row |= {"worst": (group.ours / group.oracle).max()}
-        row |= {f"spearman_{who}": spearman[ladder, method] for who, method in zip(WHO, (OURS, rival, ORACLE))}
-        row |= {f"seconds_{who}": costs.seconds[ladder, method] for who, method in zip(WHO, (OURS, rival, ORACLE))}
-        row |= {f"memory_{who}": costs.memory[ladder, method] for who, method in zip(WHO[:2], (OURS, rival))}
+        row: dict[str, object] = {"ladder": f"{ladder}, {rival}", "worst": (group.ours / group.oracle).max()}
+        row["counts"] = " / ".join(str(counts.get(name, 0)) for name in ORDER)
+        for name in ("rival_kl", "oracle", "random"):
+            row[name] = float(np.exp(np.log(group.ours / group[name]).mean()))
+        for who, method in zip(WHO, (OURS, rival, ORACLE)):
+            row[f"spearman_{who}"] = spearman[ladder, method]
+            row |= {f"{name}_{who}": costs[name][ladder, method] for name in ("seconds", "memory")}
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 
 from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.reporting.figures import figure_of, save_figure, style
 from fragility_lab.reporting.report import read_tables
-from fragility_lab.reporting.results import TEMPLATES, table
+from fragility_lab.reporting.results import filled, intervals
 from fragility_lab.reporting.results_real import LABELS
+from fragility_lab.reporting.tables import Tables, number
 
 PAGE = PROJECT / "docs" / "sinks.md"
 MODELS = {"embedded": "GPT-2, 3 M", "embedded-llama": "Llama, 3 M"} | LABELS
@@ -34,8 +34,6 @@ MIDDLE = {
 SETTING = ["precision", "length", "half"]
 FOUND, JUDGED = ("bf16", 128, "first"), ("bf16", 128, "second")
 
-Tables = Mapping[str, pd.DataFrame]
-
 
 def present() -> dict[str, Tables]:
     """The tables of each model that has been run, by its label."""
@@ -43,85 +41,59 @@ def present() -> dict[str, Tables]:
     return {label: read_tables(name) for name, label in ran.items()}
 
 
-def of_setting(tables: Tables, setting: tuple) -> pd.DataFrame:
-    """The rows of ``setting`` in ``sinks_signals``, by signal; none if it was not run or overflowed."""
-    rows = tables["sinks_signals"]
-    return rows[(rows[SETTING] == list(setting)).all(axis=1)].set_index("signal")
+def of_setting(rows: pd.DataFrame, setting: tuple) -> pd.DataFrame:
+    """The ``rows`` of one ``setting``; none if it was not run or overflowed."""
+    return rows[(rows[SETTING] == list(setting)).all(axis=1)]
 
 
-def pearson(row: pd.Series) -> str:
-    """A correlation with its interval."""
-    return f"{row.pearson:.2f} ({row.low:.2f} to {row.high:.2f})".replace("-", "−")
+def by_signal(tables: Tables, setting: tuple) -> pd.DataFrame:
+    """The rows of ``setting`` in ``sinks_signals``, by signal."""
+    return of_setting(tables["sinks_signals"], setting).set_index("signal")
 
 
-def by_signal(models: Mapping[str, Tables], setting: tuple) -> pd.DataFrame:
-    """One row per signal, one column per model, as text."""
-    cells = {label: of_setting(tables, setting) for label, tables in models.items()}
+def correlations(names: Mapping[str, str], models: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """One row for each signal of ``names``, one column per model, as text: correlations with their intervals."""
+    found = {label: dict(zip(rows.index, intervals(rows, "pearson"))) for label, rows in models.items()}
     return pd.DataFrame(
-        [
-            {"signal": name} | {m: pearson(rows.loc[key]) if key in rows.index else "–" for m, rows in cells.items()}
-            for key, name in SIGNALS.items()
-        ]
+        {"signal": name} | {label: texts.get(key, "–") for label, texts in found.items()} for key, name in names.items()
     )
 
 
-def by_setting(models: Mapping[str, Tables], signals: tuple[str, ...]) -> pd.DataFrame:
-    """One row per setting of the second half and signal, one column per model, as text."""
-    settings = sorted({tuple(row) for t in models.values() for row in t["sinks_signals"][SETTING].to_numpy()})
-    rows = []
-    for precision, length, half in settings:
-        if half == "second":
-            for signal in signals:
-                found = {m: of_setting(t, (precision, length, half)) for m, t in models.items()}
-                cells = {m: pearson(own.loc[signal]) if signal in own.index else "–" for m, own in found.items()}
-                rows.append({"windows": f"{precision}, {length} tokens", "signal": SIGNALS[signal]} | cells)
-    return pd.DataFrame(rows)
+def by_setting(models: Mapping[str, Tables], *signals: str) -> pd.DataFrame:
+    """``correlations`` of the ``signals`` in every setting of the second half, one below the other."""
+    every = pd.concat([tables["sinks_signals"] for tables in models.values()]).query("half == 'second'")
+    names, parts = {name: SIGNALS[name] for name in signals}, []
+    for setting in sorted({*every[SETTING].itertuples(index=False, name=None)}):
+        part = correlations(names, {label: by_signal(tables, setting) for label, tables in models.items()})
+        part.insert(0, "windows", f"{setting[0]}, {setting[1]} tokens")
+        parts.append(part)
+    return pd.concat(parts)
 
 
-def facts(models: Mapping[str, Tables]) -> pd.DataFrame:
+def facts(label: str, tables: Tables) -> dict[str, str]:
     """The first token's shares, and the agreement of one pass with the mean over realisations, as text."""
-    rows = []
-    for label, tables in models.items():
-        layers, windows = tables["sinks_layers"], tables["sinks_windows"]
-        own = windows[(windows[SETTING] == list(JUDGED)).all(axis=1)]
-        agree = of_setting(tables, JUDGED).passes_agree.iloc[0]
-        rows.append(
-            {
-                "model": label,
-                "of ‖h‖², median and largest block": f"{layers.stream.median():.0%}, {layers.stream.max():.0%}",
-                "of attention, mean and largest block": f"{layers.attention.mean():.0%}, {layers.attention.max():.0%}",
-                "worst token's share of the squared error": f"{own.worst_token.mean():.0%}",
-                "one pass with the mean": f"{agree:.2f}",
-            }
-        )
-    return pd.DataFrame(rows)
+    layers, windows = tables["sinks_layers"], of_setting(tables["sinks_windows"], JUDGED)
+    return {
+        "model": label,
+        "of ‖h‖², median and largest block": f"{layers.stream.median():.0%}, {layers.stream.max():.0%}",
+        "of attention, mean and largest block": f"{layers.attention.mean():.0%}, {layers.attention.max():.0%}",
+        "worst token's share of the squared error": f"{windows.worst_token.mean():.0%}",
+        "one pass with the mean": f"{by_signal(tables, JUDGED).passes_agree.iloc[0]:.2f}",
+    }
 
 
-def arising(models: Mapping[str, Tables]) -> pd.DataFrame:
-    """One row per group of positions: shares of errors that arise there, by kernel, and that end there, as text."""
-    first = next(iter(models.values()))["sinks_positions"]
+def arising(models: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """One row per group of positions: shares of errors that arise there, by kernel, and that end there, as text.
+
+    ``models`` are tables ``sinks_positions``, by label.
+    """
+    first, *_ = models.values()
     cells = {
-        label: [
-            f"{row.attention:.0%} + {row.other:.0%}, {row.measured:.0%}" for row in t["sinks_positions"].itertuples()
-        ]
-        for label, t in models.items()
+        label: [f"{row.attention:.0%} + {row.other:.0%}, {row.measured:.0%}" for row in rows.itertuples()]
+        for label, rows in models.items()
     }
     tokens = [f"{share:.1%}" for share in first.tokens]
     return pd.DataFrame({"positions": first.positions, "of all tokens": tokens, **cells})
-
-
-def of_middles(models: Mapping[str, Tables]) -> pd.DataFrame:
-    """One row per signal, one column per model: the correlation with the mismatch of second halves, as text."""
-    found = {label: t["sinks_middle"].set_index("signal") for label, t in models.items()}
-    return pd.DataFrame(
-        [{"signal": name} | {m: pearson(rows.loc[key]) for m, rows in found.items()} for key, name in MIDDLE.items()]
-    )
-
-
-def first_shares(models: Mapping[str, Tables]) -> str:
-    """The share of kernels at the first position in the predicted squared error, by model, in words."""
-    first = {label: t["sinks_positions"].iloc[0] for label, t in models.items()}
-    return ", ".join(f"{row.attention + row.other:.0%} ({label})" for label, row in first.items())
 
 
 @style()
@@ -146,7 +118,7 @@ def signals_figure(models: Mapping[str, Tables]) -> Axes:
     _, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     shown = ["combined", "no_transport", "transport_only", "norm_only", "travel"]
     for i, (label, tables) in enumerate(models.items()):
-        rows = of_setting(tables, JUDGED).loc[shown]
+        rows = by_signal(tables, JUDGED).loc[shown]
         at = [k + 0.15 * (i - (len(models) - 1) / 2) for k in range(len(shown))]
         error = [rows.pearson - rows.low, rows.high - rows.pearson]
         axes.errorbar(rows.pearson, at, xerr=error, fmt="o", capsize=2, label=label)
@@ -158,55 +130,41 @@ def signals_figure(models: Mapping[str, Tables]) -> Axes:
     return axes
 
 
-def wins(ours: list[pd.DataFrame], scores: list[pd.DataFrame]) -> dict[str, object]:
-    """Numbers of settings: with ``travel`` above the score, and with an interval of either above 0, from their rows."""
-    travel, score = pd.concat(ours), pd.concat(scores)
-    positive = {"travel": int((travel.low > 0).sum()), "combined": int((score.low > 0).sum())}
-    above = int((travel.pearson.to_numpy() > score.pearson.to_numpy()).sum())
-    return {"pairs": len(travel), "above_score": above, "positive": positive}
-
-
 def losses(models: Mapping[str, Tables]) -> list[dict[str, str]]:
     """The models on whose judging windows the score does better than ``travel``, with both on either half."""
     found = []
     for label, tables in models.items():
-        judged, first = (of_setting(tables, setting).pearson for setting in (JUDGED, FOUND))
+        judged, first = (by_signal(tables, setting).pearson for setting in (JUDGED, FOUND))
         if judged.combined > judged.travel:
-            words = (f"{own.combined:.2f} against {own.travel:.2f}".replace("-", "−") for own in (judged, first))
+            words = (f"{number(r.combined, '.2f')} against {number(r.travel, '.2f')}" for r in (judged, first))
             found.append(dict(zip(("label", "judged", "found"), (label, *words))))
     return found
 
 
 def rendered(models: Mapping[str, Tables]) -> str:
     """The page."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
-    lowest = {name: min(of_setting(t, JUDGED).pearson[name] for t in models.values()) for name in SIGNALS}
-    above = {
-        name: sum(of_setting(t, JUDGED).low[name] > 0 for t in models.values()) for name in SIGNALS
-    }  # whose interval lies above 0
-    path = ("combined", "travel_frobenius", "travel")
-    steps = [
-        f"{label}: " + ", ".join(f"{of_setting(t, JUDGED).pearson[name]:.2f}".replace("-", "−") for name in path)
-        for label, t in models.items()
-    ]
-    second = [
-        t[t.half == "second"].set_index([*SETTING, "signal"]) for t in (m["sinks_signals"] for m in models.values())
-    ]
-    sides = [[t.xs(name, level="signal") for t in second] for name in ("travel", "combined")]
-    counts = {label: int(of_setting(t, JUDGED).windows.iloc[0]) for label, t in models.items()}
-    return environment.get_template("sinks.md.jinja").render(
-        facts=table(facts(models)), found=table(by_signal(models, FOUND)), judged=table(by_signal(models, JUDGED)),
-        others=table(by_setting(models, ("combined", "norm_only", "travel"))), first=FIRST,
-        lowest={name: f"{value:.2f}".replace("-", "−") for name, value in lowest.items()}, above=above,
-        arise=table(arising(models)), middle=table(of_middles(models)), models=len(models),
-        first_shares=first_shares(models),
-        equal_share=f"{next(iter(models.values()))['sinks_positions'].tokens[0]:.1%}",
-        middle_above={
-            name: sum(t["sinks_middle"].set_index("signal").low[name] > 0 for t in models.values()) for name in MIDDLE
-        }, steps=steps,
-        **wins(*sides), losses=losses(models), windows=min(counts.values()),
+    found, judged = ({m: by_signal(tables, of) for m, tables in models.items()} for of in (FOUND, JUDGED))
+    middles = {m: tables["sinks_middle"].set_index("signal") for m, tables in models.items()}
+    arise = {m: tables["sinks_positions"] for m, tables in models.items()}
+    first = {m: rows.iloc[0] for m, rows in arise.items()}
+    second = pd.concat([tables["sinks_signals"] for tables in models.values()]).query("half == 'second'")
+    travel, score = (second[second.signal == name] for name in ("travel", "combined"))
+    path = ["combined", "travel_frobenius", "travel"]
+    return filled(
+        "sinks.md.jinja",
+        models=len(models), first=FIRST, windows=min(rows.windows.iloc[0] for rows in judged.values()),
+        facts=pd.DataFrame([facts(*model) for model in models.items()]),
+        steps=[f"{m}: " + ", ".join(number(r, ".2f") for r in rows.pearson[path]) for m, rows in judged.items()],
+        pairs=len(travel), above_score=int((travel.pearson.to_numpy() > score.pearson.to_numpy()).sum()),
+        positive={"travel": int((travel.low > 0).sum()), "combined": int((score.low > 0).sum())},
+        losses=losses(models), found=correlations(SIGNALS, found), judged=correlations(SIGNALS, judged),
+        others=by_setting(models, "combined", "norm_only", "travel"), middle=correlations(MIDDLE, middles),
+        lowest=pd.DataFrame({m: rows.pearson for m, rows in judged.items()}).min(axis=1),
+        # models whose interval lies above 0
+        above=sum((rows.low > 0).astype(int) for rows in judged.values()),
+        middle_above=sum((rows.low > 0).astype(int) for rows in middles.values()),
+        arise=arising(arise), equal_share=f"{next(iter(first.values())).tokens:.1%}",
+        first_shares=", ".join(f"{row.attention + row.other:.0%} ({m})" for m, row in first.items()),
     )  # fmt: skip
 
 

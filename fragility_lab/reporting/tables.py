@@ -1,6 +1,7 @@
 """Tables as files, and tables and numbers as text: the paper's beside a run's."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +9,7 @@ import pandas as pd
 from fragility_lab.running.files import write_whole
 from fragility_lab.running.provenance import record
 
+Tables = Mapping[str, pd.DataFrame]  # of one set of results, by name
 AS_THEY_ARE = ["experiment", "quantity", "verdict", "claim", "tested", "remark"]
 BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict", "remark"]
 

@@ -163,17 +163,16 @@ def measured(quantity: Quantity, table: pd.DataFrame | None) -> Measured:
 def compare(tables: Mapping[str, pd.DataFrame], quantities: Sequence[Quantity] = QUANTITIES) -> pd.DataFrame:
     """The paper beside the run, one row per quantity: values, difference, interval, runs, and the claim's verdict.
 
-    ``tables`` are those of a run by name (``e2_runs`` ...); a quantity without its table is "not run". A count is given
-    as its share of the runs; ``paper_runs`` is the number of runs of the paper.
+    A row is that of the first look that decides the claim, or of the last one. ``tables`` are those of a run by name
+    (``e2_runs`` ...); a quantity without its table is "not run". A count is given as its share of the runs;
+    ``paper_runs`` is the number of runs of the paper.
     """
-    return pd.DataFrame([_judged(quantity, tables) for quantity in quantities])
-
-
-def _judged(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> dict:
-    """The row of ``quantity`` at the first look that decides its claim, or at the last one."""
-    rows = by_look(quantity, tables)
-    deciding = () if quantity.test in REFUTED else (row for row in rows if row["verdict"] in DECIDED)
-    return next(iter(deciding), rows[-1])
+    found = []
+    for quantity in quantities:
+        looks = by_look(quantity, tables)
+        deciding = [] if quantity.test in REFUTED else [row for row in looks if row["verdict"] in DECIDED]
+        found.append([*deciding, looks[-1]][0])
+    return pd.DataFrame(found)
 
 
 def by_look(quantity: Quantity, tables: Mapping[str, pd.DataFrame]) -> list[dict]:

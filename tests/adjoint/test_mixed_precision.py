@@ -46,7 +46,7 @@ from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
 from fragility_core.theory import mismatch
-from fragility_lab.experiments import baselines
+from fragility_lab.experiments import x1_plans
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_numerics import attention
 from fragility_numerics.formats import get_format
@@ -696,14 +696,12 @@ def test_windows_that_overflow_are_left_out_or_named(tiny):
 
 
 def test_baselines_by_hand():
-    assert baselines.first(5, 2) == (0, 1)
-    assert baselines.last(5, 2) == (3, 4)
-    assert baselines.top([0.1, 3.0, 3.0, 5.0], 2) == (1, 3)
-    draws = baselines.drawn(5, 2)
-    assert len(draws) == 20 and draws == baselines.drawn(5, 2) != baselines.drawn(5, 2, seed=1)
+    assert x1_plans.top([0.1, 3.0, 3.0, 5.0], 2) == (1, 3)
+    draws = x1_plans.drawn(5, 2, 20)
+    assert len(draws) == 20 and draws == x1_plans.drawn(5, 2, 20)
     assert all(len(set(blocks)) == 2 and set(blocks) <= set(range(5)) for blocks in draws)
     with pytest.raises(ValueError, match="scores of blocks must be numbers"):
-        baselines.top([1.0, np.nan], 1)
+        x1_plans.top([1.0, np.nan], 1)
 
 
 def test_greedy_asks_for_every_block_that_is_left():
@@ -713,7 +711,7 @@ def test_greedy_asks_for_every_block_that_is_left():
         asked.append(candidates)
         return [-worth[list(blocks)].sum() for blocks in candidates]
 
-    assert baselines.greedy(measure, 4, 2) == (1, 3)
+    assert x1_plans.greedy(measure, 4, 2) == (1, 3)
     assert asked == [[(0,), (1,), (2,), (3,)], [(0, 1), (1, 2), (1, 3)]]
 
 

@@ -3,11 +3,12 @@
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fragility_lab.experiments.outcomes import SpikeRule, onsets, ratio_of_rate, relative_to_recent
+from fragility_lab.experiments.outcomes import SpikeRule, chosen_ratio, onsets, relative_to_recent
 
 SHORT = SpikeRule(ratio=1.5, recent=3, warmup=4, separation=5)
 
@@ -58,17 +59,22 @@ def test_onsets_are_apart_and_causal(values, ratio):
     assert onsets(values[:cut], rule) == [step for step in steps if step < cut]
 
 
-def test_ratio_of_rate_hits_the_rate():
+def under_none(runs):
+    """The steps of ``runs`` (steps,) under policy none, of which the first has seed 0."""
+    tables = (pd.DataFrame({"policy": "none", "seed": seed, "mismatch": run}) for seed, run in enumerate(runs))
+    return pd.concat(tables, ignore_index=True)
+
+
+def test_the_ratio_that_is_chosen_hits_the_rate():
     generator = np.random.default_rng(0)
     runs = [generator.lognormal(0, 0.1, 256) for _ in range(3)]
-    ratio = ratio_of_rate(runs, target=6)
+    ratio = chosen_ratio(under_none(runs), target=6)
     assert np.mean([len(onsets(run, SpikeRule(ratio))) for run in runs]) == pytest.approx(6, abs=1)
     assert 1 < ratio < 1.4
 
 
-def test_ratio_of_rate_refuses_runs_without_spikes():
-    with pytest.raises(ValueError, match="must be above the median of those before it, got none"):
-        ratio_of_rate([np.ones(100)], target=12)
+def test_runs_without_spikes_have_the_ratio_of_the_release():
+    assert chosen_ratio(under_none([np.ones(100)])) == SpikeRule().ratio
 
 
 @pytest.mark.parametrize(("name", "value"), [("ratio", 0.0), ("recent", 0), ("warmup", 0), ("separation", 0)])

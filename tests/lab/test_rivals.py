@@ -18,7 +18,7 @@ from fragility_lab.inputs.text import load_rows, tokenize
 from fragility_lab.paths import OUTPUTS
 from fragility_lab.peers import own, tasks
 from fragility_lab.peers.ladders import LADDERS, get_ladder
-from fragility_lab.reporting import figures_rivals
+from fragility_lab.reporting import figures_x2
 from fragility_quantization.operands import rounded_weight
 from fragility_quantization.recipes import LINEAR
 
@@ -77,7 +77,7 @@ def test_plans_are_within_their_budgets_and_better_than_chance(benchmark, tables
     ranking = rivals.ranking(tables["layers"]).set_index("method")
     assert ranking.spearman.min() > 0.7 and 0.3 < ranking["median"].ours < 1.5  # random weights, 72 tokens
     assert set(tables["costs"].method) == {"ours", "oracle"} and (tables["costs"].seconds > 0).all()
-    assert figures_rivals.x2_rivals(summary).get_ylabel() == "KL (nats a token)"
+    assert figures_x2.x2_rivals(summary).get_ylabel() == "KL (nats a token)"
 
 
 def check_plans(plans, sizes):
@@ -102,7 +102,7 @@ def test_committed_plans(name):
     again = rivals.summary(plans)
     pd.testing.assert_frame_equal(again[summary.columns], summary, rtol=1e-4)
     assert {"modelopt", "autoround", "olive"} == {ladder.split()[0] for ladder in summary.ladder}
-    assert figures_rivals.x2_rivals_difference(summary).get_xlabel().startswith("KL of our plan")
+    assert figures_x2.x2_rivals_difference(summary).get_xlabel().startswith("KL of our plan")
 
 
 def test_a_committed_plan_of_olive_measures_again():

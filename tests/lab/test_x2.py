@@ -11,7 +11,7 @@ from tiny import TINY, random_gpt2, random_tokens
 
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
-from fragility_lab.experiments import x2, x2_flips, x2_plans
+from fragility_lab.experiments import x2, x2_flips
 from fragility_lab.experiments.x2_runs import ANALYSES, Analyses, Recipes
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.decoding import greedy, kept_length
@@ -74,7 +74,7 @@ def test_recipes_and_plans_have_the_error_that_was_predicted(evaluator):
     divergences = table[table.quantity == "kl"]
     assert divergences.ratio.between(0.6, 1.8).all()  # one draw of a small model
     assert len(figures_x2.x2_recipes(table).get_yticks()) == 2
-    plans = x2_plans.plan_rows(evaluator, ["w4a16-g32", "w8a16-g32", "bf16"], 3)
+    plans = x2.plan_rows(evaluator, ["w4a16-g32", "w8a16-g32", "bf16"], 3)
     best, chance = (plans[plans.chosen_by == name] for name in ("prediction", "chance"))
     assert (best.measured.to_numpy() <= 1.1 * chance.measured.to_numpy()).all() and best.ratio.between(0.5, 2).all()
     assert (chance.bits.to_numpy() <= best.bits.to_numpy() + 1).all()
@@ -93,18 +93,16 @@ def test_analyses_are_runs_that_go_on_where_they_stopped(analyses, tmp_path, mon
     """Every analysis gives the rows of its function, once for each recipe or ladder, and is not computed again."""
     model, windows = analyses.inputs.model, analyses.inputs.windows(40, 3, 0)[1]
     evaluator = x2.Evaluator(model, windows, probes=1)
-    prompts = analyses.inputs.windows(5, 2, 0)[1]
+    prompts = x2.Evaluator(model, analyses.inputs.windows(5, 2, 0)[1])
     ladder = ["w4a16-g32", "bf16"]
     want = {
         ("recipes", "bf16", 3, 40, 1): x2.recipe_rows(evaluator, "bf16"),
         ("growth", "fp16", 3, 40, 1): x2.growth_rows(evaluator, "fp16"),
         ("coherence", "bf16", 3, 40, 2): x2.coherence_rows(evaluator, "bf16", 2),
-        ("changed", "w4a16-g32", 3, 40, 1): x2_flips.changed_rows(model, windows, "w4a16-g32"),
-        ("lengths", "w4a16-g32", 2, 5, 6): x2_flips.length_rows(
-            model, prompts, x2_flips.greedy_texts(model, prompts, 6), "w4a16-g32"
-        ),
+        ("changed", "w4a16-g32", 3, 40, 1): x2_flips.changed_rows(evaluator, "w4a16-g32"),
+        ("lengths", "w4a16-g32", 2, 5, 6): x2_flips.length_rows(prompts, "w4a16-g32", 6),
         ("layers", "w4a16-g32", 3, 40, 1): x2.layer_rows(evaluator, "w4a16-g32"),
-        ("plans", (*ladder,), 3, 40, 2): x2_plans.plan_rows(evaluator, ladder, 2),
+        ("plans", (*ladder,), 3, 40, 2): x2.plan_rows(evaluator, ladder, 2),
     }  # fmt: skip
     assert {analysis for analysis, *_ in want} == {*ANALYSES}
     for _ in range(2):
@@ -176,9 +174,9 @@ def test_greedy_decoding_reads_the_cache_and_gives_the_text_of_whole_passes():
 def test_changed_tokens_and_lengths_are_those_that_were_predicted():
     model = random_gpt2(TINY)
     tokens = random_tokens(16, 40)
-    texts, names = x2_flips.greedy_texts(model, tokens[:, :8], 24), ("bf16", "fp8_e4m3")
-    changed = pd.concat([x2_flips.changed_rows(model, tokens, name, draws=2) for name in names], ignore_index=True)
-    rows = [x2_flips.length_rows(model, tokens[:, :8], texts, name, draws=2) for name in names]
+    windows, prompts, names = x2.Evaluator(model, tokens), x2.Evaluator(model, tokens[:, :8]), ("bf16", "fp8_e4m3")
+    changed = pd.concat([x2_flips.changed_rows(windows, name, draws=2) for name in names], ignore_index=True)
+    rows = [x2_flips.length_rows(prompts, name, 24, draws=2) for name in names]
     lengths = pd.concat(rows, ignore_index=True)
     assert changed.measured.is_monotonic_increasing and lengths.measured.is_monotonic_decreasing
     assert changed.ratio[1] == pytest.approx(1, abs=0.5) and lengths.ratio[1] == pytest.approx(1, abs=0.5)
