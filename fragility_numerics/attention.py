@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from fragility_numerics import internals
+from fragility_numerics.modes import current_function_mode
 
 OBSERVED_EAGER = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
@@ -87,7 +88,7 @@ class Hiding:
 
     def fill(self, scores: Tensor, number: float) -> None:
         """Make hidden scores 0 first, and then, if so asked, the lowest number of their dtype."""
-        if internals.differentiated(scores) or getattr(internals.current_function_mode(), "follows_changes", False):
+        if internals.differentiated(scores) or getattr(current_function_mode(), "follows_changes", False):
             scores.masked_fill_(self.hidden, number)
             return
         with internals.without_function_modes():

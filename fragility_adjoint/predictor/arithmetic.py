@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
 from fragility_adjoint.predictor.calls import FunctionCall
@@ -26,6 +25,7 @@ from fragility_core.models.paths import is_block
 from fragility_numerics import internals
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.kernels import CASTS, FILLING, deciding
+from fragility_numerics.modes import FunctionMode
 from fragility_numerics.nested import map_tensors
 from fragility_quantization.operands import storages
 from fragility_quantization.recipes import Operands, Recipe
@@ -86,7 +86,7 @@ class Dequantized:
         return self.stored.round(x).to(self.read)
 
 
-class LowArithmetic(TorchFunctionMode):
+class LowArithmetic(FunctionMode):
     """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``recorder``.
 
     - ``parameters`` has the fp32 tensors that stand for parameters and buffers.

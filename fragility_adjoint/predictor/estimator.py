@@ -18,7 +18,7 @@ from fragility_adjoint.internals import (
     out_of_memory,
     reference_of,
     refused_by_vmap,
-    version_of,
+    without_vmap_fallback,
 )
 from fragility_adjoint.offload.lockstep import side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded
@@ -118,7 +118,8 @@ class Adjoint:
         self._stream = Stream(self.model, rounded, self.recorder) if is_offloaded(self.model) else None
         stays = rounded.tensors if self._stream is None else self._stream.staying
         kept = stays if self._stream is None else []
-        self._versions = [(p, version_of(p)) for path, p in rounded.parameters.items() if path in stays]
+        start = torch.zeros((), requires_grad=True)
+        self._weights = AsRead.apply(start, *(p for path, p in rounded.parameters.items() if path in stays))
         stochastic = low.execution == "stochastic"
         self.points: list[LowArithmetic] = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
@@ -174,8 +175,7 @@ class Adjoint:
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
-        if any(version_of(parameter) != version for parameter, version in self._versions):
-            raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
+        require_unchanged(self._weights)
         with self.lock, torch.inference_mode(False):
             self.recorder.clear()  # a prediction before may have been interrupted
             windows = windows_of(tokens, self.seed, seeds, counted, attention_mask)
@@ -266,7 +266,7 @@ class Adjoint:
             self.recorder.probe = 0
 
     def _backward_once(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
-        with nullcontext() if self._stream is None else self._stream.backward():
+        with without_vmap_fallback(), nullcontext() if self._stream is None else self._stream.backward():
             backward(finals, leaves, signs, keep_graph=True)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
@@ -283,6 +283,25 @@ class Adjoint:
         windows = pd.DataFrame({"window": range(len(norms)), "norm": norms.numpy()})
         predicted = predict(rows, windows, self.target.squared)
         return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.recorder.ran))
+
+
+class AsRead(torch.autograd.Function):
+    """A result that remembers ``weights`` as they are now: autograd gives none back that was changed in place."""
+
+    @staticmethod
+    def forward(ctx, start: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return start.clone()
+
+
+def require_unchanged(as_read: Tensor) -> None:
+    """Raises ValueError if weights have changed since ``AsRead`` gave ``as_read``."""
+    try:
+        _ = as_read.grad_fn.saved_tensors
+    except RuntimeError:
+        raise ValueError(
+            "a prediction needs the weights as they were read, but they changed: make another Adjoint"
+        ) from None
 
 
 def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -21,9 +21,10 @@ from fragility_adjoint.predictor.probes import over_probes
 from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, local_error
 from fragility_numerics.attention import is_causal, observed_attention, require_plain_softmax
 from fragility_numerics.formats import chunks, get_format, has_native_kernels
-from fragility_numerics.internals import current_function_mode, without_function_modes
+from fragility_numerics.internals import without_function_modes
 from fragility_numerics.lookup import entries, every_number, look_up, row_of
 from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.modes import current_function_mode
 
 RECOMPUTED_EAGER = "recomputed_eager"
 

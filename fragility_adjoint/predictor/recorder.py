@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fragility_adjoint.internals import base_of
-from fragility_adjoint.predictor.probes import of_probes
+from fragility_adjoint.internals import base_of, beyond_vmap
 from fragility_core.models.paths import within
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.nested import together
@@ -174,7 +173,7 @@ class ErrorRecorder:
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
         record = self.bound_record()
-        result.register_hook(of_probes(lambda gradient: record(place, error * gradient)))
+        result.register_hook(partial(beyond_vmap, lambda gradient: record(place, error * gradient)))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
         """Watch a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
@@ -218,15 +217,14 @@ class ErrorRecorder:
         elif gradient is not None:
             self.record_pieces(place, weighted(gradient))
 
-    def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
+    def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], None]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead.
 
         It is None where only rows of the leaf were looked up.
         """
-        seen = of_probes(function)
 
         def hook(gradient: Tensor | None) -> Tensor | None:
-            seen(gradient)
+            beyond_vmap(function, gradient)
             return None if gradient is None else gradient.new_zeros(()).expand(gradient.shape)
 
         leaf.register_hook(hook)

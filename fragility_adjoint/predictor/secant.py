@@ -264,7 +264,7 @@ class SecantArithmetic(LowArithmetic):
     ``between`` says where constants of a target are taken: 0 is the value in fp32, and 1 that in low precision.
     """
 
-    follows_changes = True  # values may change only in functions that this mode sees (``attention.Hiding``)
+    follows_changes = True
 
     def __init__(
         self, recipe: Recipe, recorder: ErrorRecorder, parameters: ParameterTable, rounding: bool, between: float
