@@ -93,7 +93,7 @@ class Stream:
             for window, uses in self.uses.items():
                 for probe in [probe for found, probe in uses.totals if found == path]:
                     total = uses.totals.pop((path, probe)).to(tensor.device)
-                    self.recorder.record_pieces(place, weighted(total), window, probe - self.recorder.probe)
+                    self.recorder.record(place, weighted(total), probe - self.recorder.probe, window)
 
     def __enter__(self) -> None:
         """Begin passes, which are forgotten with what they have read at the end of the context."""
@@ -108,19 +108,15 @@ class Stream:
         with without_function_modes():
             self.last.ask(path, partial(self.rounded.read, self.owned[path]))
 
-    def _meet(self) -> None:
-        """Wait for the passes beside this one."""
-        now = self.recorder.now
-        barrier()
-        self.recorder.now = now
-
     def run(self, path: str, forward: Callable, *args, **kwargs) -> Any:
         """Run the part at ``path``, whose own forward is ``forward``."""
-        self._meet()
+        now = self.recorder.now
+        barrier()  # wait for the passes beside this one
+        self.recorder.now = now
         with without_function_modes():
             args, kwargs = entering(self.parts[path], args, kwargs)
         self.read(path)
-        uses = self.uses[self.recorder.now.window]
+        uses = self.uses[now.window]
         uses.counts.update(self.owned[path])
         uses.entered += 1
         call = PartCall(self, path, forward, args, kwargs)
@@ -148,25 +144,21 @@ class PartCall:
         self.stream, self.path, self.forward = stream, path, forward
         self.arithmetic = current_function_mode()
         self.bookmark = stream.recorder.bookmark(path)
-        self.differentiated: list[bool] = []
-        self.devices: list[torch.device] = []
+        self.device = next(stream.parts[path].parameters()).device
         with without_function_modes():
             self.given = map_tensors((args, kwargs), self._keep)
 
     def _keep(self, x: Tensor) -> Tensor:
         """``x`` without its history. The residual stream is kept on the host, all else is shared by the parts."""
-        self.differentiated.append(x.requires_grad)
-        self.devices.append(x.device)
-        return copy_marks(x, x.data.cpu() if is_stream(x) else x.data)
+        return copy_marks(x, x.data.cpu() if is_stream(x) else x.data).requires_grad_(x.requires_grad)
 
     def inputs(self) -> tuple[tuple, dict, list[Tensor]]:
         """Arguments for the part's forward, and those tensors among them that have a gradient."""
-        numbers, leaves = iter(range(len(self.differentiated))), []
+        leaves = []
 
         def make(x: Tensor) -> Tensor:
-            number = next(numbers)
-            fresh = copy_marks(x, x.data.to(self.devices[number]))
-            if self.differentiated[number]:
+            fresh = copy_marks(x, x.data.to(self.device))
+            if x.requires_grad:
                 leaves.append(fresh.requires_grad_())
             return fresh
 
@@ -205,7 +197,7 @@ class PartCall:
     def gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor] | list[None]:
         """The gradients (P, ...) of the inputs, from those of the results; records what the part contributes."""
         if all(gradient is None for gradient in gradients):
-            return [None] * sum(self.differentiated)
+            return [None] * sum(x.requires_grad for x in tensors(self.given))
         with self.stream.lock:
             self.stream.read(self.path)
             args, kwargs, inputs = self.inputs()
