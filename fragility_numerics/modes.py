@@ -14,10 +14,10 @@ class FunctionMode(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         _entered.set((*_entered.get(), self))
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         _entered.set(_entered.get()[:-1])
 
 
