@@ -71,7 +71,7 @@ class ErrorRecorder:
 
     def __init__(self):
         self.places: dict[Place, int] = {}
-        self._numbered: list[Place] = []
+        self.numbered: list[Place] = []  # the same, in order
         self.ran: set[str] = set()  # paths of the modules that ran
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
@@ -159,7 +159,7 @@ class ErrorRecorder:
     def _number(self, place: Place) -> int:
         if place not in self.places:
             self.places[place] = len(self.places)
-            self._numbered.append(place)
+            self.numbered.append(place)
         return self.places[place]
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
@@ -235,7 +235,7 @@ class ErrorRecorder:
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
         """
-        share = self.shares[self._numbered[place].kind]
+        share = self.shares[self.numbered[place].kind]
         if not share:
             return
         window = self.now.window if window is None else window
@@ -250,7 +250,7 @@ class ErrorRecorder:
         if self.observer is not None:
             self.observer(place, weighted_error)
         own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
-        if self._numbered[place].name == "operand":  # alike at all positions, see ``record``
+        if self.numbered[place].name == "operand":  # alike at all positions, see ``record``
             own = own.unflatten(1, (-1, weighted_error.shape[-1])).sum(1)
         return torch.linalg.vector_norm(own, dim=1), own.sum(1)
 
