@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -18,12 +18,9 @@ from fragility_numerics.internals import private, require
 PRIVATE = {
     "torch._softmax_backward_data": "the gradient of a softmax from its result, in place",
     "torch.Tensor._base": "the tensor whose memory a view shares, and a kernel writes to",
-    "torch.Tensor._version": "whether weights have changed since they were read",
-    "torch.autograd._get_sequence_nr": "passes side by side count kernels alike, so that they go back side by side",
     "torch._C._functorch.maybe_current_level": "whether a backward pass runs for several probes at once",
     "torch._C._functorch._unwrap_batched": "the gradient of all probes, behind the one that looks like that of one",
     "torch._C._functorch._add_batch_dim": "makes it look like that of one again",
-    "torch._C._functorch._is_vmap_fallback_enabled": "whether a kernel may be looped over in such a pass",
     "torch._C._functorch._set_vmap_fallback_enabled": "a kernel that cannot be computed at once shall be refused",
     "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such gradients are ordinary ones",
     "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
@@ -34,9 +31,6 @@ require(PRIVATE)
 
 softmax_backward = private("torch._softmax_backward_data", PRIVATE)
 base_of = attrgetter("_base")  # of a view
-# In this thread: a backward pass takes the latest first.
-kernels_counted = private("torch.autograd._get_sequence_nr", PRIVATE)
-version_of = attrgetter("_version")  # of a tensor: grows with every change in place
 
 
 def can_set_attention(model: Any) -> bool:
@@ -74,28 +68,42 @@ def fill_buffers(model: Any, device_of: Callable[[str], torch.device]) -> None:
             )
 
 
-def vmap_level() -> int | None:
-    """The number of the ``torch.func.vmap`` that is running; None if none is."""
-    return torch._C._functorch.maybe_current_level()
+functorch: Any = torch._C._functorch  # its type has not all of its functions
 
 
-def outside_of_vmap() -> AbstractContextManager:
-    """A context in which kernels run as if no ``torch.func.vmap`` were running."""
-    if vmap_level() is None:
-        return nullcontext()
-    return private("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", PRIVATE)()
+def beyond_vmap(function: Callable[..., tuple | None], *values: Tensor | None) -> tuple | None:
+    """The results of ``function`` for ``values`` (N, ...) of all members of the ``torch.func.vmap`` that is running.
+
+    Each value, and each result that is returned, looks like that of one member. N = 1 where the members share a value,
+    and where no vmap is running. Inside of ``function`` kernels run as if none were.
+    """
+    level = functorch.maybe_current_level()
+    if level is None:
+        results = function(*(None if x is None else x[None] for x in values))
+    else:
+        with private("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", PRIVATE)():
+            results = function(*(None if x is None else of_members(x, level) for x in values))
+
+    def of_one(x: Tensor) -> Tensor:
+        return x[0] if len(x) == 1 else functorch._add_batch_dim(x, 0, level)
+
+    return None if results is None else tuple(None if x is None else of_one(x) for x in results)
+
+
+def of_members(x: Tensor, level: int) -> Tensor:
+    """``x`` for all members of the vmap with number ``level``, (N, ...); N = 1 if they share it."""
+    whole, dimension = functorch._unwrap_batched(x, level)
+    return whole[None] if dimension is None else whole.movedim(dimension, 0)
 
 
 @contextmanager
 def without_vmap_fallback() -> Iterator[None]:
     """A context in which a kernel that ``torch.func.vmap`` can only loop over raises RuntimeError."""
-    functorch: Any = torch._C._functorch  # its type has not all of its functions
-    before = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
     try:
         yield
     finally:
-        functorch._set_vmap_fallback_enabled(before)
+        functorch._set_vmap_fallback_enabled(True)
 
 
 # torch has no types for these errors.
@@ -119,21 +127,6 @@ def out_of_memory(error: RuntimeError) -> bool:
 def is_view(x: Tensor) -> bool:
     """True if ``x`` shares the memory of another tensor."""
     return base_of(x) is not None
-
-
-def unbatched(x: Tensor, level: int | None) -> Tensor:
-    """``x`` for all members of the batch of the vmap with number ``level``, (N, ...); N = 1 if they share it."""
-    if level is None:
-        return x[None]
-    whole, dimension = torch._C._functorch._unwrap_batched(x, level)
-    if dimension is None:
-        return whole[None]
-    return whole.movedim(dimension, 0) if dimension else whole
-
-
-def batched(x: Tensor, level: Any) -> Tensor:
-    """The inverse of ``unbatched``, in the vmap with number ``level``."""
-    return x[0] if len(x) == 1 else torch._C._functorch._add_batch_dim(x, 0, level)
 
 
 # What is hidden on tensors: an fp32 tensor of a differentiated pass stands for one of the low dtype. A

@@ -10,7 +10,8 @@ others cannot do as fast:
 * ``observed_attention`` here shows its scores to an observer and runs in any arithmetic: natively, emulated, in fp32.
 * ``predictor.blockwise.BlockwiseAttention`` knows the local error of every rounding, and forms scores again in the
   backward pass. With autograd, ``observed_attention`` would keep all T x T tensors.
-* ``predictor.recomputed.FusedAttention`` is the library's fused kernel, with gradients by ``BlockwiseAttention``.
+* ``predictor.recomputed.RecomputedAttention`` is one of these two: the latter, or the library's fused kernel with
+  gradients by ``BlockwiseAttention``.
 * ``predictor.secant.attention`` spells that kernel out in functions that have secant slopes.
 
 transformers knows the attention by name once ``set_attention``, or a context that calls it, has registered it.
@@ -28,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from fragility_numerics import internals
+from fragility_numerics.modes import current_function_mode
 
 OBSERVED_EAGER = "observed_eager"
 FP32_SCORES = "fp32_scores_eager"
@@ -87,7 +89,7 @@ class Hiding:
 
     def fill(self, scores: Tensor, number: float) -> None:
         """Make hidden scores 0 first, and then, if so asked, the lowest number of their dtype."""
-        if internals.differentiated(scores) or getattr(internals.current_function_mode(), "follows_changes", False):
+        if internals.differentiated(scores) or getattr(current_function_mode(), "follows_changes", False):
             scores.masked_fill_(self.hidden, number)
             return
         with internals.without_function_modes():
@@ -152,6 +154,22 @@ def is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
     return getattr(module, "is_causal", True) if asked is None else asked
 
 
+def prepared(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    dropout: float, options: dict[str, Any],
+) -> tuple[Tensor, Tensor, float, bool]:  # fmt: skip
+    """Key and value with their heads repeated for groups, the scaling, and True if attention is causal.
+
+    Raises ValueError as ``observed_attention`` does.
+    """
+    require_plain_softmax(dropout, mask, options)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    causal = mask is None and query.shape[2] > 1 and is_causal(module, options)
+    return key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, causal
+
+
 def observed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, score_dtype: torch.dtype | None = None, **options: Any,
@@ -163,18 +181,13 @@ def observed_attention(
     given. Probabilities are cast to the dtype of the values. Raises ValueError for dropout, for capped or biased
     scores, for attention sinks and for additive masks: the model itself is to be observed.
     """
-    require_plain_softmax(dropout, attention_mask, options)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    batch, heads, rows, width = query.shape
-    scaling = width**-0.5 if scaling is None else scaling
+    key, value, scaling, causal = prepared(module, query, key, value, attention_mask, scaling, dropout, options)
+    batch, heads, rows, _ = query.shape
     observer = observers.get(module)
     # With heads one after another in memory, 16-bit products are several times as fast as in the projections' layout.
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if observer is not None:
         observer.begin(query, key, value, scaling)
-    causal = attention_mask is None and rows > 1 and is_causal(module, options)
     cached = key.shape[2] - rows  # keys before the first query
     query, key = query.to(score_dtype or query.dtype), key.to(score_dtype or key.dtype)
     transposed = key.transpose(-1, -2)

@@ -21,15 +21,10 @@ from torch.autograd import forward_ad
 PRIVATE = {
     "torch.utils._python_dispatch.TorchDispatchMode": "emulation sees every kernel (ATen op), whoever calls it",
     "torch.utils._python_dispatch._get_current_dispatch_mode": "an activation's table holds in one mode only",
-    "torch.overrides._get_current_function_mode": "attention inside a differentiated pass must find the pass",
     "torch._C.DisableTorchFunction": "values are read as they are, while a mode pretends another dtype",
     "torch.ops.aten.add.Tensor._schema": "which arguments a kernel writes to, and how many results it has",
-    "torch.ops.aten._to_copy": "the kernel of every cast; more kernels by name are in kernels.py",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether this CPU multiplies in bf16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether this CPU multiplies in fp16",
-    "torch._C._functorch.is_functorch_wrapped_tensor": "derivatives by torch.func need kernels that it can follow",
-    "torch.utils._pytree.tree_leaves": "tensors in named tuples and in outputs of models",
-    "torch.utils._pytree.tree_map_only": "changes the tensors in named tuples and in outputs of models",
     "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
     "transformers.PreTrainedModel._from_config": "which buffers a model made in 16 bits has in them",
     "transformers.PreTrainedModel._keep_in_fp32_modules": "what from_pretrained leaves in fp32 beside fp16",
@@ -60,12 +55,9 @@ require(PRIVATE)
 
 TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
 current_dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
-current_function_mode = private("torch.overrides._get_current_function_mode")
 without_function_modes = private("torch._C.DisableTorchFunction")  # a context
 ASKING_FOR_MODES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 schema_of = attrgetter("_schema")  # of a kernel
-tree_leaves = private("torch.utils._pytree.tree_leaves")
-tree_map_only = private("torch.utils._pytree.tree_map_only")
 
 
 @cache
@@ -78,7 +70,12 @@ def differentiated(x: Tensor) -> bool:
     """True if results of ``x`` may be differentiated: backward, forward, or in a transform of ``torch.func``."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
+    try:
+        with without_function_modes():
+            x.untyped_storage()
+    except NotImplementedError:  # such tensors stand for others, and have no memory of their own
+        return True
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:

@@ -5,11 +5,13 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 from transformers import activations
 
 from fragility_numerics.emulation import Emulation
 from fragility_numerics.formats import NumberFormat, chunks
-from fragility_numerics.internals import current_dispatch_mode, current_function_mode, differentiated
+from fragility_numerics.internals import current_dispatch_mode, differentiated
+from fragility_numerics.modes import current_function_mode
 
 LOOKUP_CHUNK = 2**19  # numbers looked up at once: their rows take 2 MiB; for shorter chunks each call costs too much
 
@@ -77,8 +79,8 @@ class LookUp:
         return type(self.module).forward(self.module, x)
 
     def _applies(self, x: Tensor, mode: object) -> bool:
-        function_mode = current_function_mode()
-        if type(x) is not Tensor or not getattr(function_mode, "keeps_activations", function_mode is None):
+        in_mode = has_torch_function((x,))  # ours, or someone else's
+        if type(x) is not Tensor or (in_mode and not getattr(current_function_mode(), "keeps_activations", False)):
             return False
         emulating = isinstance(mode, Emulation) and mode.active and mode.format == self.format and not mode.generator
         as_made = emulating if self.emulated else mode is None

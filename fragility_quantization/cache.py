@@ -12,7 +12,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fragility_core.models.paths import attention_modules, within
 from fragility_numerics.formats import NumberFormat
-from fragility_numerics.internals import current_dispatch_mode, current_function_mode
+from fragility_numerics.internals import current_dispatch_mode
+from fragility_numerics.modes import current_function_mode
 
 
 class RoundedCache(DynamicCache):

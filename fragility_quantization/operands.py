@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.paths import block_of, embedding_paths, head_paths, is_linear
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.kernels import WEIGHT_PRODUCTS
+from fragility_numerics.modes import FunctionMode
 from fragility_numerics.nested import map_tensors, tensors
 from fragility_numerics.presence import source_of
 from fragility_quantization.recipes import Operands, Recipe
@@ -113,13 +113,13 @@ def operands_by_storage(weights: Mapping[str, Tensor], recipe: Recipe) -> dict[i
     return {address: operands for address, operands in found.items() if operands}
 
 
-class RoundedOperands(TorchFunctionMode):
+class RoundedOperands(FunctionMode):
     """A context in which the linear layers of ``model`` read their inputs as ``recipe`` says.
 
     With a ``generator`` the rounding is stochastic. The rounding itself runs inside of ``paused()``.
     """
 
-    keeps_activations = True  # a table of an activation holds in this mode, too (``lookup.LookUp``)
+    keeps_activations = True
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, paused: Callable[[], AbstractContextManager],

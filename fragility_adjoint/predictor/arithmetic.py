@@ -5,7 +5,7 @@ format. ``tensor.dtype`` is the low dtype, so that the model computes as it woul
 They pass through a rounding as through the identity.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import FunctionType
@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
-from fragility_adjoint.predictor.calls import FunctionCall
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
 from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
@@ -25,7 +23,8 @@ from fragility_adjoint.predictor.sites import SUMS
 from fragility_core.models.paths import is_block
 from fragility_numerics import internals
 from fragility_numerics.formats import NumberFormat
-from fragility_numerics.kernels import CASTS, FILLING, deciding
+from fragility_numerics.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
+from fragility_numerics.modes import FunctionMode
 from fragility_numerics.nested import map_tensors
 from fragility_quantization.operands import storages
 from fragility_quantization.recipes import Operands, Recipe
@@ -54,19 +53,65 @@ def with_visible_kernels(func: FunctionType) -> FunctionType | None:
     return inside
 
 
-class NotAView(torch.autograd.Function):
-    """The view as a tensor that is no view, in the same memory.
+def in_place(func: Callable) -> bool:
+    """True if ``func`` changes its first argument in place."""
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+class FunctionCall:
+    """A call of a function of tensors; tensors of the low dtype among its arguments are replaced by fp32 ones."""
+
+    def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], to_fp32: Callable[[Tensor], Tensor]):
+        self.func, self.name = func, func.__name__
+        self.floating: list[Tensor] = []  # all floating operands
+        self.args = tuple(self._converted(args, to_fp32))
+        self.kwargs = dict(zip(kwargs, self._converted(kwargs.values(), to_fp32)))
+
+    def _converted(self, values: Iterable, to_fp32: Callable[[Tensor], Tensor]) -> Iterator:
+        for value in values:
+            if isinstance(value, Tensor):
+                value = to_fp32(value)
+                if value.is_floating_point():
+                    self.floating.append(value)
+            elif type(value) in (tuple, list):
+                value = type(value)(self._converted(value, to_fp32))
+            yield value
+
+    @property
+    def in_place(self) -> bool:
+        """True if the call changes its first argument in place."""
+        return in_place(self.func)
+
+    @property
+    def product(self) -> str:
+        """The other factor of a matrix product of values, "weights" or "values" (``recorder.Place``)."""
+        if self.name not in PRODUCTS:
+            return ""
+        return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
+
+    def only_moves(self, y: Tensor) -> bool:
+        """True if the result ``y`` holds numbers that were stored before."""
+        if self.name in EXACT_FUNCTIONS:
+            return all(map(stored_as, self.floating))
+        if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
+            return False
+        return bool(storages([y]) & storages(self.floating))
+
+
+class WithHistory(torch.autograd.Function):
+    """The ``value``, in the same memory, as a result of what ``y`` is a result of. It is no view.
 
     Autograd drops the hooks of a view once the view is changed in place.
     """
 
     @staticmethod
-    def forward(ctx, view: Tensor) -> Tensor:
-        return view.data
+    def forward(ctx, y: Tensor, value: Tensor) -> Tensor:
+        return value.data
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
 
 
 class Dequantized:
@@ -86,7 +131,7 @@ class Dequantized:
         return self.stored.round(x).to(self.read)
 
 
-class LowArithmetic(TorchFunctionMode):
+class LowArithmetic(FunctionMode):
     """A context in which kernels compute as ``recipe`` says. Every rounding is recorded on ``recorder``.
 
     - ``parameters`` has the fp32 tensors that stand for parameters and buffers.
@@ -280,7 +325,7 @@ class LowArithmetic(TorchFunctionMode):
         if y.requires_grad and is_view(y) and in_place:
             self.recorder.watch_view(place, y, error)
         elif y.requires_grad:
-            y = NotAView.apply(y) if is_view(y) else y
+            y = WithHistory.apply(y, y.data) if is_view(y) else y
             self.recorder.watch(place, y, error)
         else:
             leaf = y.detach().requires_grad_()

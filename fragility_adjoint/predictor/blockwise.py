@@ -111,8 +111,8 @@ class BlockwiseAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of query, key and value, from the ``gradient`` (P, N, T, d_v) of the context, for P probes.
 
-        For every block and probe ``record`` gets "softmax" and "scores", the number of the probe, and the product of
-        local error and gradient. It must be given if there is a format.
+        For every block and probe ``record`` gets "softmax" and "scores", the product of local error and gradient,
+        (1, N, rows, keys), and the number of the probe. It must be given if there is a format.
         """
         probes = len(gradient)
         to_query = query.new_empty(probes, *query.shape)
@@ -127,10 +127,10 @@ class BlockwiseAttention:
             for probe in range(probes):
                 torch.bmm(gradient[probe, :, rows], value[:, keys].mT, out=back)
                 if errors:
-                    record("softmax", probe, torch.mul(errors[1], back, out=weighted))
+                    record("softmax", torch.mul(errors[1], back, out=weighted)[None], probe)
                 softmax_backward(back, p, -1, back.dtype, grad_input=back)
                 if errors:
-                    record("scores", probe, torch.mul(errors[0], back, out=weighted))
+                    record("scores", torch.mul(errors[0], back, out=weighted)[None], probe)
                 torch.bmm(back, key[:, keys], out=to_query[probe, :, rows])
                 to_key[probe, ..., keys].baddbmm_(query[:, rows].mT, back)
         to_value = to_value.unflatten(1, (probes, -1)).movedim(1, 0)

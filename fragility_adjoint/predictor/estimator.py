@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,13 @@ from fragility_adjoint.internals import (
     out_of_memory,
     reference_of,
     refused_by_vmap,
-    version_of,
+    without_vmap_fallback,
 )
 from fragility_adjoint.offload.lockstep import side_by_side
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
-from fragility_adjoint.predictor.overflow import first_overflow, with_overflows
+from fragility_adjoint.predictor.overflow import Overflow, first_overflow, with_overflows
 from fragility_adjoint.predictor.parameters import RoundedParameters
 from fragility_adjoint.predictor.prediction import Prediction, predict
 from fragility_adjoint.predictor.probes import backward
@@ -44,12 +44,6 @@ from fragility_quantization.quantized import recipe_of
 
 NormAndError = tuple[Tensor, Tensor | None]  # of a window's output, see ``Adjoint._passes``
 GRADIENTS = ("low", "fp32", "both", "secant")  # where gradients are taken
-ALL = {"kernel": 1.0, "weight": 1.0}
-# What a contribution counts, by the number of points, and whether it is that of the fp32 point.
-SHARES = {
-    (1, False): ALL, (1, True): ALL,
-    (2, False): {"kernel": 0.0, "weight": 0.5}, (2, True): {"kernel": 1.0, "weight": 0.5},
-}  # fmt: skip
 
 
 class Adjoint:
@@ -118,7 +112,8 @@ class Adjoint:
         self._stream = Stream(self.model, rounded, self.recorder) if is_offloaded(self.model) else None
         stays = rounded.tensors if self._stream is None else self._stream.staying
         kept = stays if self._stream is None else []
-        self._versions = [(p, version_of(p)) for path, p in rounded.parameters.items() if path in stays]
+        start = torch.zeros((), requires_grad=True)
+        self._weights = AsRead.apply(start, *(p for path, p in rounded.parameters.items() if path in stays))
         stochastic = low.execution == "stochastic"
         self.points: list[LowArithmetic] = []
         for exact in {"fp32": [True], "both": [False, True]}.get(gradients, [False]):
@@ -174,10 +169,13 @@ class Adjoint:
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
-        if any(version_of(parameter) != version for parameter, version in self._versions):
-            raise ValueError("a prediction needs the weights as they were read, but they changed: make another Adjoint")
+        try:
+            _ = self._weights.grad_fn.saved_tensors
+        except RuntimeError:
+            changed = "a prediction needs the weights as they were read, but they changed: make another Adjoint"
+            raise ValueError(changed) from None
         with self.lock, torch.inference_mode(False):
-            self.recorder.clear()  # a prediction before may have been interrupted
+            self.recorder.rewind()  # a prediction before may have been interrupted
             windows = windows_of(tokens, self.seed, seeds, counted, attention_mask)
             if self._stream is None:
                 found = [each for window in windows for each in self._passes([window])]
@@ -186,15 +184,15 @@ class Adjoint:
                     found = self._passes(windows)
             lengths, errors = zip(*found)
             contributions = self.recorder.contributions(len(tokens), self.probes)
+
+            @cache
+            def search(number: int) -> Overflow | None:
+                return first_overflow(self.low, lambda model: self.target.output(model, windows[number].tokens))
+
             inside, below = self.recorder.overflows()
-            for window in below.keys() - inside.keys():  # masks store -inf, too
-                own = windows[window].tokens
-                # mypy infers no type for a lambda with a default
-                found_at = first_overflow(self.low, lambda m, x=own: self.target.output(m, x))  # type: ignore[misc]
-                if found_at is not None:
-                    inside[window] = below[window]
-            for window, place in inside.items():  # an infinity is no small error
-                contributions[:, window, :, place] = np.nan
+            inside |= {n: place for n, place in below.items() if n not in inside and search(n)}  # masks store -inf, too
+            for number, place in inside.items():  # an infinity is no small error
+                contributions[:, number, :, place] = np.nan
             norms = torch.stack(lengths).cpu().double()
             contributions[:, ~norms.isfinite().numpy()] = np.nan
             prediction = self._prediction(contributions, norms, max(each.tokens.shape[-1] for each in windows))
@@ -205,8 +203,7 @@ class Adjoint:
                 prediction.windows.insert(3, "measured", measured.numpy())
                 prediction.windows.insert(4, "remainder", (left.square().mean(1).sqrt() / size).numpy())
             places = list(self.recorder.places)
-            stored = {window: places[place] for window, place in inside.items()}
-            return with_overflows(prediction, self.low, [each.tokens for each in windows], stored)
+            return with_overflows(prediction, search, {number: places[place] for number, place in inside.items()})
 
     def _passes(self, windows: Sequence[Window]) -> list[NormAndError]:
         """Run the passes of ``windows``, side by side, at every point.
@@ -219,7 +216,8 @@ class Adjoint:
         return found
 
     def _passes_at(self, point: LowArithmetic, windows: Sequence[Window]) -> list[NormAndError]:
-        self.recorder.shares = SHARES[len(self.points), point.exact]
+        both = len(self.points) > 1  # kernels then count at the fp32 point alone, weights by the mean of the two
+        self.recorder.shares = {"kernel": float(point.exact or not both), "weight": 0.5 if both else 1.0}
         found = side_by_side([partial(self._forward, point, window) for window in windows])
         finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
         signs = [window.signs(final, self.probes) for window, final in zip(windows, finals)]
@@ -266,7 +264,7 @@ class Adjoint:
             self.recorder.probe = 0
 
     def _backward_once(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
-        with nullcontext() if self._stream is None else self._stream.backward():
+        with without_vmap_fallback(), nullcontext() if self._stream is None else self._stream.backward():
             backward(finals, leaves, signs, keep_graph=True)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
@@ -283,6 +281,15 @@ class Adjoint:
         windows = pd.DataFrame({"window": range(len(norms)), "norm": norms.numpy()})
         predicted = predict(rows, windows, self.target.squared)
         return Prediction(rows, predicted, self.recipe, self.target, length, frozenset(self.recorder.ran))
+
+
+class AsRead(torch.autograd.Function):
+    """A result that remembers ``weights`` as they are now: autograd gives none back that was changed in place."""
+
+    @staticmethod
+    def forward(ctx, start: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return start.clone()
 
 
 def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -6,7 +6,7 @@ overflow: a mask that adds minus infinity or the lowest number, scores that a la
 inside of an activation whose result is finite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -242,20 +242,16 @@ def part(found: NonfiniteKernel) -> str:
 
 
 def with_overflows(
-    prediction: Prediction, low: LowPrecision, tokens: Sequence[Any], inside: Mapping[int, Place]
+    prediction: Prediction, search: Callable[[int], Overflow | None], inside: Mapping[int, Place]
 ) -> Prediction:  # fmt: skip
-    """``prediction`` with the column ``overflow`` of its windows, each of which the target takes as its ``tokens``.
+    """``prediction`` with the column ``overflow`` of its windows; ``search`` gives the first one by a window's number.
 
     ``inside`` has, by window, the place of a kernel that stored +inf, for what the pass itself does not show.
     """
     windows = prediction.windows.assign(overflow="")
     lost = {*prediction.contributions.window[~np.isfinite(prediction.contributions.c2)]}
     for window in np.flatnonzero(~np.isfinite(windows.predicted)).tolist():
-
-        def run(model: nn.Module, window: int = window) -> Tensor:
-            return prediction.target.output(model, tokens[window])
-
-        found = first_overflow(low, run)
+        found = search(window)
         if found is not None:
             words = found.words
         elif window in inside:

@@ -6,13 +6,12 @@ the forward pass are formed again once, not once a probe.
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
 
-from fragility_adjoint.internals import batched, outside_of_vmap, unbatched, vmap_level, without_vmap_fallback
+from fragility_adjoint.internals import beyond_vmap
 
 
 def backward(
@@ -32,20 +31,7 @@ def backward(
 
     if len(gradients[0]) == 1:
         return [x[None] for x in run(*(g[0] for g in gradients))]
-    with without_vmap_fallback():
-        return list(torch.func.vmap(run)(*gradients))
-
-
-def of_probes(function: Callable[[Any], object]) -> Callable[[Tensor | None], None]:
-    """A hook that gives ``function`` the gradient of all probes, (P, ...), if there is one."""
-
-    @wraps(function)
-    def hook(gradient: Tensor | None) -> None:
-        level = vmap_level()
-        with outside_of_vmap():
-            function(None if gradient is None else unbatched(gradient, level))
-
-    return hook
+    return list(torch.func.vmap(run)(*gradients))
 
 
 def over_probes(function: Callable) -> Callable:
@@ -53,10 +39,6 @@ def over_probes(function: Callable) -> Callable:
 
     @wraps(function)
     def for_any(ctx, *gradients: Tensor | None):
-        level = vmap_level()
-        with outside_of_vmap():
-            results = function(ctx, *(None if g is None else unbatched(g, level) for g in gradients))
-        results = results if isinstance(results, tuple) else (results,)
-        return tuple(None if x is None else batched(x, level) for x in results)
+        return beyond_vmap(partial(function, ctx), *gradients)
 
     return for_any

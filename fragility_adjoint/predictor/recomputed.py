@@ -19,46 +19,51 @@ from fragility_adjoint.internals import mark_stored, stored_as
 from fragility_adjoint.predictor.blockwise import BlockwiseAttention
 from fragility_adjoint.predictor.probes import over_probes
 from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, local_error
-from fragility_numerics.attention import is_causal, observed_attention, require_plain_softmax
+from fragility_numerics.attention import observed_attention, prepared
 from fragility_numerics.formats import chunks, get_format, has_native_kernels
-from fragility_numerics.internals import current_function_mode, without_function_modes
+from fragility_numerics.internals import without_function_modes
 from fragility_numerics.lookup import entries, every_number, look_up, row_of
 from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.modes import current_function_mode
 
 RECOMPUTED_EAGER = "recomputed_eager"
 
 
-class EagerAttention(torch.autograd.Function):
-    """Eager attention that keeps no T x T tensor: the backward pass forms scores and probabilities again.
+class RecomputedAttention(torch.autograd.Function):
+    """The context (B, H, T, d_v) of heads (B, H, T, d). The backward pass forms scores and probabilities again.
 
-    The product of query and key and the scaled product are both rounded. They count as one place, "scores".
+    With a ``recorder`` it is that of eager attention, whose roundings are recorded. The product of query and key and
+    the scaled product are both rounded, and count as one place, "scores". Without one it is that of the library's fused
+    kernel.
     """
 
     @staticmethod
     def forward(
-        ctx, recorder: ErrorRecorder, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor
+        ctx, recorder: ErrorRecorder | None, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The context (N, T, d_v) of heads (N, T, d)."""
-        with without_function_modes():
-            context, error = blockwise.context(query, key, value)
-            ctx.save_for_backward(query, key, value, error)
-        ctx.record, ctx.blockwise = recorder.bound_record(), blockwise
+        ctx.blockwise, ctx.record = blockwise, None
+        if recorder is None:
+            ctx.save_for_backward(query, key, value)
+            causal, scale = blockwise.causal, blockwise.scaling
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
         products = {"scores": "values", "softmax": "", "context": "values"}
-        ctx.places = {name: recorder.kernel(name, product) for name, product in products.items()}
-        return context
+        places = {name: recorder.kernel(name, product) for name, product in products.items()}
+        record = recorder.bound_record()
+        ctx.record = lambda name, weighted, probe=0: record(places[name], weighted, probe)
+        with without_function_modes():
+            context, error = blockwise.context(*(x.flatten(0, 1) for x in (query, key, value)))
+            ctx.save_for_backward(query, key, value, error)
+            return context.unflatten(0, query.shape[:2])
 
     @staticmethod
     @over_probes
     def backward(ctx, gradient: Tensor):
-        query, key, value, error = ctx.saved_tensors
-        places = ctx.places
-
-        def record(name: str, probe: int, weighted: Tensor) -> None:
-            ctx.record(places[name], weighted[None], probe)
-
-        gradients = ctx.blockwise.gradients(query, key, value, gradient, record)
-        ctx.record(places["context"], error * gradient)
-        return None, None, *gradients
+        query, key, value, *errors = ctx.saved_tensors
+        heads, gradient = [x.flatten(0, 1) for x in (query, key, value)], gradient.flatten(1, 2)
+        gradients = ctx.blockwise.gradients(*heads, gradient, ctx.record)
+        for error in errors:
+            ctx.record("context", error * gradient)
+        return None, None, *(x.unflatten(1, query.shape[:2]) for x in gradients)
 
 
 def recomputed_attention(
@@ -70,15 +75,10 @@ def recomputed_attention(
     arithmetic.recorder.mark_module("attention")
     if stored_as(query) is None:  # kept in fp32
         return observed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
-    require_plain_softmax(dropout, attention_mask, options)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = attention_mask is None and query.shape[2] > 1 and is_causal(module, options)
+    key, value, scaling, causal = prepared(module, query, key, value, attention_mask, scaling, dropout, options)
     blockwise = BlockwiseAttention(scaling, attention_mask, causal, arithmetic.format, arithmetic.exact)
-    context = EagerAttention.apply(arithmetic.recorder, blockwise, *(x.flatten(0, 1) for x in (query, key, value)))
-    return mark_stored(context.unflatten(0, query.shape[:2])).transpose(1, 2), None
+    context = RecomputedAttention.apply(arithmetic.recorder, blockwise, query, key, value)
+    return mark_stored(context).transpose(1, 2), None
 
 
 def tabulate(low: LowPrecision, function: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
@@ -207,24 +207,6 @@ def look_up_rows(
     return Lookup.apply(recorder, table, indices, padding_idx)
 
 
-class FusedAttention(torch.autograd.Function):
-    """The context (B, H, T, d) by the library's fused kernel, the gradients by ``BlockwiseAttention``."""
-
-    @staticmethod
-    def forward(ctx, blockwise: BlockwiseAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.blockwise = blockwise
-        causal, scale = blockwise.causal, blockwise.scaling
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
-
-    @staticmethod
-    @over_probes
-    def backward(ctx, gradient: Tensor):
-        heads = (x.flatten(0, 1) for x in ctx.saved_tensors)
-        gradients = ctx.blockwise.gradients(*heads, gradient.flatten(1, 2))
-        return None, *(x.unflatten(1, like.shape[:2]) for x, like in zip(gradients, ctx.saved_tensors))
-
-
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -234,7 +216,7 @@ def scaled_dot_product_attention(
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        return FusedAttention.apply(BlockwiseAttention(scaling, None, is_causal), query, key, value)
+        return RecomputedAttention.apply(None, BlockwiseAttention(scaling, None, is_causal), query, key, value)
     return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fragility_adjoint.internals import base_of
-from fragility_adjoint.predictor.probes import of_probes
+from fragility_adjoint.internals import base_of, beyond_vmap
 from fragility_core.models.paths import within
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.nested import together
@@ -72,8 +71,7 @@ class ErrorRecorder:
 
     def __init__(self):
         self.places: dict[Place, int] = {}
-        self.kinds: list[str] = []  # of the places
-        self.alike: list[bool] = []  # whether errors at a place are alike at all positions, see ``record``
+        self.numbered: list[Place] = []  # the same, in order
         self.ran: set[str] = set()  # paths of the modules that ran
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
@@ -81,26 +79,20 @@ class ErrorRecorder:
         # By window, first probe and place: norms and sums (2, P) of P probes.
         self._records: list[tuple[int, int, int, Tensor]] = []
         self._extremes: list[tuple[int, int, Tensor]] = []  # by window and place, (2,)
-        # Leaves that are kept, with place and ``weighted``, by their ``id``: see ``watch_leaf``.
-        self._kept: dict[int, tuple[Tensor, int, ErrorWeighting]] = {}
-        self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of the leaf, see ``look_up``
+        self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of leaves that are kept
         self.probe = 0  # the first one of the running backward pass
         self.observer: Callable[[int, Tensor], object] | None = None  # is shown each place's errors times gradients
         self.now = PassPosition()
-
-    def clear(self) -> None:
-        """Drop the records of a prediction that was interrupted."""
-        self._records, self._extremes = [], []
-        self._looked_up.clear()
 
     def mark(self) -> tuple[int, int]:
         """The point at which the records of the next pass begin, for ``rewind``."""
         return len(self._records), len(self._extremes)
 
-    def rewind(self, mark: tuple[int, int]) -> None:
-        """Drop the records since ``mark``: their pass has failed."""
+    def rewind(self, mark: tuple[int, int] = (0, 0)) -> None:
+        """Drop the records since ``mark``, or all: those of a pass that has failed."""
         del self._records[mark[0] :], self._extremes[mark[1] :]
-        self._looked_up.clear()
+        for rows in self._looked_up.values():
+            rows.clear()
 
     def begin(self, window: int = 0) -> None:
         """Start a pass of the window with this number."""
@@ -167,14 +159,13 @@ class ErrorRecorder:
     def _number(self, place: Place) -> int:
         if place not in self.places:
             self.places[place] = len(self.places)
-            self.kinds.append(place.kind)
-            self.alike.append(place.name == "operand")
+            self.numbered.append(place)
         return self.places[place]
 
     def watch(self, place: int, result: Tensor, error: Tensor) -> None:
         """Record ``error`` times gradient whenever a backward pass reaches the kernel's ``result``."""
         record = self.bound_record()
-        result.register_hook(of_probes(lambda gradient: record(place, error * gradient)))
+        result.register_hook(partial(beyond_vmap, lambda gradient: record(place, error * gradient)))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
         """Watch a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
@@ -193,40 +184,38 @@ class ErrorRecorder:
         that is ``kept`` is used by the passes of all windows, one after the other; its ``weighted`` also takes the
         gradient of rows that were looked up.
         """
+        rows: list[tuple[Tensor, Tensor]] = []
+        window = None if kept else self.now.window
         if kept:
-            self._kept[id(leaf)] = leaf, place, weighted
-            self.hook_leaf(leaf, lambda gradient: self.record_kept(id(leaf), gradient))
-        else:
-            window = self.now.window
-            self.hook_leaf(leaf, lambda gradient: self.record_pieces(place, weighted(gradient), window))
+            self._looked_up[id(leaf)] = rows
+
+        def record(gradient: Tensor | None) -> None:
+            if rows:
+                indices, gradients = zip(*rows)
+                rows.clear()
+                looked_up = LookedUp.of(torch.cat(indices), torch.cat(gradients, 1))
+                self.record(place, weighted(gradient, looked_up), window=window)
+            elif gradient is not None:
+                self.record(place, weighted(gradient), window=window)
+
+        self.hook_leaf(leaf, record)
 
     def takes_rows(self, table: Tensor) -> bool:
         """True if ``look_up`` takes the gradient of rows of the large ``table`` in place of that of the whole."""
-        return table.numel() > LARGE and table.ndim == 2 and id(table) in self._kept
+        return table.numel() > LARGE and table.ndim == 2 and id(table) in self._looked_up
 
     def look_up(self, leaf: Tensor, indices: Tensor, gradient: Tensor) -> None:
         """Take the ``gradient`` (P, N, d) of the rows ``indices`` (N,) of a ``leaf`` that is kept."""
-        self._looked_up.setdefault(id(leaf), []).append((indices, gradient))
+        self._looked_up[id(leaf)].append((indices, gradient))
 
-    def record_kept(self, key: int, gradient: Tensor | None) -> None:
-        """Record the error of a kept leaf times its ``gradient``, if it has one beside that of rows looked up."""
-        _, place, weighted = self._kept[key]
-        if found := self._looked_up.pop(key, []):
-            indices, gradients = zip(*found)
-            looked_up = LookedUp.of(torch.cat(indices), torch.cat(gradients, 1))
-            self.record_pieces(place, weighted(gradient, looked_up))
-        elif gradient is not None:
-            self.record_pieces(place, weighted(gradient))
-
-    def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], object]) -> None:
+    def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], None]) -> None:
         """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead.
 
         It is None where only rows of the leaf were looked up.
         """
-        seen = of_probes(function)
 
         def hook(gradient: Tensor | None) -> Tensor | None:
-            seen(gradient)
+            beyond_vmap(function, gradient)
             return None if gradient is None else gradient.new_zeros(()).expand(gradient.shape)
 
         leaf.register_hook(hook)
@@ -235,24 +224,22 @@ class ErrorRecorder:
         """``record`` for the window of the running pass, for use in a backward pass, which may be of several."""
         return partial(self.record, window=self.now.window)
 
-    def record(self, place: int, weighted_error: Tensor, first: int = 0, window: int | None = None) -> None:
+    def record(
+        self, place: int, weighted_error: Tensor | Iterable[Tensor], first: int = 0, window: int | None = None
+    ) -> None:  # fmt: skip
         """Record norm and sum of error times gradient (P, ...) of P probes at ``place``; those of one place add up.
 
-        The ``window`` is that of the running pass unless given.
+        It may come in pieces. The probes are those from the ``first`` on, and the ``window`` is that of the running
+        pass unless given.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).
         """
-        self.record_pieces(place, [weighted_error], window, first)
-
-    def record_pieces(
-        self, place: int, pieces: Iterable[Tensor], window: int | None = None, first: int = 0
-    ) -> None:  # fmt: skip
-        """The same as ``record``, for an error times gradient that is formed piece by piece."""
-        share = self.shares[self.kinds[place]]
+        share = self.shares[self.numbered[place].kind]
         if not share:
             return
         window = self.now.window if window is None else window
+        pieces = [weighted_error] if isinstance(weighted_error, Tensor) else weighted_error
         norms, sums = zip(*(self._norms_and_sums(place, piece) for piece in pieces))
         norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
         found = torch.stack([norm * share**0.5, sum(sums) * share])
@@ -263,7 +250,7 @@ class ErrorRecorder:
         if self.observer is not None:
             self.observer(place, weighted_error)
         own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
-        if self.alike[place]:
+        if self.numbered[place].name == "operand":  # alike at all positions, see ``record``
             own = own.unflatten(1, (-1, weighted_error.shape[-1])).sum(1)
         return torch.linalg.vector_norm(own, dim=1), own.sum(1)
 

@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.internals import base_of, has_reference, is_view, refer, reference_of
-from fragility_adjoint.predictor.arithmetic import PROPERTIES, LowArithmetic
-from fragility_adjoint.predictor.calls import FunctionCall, in_place
+from fragility_adjoint.predictor.arithmetic import PROPERTIES, FunctionCall, LowArithmetic, WithHistory, in_place
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_numerics.kernels import EXACT_FUNCTIONS
@@ -58,18 +57,6 @@ ELEMENTWISE = {
     "celu", "elu", "softplus", "softsign", "tanhshrink", "relu6", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh",
     "logsigmoid", "log_sigmoid", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "__rdiv__", "__rpow__",
 }  # fmt: skip
-
-
-class ValueWithSlopes(torch.autograd.Function):
-    """The ``value``, with the slopes of ``y``."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, value: Tensor) -> Tensor:
-        return value.data
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return gradient, None
 
 
 def halfway(x: Tensor) -> Tensor:
@@ -253,9 +240,9 @@ class SecantSlopes(TorchFunctionMode):
         else:
             y = RULES.get(name, at_halfway)(func, *args, **kwargs)
         if isinstance(value, Tensor):
-            return ValueWithSlopes.apply(y, value)
+            return WithHistory.apply(y, value)
         slopes = dict(zip(map(id, tensors(value)), tensors(y)))
-        return map_tensors(value, lambda x: ValueWithSlopes.apply(slopes[id(x)], x) if x.is_floating_point() else x)
+        return map_tensors(value, lambda x: WithHistory.apply(slopes[id(x)], x) if x.is_floating_point() else x)
 
 
 class SecantArithmetic(LowArithmetic):
@@ -264,7 +251,7 @@ class SecantArithmetic(LowArithmetic):
     ``between`` says where constants of a target are taken: 0 is the value in fp32, and 1 that in low precision.
     """
 
-    follows_changes = True  # values may change only in functions that this mode sees (``attention.Hiding``)
+    follows_changes = True
 
     def __init__(
         self, recipe: Recipe, recorder: ErrorRecorder, parameters: ParameterTable, rounding: bool, between: float

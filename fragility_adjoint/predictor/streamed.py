@@ -5,13 +5,13 @@ again from there, and then back. Memory holds one part at a time; only what ente
 kernels are those of the whole pass, in the same order, so that all numbers are the same.
 
 Several windows share what is read. Their forward passes run side by side (``offload.lockstep``). One backward pass goes
-through all of them: autograd takes the latest kernel first, by a count that each thread keeps of its own, and so comes
-to the same part of every window before it comes to the next part.
+through all of them. The nth part of every window has a result that the next part of all windows takes, and so goes back
+after it: autograd comes to the same part of every window before it comes to the next one.
 """
 
 import copy
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from fragility_adjoint.internals import copy_marks, entering, is_stream, kernels_counted
+from fragility_adjoint.internals import copy_marks, entering, is_stream
 from fragility_adjoint.offload.lockstep import LastRead, barrier
 from fragility_adjoint.offload.offloaded import parts
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters, WeightedError
 from fragility_adjoint.predictor.probes import backward, over_probes
 from fragility_adjoint.predictor.recorder import ErrorRecorder
-from fragility_numerics.internals import current_function_mode, replace_forward, without_function_modes
+from fragility_numerics.internals import replace_forward, without_function_modes
+from fragility_numerics.modes import current_function_mode
 from fragility_numerics.nested import map_tensors, tensors
 
 
@@ -59,7 +60,8 @@ class Stream:
         paths = {path for owned in self.owned.values() for path in owned}
         self.staying = [path for path in rounded.tensors if path not in paths]  # those that no part owns
         self.uses: dict[int, TensorUses] = {}  # by window
-        self.reached: Counter[int] = Counter()  # the most kernels that a pass has counted before its nth part, by n
+        # By the number of parts that a window has entered, and by window: the link that the latest part has given.
+        self.links: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
         self.last = LastRead()
         self.at_once = True  # whether all probes share the backward pass of a part
         self.lock = threading.Lock()  # of a backward pass: autograd has a thread for each device
@@ -69,7 +71,9 @@ class Stream:
 
         A backward pass must go to the tensor that is returned, so that it reaches all parts.
         """
-        uses = self.uses[self.recorder.now.window] = TensorUses()
+        window = self.recorder.now.window
+        uses = self.uses[window] = TensorUses()
+        self.links[0][window] = uses.anchor
         own = copy.copy(point)
         own.parameters = self.rounded.make_leaves(self.staying, point.exact, self.watch)
         return own, uses.anchor
@@ -79,6 +83,7 @@ class Stream:
         """A context for a backward pass through all windows. Afterwards gradients that were added up are recorded."""
         for uses in self.uses.values():
             uses.totals.clear()  # a backward pass may have failed
+        self.links.clear()
         yield
         self.last.close()
         for path in sorted({path for uses in self.uses.values() for path, _ in uses.totals}):
@@ -88,14 +93,14 @@ class Stream:
             for window, uses in self.uses.items():
                 for probe in [probe for found, probe in uses.totals if found == path]:
                     total = uses.totals.pop((path, probe)).to(tensor.device)
-                    self.recorder.record_pieces(place, weighted(total), window, probe - self.recorder.probe)
+                    self.recorder.record(place, weighted(total), probe - self.recorder.probe, window)
 
     def __enter__(self) -> None:
         """Begin passes, which are forgotten with what they have read at the end of the context."""
 
     def __exit__(self, *error) -> None:
         self.uses.clear()
-        self.reached.clear()
+        self.links.clear()
         self.last.close()
 
     def read(self, path: str) -> None:
@@ -103,24 +108,17 @@ class Stream:
         with without_function_modes():
             self.last.ask(path, partial(self.rounded.read, self.owned[path]))
 
-    def _meet(self) -> None:
-        """Wait for the passes beside this one, and count as many kernels as the one that has run the most."""
-        now, uses = self.recorder.now, self.uses[self.recorder.now.window]
-        uses.entered += 1
-        self.reached[uses.entered] = max(self.reached[uses.entered], kernels_counted())
-        barrier()
-        self.recorder.now = now
-        with without_function_modes(), torch.enable_grad():
-            while kernels_counted() < self.reached[uses.entered]:
-                uses.anchor.view_as(uses.anchor)
-
     def run(self, path: str, forward: Callable, *args, **kwargs) -> Any:
         """Run the part at ``path``, whose own forward is ``forward``."""
-        self._meet()
+        now = self.recorder.now
+        barrier()  # wait for the passes beside this one
+        self.recorder.now = now
         with without_function_modes():
             args, kwargs = entering(self.parts[path], args, kwargs)
         self.read(path)
-        self.uses[self.recorder.now.window].counts.update(self.owned[path])
+        uses = self.uses[now.window]
+        uses.counts.update(self.owned[path])
+        uses.entered += 1
         call = PartCall(self, path, forward, args, kwargs)
         with without_function_modes():
             inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
@@ -146,25 +144,21 @@ class PartCall:
         self.stream, self.path, self.forward = stream, path, forward
         self.arithmetic = current_function_mode()
         self.bookmark = stream.recorder.bookmark(path)
-        self.differentiated: list[bool] = []
-        self.devices: list[torch.device] = []
+        self.device = next(stream.parts[path].parameters()).device
         with without_function_modes():
             self.given = map_tensors((args, kwargs), self._keep)
 
     def _keep(self, x: Tensor) -> Tensor:
         """``x`` without its history. The residual stream is kept on the host, all else is shared by the parts."""
-        self.differentiated.append(x.requires_grad)
-        self.devices.append(x.device)
-        return copy_marks(x, x.data.cpu() if is_stream(x) else x.data)
+        return copy_marks(x, x.data.cpu() if is_stream(x) else x.data).requires_grad_(x.requires_grad)
 
     def inputs(self) -> tuple[tuple, dict, list[Tensor]]:
         """Arguments for the part's forward, and those tensors among them that have a gradient."""
-        numbers, leaves = iter(range(len(self.differentiated))), []
+        leaves = []
 
         def make(x: Tensor) -> Tensor:
-            number = next(numbers)
-            fresh = copy_marks(x, x.data.to(self.devices[number]))
-            if self.differentiated[number]:
+            fresh = copy_marks(x, x.data.to(self.device))
+            if x.requires_grad:
                 leaves.append(fresh.requires_grad_())
             return fresh
 
@@ -187,15 +181,23 @@ class PartCall:
         with without_function_modes():
             found = list(tensors(returned))
             plain = [x.data for x in found]
+            window, links = self.bookmark.window, self.stream.links
+            entered = self.stream.uses[window].entered
+            later = links[entered - 1]
             if any(x.requires_grad for x in found):
                 constant = [p for x, p in zip(found, plain) if not x.requires_grad]
-                anchor = self.stream.uses[self.bookmark.window].anchor
-                plain = list(Part.apply(self, anchor, constant, plain, *inputs))
+                links[entered][window], *plain = Part.apply(
+                    self, constant, plain, len(inputs), *inputs, *later.values()
+                )
+            else:
+                links[entered] = later | links[entered]
             results = iter([copy_marks(x, y) for x, y in zip(found, plain)])
             return map_tensors(returned, lambda _: next(results))
 
-    def gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor] | list[None]:
         """The gradients (P, ...) of the inputs, from those of the results; records what the part contributes."""
+        if all(gradient is None for gradient in gradients):
+            return [None] * sum(x.requires_grad for x in tensors(self.given))
         with self.stream.lock:
             self.stream.read(self.path)
             args, kwargs, inputs = self.inputs()
@@ -226,16 +228,17 @@ class Part(torch.autograd.Function):
     """A part of a model as one function, which keeps only what entered it."""
 
     @staticmethod
-    def forward(ctx, call: PartCall, anchor: Tensor, constant: list, results: list, *inputs: Tensor) -> tuple:
-        ctx.call = call
+    def forward(ctx, call: PartCall, constant: list, results: list, inputs: int, *given: Tensor) -> tuple:
+        """A link to the next parts, and the ``results``; ``given`` are the inputs and the links of the parts before."""
+        ctx.call, ctx.links = call, [None] * (len(given) - inputs)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
-        return tuple(results)
+        return torch.zeros(()), *results
 
     @staticmethod
     @over_probes
-    def backward(ctx, *gradients: Tensor | None):
-        return None, None, None, None, *ctx.call.gradients(gradients)
+    def backward(ctx, link: None, *gradients: Tensor | None):
+        return None, None, None, None, *ctx.call.gradients(gradients), *ctx.links
 
 
 def own_copy(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from fragility_numerics.internals import tree_map_only
+from fragility_numerics.nested import map_tensors
 
 TRANSPORTS = ("release", "operator_norm", "power_iteration")
 
@@ -96,7 +96,7 @@ def branch_jacobian_norm(block: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     estimate is never above the exact norm. The block's attention needs forward derivatives. The observed one has them,
     torch's fused CPU kernel has not.
     """
-    args, kwargs = tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, (args, kwargs))
+    args, kwargs = map_tensors((args, kwargs), lambda x: x.clone() if x.is_inference() else x)
     x = args[0].float()
     parameters = {name: parameter.float() for name, parameter in block.named_parameters()}
 

@@ -51,7 +51,7 @@ class PositionSquares:
         """
         if products.ndim == 2 and products.shape[1] % self.length == 0:
             products = products.unflatten(1, (self.length, -1))
-        if self.recorder.kinds[place] == "kernel" and products.ndim > 2 and products.shape[-2] == self.length:
+        if self.recorder.numbered[place].kind == "kernel" and products.ndim > 2 and products.shape[-2] == self.length:
             squares = products.float().square().sum(-1).reshape(-1, self.length).sum(0).cpu()
             self.found[place] = self.found.get(place, torch.zeros(())) + squares
 

@@ -380,7 +380,7 @@ def test_values_may_have_another_width_than_queries(width):
     value, gradient = (torch.randn(3, 16, width, generator=generator) for _ in range(2))
     blockwise = BlockwiseAttention(0.5, None, True, get_format("fp16"))
     context, error = blockwise.context(query, key, value)
-    got = blockwise.gradients(query, key, value, gradient[None], lambda name, probe, x: None)
+    got = blockwise.gradients(query, key, value, gradient[None], lambda name, x, probe: None)
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     expected = functional.scaled_dot_product_attention(*exact, is_causal=True, scale=0.5)
     expected.backward(gradient.double())
@@ -399,7 +399,7 @@ def test_a_hidden_score_that_overflows_does_no_harm():
     assert context.flatten().tolist() == [1.0, 2.0]
     records = []
     ones = torch.ones(1, *query.shape)
-    gradients = list(blockwise.gradients(query, key, value, ones, lambda name, probe, x: records.append(x.clone())))
+    gradients = list(blockwise.gradients(query, key, value, ones, lambda name, x, probe: records.append(x[0].clone())))
     assert all(x.isfinite().all() for x in [*gradients, *records])
 
 
