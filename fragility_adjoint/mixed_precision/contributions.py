@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,9 @@ class Contributions:
         # By place: c^2 over the square of the target's norm, mean over windows and probes.
         self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
-        self._number_of_module, self._modules_once = pd.factorize(self._modules)
+        self._number_of_module, modules_once = pd.factorize(self._modules)
+        # By number: the paths of the module and of all that it is inside of.
+        self._around = [{*accumulate(path.split("."), lambda above, step: f"{above}.{step}")} for path in modules_once]
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
         self._kernels = self.structure.places.kind.eq("kernel").to_numpy(dtype=bool)
         self.kernels_round = bool(self._kernels.any())  # or weights alone are rounded
@@ -119,7 +122,7 @@ class Contributions:
         return found
 
     def _inside(self, path: str) -> np.ndarray:
-        return np.array([within(m, path) for m in self._modules_once], dtype=bool)[self._number_of_module]
+        return np.array([path in around for around in self._around], dtype=bool)[self._number_of_module]
 
     def _kernels_inside(self, path: str) -> np.ndarray:
         return np.flatnonzero(self._inside(path) & self._kernels)

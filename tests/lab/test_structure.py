@@ -15,7 +15,7 @@ BUDGETS = {  # lines
     "fragility_numerics": 1310,
     "fragility_core": 3339,
     "fragility_quantization": 815,
-    "fragility_adjoint": 5852,
+    "fragility_adjoint": 5855,
     "fragility_lab": 13677,
     "fragility_lessons": 2487,
 }
