@@ -144,7 +144,7 @@ pretrain: $(ENVIRONMENT)  ## train an embedded checkpoint again (two hours on tw
 
 .PHONY: test
 test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
-	$(PYTHON) -m pytest tests $(PARALLEL)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests $(PARALLEL) --dist worksteal
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env --nbval-kernel-startup-timeout 300 $(NOTEBOOKS) $(PARALLEL) \
 	    --dist loadfile
 

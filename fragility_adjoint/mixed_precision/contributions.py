@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -61,14 +62,21 @@ class Contributions:
         # By place: c^2 over the square of the target's norm, mean over windows and probes.
         self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
         self._modules = self.structure.places.module
+        self._number_of_module, modules_once = pd.factorize(self._modules)
+        # By number: the paths of the module and of all that it is inside of.
+        self._around = [{*accumulate(path.split("."), lambda above, step: f"{above}.{step}")} for path in modules_once]
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
-        self.kernels_round = bool(self.structure.places.kind.eq("kernel").any())  # or weights alone are rounded
+        self._kernels = self.structure.places.kind.eq("kernel").to_numpy(dtype=bool)
+        self.kernels_round = bool(self._kernels.any())  # or weights alone are rounded
+        self._vanishing: dict[tuple[str, bool], np.ndarray] = {}  # plans ask for the same modules many times
 
     def vanishing(self, plan: Plan) -> np.ndarray:
         """Booleans, in the order of ``structure.places``: True where nothing is rounded any more under ``plan``."""
         vanishing = np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
-            vanishing |= self._vanishing_inside(path, plan.residual)
+            if (asked := (path, plan.residual)) not in self._vanishing:
+                self._vanishing[asked] = self._vanishing_inside(*asked)
+            vanishing |= self._vanishing[asked]
         if plan.residual:
             vanishing |= self._vanishing_beside_stream
         if plan.scores:
@@ -77,7 +85,7 @@ class Contributions:
 
     def _vanishing_inside(self, path: str, residual: bool) -> np.ndarray:
         """The places that round no longer if the module at ``path`` is kept, perhaps beside an fp32 stream."""
-        inside, kernels = self._inside(path).copy(), self._kernels_inside(path)
+        inside, kernels = self._inside(path), self._kernels_inside(path)
         stays_fp32 = path in self._heads or (residual and path in self._embeddings)
         if self.kernels_round and not stays_fp32:  # its result is cast back
             if not len(kernels):  # a lookup: the cast rounds the weights again
@@ -115,10 +123,10 @@ class Contributions:
         return found
 
     def _inside(self, path: str) -> np.ndarray:
-        return (self._modules.eq(path) | self._modules.str.startswith(f"{path}.")).to_numpy(dtype=bool)
+        return np.array([path in around for around in self._around], dtype=bool)[self._number_of_module]
 
     def _kernels_inside(self, path: str) -> np.ndarray:
-        return np.flatnonzero(self._inside(path) & self.structure.places.kind.eq("kernel").to_numpy())
+        return np.flatnonzero(self._inside(path) & self._kernels)
 
     def predict(self, plan: Plan) -> pd.DataFrame:
         """The ``predicted`` mismatch of every window under ``plan``, and its ``standard_error``.

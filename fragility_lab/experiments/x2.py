@@ -85,8 +85,7 @@ def growth_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
     ``ratio`` is four times the squared error with half of every rounding error, over the whole squared error. It is 1
     if the error of the output grows in proportion to the errors inside, as predictions assume.
     """
-    low = lower(evaluator.model, get_recipe(name))
-    realisations = ErrorSamples(Adjoint(low, evaluator.model, gradients="fp32"))
+    low, realisations = realised(evaluator.model, name)
     whole, half = evaluator.measure(low), half_errors(realisations, evaluator.model, evaluator.windows)
     ratios = {quantity: ratio(4 * squared(half, quantity), squared(whole, quantity)) for quantity in QUANTITIES}
     return pd.DataFrame([{"recipe": name, "quantity": quantity} | found for quantity, found in ratios.items()])

@@ -111,7 +111,7 @@ def places_table(parts: Parts, known: Contributions) -> pd.DataFrame:
     that are kept the outermost decides. If none is kept, the flags decide.
     """
     recipe, weights_only = known.recipe.name, not known.kernels_round
-    modules = known.structure.places.module
+    modules = known.structure.places.module.tolist()
     removed: list[list[tuple[int, int]]] = [[] for _ in modules]
     residual = "residual" in known.structure.sites
     for path in sorted(parts.paths, key=len):

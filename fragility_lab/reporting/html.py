@@ -6,16 +6,34 @@ import os
 from pathlib import Path
 
 from IPython.display import HTML
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2.bccache import Bucket
 
 from fragility_lab import paths
+
+
+class _Compiled(BytecodeCache):
+    """The templates that this process has compiled, which takes longer than to fill them in."""
+
+    def __init__(self) -> None:
+        self.code: dict[str, bytes] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        if bucket.key in self.code:
+            bucket.bytecode_from_string(self.code[bucket.key])
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        self.code[bucket.key] = bucket.bytecode_to_string()
+
+
+COMPILED = _Compiled()
 
 
 def template(name: str, **filters) -> Template:
     """The template ``fragility_lab/assets/<name>``; ``filters`` format values in it."""
     environment = Environment(
         loader=FileSystemLoader(paths.ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        lstrip_blocks=True, bytecode_cache=COMPILED,
     )  # fmt: skip
     environment.filters |= filters
     style = (paths.ASSETS / "report" / "style.css").read_text(encoding="utf-8")

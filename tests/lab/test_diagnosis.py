@@ -41,7 +41,7 @@ from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.diagnosis import causes, means, needs, page, plans, sections, timing
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
+from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import ObservedPass, Ranges, compare, observe
 from fragility_lab.measurement.growth import Growth
@@ -65,6 +65,20 @@ def found():
     """A diagnosis of a small GPT-2 under a plan of two blocks; nothing changes it."""
     tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
     return diagnose(random_gpt2(TINY), tokens, budget="2 blocks")
+
+
+@pytest.fixture(scope="module")
+def found_page(found):
+    """The page of ``found``."""
+    return page.page(found)
+
+
+def part(found, name: str) -> str:
+    """One section of the page of ``found``, as the page has it, in one line."""
+    (section,) = (each for each in page.SECTIONS if each.name == name)
+    shown = page.rendered(section, found, sections.common(found, EMBEDDED))
+    assert not shown["failures"]
+    return " ".join(shown["html"].split())
 
 
 # --- What is asked ------------------------------------------------------------------------------
@@ -291,9 +305,9 @@ def test_experts_that_change_are_counted_and_said(tmp_path):
     request = replace(ASKED, model=str(tmp_path), windows=1)
     found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
     assert 0 <= found.changed_experts < 1
-    assert "This model chooses experts, and rounding changes" in page.page(found) and 0 <= found.flips.experts < 1
+    assert "This model chooses experts, and rounding changes" in part(found, "summary") and 0 <= found.flips.experts < 1
     blind = diagnosis.diagnose(replace(request, reference="no"), *diagnosis.load(request), ENOUGH)
-    assert "This model chooses experts, and nothing was measured" in page.page(blind)
+    assert "This model chooses experts, and nothing was measured" in part(blind, "summary")
 
 
 def test_changed_tokens_are_not_predicted_for_streamed_models():
@@ -388,7 +402,7 @@ def test_a_mixture_that_takes_all_its_experts_makes_no_choice(tiny_tokens):
     model = MixtralForCausalLM._from_config(config).eval().requires_grad_(False)
     found = diagnose(model, tiny_tokens[:1] % 64, format="w8a8-int8", target="kl", budget="2 modules")
     assert found.changed_experts is None and found.prediction.contributions.site.eq("router").any()
-    assert "This model chooses experts, and nothing was measured" not in page.page(found)
+    assert "This model chooses experts, and nothing was measured" not in part(found, "summary")
 
 
 def test_an_encoder_is_refused(tmp_path):
@@ -462,7 +476,7 @@ def test_parts_in_fp32_share_the_budget_with_schemes(mixed):
     assert "Stored, the whole model takes" in html and "KEEP=&#39;residual scores norms head&#39;" in html
     assert "left out <i>scores</i>: with sdpa attention" in html
     nothing = replace(found, plan=mixed.plan, choice=mixed.choice)
-    assert "allows lowers the predicted error within the budget" in " ".join(page.page(nothing).split())
+    assert "allows lowers the predicted error within the budget" in part(nothing, "plan")
 
 
 def test_megabytes_mean_what_is_stored_only_where_weights_have_schemes():
@@ -543,11 +557,11 @@ def test_models_that_cannot_be_compared_are_refused_before_the_notebook_starts(r
             diagnosis.load(replace(ASKED, model=str(tmp_path)))
 
 
-def test_a_plan_that_did_not_help_is_not_recommended(found):
+def test_a_plan_that_did_not_help_is_not_recommended(found, found_page):
     worse = replace(found, protected=found.protected.assign(mismatch=2 * found.measured.mismatch))
-    html = page.page(worse)
-    assert "This plan did not help" in html and "It is shown, not recommended" in html
-    assert means.helps(found) and "did not help" not in page.page(found)
+    assert "This plan did not help" in part(worse, "summary")
+    assert "It is shown, not recommended" in part(worse, "plan")
+    assert means.helps(found) and "did not help" not in found_page
 
 
 def test_the_verdict_says_what_the_numbers_mean(found):
@@ -563,8 +577,8 @@ def test_the_verdict_says_what_the_numbers_mean(found):
 # --- The page -----------------------------------------------------------------------------------
 
 
-def test_page_stands_alone(found):
-    html = page.page(found)
+def test_page_stands_alone(found, found_page):
+    html = found_page
     assert not re.search(r"(src|href)=\"(?!data:|#|plan\.)", html)
     assert html.count('<img src="data:image/png;base64,') == 5
     assert html.count("alt=") == 5 and 'name="viewport"' in html
@@ -580,11 +594,12 @@ def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
         block.mlp.c_proj.weight.mul_(4)
     found = diagnose(model, tiny_tokens, format=format)
     assert (found.prediction.windows.predicted.mean() > 0.2) == beyond
-    assert ("An error as large as this one is beyond the first" in page.page(found)) is beyond
+    summary = part(found, "summary")
+    assert ("An error as large as this one is beyond the first" in summary) is beyond
     grown = replace(found, growth=Growth(2.0, 1.9, 2.1))  # half of every error gives half of the squared error
-    assert "the squared error grows with exponent\n1.00, not 2" in page.page(grown)
-    assert ("grows with exponent" in page.page(found)) is not found.growth.in_proportion
-    assert "Half of every error is emulated." in page.page(replace(found, execution="native"))
+    assert "the squared error grows with exponent 1.00, not 2" in part(grown, "summary")
+    assert ("grows with exponent" in summary) is not found.growth.in_proportion
+    assert "Half of every error is emulated." in part(replace(found, execution="native"), "summary")
 
 
 @pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])
@@ -593,8 +608,8 @@ def test_a_prediction_that_misses_is_said(offset, alike):
     model = random_gpt2(TINY)
     model.transformer.wpe.weight[:, 5] += offset
     tokens = torch.randint(TINY.vocab_size, (8, 40), generator=torch.Generator().manual_seed(1))
-    html = page.page(diagnose(model, tokens))
-    assert bool(re.search(r"The prediction is 1\.2\d times the measured error", html)) is alike
+    summary = part(diagnose(model, tokens), "summary")
+    assert bool(re.search(r"The prediction is 1\.2\d times the measured error", summary)) is alike
 
 
 @pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])
@@ -604,7 +619,7 @@ def test_errors_that_act_together_are_said(offset, alike):
     model.transformer.wpe.weight[:, 5] += offset
     tokens = torch.randint(TINY.vocab_size, (8, 40), generator=torch.Generator().manual_seed(1))
     found = diagnose(model, tokens, probes=16)
-    html = " ".join(page.page(found).split())
+    html = part(found, "coherence")
     ratio = re.search(r"these passes is <b>(\S+) \((\S+) to (\S+)\) times</b>", html)
     assert float(ratio[2]) < float(ratio[1]) < float(ratio[3])
     assert (float(ratio[3]) < 1) is alike  # fewer squares than independent ones: they cancel
@@ -615,7 +630,7 @@ def test_errors_that_act_together_are_said(offset, alike):
 
 
 def test_signed_contributions_are_said_to_add_up(found):
-    html = " ".join(page.page(found).split())
+    html = part(found, "coherence")
     said = re.search(
         r"add up to the measured error of these passes; at most (\S+) % of it is left over in a window", html
     )
@@ -625,7 +640,7 @@ def test_signed_contributions_are_said_to_add_up(found):
 @pytest.mark.parametrize("remainder", [0.14, float("nan")])
 def test_they_are_not_said_to_add_up_where_they_do_not(found, remainder):
     """The slopes of an autograd function of the model's own are none of ours."""
-    html = page.page(replace(found, coherence=replace(found.coherence, remainder=remainder)))
+    html = part(replace(found, coherence=replace(found.coherence, remainder=remainder)), "coherence")
     assert "add up to the measured error" not in html
 
 
@@ -635,13 +650,13 @@ def test_without_memory_for_secants_the_page_takes_slopes_at_the_low_end(tiny_gp
         assert needs.secants_fit(replace(ASKED, length=40), tiny_gpt2) is fits
     found = diagnose(tiny_gpt2, tiny_tokens)
     assert pd.isna(found.coherence.remainder)
-    assert "To first order the squared error of these passes is <b>" in " ".join(page.page(found).split())
+    assert "To first order the squared error of these passes is <b>" in part(found, "coherence")
 
 
 def test_one_window_says_nothing_about_pairs(tiny_gpt2, tiny_tokens):
-    html = page.page(diagnose(tiny_gpt2, tiny_tokens[:1]))
+    html = part(diagnose(tiny_gpt2, tiny_tokens[:1]), "coherence")
     assert "one window says nothing about pairs" in html and "No pair of sites matters" not in html
-    html = page.page(diagnose(tiny_gpt2, tiny_tokens[:2]))
+    html = part(diagnose(tiny_gpt2, tiny_tokens[:2]), "coherence")
     assert "So few windows tell no pair from chance." in html and "would have been named" not in html
 
 
@@ -681,7 +696,7 @@ def test_a_weight_beyond_the_format_is_mended_where_weights_alone_are_rounded(ti
     assert module in found.remedy.plan.modules or found.remedy.plan.format == "bf16"
     assert found.mended.mismatch.between(0, 0.05).all()
     assert found.mended.predicted.between(0, 1).all()
-    assert found.remedy.plan.label in page.page(found)
+    assert found.remedy.plan.label in part(found, "range")
 
 
 def test_page_of_a_plan_that_leaves_an_overflow(found):
@@ -693,9 +708,9 @@ def test_page_of_a_plan_that_leaves_an_overflow(found):
     kept, known = means.means(broken)
     assert kept.tolist() == [False, False, True]
     assert {name: found["mean"] for name, found in known.items()} == means.by_window(broken).loc[2].to_dict()
-    html = page.page(broken)
+    html = part(broken, "summary")
     assert "With the plan, <b>2 of 3 windows still overflow</b>" in html and "over the 1 window in which" in html
-    assert percent(found.prediction.windows.predicted[2]) in html
+    assert " ".join(percent(found.prediction.windows.predicted[2]).split()) in html
 
 
 @pytest.mark.parametrize(("of_finite", "of_overflowing", "warned"), [(0.01, 1.0, False), (0.02, 0.0, True)])

@@ -9,7 +9,7 @@ from tiny import TINY, random_gpt2, random_tokens
 
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, run
-from fragility_lab.diagnosis.found import IncompleteError
+from fragility_lab.diagnosis.found import Failure, IncompleteError
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.loading import Inputs
@@ -59,24 +59,32 @@ def test_a_step_that_fails_leaves_the_page_with_all_other_parts(monkeypatch, ste
         found.require_complete()
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """A diagnosis in which nothing failed; each page that is written forgets what failed in another."""
+    return work()
+
+
 @pytest.mark.parametrize("section", [section.name for section in page.SECTIONS])
-def test_a_part_of_the_page_that_fails_leaves_all_others(monkeypatch, section):
+def test_a_part_of_the_page_that_fails_leaves_all_others(monkeypatch, section, whole):
     def fail(found, known):
         raise ZeroDivisionError("nothing to divide by")
 
     broken = tuple(replace(each, values=fail) if each.name == section else each for each in page.SECTIONS)
-    whole = page.SECTIONS
-    found = work()
     monkeypatch.setattr(page, "SECTIONS", broken)
-    shown = sections_of(page.page(found))
+    shown = sections_of(page.page(whole))
     assert {*shown} == ALL
     assert "ZeroDivisionError: nothing to divide by" in shown[section]
     assert section == "summary" or "ZeroDivisionError" in shown["summary"]
     with pytest.raises(IncompleteError, match="ZeroDivisionError"):
-        found.require_complete()
-    monkeypatch.setattr(page, "SECTIONS", whole)  # what failed once is forgotten once it is written
-    page.page(found)
-    found.require_complete()
+        whole.require_complete()
+    assert [*whole.failed] == [page.WRITING + section]  # what failed before is forgotten
+
+
+def test_what_failed_once_is_forgotten_once_it_is_written(whole):
+    whole.failed[page.WRITING + "plan"] = Failure.of("writing", ZeroDivisionError())
+    page.page(whole)
+    whole.require_complete()
 
 
 def test_an_interrupt_leaves_what_was_written(monkeypatch):

@@ -62,17 +62,32 @@ def test_killed_at_random_moments_the_tables_are_equal(tmp_path, name):
     pd.testing.assert_frame_equal(sweep(name, folder, 1), whole)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.3, 0.8])
-def test_a_worker_killed_while_it_starts_is_replaced(tmp_path, delay):
-    def kill() -> None:
-        while not (found := workers_of(psutil.Process())):
-            time.sleep(0.01)
-        time.sleep(delay)
-        found[0].kill()
+def test_workers_killed_while_they_start_are_replaced(tmp_path, monkeypatch):
+    """One after the other, at three moments of their start, beside a worker that lives and is slower than that."""
+    monkeypatch.setenv("SLOW_WRITES", "0.5")
+    killed, ended = [], threading.Event()
 
-    whole = sweep("E2", tmp_path / "whole", 1)
-    threading.Thread(target=kill, daemon=True).start()
-    pd.testing.assert_frame_equal(sweep("E2", tmp_path / "broken", WORKERS), whole)
+    def kill() -> None:
+        while len(first := workers_of(psutil.Process())) < WORKERS and not ended.wait(0.01):
+            pass
+        for delay in (0.0, 0.3, 0.8):
+            spared = [*first[1:], *killed]
+            while not (found := [each for each in workers_of(psutil.Process()) if each not in spared]):
+                if ended.wait(0.01):
+                    return
+            time.sleep(delay)
+            found[0].kill()
+            killed.append(found[0])
+
+    whole, killing = sweep("E2", tmp_path / "whole", 1), threading.Thread(target=kill)
+    killing.start()
+    try:
+        rows = sweep("E2", tmp_path / "broken", WORKERS)
+    finally:
+        ended.set()
+        killing.join()
+    assert len(killed) == 3, "each came in place of the one before"
+    pd.testing.assert_frame_equal(rows, whole)
 
 
 def test_two_commands_at_once_get_the_same_tables(tmp_path):
