@@ -290,6 +290,15 @@ def test_formats_that_are_only_stored_or_only_multiplied_are_emulated(name):
     assert not has_native_kernels(get_format(name), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [((5, 2), {"fp32"}), ((5, 3), {"fp32", "fp16"}), ((7, 5), {"fp32", "fp16"}), ((8, 0), {"fp32", "fp16", "bf16"})],
+)
+def test_a_gpu_has_the_formats_of_its_capability(capability, native, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert {name for name, format in FORMATS.items() if has_native_kernels(format, "cuda")} == native
+
+
 # --- Scaled per tensor -----------------------------------------------------------------------------
 
 every_scaled_format = pytest.mark.parametrize("format", POWERS.values(), ids=POWERS.keys())
