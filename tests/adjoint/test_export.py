@@ -313,3 +313,11 @@ def test_inputs_without_weights_are_refused(library, monkeypatch):
     monkeypatch.setattr(export, "layers_of", lambda plan, model: {"lm_head": Operands(inputs=inputs)})
     with pytest.raises(ValueError, match=f"{library} has no inputs without weights for lm_head: choose another scheme"):
         EXPORTS[library](Plan("w8a8-int8"), llama())
+
+
+def test_modelopt_takes_inputs_without_weights(monkeypatch):
+    inputs = RECIPES["w8a8-int8"].linear.inputs
+    monkeypatch.setattr(export, "layers_of", lambda plan, model: {"lm_head": Operands(inputs=inputs)})
+    made = EXPORTS["modelopt"](Plan("w8a8-int8"), llama())
+    assert made.config["quant_cfg"][1:] == [{"quantizer_name": "lm_head.input_quantizer", "cfg": EIGHT | PER_TOKEN}]
+    assert not made.missing

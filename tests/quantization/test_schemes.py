@@ -7,8 +7,10 @@ from fractions import Fraction
 import hypothesis.strategies as st
 import pytest
 import torch
+from families import EXPERTS, TOKENS
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
+from tiny import random_model
 
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_numerics.formats import FORMATS, NARROW
@@ -189,6 +191,12 @@ def test_static_scales_are_those_of_the_largest_inputs_in_fp32(tiny_gpt2, tiny_t
     assert torch.equal(inputs.round(x), want)
     low = apply(tiny_gpt2, Plan("fp8-static", modules=("transformer.h.0",)), tokens=tiny_tokens)
     assert not low.recipe.operands("transformer.h.0.mlp.c_fc") and low.recipe.operands("transformer.h.1.mlp.c_fc")
+
+
+def test_experts_in_one_module_have_no_static_scales():
+    model = random_model(EXPERTS[0])
+    with pytest.raises(ValueError, match=r"need linear layers that are modules, got the experts model\.layers\.0\.mlp"):
+        calibrated(model, get_recipe("fp8-static"), TOKENS[:1])
 
 
 def test_recipes_by_name():
