@@ -83,6 +83,7 @@ def test_the_integers_are_those_of_twos_complement():
         bits = int(name.removeprefix("int"))
         assert (format.bits, format.lowest, format.largest) == (bits, -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
         numbers = torch.arange(2**bits) - 2.0 ** (bits - 1)
+        assert format.round(torch.tensor([-1e4, 1e4])).tolist() == [format.lowest, format.largest]
         assert format.round(numbers).double().equal(numbers.double()) and format.spacing * format.smallest_normal == 1
 
 
@@ -297,6 +298,11 @@ def test_formats_that_are_only_stored_or_only_multiplied_are_emulated(name):
 def test_a_gpu_has_the_formats_of_its_capability(capability, native, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert {name for name, format in FORMATS.items() if has_native_kernels(format, "cuda")} == native
+
+
+def test_a_cpu_has_fp32_and_what_it_multiplies(monkeypatch):
+    monkeypatch.setattr(formats, "cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
+    assert {name for name, format in FORMATS.items() if has_native_kernels(format, "cpu")} == {"fp32", "bf16"}
 
 
 # --- Scaled per tensor -----------------------------------------------------------------------------

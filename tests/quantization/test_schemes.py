@@ -207,6 +207,8 @@ def test_recipes_by_name():
     for wrong in ("w4", "bf16+bf16", "fp8-dynamic@int8", "@bf16", ""):
         with pytest.raises(ValueError, match=re.escape(f"got {wrong!r}")):
             get_recipe(wrong)
+    with pytest.raises(ValueError, match=r"do you mean fp8_e4m3 or fp8_e5m2 or fp8_e4m3_scaled\?\): take"):
+        get_recipe("fp8")
     assert not Operands() and not RECIPES["fp32"].rounds and get_recipe("w4a16-g128@fp32").rounds
 
 
