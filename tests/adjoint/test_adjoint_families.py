@@ -4,30 +4,10 @@ import gc
 
 import pytest
 import torch
-from tiny import low_hidden, random_model, random_tokens
+from families import DENSE, EXPERTS, GROUPED, OTHERS, TOKENS
+from tiny import low_hidden, random_model
 from torch import nn
-from transformers import (
-    BloomConfig,
-    CohereConfig,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    OPTConfig,
-    Phi3Config,
-    PhiConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import LlamaConfig, MistralConfig
 
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
@@ -36,38 +16,6 @@ from fragility_lab.measurement.routing import ExpertChoices, changed_choices
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_quantization.quantized import lower
 
-TOKENS = random_tokens(4, 64, vocabulary=257, smallest=1)
-SPECIAL = {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
-MLP = SPECIAL | SHAPE | {"intermediate_size": 160}
-GROUPED = MLP | {"num_key_value_heads": 2}
-ROUTED = GROUPED | {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
-DENSE = [
-    GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=128, **SPECIAL),
-    GPTNeoXConfig(**MLP),
-    OPTConfig(ffn_dim=160, word_embed_proj_dim=64, **SPECIAL, **SHAPE),
-    LlamaConfig(**GROUPED),
-    MistralConfig(sliding_window=24, **GROUPED),
-    Qwen2Config(**GROUPED),
-    Qwen3Config(head_dim=16, **GROUPED),
-    GemmaConfig(head_dim=16, **GROUPED),
-    Gemma2Config(head_dim=16, sliding_window=24, **GROUPED),
-    Gemma3TextConfig(head_dim=16, sliding_window=24, **GROUPED),
-    PhiConfig(**MLP),
-    Phi3Config(**GROUPED),
-]
-OTHERS = [
-    BloomConfig(n_layer=3, hidden_size=64, n_head=4, **SPECIAL),
-    CohereConfig(**GROUPED),
-    FalconConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, **SPECIAL),
-    GPTJConfig(n_layer=3, n_embd=64, n_head=4, n_positions=128, rotary_dim=8, **SPECIAL),
-    Olmo2Config(**GROUPED),
-]
-EXPERTS = [
-    MixtralConfig(num_local_experts=4, **GROUPED),
-    Qwen2MoeConfig(shared_expert_intermediate_size=96, **ROUTED),
-    Qwen3MoeConfig(head_dim=16, **ROUTED),
-]  # fmt: skip
 SITES = {"embedding", "norm", "projection", "scores", "softmax", "context", "mlp", "residual", "head"}
 
 each_family = pytest.mark.parametrize("config", DENSE, ids=lambda config: config.model_type)

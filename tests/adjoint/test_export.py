@@ -115,6 +115,110 @@ def test_layers_whose_width_groups_do_not_divide_are_named_and_left_out(library)
     assert "down_proj" in export.text() and "up_proj" not in export.text()
 
 
+# --- What stands in a configuration, written by hand; tests/peers applies them ---------------------------------------
+
+EIGHT, E4M3, E2M1 = {"num_bits": 8}, {"num_bits": (4, 3)}, {"num_bits": (2, 1)}
+PER_TOKEN = {"axis": None, "block_sizes": {-1: None}, "type": "dynamic"}
+MODELOPT = {  # the quantizers of weights and of inputs
+    "w4a16-g128": ({"num_bits": 4, "block_sizes": {-1: 128, "type": "static"}}, None),
+    "w8a8-int8": (EIGHT | {"axis": 0}, EIGHT | PER_TOKEN),
+    "fp8-tensor": (E4M3 | {"axis": None}, E4M3 | {"axis": None, "type": "dynamic"}),
+    "fp8-static": (E4M3 | {"axis": None}, E4M3 | {"axis": None}),
+    "mxfp4": (E2M1 | {"block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}},) * 2,
+    "nvfp4-w4a4": (E2M1 | {"block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},) * 2,
+}
+INT, FLOAT = {"type": "int", "symmetric": True}, {"type": "float", "symmetric": True}
+FIXED, MEASURED, NARROW = {"dynamic": False}, {"dynamic": True}, FLOAT | {"num_bits": 4}
+ONE_MX = NARROW | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+ONE_NV = NARROW | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+COMPRESSED = {  # the arguments of weights and of inputs
+    "w4a16-zero-g128": (
+        {"type": "int", "symmetric": False, "num_bits": 4, "strategy": "group", "group_size": 128} | FIXED, None,
+    ),
+    "w8a8-int8": (INT | EIGHT | FIXED | {"strategy": "channel"}, INT | EIGHT | MEASURED | {"strategy": "token"}),
+    "fp8-static": (FLOAT | EIGHT | FIXED | {"strategy": "tensor"},) * 2,
+    "fp8-block": (
+        FLOAT | EIGHT | FIXED | {"strategy": "block", "block_structure": [128, 128]},
+        FLOAT | EIGHT | MEASURED | {"strategy": "group", "group_size": 128},
+    ),
+    "mxfp4": (ONE_MX | FIXED, ONE_MX | MEASURED),
+    "nvfp4-w4a4": (ONE_NV | FIXED, ONE_NV | {"dynamic": "local"}),
+}  # fmt: skip
+
+
+def typed(kind, version=1, **data):
+    return {"_type": kind, "_version": version, "_data": data}
+
+
+def dtype(name):
+    return {"_type": "torch.dtype", "_data": name}
+
+
+BY_ROW, BY_TENSOR = typed("PerRow", dim=-1), typed("PerTensor")
+SYMMETRIC = {"_type": "MappingType", "_data": "SYMMETRIC"}
+ASYMMETRIC = {"_type": "MappingType", "_data": "ASYMMETRIC"}
+FLOOR = {"_type": "ScaleCalculationMode", "_data": "FLOOR"}
+FP8, FP4 = dtype("float8_e4m3fn"), dtype("float4_e2m1fn_x2")
+TORCHAO = {
+    "w4a16-zero-g128": typed(
+        "IntxWeightOnlyConfig", 2, weight_dtype=dtype("int4"), granularity=typed("PerGroup", group_size=128),
+        mapping_type=ASYMMETRIC,
+    ),
+    "w8a16-channel": typed(
+        "IntxWeightOnlyConfig", 2, weight_dtype=dtype("int8"), granularity=typed("PerAxis", axis=0),
+        mapping_type=SYMMETRIC,
+    ),
+    "w8a8-int8": typed("Int8DynamicActivationInt8WeightConfig", 2, act_mapping_type=SYMMETRIC, granularity=BY_ROW),
+    "fp8-tensor": typed(
+        "Float8DynamicActivationFloat8WeightConfig", 2, weight_dtype=FP8, granularity=[BY_TENSOR, BY_TENSOR]
+    ),
+    "fp8-block": typed(
+        "Float8DynamicActivationFloat8WeightConfig", 2, weight_dtype=FP8,
+        granularity=[typed("PerBlock", block_size=[1, 128]), typed("PerBlock", block_size=[128, 128])],
+    ),
+    "fp8-w": typed("Float8WeightOnlyConfig", 2, weight_dtype=FP8, granularity=BY_ROW),
+    "mxfp4": typed(
+        "MXDynamicActivationMXWeightConfig", block_size=32, activation_dtype=FP4, weight_dtype=FP4, scaling_mode=FLOOR
+    ),
+    "nvfp4-w4a4": typed("NVFP4DynamicActivationNVFP4WeightConfig"),
+    "nvfp4-w": typed("NVFP4WeightOnlyConfig"),
+}  # fmt: skip
+
+
+def config_of_the_head(library, recipe):
+    """What ``library`` is given for a model whose head alone has a scheme."""
+    return EXPORTS[library](Plan("bf16", layers=(("lm_head", recipe),)), llama(layers=1)).config
+
+
+@pytest.mark.parametrize("recipe", MODELOPT)
+def test_the_configuration_of_modelopt(recipe):
+    schemes = zip(("lm_head.weight_quantizer", "lm_head.input_quantizer"), MODELOPT[recipe])
+    rules = [{"quantizer_name": name, "cfg": cfg} for name, cfg in schemes if cfg]
+    want = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *rules], "algorithm": "max"}
+    assert config_of_the_head("modelopt", recipe) == want
+
+
+def test_the_cache_of_modelopt():
+    rules = EXPORTS["modelopt"](Plan("kv-fp8", modules=("model.layers.1",)), llama()).config["quant_cfg"][1:]
+    cache = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": E4M3 | {"use_constant_amax": True}}
+    assert rules == [cache, {"quantizer_name": "model.layers.1.*[kv]_bmm_quantizer", "enable": False}]
+
+
+@pytest.mark.parametrize("recipe", COMPRESSED)
+def test_the_configuration_of_compressed_tensors(recipe):
+    weights, inputs = COMPRESSED[recipe]
+    group = {"targets": ["lm_head"], "weights": weights} | ({"input_activations": inputs} if inputs else {})
+    found = config_of_the_head("compressed-tensors", recipe)
+    assert found["quant_method"] == "compressed-tensors" and found["config_groups"] == {"group_0": group}
+    assert len(found["ignore"]) == 7 and "lm_head" not in found["ignore"]
+
+
+@pytest.mark.parametrize("recipe", TORCHAO)
+def test_the_configuration_of_torchao(recipe):
+    want = typed("FqnToConfig", fqn_to_config={"lm_head": TORCHAO[recipe]})
+    assert config_of_the_head("torchao", recipe) == want
+
+
 # --- The table of recipes --------------------------------------------------------------------------------------------
 
 
@@ -209,3 +313,11 @@ def test_inputs_without_weights_are_refused(library, monkeypatch):
     monkeypatch.setattr(export, "layers_of", lambda plan, model: {"lm_head": Operands(inputs=inputs)})
     with pytest.raises(ValueError, match=f"{library} has no inputs without weights for lm_head: choose another scheme"):
         EXPORTS[library](Plan("w8a8-int8"), llama())
+
+
+def test_modelopt_takes_inputs_without_weights(monkeypatch):
+    inputs = RECIPES["w8a8-int8"].linear.inputs
+    monkeypatch.setattr(export, "layers_of", lambda plan, model: {"lm_head": Operands(inputs=inputs)})
+    made = EXPORTS["modelopt"](Plan("w8a8-int8"), llama())
+    assert made.config["quant_cfg"][1:] == [{"quantizer_name": "lm_head.input_quantizer", "cfg": EIGHT | PER_TOKEN}]
+    assert not made.missing

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from drawn import seeded
+from families import DENSE, EXPERTS, OTHERS, TOKENS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_adjoint_families import DENSE, EXPERTS, OTHERS, TOKENS
 from tiny import TINY, random_gpt2, random_model
 from torch import nn
 from torch.nn import functional

@@ -247,6 +247,24 @@ def test_dropout_jacobian_is_the_derivative(seed, n, m, keep):
     torch.testing.assert_close(theory.dropout_jacobian(scores.softmax(-1), mask, keep), derivative)
 
 
+def test_every_head_of_a_batch_is_treated_as_if_alone():
+    query, key, value = (normal64(3, 4, 2, seed=seed) for seed in range(3))
+    mask, keep = random_mask(4, 4, 4), 0.5
+    norms = theory.attention_norms(query, key, value)
+    p = theory.exact_attention(query, key, value)[1]
+    jacobian, kappa = (
+        theory.dropout_jacobian(p, mask, keep),
+        theory.dropout_kappa_softmax(norms.score_norm, p, mask, keep),
+    )
+    assert norms.head_width == 2 and jacobian.shape == (3, 4, 4, 4)
+    for head in range(3):
+        alone = theory.attention_norms(query[head], key[head], value[head])
+        torch.testing.assert_close(torch.stack(norms[:7])[:, head], torch.stack(alone[:7]))
+        rows = torch.stack([theory.dropout_jacobian(row, kept, keep) for row, kept in zip(p[head], mask)])
+        torch.testing.assert_close(jacobian[head], rows)
+        torch.testing.assert_close(kappa[head], theory.dropout_kappa_softmax(alone.score_norm, p[head], mask, keep))
+
+
 @given(**masks)
 def test_dropout_gain_bound_holds(seed, n, m, keep):
     """||Diag(M / p) J_f||_2 <= ||J_f||_2 / p, and so 1 + rho <= (1 + rho) / p for the transport factor."""

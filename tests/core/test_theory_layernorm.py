@@ -146,6 +146,10 @@ def test_layernorm_ratio_by_hand():
 sites = {"variance": st.floats(1e-6, 1e3), "epsilon": st.floats(1e-8, 1e-1), "norm": st.floats(1e-3, 1e3)}
 
 
+def test_frozen_magnitude_slope_by_hand():
+    assert theory.frozen_magnitude_slope(2.0, 1.0, 3.0, 8.0) == -1.75  # -2 * 8 * 7 / (2 * 32), with a_ln = 1
+
+
 @given(**sites, gamma=st.floats(0.1, 10), a_ln=st.floats(0.1, 10))
 def test_frozen_magnitude_slope_is_the_derivative(variance, epsilon, norm, gamma, a_ln):
     """By autograd and as printed in Eq. (17) (`eq:bgss-derivative`); it is negative."""

@@ -176,12 +176,18 @@ def test_attention_dropout_is_refused(attending):
         observed_attention(case.module, *case.inputs, None, dropout=0.1)
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux"])
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias", "head_mask"])
 def test_attention_of_other_scores_is_refused(option, attending):
     case = attending((1, 1, 4, 4))
     with pytest.raises(ValueError, match=f"softmax of scaled products, got a model that passes {option}"):
         observed_attention(case.module, *case.inputs, None, **{option: 50.0})
     observed_attention(case.module, *case.inputs, None, **{option: None})
+
+
+def test_an_additive_mask_is_refused(attending):
+    case = attending((1, 1, 4, 4))
+    with pytest.raises(ValueError, match="True where a key may be seen, got one of torch.float32"):
+        observed_attention(case.module, *case.inputs, torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize(

@@ -501,6 +501,14 @@ def test_large_tensors_are_computed_in_chunks_to_the_same_values(format, kernel,
     assert torch.equal(chunks, whole)
 
 
+def test_a_large_tensor_is_computed_chunk_by_chunk(monkeypatch):
+    chunks, in_fp32 = [], Emulation._in_fp32
+    monkeypatch.setattr("fragility_numerics.emulation.CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(Emulation, "_in_fp32", lambda self, *given: chunks.append(given) or in_fp32(self, *given))
+    emulated("fp16", torch.tanh, low("fp16", 37, 29))
+    assert len(chunks) == 11
+
+
 # --- Activations, read from tables ------------------------------------------------------------------
 
 

@@ -83,6 +83,7 @@ def test_the_integers_are_those_of_twos_complement():
         bits = int(name.removeprefix("int"))
         assert (format.bits, format.lowest, format.largest) == (bits, -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
         numbers = torch.arange(2**bits) - 2.0 ** (bits - 1)
+        assert format.round(torch.tensor([-1e4, 1e4])).tolist() == [format.lowest, format.largest]
         assert format.round(numbers).double().equal(numbers.double()) and format.spacing * format.smallest_normal == 1
 
 
@@ -288,6 +289,20 @@ def test_every_device_has_fp32(device):
 @pytest.mark.parametrize("name", ["tf32", "fp8_e4m3", "fp8_e5m2"])
 def test_formats_that_are_only_stored_or_only_multiplied_are_emulated(name):
     assert not has_native_kernels(get_format(name), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [((5, 2), {"fp32"}), ((5, 3), {"fp32", "fp16"}), ((7, 5), {"fp32", "fp16"}), ((8, 0), {"fp32", "fp16", "bf16"})],
+)
+def test_a_gpu_has_the_formats_of_its_capability(capability, native, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert {name for name, format in FORMATS.items() if has_native_kernels(format, "cuda")} == native
+
+
+def test_a_cpu_has_fp32_and_what_it_multiplies(monkeypatch):
+    monkeypatch.setattr(formats, "cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
+    assert {name for name, format in FORMATS.items() if has_native_kernels(format, "cpu")} == {"fp32", "bf16"}
 
 
 # --- Scaled per tensor -----------------------------------------------------------------------------

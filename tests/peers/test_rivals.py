@@ -30,6 +30,7 @@ def test_plans(name, method, model):
     answer = tasks.carry_out(task | {"calibration": TOKENS.tolist()})
     paths = tasks.layer_paths(model)
     assert sorted(path for unit in answer["units"] for path in unit) == sorted(paths)
+    assert len(answer["plans"]) == len(budgets) and len(answer["scores"]) == len(answer["units"])
     sizes = [model.get_submodule(path).weight.numel() for path in paths]
     for budget, plan in zip(budgets, answer["plans"]):
         rungs = tasks.by_layer(paths, answer["units"], plan)

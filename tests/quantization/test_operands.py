@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drawn import normal
-from test_adjoint_families import EXPERTS
+from families import EXPERTS
 from tiny import low_hidden, random_model
 from torch import nn
 from torch.nn import functional

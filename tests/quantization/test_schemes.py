@@ -7,8 +7,10 @@ from fractions import Fraction
 import hypothesis.strategies as st
 import pytest
 import torch
+from families import EXPERTS, TOKENS
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
+from tiny import random_model
 
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_numerics.formats import FORMATS, NARROW
@@ -89,6 +91,47 @@ def test_entries_share_scales_as_stated(granularity):
     assert torch.equal(rounded[-1, -6:], (x[-1, -6:] / want[-1]).round() * want[-1])
 
 
+def of_four(format: str, **how) -> Scheme:
+    """A scheme of groups of four."""
+    return Scheme((FORMATS | NARROW)[format], "group", 4, **how)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "x", "read"),
+    [
+        (of_four("int4", symmetric=False), [-3.4, 0.2, 6.6, 11.6], [-3, 0, 7, 12]),  # scale 15 / 15, zero 3
+        (of_four("int4", symmetric=False), [-3.5, 0.0, 6.6, 11.5], [-4, 0, 7, 11]),  # zero 4: level 16 is cut off
+        (of_four("int4", symmetric=False), [3.0, 7.4, 15.0, 3.0], [3, 7, 15, 3]),  # 0 is in the range all the same
+        (of_four("int4", symmetric=False), [-3.0, -7.4, -15.0, -3.0], [-3, -7, -15, -3]),
+        (of_four("int4", symmetric=False, scale="bf16"), [0.0, 6.0, 1.0], [0, 6.005859375, 0.80078125]),
+        (of_four("int4", rule="range"), [7.5, -7.5, 1.2, 0.4], [7, -8, 1, 0]),
+        (of_four("int4", scale="bf16"), [0.7 * 2, 1.0, 0.0, -1.4], [1.4013671875, 1.0009765625, 0, -1.4013671875]),
+        (of_four("fp4_e2m1", scale="e8m0", rule="floor"), [7.0, 5.2, 0.3, -3.4], [6, 6, 0.5, -3]),
+        (of_four("fp4_e2m1", scale="e8m0", rule="ceil"), [7.0, 5.2, 0.3, -3.6], [8, 6, 0, -4]),
+        (of_four("fp4_e2m1", scale="e8m0", rule="ceil"), [6.0, 5.2, 0.3, -3.4], [6, 6, 0.5, -3]),
+        # Groups under scales 448, 2.1 and 2^-10 / 6, the last two of which e4m3 has as 2 and, its smallest, 2^-9.
+        (
+            of_four("fp4_e2m1", scale="e4m3"), [2688.0, 0, 500, 0, 12.6, 2, 0, -12.6, 2.0**-10, 0, 0, -(2.0**-10)],
+            [2688, 0, 448, 0, 12, 2, 0, -12, 2.0**-10, 0, 0, -(2.0**-10)],
+        ),
+    ],
+)  # fmt: skip
+def test_numbers_by_hand(scheme, x, read):
+    assert scheme.round(torch.tensor(x)).tolist() == read
+
+
+@pytest.mark.parametrize(
+    ("scheme", "x", "distances"),
+    [
+        (Scheme(NARROW["int8"]), [127.0, 1.0, 0.0, -3.0], [1, 1, 1, 1]),
+        (of_four("int4", symmetric=False), [-3.4, 0.2, 6.6, 11.6], [1, 1, 1, 1]),
+        (of_four("fp4_e2m1"), [6.0, 3.0, 1.5, 0.2, 12.0, 3.0, 1.5, 0.2], [2, 1, 0.5, 0.5, 4, 1, 1, 1]),
+    ],
+)
+def test_distances_of_numbers_by_hand(scheme, x, distances):
+    assert scheme.ulp(torch.tensor(x)).tolist() == distances
+
+
 def test_the_rule_mse_has_the_least_squared_error():
     x = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
     plain, best = (Scheme(NARROW["int4"], "group", 128, rule=rule) for rule in ("largest", "mse"))
@@ -150,6 +193,12 @@ def test_static_scales_are_those_of_the_largest_inputs_in_fp32(tiny_gpt2, tiny_t
     assert not low.recipe.operands("transformer.h.0.mlp.c_fc") and low.recipe.operands("transformer.h.1.mlp.c_fc")
 
 
+def test_experts_in_one_module_have_no_static_scales():
+    model = random_model(EXPERTS[0])
+    with pytest.raises(ValueError, match=r"need linear layers that are modules, got the experts model\.layers\.0\.mlp"):
+        calibrated(model, get_recipe("fp8-static"), TOKENS[:1])
+
+
 def test_recipes_by_name():
     assert get_recipe("fp8-dynamic+kv-fp8").cache == FORMATS["fp8_e4m3"]
     beside = get_recipe("fp8-dynamic@fp16")
@@ -158,6 +207,8 @@ def test_recipes_by_name():
     for wrong in ("w4", "bf16+bf16", "fp8-dynamic@int8", "@bf16", ""):
         with pytest.raises(ValueError, match=re.escape(f"got {wrong!r}")):
             get_recipe(wrong)
+    with pytest.raises(ValueError, match=r"do you mean fp8_e4m3 or fp8_e5m2 or fp8_e4m3_scaled\?\): take"):
+        get_recipe("fp8")
     assert not Operands() and not RECIPES["fp32"].rounds and get_recipe("w4a16-g128@fp32").rounds
 
 
