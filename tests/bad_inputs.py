@@ -12,7 +12,7 @@ from fragility_adjoint import mixed_precision
 from fragility_core import bgss
 from fragility_lab import paths
 from fragility_lab.diagnosis import __main__ as make_diagnose
-from fragility_lab.experiments import baselines, e1, e2, e3, e5, outcomes, rivals, verify, x1, x1_plans
+from fragility_lab.experiments import e1, e2, e3, e5, outcomes, rivals, verify, x1, x1_plans
 from fragility_lab.inputs import loading, text
 from fragility_lab.paths import CHECKPOINTS
 from fragility_lab.pretraining import train
@@ -25,7 +25,7 @@ GRID = {"model": "embedded", "data": "embedded", "precisions": ("bf16",), "lengt
 NAMES = {
     "bgss": bgss, "mixed_precision": mixed_precision, "formats": formats, "recipes": recipes, "schemes": schemes,
     "e1": e1, "e2": e2, "e3": e3, "e5": e5, "outcomes": outcomes, "x1": x1, "x1_plans": x1_plans, "reruns": reruns,
-    "execute": execute, "baselines": baselines, "rivals": rivals, "train": train, "verify": verify,
+    "execute": execute, "rivals": rivals, "train": train, "verify": verify,
     "run": e2.RunSpec("m", "d", "bf16", 64, 0, 4, 1, "cpu", "native"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import block_paths, branch_paths, within
-from fragility_lab.diagnosis.passes import measure, predict
+from fragility_lab.diagnosis.passes import estimator, measure, predict
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
 from fragility_quantization.quantized import lower
@@ -96,7 +96,7 @@ def test_all_blocks_kept_under_a_rounded_cache_is_bf16_without_blocks():
     """On the embedded checkpoint, predicted and measured in nats."""
     inputs = load("embedded", "embedded", [128], 3, None, AutoModelForCausalLM)
     model, windows = inputs.model, select_windows(inputs.stream, 128, 3, 0)[1].split(1)
-    known = Contributions(model, predict(lower(model, "kv-fp8"), model, windows, 4, "kl"))
+    known = Contributions(model, predict(estimator(lower(model, "kv-fp8"), model, 4, "kl"), windows))
     found = {}
     for count in (0, 6, 12):
         plan = known.keep(blocks=range(count))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fragility_adjoint.explain.error_samples import ErrorSamples, Rescaled, scales
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import logits
-from fragility_lab.diagnosis.passes import predict
+from fragility_lab.diagnosis.passes import estimator, predict
 from fragility_lab.diagnosis.steady import MOST, probes_of, scatters, steady
 from fragility_lab.diagnosis.tails import SINK, origins
 from fragility_lab.diagnosis.tokens import TAIL, ErrorsByToken, errors_by_token, squares
@@ -221,4 +221,4 @@ def test_windows_that_scatter_get_more_probes():
     each = [estimates(sharp)(seed).windows.predicted for seed in range(probes_of(found) // 2)]
     assert found.windows.predicted.to_numpy() == pytest.approx(np.mean(each, 0), rel=1e-6)
     assert probes_of(steady(estimates(sharp), most=4)) == 4
-    assert probes_of(predict(lower(calm, "bf16", "emulated"), calm, random_words(2).split(1), 2, "kl")) == 2
+    assert probes_of(predict(estimator(lower(calm, "bf16", "emulated"), calm, 2, "kl"), random_words(2).split(1))) == 2
