@@ -191,6 +191,7 @@ docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md and README's findi
 
 .PHONY: site
 site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API as one static website
+	@rm -rf outputs/site .site/doctrees  # pages of modules that are gone would stay
 	.site/bin/python -m sphinx -q -W --keep-going -c docs/site -d .site/doctrees . outputs/site
 	@.site/bin/python tools/check_links.py outputs/site
 	@echo "site: outputs/site/index.html"
