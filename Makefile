@@ -12,6 +12,9 @@ DATA =
 SEED =
 STEPS =
 WITH =
+LOG =
+AGAINST =
+RECIPE =
 STALE =
 SCHEDULER =
 # The names of all that the command line gives: `make diagnose` finds its options among them.
@@ -22,7 +25,7 @@ $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIA
         $(eval $(if $(filter command%,$(origin $(name))),export override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
-export PROFILE MODEL DATA SEED STEPS WITH STALE SCHEDULER
+export PROFILE MODEL DATA SEED STEPS WITH LOG AGAINST RECIPE STALE SCHEDULER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 # SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
@@ -131,7 +134,12 @@ explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the e
 	@$(PYTHON) -m fragility_lab.explorer.build
 
 .PHONY: compare
-compare: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
+compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LOG=) against MODEL= by RECIPE=, or AGAINST= a log
+	@$(PYTHON) -m fragility_engines --log "$$LOG" $${MODEL:+--model "$$MODEL"} $${RECIPE:+--recipe "$$RECIPE"} \
+	    $${AGAINST:+--against "$$AGAINST"} $(if $(GIVEN_RESULTS),--results "$$RESULTS")
+
+.PHONY: reruns
+reruns: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
 	@$(PYTHON) -m fragility_lab.reporting.reruns "$$RESULTS" "$$WITH"
 
 .PHONY: verify

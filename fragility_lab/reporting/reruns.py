@@ -50,7 +50,7 @@ def differing(both: pd.DataFrame) -> pd.DataFrame:
 
 def main(first: str, second: str) -> None:
     if not second:
-        raise ValueError("results are compared with those of another folder, got none: make compare WITH=embedded-amx")
+        raise ValueError("results are compared with those of another folder, got none: make reruns WITH=embedded-amx")
     if first == second:
         raise ValueError(f"two different folders of results are compared, got {first!r} twice")
     both = side_by_side({results: read_claims(results) for results in (first, second)})

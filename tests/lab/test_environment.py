@@ -162,7 +162,7 @@ def test_caches_lie_in_the_project_where_home_cannot_be_written(tmp_path):
     assert found_by_recipes("HOME", HOME=str(tmp_path / "absent")) == str(PROJECT / ".home")
 
 
-@pytest.mark.parametrize("name", ["MODEL", "DATA", "SEED", "WITH", "STALE", "SCHEDULER"])
+@pytest.mark.parametrize("name", ["MODEL", "DATA", "SEED", "WITH", "LOG", "AGAINST", "RECIPE", "STALE", "SCHEDULER"])
 def test_values_come_from_the_command_line_only(name):
     assert found_by_recipes(name, **{name: "7"}) == ""
     # A make inside of another has RESULTS in its environment.
@@ -181,7 +181,7 @@ def test_options_of_a_diagnosis_come_from_the_command_line_only():
 @pytest.mark.parametrize(
     "value", ["a$b", "$(shell touch {made})", "$(x)", "a; touch {made}", "`touch {made}`", 'it\'s "q"']
 )
-@pytest.mark.parametrize("name", ["MODEL", "DATA", "RECIPE", "BUDGET", "RESULTS", "STALE", "SCHEDULER", "WITH", "KEEP"])
+@pytest.mark.parametrize("name", "MODEL DATA RECIPE BUDGET RESULTS STALE SCHEDULER WITH KEEP LOG AGAINST".split())
 def test_a_given_value_is_neither_expanded_nor_run(name, value, tmp_path):
     value = value.format(made=tmp_path / "made")
     assert found_by_recipes(name, f"{name}={value}") == value

@@ -51,7 +51,7 @@ def test_what_is_printed(outputs, capsys):
     ("second", "message"),
     [
         ("nowhere", "got 'nowhere', which has none.*: empty, mine, theirs"),
-        ("", "got none: make compare WITH="),
+        ("", "got none: make reruns WITH="),
         ("mine", "got 'mine' twice"),
         ("empty", "judged the same claims, got none"),
     ],

@@ -1,0 +1,36 @@
+"""Say whether rounding explains an engine's log-probabilities. ``make compare`` calls this."""
+
+import argparse
+import sys
+
+from fragility_lab import paths
+from fragility_lab.inputs.names import EMBEDDED
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m fragility_engines", description=__doc__)
+    parser.add_argument("--log", default="", help="JSON lines of tokens and log-probabilities (docs/engines.md)")
+    parser.add_argument("--model", default=EMBEDDED, help="hub name or local path of the fp32 model, or a .gguf file")
+    parser.add_argument("--recipe", default="bf16", help="format or recipe that the engine is said to run")
+    parser.add_argument("--against", default="", help="log of another engine, which stands in the place of fp32")
+    parser.add_argument("--results", default="engines", help="folder in outputs for the page")
+    parser.add_argument("--probes", type=int, default=2, help="sign vectors that the prediction averages over")
+    parser.add_argument("--seed", type=int, default=0, help="draws the sign vectors")
+    asked = parser.parse_args(arguments)
+    if not asked.log:
+        sys.exit("make compare: an engine's log is compared, got none: give LOG=log.jsonl (docs/engines.md)")
+    from fragility_engines.comparison import compare  # takes seconds
+    from fragility_engines.page import page
+    from fragility_lab.running.files import write_whole
+
+    try:
+        found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.probes, asked.seed)
+    except (ValueError, OSError) as refused:
+        sys.exit(f"make compare: {refused}")
+    path = paths.output_folder(asked.results) / "comparison.html"
+    write_whole(path, page(found))
+    print(f"{found.verdict.line}\n\npage: {path.relative_to(paths.PROJECT)}")
+
+
+if __name__ == "__main__":
+    main()

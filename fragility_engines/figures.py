@@ -1,0 +1,38 @@
+"""The figures of a comparison, as ``fragility_lab.reporting.figures`` makes them."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from fragility_engines.gap import Gap
+from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style
+
+BIN = 16  # positions that share a point
+
+
+@style()
+def spread(gap: Gap) -> Axes:
+    """The share of tokens whose log-probability changes by more than x: observed, and in an emulated pass."""
+    axes = canvas(4.6, 3.6)
+    shares = 1 - np.arange(len(gap.tokens)) / len(gap.tokens)
+    for name, colour, label in (("emulated", COLOURS[0], "the recipe, emulated"), ("change", COLOURS[1], "the engine")):
+        if gap.tokens[name].any():
+            axes.plot(np.sort(gap.tokens[name].abs()), shares, color=colour, label=label)
+    axes.set(xscale="log", yscale="log")
+    axes.legend()
+    return finished(axes, "change of the log-probability, at least (nats)", "share of the tokens", inside=True)
+
+
+@style()
+def positions(gap: Gap) -> Axes:
+    """The RMS change by position, BIN positions a point, observed and emulated; the prediction as a line."""
+    axes = canvas(4.6, 3.6)
+    tokens = gap.tokens.assign(at=gap.tokens.position // BIN * BIN + BIN / 2)
+    for name, colour, label in (("emulated", COLOURS[0], "the recipe, emulated"), ("change", COLOURS[1], "the engine")):
+        if gap.tokens[name].any():
+            by: pd.Series = (tokens[name] ** 2).groupby(tokens["at"]).mean() ** 0.5
+            axes.plot(by.index, by, "o-", color=colour, label=label)
+    axes.axhline(gap.predicted, **DASHED)
+    axes.set(yscale="log")
+    axes.legend()
+    return finished(axes, "position in the sequence", "RMS change (nats)", inside=True)

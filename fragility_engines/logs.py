@@ -1,0 +1,174 @@
+"""Log-probabilities by token, as engines write them: JSON Lines, one sequence or one answer of a server a line.
+
+Each line has one of these forms (``READERS``):
+
+- plain: ``{"tokens": [1, 5, 9], "logprobs": [null, -2.3, -0.7]}``, where entry t is the natural logarithm of the
+  probability of token t after those before it;
+- vLLM's completions with ``prompt_logprobs`` and ``return_token_ids``;
+- SGLang's ``/generate`` with ``return_logprob`` and ``logprob_start_len`` 0;
+- llama.cpp's ``/completion`` with ``n_probs``, beside the tokens of the prompt as ``prompt``.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LARGEST = 1e-3  # a log-probability above 0 by no more than this is a rounded 0
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A sequence of ``tokens`` (T,) and the log-probability of each after those before it, in nats: ``logprobs`` (T,).
+
+    NaN where the engine gave none: at the first token, and in a prompt that was not scored. Raises ValueError for
+    numbers that no log-probabilities are.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+    def __post_init__(self):
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(
+                f"every token must have an entry, got {len(self.tokens)} tokens, {len(self.logprobs)} entries"
+            )
+        if len(self.tokens) < 2 or np.isnan(self.logprobs[1:]).all():
+            raise ValueError(f"a sequence must have a token with a log-probability after the first, got {self.given}")
+        if np.isinf(self.logprobs).any():
+            at = int(np.flatnonzero(np.isinf(self.logprobs))[0])
+            raise ValueError(f"a log-probability must be finite, got {self.logprobs[at]} at token {at}")
+        if (self.logprobs > LARGEST).any():
+            at = int(np.nanargmax(self.logprobs))
+            raise ValueError(
+                f"a log-probability must be at most 0, got {self.logprobs[at]:.4g} at token {at}: are these "
+                "probabilities, or logits?"
+            )
+
+    @property
+    def given(self) -> str:
+        """The size of the sequence, in words."""
+        return f"{len(self.tokens)} tokens and {int(np.isfinite(self.logprobs).sum())} log-probabilities"
+
+
+def scored(tokens: Sequence[Any], logprobs: Sequence[Any]) -> Scored:
+    """The sequence of ``tokens`` and ``logprobs``, None where there is none. Raises ValueError for other values."""
+    for kind, values in (("tokens", tokens), ("logprobs", logprobs)):
+        if not isinstance(values, list):
+            raise ValueError(f"{kind} must be a list, got {shortened(values)}")
+    if strange := [token for token in tokens if type(token) is not int or token < 0]:
+        raise ValueError(f"tokens must be numbers of a vocabulary, got {shortened(strange[0])}")
+    if strange := [value for value in logprobs if value is not None and type(value) not in (int, float)]:
+        raise ValueError(f"logprobs must be numbers or null, got {shortened(strange[0])}")
+    if len(logprobs) == len(tokens) - 1:  # some leave the first entry out
+        logprobs = [None, *logprobs]
+    found = np.array([math.nan if value is None else value for value in logprobs], dtype=np.float64)
+    return Scored(np.array(tokens, dtype=np.int64), found)
+
+
+def plain(line: Mapping[str, Any]) -> Iterator[Scored]:
+    """The sequence of a line with ``tokens`` and ``logprobs``."""
+    yield scored(line["tokens"], line["logprobs"])
+
+
+def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
+    """The sequences of an answer of vLLM's completions: prompt and, where there are some, tokens that followed."""
+    for choice in line["choices"]:
+        prompt = choice.get("prompt_token_ids")
+        if prompt is None:
+            raise ValueError(
+                "an answer of vLLM must have the tokens of the prompt, got no prompt_token_ids: ask with "
+                '"return_token_ids": true and "prompt_logprobs": 0'
+            )
+        given = choice.get("prompt_logprobs") or [None] * len(prompt)
+        if len(given) != len(prompt):
+            raise ValueError(f"prompt_logprobs must have an entry for each token, got {len(given)} for {len(prompt)}")
+        values = [of_token(entry, token) for entry, token in zip(given, prompt)]
+        after = choice.get("token_ids") or []
+        following = (choice.get("logprobs") or {}).get("token_logprobs") or [None] * len(after)
+        yield scored([*prompt, *after], [*values, *following])
+
+
+def of_token(entry: Mapping[str, Any] | None, token: int) -> float | None:
+    """The log-probability of ``token`` in an ``entry`` by token. Raises ValueError where it is not among them."""
+    if entry is None:
+        return None
+    if str(token) not in entry:
+        raise ValueError(f"an entry of prompt_logprobs must have its token, {token}, got {shortened(sorted(entry))}")
+    return entry[str(token)]["logprob"]
+
+
+def sglang(line: Mapping[str, Any]) -> Iterator[Scored]:
+    """The sequence of an answer of SGLang: pairs of log-probability and token."""
+    found = line["meta_info"]
+    pairs = [*(found.get("input_token_logprobs") or []), *(found.get("output_token_logprobs") or [])]
+    yield scored([pair[1] for pair in pairs], [pair[0] for pair in pairs])
+
+
+def llama_cpp(line: Mapping[str, Any]) -> Iterator[Scored]:
+    """The sequence of an answer of llama.cpp's server. The prompt's tokens have no log-probability there."""
+    if not isinstance(line.get("prompt"), list):
+        raise ValueError(
+            f"an answer of llama.cpp must have the tokens of its prompt, got {shortened(line.get('prompt'))}: write "
+            'them into the line as "prompt": [...]'
+        )
+    following = line["completion_probabilities"]
+    tokens, values = [each["id"] for each in following], [each["logprob"] for each in following]
+    yield scored([*line["prompt"], *tokens], [*([None] * len(line["prompt"])), *values])
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Scored]]] = {  # by the key that tells the form
+    "logprobs": plain,
+    "choices": vllm,
+    "meta_info": sglang,
+    "completion_probabilities": llama_cpp,
+}
+
+
+def read(path: str | Path) -> list[Scored]:
+    """All sequences of the file at ``path``. Raises OSError, and ValueError with the line for what cannot be read."""
+    found: list[Scored] = []
+    with open(path, encoding="utf-8-sig") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                found += of_line(text)
+            except (KeyError, TypeError, IndexError, RecursionError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: {error!r} is not as its form says: {', '.join(READERS)}"
+                ) from error
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not found:
+        raise ValueError(f"a log must have at least one sequence, got {path} without any")
+    return found
+
+
+def of_line(text: str) -> list[Scored]:
+    """The sequences of one line."""
+    line = json.loads(text)
+    if not isinstance(line, dict):
+        raise ValueError(f"a line must be an object, got {shortened(line)}")
+    reader = next((reader for key, reader in READERS.items() if key in line), None)
+    if reader is None:
+        raise ValueError(f"a line must have one of {', '.join(READERS)}, got the keys {shortened([*line])}")
+    return [*reader(line)]
+
+
+def write(path: str | Path, sequences: Sequence[Scored]) -> None:
+    """Write ``sequences`` in the plain form, which ``read`` gives back as they are."""
+    with open(path, "w", encoding="utf-8") as file:
+        for each in sequences:
+            values = [None if math.isnan(value) else value for value in each.logprobs.tolist()]
+            file.write(json.dumps({"tokens": each.tokens.tolist(), "logprobs": values}) + "\n")
+
+
+def shortened(value: Any, most: int = 60) -> str:
+    """``value`` as text of at most ``most`` characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[:most] + " ..."

@@ -1,0 +1,75 @@
+"""The page of a comparison: the verdict, and what it rests on."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from fragility_engines import figures
+from fragility_engines.gap import Gap
+from fragility_engines.slopes import Slope
+from fragility_engines.verdict import KINDS, Verdict, described, patterns
+from fragility_lab.diagnosis.causes import SITE_NAMES
+from fragility_lab.reporting.figures import uri
+from fragility_lab.reporting.html import template
+from fragility_lab.reporting.tables import number, percent
+
+SHOWN = 8  # suspects and sites in tables
+NAMES = {
+    "rms": "root mean square", "mean": "mean", "k1": "KL, estimate k1", "k3": "KL, estimate k3",
+    "clipped": "tokens whose ratio leaves [1/2, 2]",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison of the ``log`` of an engine with ``model``, or with the log ``against``, and what was found."""
+
+    log: str
+    model: str
+    against: str
+    gap: Gap
+    found: list[Slope]
+    branches: list[Slope]
+    verdict: Verdict
+
+
+def numbers(gap: Gap) -> list[list[str]]:
+    """Rows of the table of numbers: what it is, observed, and in an emulated pass."""
+    observed, emulated = gap.divergences(), gap.divergences("emulated")
+    both = gap.tokens.emulated.any()
+    rows = [["root mean square, predicted", number(gap.predicted, ".3g"), number(gap.predicted, ".3g")]]
+    for name, words in NAMES.items():
+        write = percent if name == "clipped" else lambda value: number(value, ".3g")
+        rows.append([words, write(observed[name]), write(emulated[name]) if both else "–"])
+    return rows
+
+
+def suspected(found: list[Slope], verdict: Verdict) -> list[list[str]]:
+    """Rows of the table of suspects: name, what the test says, share, size, its standard error, and the least size."""
+    rows = []
+    for each in sorted(found, key=lambda each: each.share, reverse=True)[:SHOWN]:
+        said = "explains the gap" if each is verdict.cause else "in part along it" if each.certain else "no"
+        sizes = number(each.size, ".3g"), number(each.error, ".2g"), number(each.least, ".2g")
+        rows.append([each.suspect.name, said, percent(max(0.0, each.share)), *sizes])
+    return rows
+
+
+def widened(sites: pd.Series) -> list[list[str]]:
+    """Rows of the table of sites: name, its share of the predicted square, and the RMS that stays if it is in fp32."""
+    return [
+        [SITE_NAMES.get(str(site), str(site)), percent(share), percent((1 - share) ** 0.5)]
+        for site, share in sites.head(SHOWN).items()
+    ]
+
+
+def page(compared: Compared) -> str:
+    """The page as HTML."""
+    gap, verdict = compared.gap, compared.verdict
+    return template("engines/page.html.jinja").render(
+        compared=compared, recipe=gap.recipe.name, verdict=verdict, kind=KINDS[verdict.kind],
+        tokens=len(gap.tokens), sequences=len(gap.sequences), overflowed=len(gap.sequences) - len(gap.known),
+        patterns=described(patterns(gap)) if verdict.kind == "more" else [],
+        numbers=numbers(gap), sites=widened(gap.sites),
+        suspects=suspected(compared.found, verdict), branches=suspected(compared.branches, verdict)[:3],
+        images={"spread": uri(figures.spread(gap)), "positions": uri(figures.positions(gap))},
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""One test for each suspect: does the gap lie along what the suspect does to the tokens?
+
+Rounding scatters over the tokens without regard to what a suspect would do to each of them. So a slope along that
+direction is known far more accurately than a root mean square, and shows changes below the noise of rounding.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from fragility_engines.gap import Gap
+from fragility_engines.logs import Scored
+from fragility_engines.suspects import Suspect, score
+
+CHUNK = 32  # tokens of a sequence whose errors may depend on each other
+CERTAIN = 6.0  # standard errors; some twenty suspects are tested, and their errors are estimates
+EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
+INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
+SCREENED = 128  # tokens of each sequence, and two sequences, over which branches are tried
+
+
+@dataclass(frozen=True)
+class Slope:
+    """How much of a gap lies along the direction of one ``suspect``.
+
+    ``size`` is 1 where the engine does what the suspect does, and 0 where it does not; an emulated pass, which has the
+    same rounded weights, is subtracted. ``error`` is its standard error. ``share`` is the share of the squared gap that
+    goes with this size along the direction.
+    """
+
+    suspect: Suspect
+    size: float
+    error: float
+    share: float
+
+    @property
+    def least(self) -> float:
+        """The size from which on the suspect would be noticed: what the test can see."""
+        return CERTAIN * self.error
+
+    @property
+    def certain(self) -> bool:
+        """True if the slope is not rounding."""
+        return abs(self.size) > self.least and self.share > 0
+
+    @property
+    def as_tested(self) -> bool:
+        """True if the engine may do what the suspect does: a setting has its full size, a number any size."""
+        return self.certain and (self.suspect.slope or self.suspect.branch or 0.5 < self.size < 1.5)
+
+    @property
+    def needed(self) -> float:
+        """The share of the gap beyond rounding that this suspect must explain to be named as its cause."""
+        return INSIDE if self.suspect.branch else EXPLAINED
+
+
+def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> tuple[float, float]:
+    """The slope of ``change`` along ``direction`` through 0, and its squared standard error, with ``chunks`` as units.
+
+    All are (N,). The error is that of White (1980, doi:10.2307/1912934), for sums over chunks.
+    """
+    norm = (direction**2).sum()
+    slope = (change * direction).sum() / norm
+    sums = pd.Series((change - slope * direction) * direction).groupby(chunks).sum().to_numpy()
+    return float(slope), float((sums**2).sum() / norm**2)
+
+
+def slope(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], suspect: Suspect) -> Slope:
+    """The slope of ``gap`` along what ``suspect`` does to the ``sequences`` in fp32."""
+    device, found = next(model.parameters()).device, []
+    for number, own in gap.tokens.groupby("sequence"):
+        last = int(own.position.max()) + 1
+        tokens = torch.from_numpy(sequences[int(number)].tokens[:last]).to(device)
+        found.append(score(model, tokens, suspect).cpu().numpy()[own.position.to_numpy() - 1] - own.exact.to_numpy())
+    direction = np.concatenate(found)
+    known = np.isfinite(direction)
+    table, direction = gap.tokens[known], direction[known]
+    chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
+    square = float((table.change**2).sum())
+    if not (direction.any() and square):
+        return Slope(suspect, 0.0, np.inf, 0.0)
+    (observed, error), (emulated, own_error) = (
+        slope_of(table[name].to_numpy(), direction, chunks) for name in ("change", "emulated")
+    )
+    size = observed - emulated
+    left = float(((table.change - size * direction) ** 2).sum())
+    return Slope(suspect, size, (error + own_error) ** 0.5, 1 - left / square)
+
+
+def slopes(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], tried: Iterable[Suspect]) -> list[Slope]:
+    """The ``slope`` of every suspect that is ``tried``, those that explain most first."""
+    found = [slope(gap, model, sequences, suspect) for suspect in tried]
+    return sorted(found, key=lambda each: (each.as_tested, each.share), reverse=True)
+
+
+def screened(gap: Gap) -> Gap:
+    """The first SCREENED tokens of the two sequences whose observed square is largest beside the predicted one."""
+    excess = (gap.known.observed / gap.known.predicted).sort_values(ascending=False)
+    chosen = gap.known.sequence[excess.index[:2]]
+    rows = gap.tokens[gap.tokens.sequence.isin(chosen)]
+    rows = rows[rows.position < rows.groupby("sequence").position.transform("min") + SCREENED]
+    return Gap(gap.recipe, rows, gap.sequences, gap.sites)

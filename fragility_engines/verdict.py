@@ -1,0 +1,111 @@
+"""The verdict on a gap, in a line, and what its excess looks like."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fragility_engines.gap import Gap
+from fragility_engines.slopes import Slope
+
+# Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
+MORE, LESS = 1.25, 0.8
+START, END = 16, 64  # tokens at the beginning and at the end of sequences
+FEW = 0.02  # of the tokens make half of the square
+
+KINDS = {
+    "rounding": "rounding explains it",
+    "more": "more than rounding",
+    "less": "less than this recipe must give",
+    "few": "too few tokens to say",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict of ``kind``, one of KINDS; ``cause`` is the suspect that explains the gap, if one does.
+
+    ``needed`` is the number of sequences of this length that would decide; it is known only for the kind "few".
+    """
+
+    kind: str
+    ratio: tuple[float, float, float]
+    cause: Slope | None = None
+    needed: int | None = None
+
+    @property
+    def line(self) -> str:
+        """The verdict in a line."""
+        value, low, high = self.ratio
+        interval = "one sequence, no interval" if np.isnan(low) else f"95 %: {low:.2f} to {high:.2f}"
+        text = f"{KINDS[self.kind]}: the gap is {value:.2f} times the predicted one ({interval})"
+        if self.kind == "few":
+            text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""
+        if self.kind == "less":
+            text += "; something runs in a wider format than the recipe says"
+        if self.cause is not None:
+            suspect = self.cause.suspect
+            text += f". {suspect.name} explains {self.cause.share:.0%} of it: look at {suspect.mend}"
+        return text
+
+
+def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
+    """The verdict on ``gap``, with the slopes ``found`` of suspects, those that explain most first.
+
+    A suspect that is certain makes a gap more than rounding, however small the gap is.
+    """
+    value, low, high = ratio = gap.ratio
+    beyond = 1 - 1 / max(value, 1.0) ** 2  # the share of the square that rounding does not explain
+    named = [each for each in found if each.as_tested and each.share > each.needed * beyond]
+    cause = max(named, key=lambda each: each.share, default=None)
+    if low > MORE or cause is not None:
+        return Verdict("more", ratio, cause)
+    if high < LESS:
+        return Verdict("less", ratio)
+    if np.isnan(low):
+        return Verdict("few", ratio, needed=4)
+    if (value <= MORE and high < MORE**2) and (value >= LESS and low > LESS**2):
+        return Verdict("rounding", ratio)
+    limit = MORE if value > MORE or high >= MORE**2 else LESS
+    distance = max(abs(value - limit), 0.05 * limit)
+    return Verdict("few", ratio, needed=int(np.ceil(len(gap.known) * ((high - low) / 2 / distance) ** 2)) + 1)
+
+
+def patterns(gap: Gap) -> dict[str, float]:
+    """Numbers that tell kinds of excess apart, in units of the predicted RMS unless said otherwise.
+
+    ``start`` and ``end`` are the RMS over the first START and the last END scored tokens of the sequences; ``mean`` is
+    the mean change; ``few`` the share of tokens that make half of the square; ``largest`` the share of the square that
+    one sequence makes, relative to an equal share; ``along`` the correlation of the change with the log-probability.
+    """
+    tokens, unit = gap.tokens, gap.predicted
+    by = tokens.groupby("sequence")
+    squares = np.sort(tokens.change.to_numpy() ** 2)[::-1]
+    half = int(np.searchsorted(squares.cumsum(), squares.sum() / 2)) + 1
+    sums = by.change.apply(lambda x: (x**2).mean())
+
+    def rms(rows) -> float:
+        return float((rows.change**2).mean() ** 0.5 / unit)
+
+    return {
+        "start": rms(by.head(START)), "end": rms(by.tail(END)), "mean": float(tokens.change.mean() / unit),
+        "few": half / len(squares), "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0,
+        "along": float(tokens.change.corr(tokens.exact)),
+    }  # fmt: skip
+
+
+def described(found: dict[str, float]) -> list[str]:
+    """What ``patterns`` point to, in words; empty where they point to nothing."""
+    texts = []
+    if found["start"] > 2 * found["end"]:
+        texts.append("The change is largest at the start of sequences: BOS, padding, or the template.")
+    if found["end"] > 1.5 * found["start"] and found["end"] > MORE:
+        texts.append("The change grows with the position: RoPE, a window of attention, or the cache.")
+    if abs(found["mean"]) > 0.5 and abs(found["mean"]) > 0.2 * max(found["start"], found["end"]):
+        texts.append("All log-probabilities move the same way: a temperature, scale or softcap, or worse weights.")
+    if found["few"] < FEW:
+        share = f"{found['few']:.1%} of the tokens"
+        texts.append(f"{share} make half of the square: routing, near-ties, or an attention sink.")
+    if found["largest"] > 3:
+        texts.append("One sequence has most of the change: another template, or a truncation.")
+    return texts

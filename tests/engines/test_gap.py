@@ -1,0 +1,213 @@
+"""The gap of an engine, what rounding alone must give, and the slopes along suspects."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_suspects import LLAMA
+from tiny import random_model, random_tokens
+
+from fragility_adjoint.predictor import Adjoint
+from fragility_engines.comparison import explained
+from fragility_engines.gap import AtPositions, Gap, measure
+from fragility_engines.logs import Scored
+from fragility_engines.slopes import Slope, slope_of, slopes
+from fragility_engines.suspects import Suspect, logprobs, suspects
+from fragility_engines.verdict import judge, patterns
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import get_recipe
+
+WINDOWS = random_tokens(6, 48, seed=7, smallest=3)
+
+
+def engine(score):
+    """A log of WINDOWS by the function ``score`` of a window."""
+    return [Scored(w.numpy(), np.concatenate([[np.nan], score(w).numpy()])) for w in WINDOWS]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def native(model):
+    """The log of native bf16."""
+    low = random_model(LLAMA).bfloat16()
+    return engine(lambda window: logprobs(low, window))
+
+
+def test_a_prediction_counts_the_scored_positions_alone(model):
+    low, positions = lower(model, "bf16"), AtPositions()
+    positions.chosen = torch.tensor([3, 4, 20])
+    whole = Adjoint(low, model, 64, target="logprob", gradients="both")(WINDOWS[:1]).windows.predicted.item()
+    some = Adjoint(low, model, 64, target=positions.target, gradients="both")(WINDOWS[:1]).windows.predicted.item()
+    positions.chosen = torch.arange(WINDOWS.shape[1] - 1)
+    every = Adjoint(low, model, 64, target=positions.target, gradients="both")(WINDOWS[:1]).windows.predicted.item()
+    assert every == whole and some != whole
+
+
+def test_unscored_tokens_count_nowhere(model, native):
+    cut = [Scored(each.tokens, np.where(np.arange(48) < 30, np.nan, each.logprobs)) for each in native]
+    gap = measure(model, cut[:2], "bf16")
+    assert gap.tokens.position.min() == 30 and (gap.sequences.tokens == 18).all()
+
+
+def test_native_bf16_is_rounding_and_fp32_is_less(model, native):
+    gap = measure(model, native, "bf16")
+    found = slopes(gap, model, native, suspects(model, 5, 0))
+    assert not any(each.as_tested for each in found)
+    assert judge(gap, found).kind == "rounding"
+    assert 0.8 < gap.ratio[0] < 1.25
+    exact = measure(model, engine(lambda window: logprobs(model, window)), "bf16")
+    assert judge(exact).kind == "less" and exact.ratio[0] == 0
+
+
+FAULTS = {
+    "RoPE base 10000 in place of 100000": lambda m: setattr(
+        m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq ** (np.log(1e4) / np.log(1e5))
+    ),
+    "another scale of attention": lambda m: [
+        setattr(x.self_attn, "scaling", 1.1 * x.self_attn.scaling) for x in m.model.layers
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(model, name):
+    low = random_model(LLAMA)
+    FAULTS[name](low)
+    low = low.bfloat16()
+    log = engine(lambda window: logprobs(low, window))
+    gap = measure(model, log, "bf16")
+    found = slopes(gap, model, log, suspects(model, 5, 0))
+    verdict = judge(gap, found)
+    assert verdict.kind == "more" and verdict.cause is not None
+    assert verdict.cause.suspect.name == name, [(each.suspect.name, each.size, each.share) for each in found[:3]]
+
+
+def test_a_second_beginning_is_named(model, native):
+    low = random_model(LLAMA).bfloat16()
+    log = engine(lambda window: logprobs(low, torch.cat([torch.tensor([0]), window]))[1:])
+    gap = measure(model, log, "bf16")
+    found = slopes(gap, model, log, suspects(model, 5, 0))
+    cause = judge(gap, found).cause
+    assert cause is not None and cause.suspect.name == "a BOS token that the tokens do not show"
+    assert cause.size == pytest.approx(1, abs=0.1)
+
+
+def test_a_wrong_matrix_is_found_by_its_branch(model):
+    low = random_model(LLAMA)
+    low.model.layers[1].mlp.down_proj.weight.copy_(low.model.layers[0].mlp.down_proj.weight)
+    low = low.bfloat16()
+    log = engine(lambda window: logprobs(low, window))
+    gap = measure(model, log, "bf16")
+    found, inside = explained(gap, model, log, 0)
+    assert judge(gap, found).cause is None
+    assert inside[0].suspect.name == "something in model.layers.1.mlp" and inside[0].as_tested
+
+
+def test_a_temperature_below_the_noise_is_noticed_by_its_slope(model, native):
+    low = random_model(LLAMA).bfloat16()
+    log = engine(lambda window: logprobs(low, window, 1.01))
+    gap = measure(model, log, "bf16")
+    found = next(each for each in slopes(gap, model, log, suspects(model, 5)) if "temperature" in each.suspect.name)
+    assert found.size == pytest.approx(1, abs=3 * found.error)
+
+
+def test_two_runs_of_a_recipe_differ_by_their_kernels_alone(model, native):
+    """Weights round alike on both sides."""
+    gap = measure(model, native, "bf16", reference=native)
+    assert gap.ratio[0] == 0  # the same engine twice
+    single = measure(model, native, "bf16")
+    kernels = Adjoint(lower(model, "bf16"), model, 2, 0, "logprob", gradients="both")(WINDOWS[:1])
+    rows = kernels.contributions
+    share = rows.c2[rows.kind == "kernel"].sum() / rows.c2.sum()
+    assert gap.sequences.predicted[0] == pytest.approx(2 * share * single.sequences.predicted[0], rel=1e-6)
+
+
+def test_logs_of_other_tokens_and_of_other_models_are_refused(model, native):
+    with pytest.raises(ValueError, match="the same tokens in the same order, got others in sequence 0"):
+        measure(model, native, "bf16", reference=native[1:])
+    strange = Scored(np.array([5, 300]), np.array([np.nan, -1.0]))
+    with pytest.raises(ValueError, match="below the model's vocabulary of 101, got 300 in sequence 0"):
+        measure(model, [strange])
+    long = Scored(np.full(70, 5), np.full(70, -1.0))
+    with pytest.raises(ValueError, match="must fit the context, 64 tokens, got 70 in 0"):
+        measure(model, [long])
+
+
+def made(observed, predicted, tokens=100):
+    """A gap of sequences with these mean squares."""
+    generator = np.random.default_rng(0)
+    rows = [
+        pd.DataFrame({
+            "sequence": i, "position": np.arange(1, tokens + 1), "token": 5, "exact": -generator.random(tokens),
+            "change": np.sqrt(square) * generator.choice([-1.0, 1.0], tokens), "emulated": 0.0,
+        })
+        for i, square in enumerate(observed)
+    ]  # fmt: skip
+    table = pd.DataFrame(
+        {"sequence": range(len(observed)), "tokens": tokens, "observed": observed, "predicted": predicted}
+    )
+    return Gap(get_recipe("bf16"), pd.concat(rows, ignore_index=True), table, pd.Series({"mlp": 1.0}))
+
+
+def test_the_interval_is_that_of_a_ratio_of_means():
+    observed, predicted = np.array([1.0, 1.4, 0.7, 1.2]), np.array([1.0, 1.1, 0.9, 1.0])
+    value, low, high = made(observed, predicted).ratio
+    mean = observed.mean() / predicted.mean()
+    error = (observed - mean * predicted).std(ddof=1) / 2 / predicted.mean()
+    assert value == pytest.approx(mean**0.5)
+    assert (low, high) == pytest.approx(((mean - 3.182446 * error) ** 0.5, (mean + 3.182446 * error) ** 0.5), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("observed", "kind"),
+    [
+        ([1.0, 1.1, 0.9, 1.0], "rounding"),
+        ([4.0, 4.2, 3.9, 4.1], "more"),
+        ([0.2, 0.22, 0.19, 0.2], "less"),
+        ([1.0, 9.0, 0.2, 1.0], "few"),
+        ([1.0], "few"),
+    ],
+)
+def test_the_verdict_follows_the_interval(observed, kind):
+    verdict = judge(made(observed, [1.0] * len(observed)))
+    assert verdict.kind == kind
+    assert (verdict.needed is not None and verdict.needed > len(observed)) == (kind == "few")
+
+
+def test_a_certain_suspect_makes_a_small_gap_more_than_rounding():
+    found = Slope(Suspect("another temperature", "temperature", slope=True), 0.5, 0.05, 0.1)
+    assert judge(made([1.0, 1.1, 0.9, 1.0], [1.0] * 4), [found]).cause is found
+    uncertain = Slope(found.suspect, 0.2, 0.05, 0.1)
+    assert judge(made([1.0, 1.1, 0.9, 1.0], [1.0] * 4), [uncertain]).kind == "rounding"
+
+
+def test_a_slope_and_its_error_are_those_of_white():
+    generator = np.random.default_rng(1)
+    direction = generator.normal(size=400)
+
+    def drawn():
+        return 0.3 * direction + generator.normal(size=400) * (0.1 + direction**2)
+
+    slope, square = slope_of(drawn(), direction, np.arange(400))
+    others = [slope_of(drawn(), direction, np.arange(400))[0] for _ in range(400)]
+    assert slope == pytest.approx(0.3, abs=4 * square**0.5)
+    assert square**0.5 == pytest.approx(np.std(others), rel=0.25)
+
+
+def test_patterns_tell_kinds_of_excess_apart():
+    gap = made([1.0] * 4, [1.0] * 4)
+    early, late, few = (gap.tokens.copy() for _ in range(3))
+    early.loc[early.position <= 16, "change"] *= 10
+    late.loc[late.position > 36, "change"] *= 10
+    few["change"] *= 0.01
+    few.loc[few.index[:2], "change"] = 5.0
+    flat, *others = (
+        patterns(Gap(gap.recipe, table, gap.sequences, gap.sites)) for table in (gap.tokens, early, late, few)
+    )
+    assert flat["start"] == pytest.approx(1) and flat["end"] == pytest.approx(1)
+    assert others[0]["start"] == pytest.approx(10) and others[1]["end"] == pytest.approx(10)
+    assert others[2]["few"] < 0.01 < flat["few"]

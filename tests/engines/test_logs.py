@@ -1,0 +1,127 @@
+"""Logs of engines: every form gives the same sequence, and what is no log is refused by line."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fragility_engines.logs import READERS, Scored, read, write
+
+TOKENS, VALUES = [3, 7, 7, 1], [None, -0.5, -2.25, -0.125]
+FORMS = {
+    "plain": {"tokens": TOKENS, "logprobs": VALUES},
+    "without the first entry": {"tokens": TOKENS, "logprobs": VALUES[1:]},
+    "vLLM, prompt": {
+        "choices": [
+            {
+                "prompt_token_ids": TOKENS,
+                "prompt_logprobs": [
+                    None,
+                    *({str(t): {"logprob": v}, "99": {"logprob": -0.01}} for t, v in zip(TOKENS[1:], VALUES[1:])),
+                ],
+            }
+        ]
+    },
+    "vLLM, prompt and answer": {
+        "choices": [
+            {
+                "prompt_token_ids": TOKENS[:2],
+                "prompt_logprobs": [None, {"7": {"logprob": -0.5}}],
+                "token_ids": TOKENS[2:],
+                "logprobs": {"token_logprobs": VALUES[2:]},
+            }
+        ]
+    },
+    "SGLang": {"meta_info": {"input_token_logprobs": [[v, t, None] for t, v in zip(TOKENS, VALUES)]}},
+    "SGLang, answer": {
+        "meta_info": {
+            "input_token_logprobs": [[None, 3, "a"], [-0.5, 7, "b"]],
+            "output_token_logprobs": [[-2.25, 7, "b"], [-0.125, 1, "c"]],
+        }
+    },
+}  # fmt: skip
+
+
+def written(folder, *lines):
+    path = folder / "log.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_sequence(tmp_path, form):
+    (found,) = read(written(tmp_path, "", FORMS[form]))
+    assert found.tokens.tolist() == TOKENS
+    assert math.isnan(found.logprobs[0]) and found.logprobs[1:].tolist() == VALUES[1:]
+
+
+def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path):
+    after = [{"id": 7, "token": " b", "logprob": -2.25}, {"id": 1, "token": "c", "logprob": -0.125}]
+    (found,) = read(written(tmp_path, {"prompt": [3, 7], "completion_probabilities": after}))
+    assert found.tokens.tolist() == TOKENS
+    assert np.isnan(found.logprobs[:2]).all() and found.logprobs[2:].tolist() == VALUES[2:]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: Expecting"),
+        ("[1, 2]", "a line must be an object"),
+        ({"text": "a"}, "one of logprobs, choices, meta_info, completion_probabilities"),
+        ({"logprobs": VALUES}, "'tokens'"),
+        ({"tokens": TOKENS, "logprobs": VALUES[:1]}, "got 4 tokens, 1 entries"),
+        ({"tokens": TOKENS, "logprobs": [None] * 4}, "a token with a log-probability after the first"),
+        ({"tokens": [3], "logprobs": [-1.0]}, "a token with a log-probability after the first"),
+        ({"tokens": TOKENS, "logprobs": [None, 0.5, -1, -1]}, "at most 0, got 0.5 at token 1"),
+        ({"tokens": [1.5, 2], "logprobs": [None, -1]}, "numbers of a vocabulary, got 1.5"),
+        ({"tokens": [True, 2], "logprobs": [None, -1]}, "numbers of a vocabulary, got True"),
+        ({"tokens": "ab", "logprobs": [None, -1]}, "tokens must be a list"),
+        ({"tokens": [1, 2], "logprobs": [None, "-1"]}, "numbers or null, got '-1'"),
+        ('{"tokens": [1, 2], "logprobs": [null, -Infinity]}', "must be finite, got -inf at token 1"),
+        ({"choices": [{"prompt_logprobs": [None]}]}, "return_token_ids"),
+        ({"choices": [{"prompt_token_ids": [1, 2], "prompt_logprobs": [None]}]}, "got 1 for 2"),
+        (
+            {"choices": [{"prompt_token_ids": [1, 2], "prompt_logprobs": [None, {"5": {"logprob": -1}}]}]},
+            "its token, 2",
+        ),
+        ({"choices": 3}, "not as its form says"),
+        ({"meta_info": {"input_token_logprobs": [[-1.0]]}}, "not as its form says"),
+        ({"prompt": "once", "completion_probabilities": []}, "the tokens of its prompt"),
+    ],
+)
+def test_a_line_that_is_no_log_is_refused_by_number(tmp_path, line, message):
+    path = written(tmp_path, line)
+    with pytest.raises(ValueError, match="line 1: ") as refused:
+        read(path)
+    assert message in str(refused.value)
+
+
+def test_a_log_without_sequences_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one sequence"):
+        read(written(tmp_path, ""))
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 2**31), st.floats(-1e3, 0) | st.none()), min_size=2, max_size=6).filter(
+            lambda pairs: any(value is not None for _, value in pairs[1:])
+        ),
+        min_size=1, max_size=4,
+    )
+)  # fmt: skip
+def test_what_is_written_is_read_as_it_was(tmp_path_factory, sequences):
+    made = [
+        Scored(np.array([t for t, _ in pairs]), np.array([math.nan if v is None else v for _, v in pairs]))
+        for pairs in sequences
+    ]
+    write(path := tmp_path_factory.mktemp("logs") / "log.jsonl", made)
+    for one, other in zip(made, read(path), strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.logprobs, other.logprobs, equal_nan=True)
+
+
+def test_the_forms_are_told_apart_by_one_key_each():
+    assert len(READERS) == len({*READERS.values()}) == 4

@@ -1,0 +1,102 @@
+"""Suspects: each does what its name says, and leaves the model as it was."""
+
+import pytest
+import torch
+from tiny import TINY, random_gpt2, random_model, random_tokens
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+from fragility_engines.suspects import branches, logprobs, score, suspects
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 101, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES, rope_parameters={"rope_theta": 1e5, "rope_type": "default"}, rms_norm_eps=1e-5)
+GEMMA = Gemma2Config(
+    **SIZES, head_dim=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=16
+)
+MODELS = {
+    "gpt2": lambda: random_gpt2(TINY),
+    "llama": lambda: random_model(LLAMA),
+    "gemma2": lambda: random_model(GEMMA),
+}
+WINDOW = random_tokens(24, seed=5, smallest=3)
+
+
+def tried(model):
+    return [*suspects(model, int(WINDOW[0]), 0), *suspects(model, 0, 0), *branches(model)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_suspect_changes_what_is_scored_and_nothing_afterwards(name):
+    model = MODELS[name]()
+    before = logprobs(model, WINDOW)
+    weights = {path: p.clone() for path, p in model.named_parameters()}
+    for suspect in tried(model):
+        found = score(model, WINDOW, suspect)
+        assert found.shape == before.shape, suspect.name
+        known = found.isfinite()
+        assert known.sum() >= len(before) - 1 and not torch.equal(found[known], before[known]), suspect.name
+        assert torch.equal(logprobs(model, WINDOW), before), suspect.name
+    assert all(torch.equal(p, weights[path]) for path, p in model.named_parameters())
+
+
+def test_models_have_the_suspects_of_their_settings():
+    names = {name: " ".join(suspect.name for suspect in tried(make())) for name, make in MODELS.items()}
+    for part in ("RoPE base", "RoPE pairs", "epsilon", "scale of attention", "temperature", "BOS"):
+        assert part in names["llama"]
+    assert "RoPE" not in names["gpt2"] and "softcap" not in names["llama"]
+    assert "no softcap of attention" in names["gemma2"] and "no softcap of logits" in names["gemma2"]
+
+
+def changed_model(**entries):
+    config = LlamaConfig(**(LLAMA.to_dict() | entries))
+    other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    other.load_state_dict(random_model(LLAMA).state_dict())
+    return other
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("RoPE base 10000 in place of 100000", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}),
+        ("RoPE positions divided by 8", {"rope_parameters": {"rope_theta": 1e5, "rope_type": "linear", "factor": 8.0}}),
+        ("epsilon 0.001 of norms in place of 1e-05", {"rms_norm_eps": 1e-3}),
+    ],
+)
+def test_a_setting_is_changed_as_another_configuration_changes_it(name, entries):
+    model = random_model(LLAMA)
+    (suspect,) = (each for each in suspects(model, int(WINDOW[0])) if each.name == name)
+    torch.testing.assert_close(
+        score(model, WINDOW, suspect), logprobs(changed_model(**entries), WINDOW), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_second_beginning_is_scored_as_a_longer_text():
+    model = random_model(LLAMA)
+    suspect = next(each for each in suspects(model, 0, 0) if each.name == "a second BOS token")
+    window = torch.cat([torch.tensor([0]), WINDOW])
+    longer = logprobs(model, torch.cat([torch.tensor([0]), window]))
+    assert torch.equal(score(model, window, suspect), longer[1:])
+
+
+def test_pairs_in_another_order_are_the_other_convention_of_rope():
+    """Rotating interleaved pairs of reordered rows is rotating halves of the rows as they were."""
+    model = random_model(LLAMA)
+    suspect = next(each for each in suspects(model, 5) if "pairs" in each.name)
+    before = model.model.layers[0].self_attn.q_proj.weight.clone()
+    with suspect.change(model):
+        after = model.model.layers[0].self_attn.q_proj.weight.clone()
+    half = model.model.layers[0].self_attn.head_dim // 2
+    first = before[: 2 * half]
+    assert torch.equal(after[0 : 2 * half : 2], first[:half]) and torch.equal(after[1 : 2 * half : 2], first[half:])
+
+
+def test_an_error_inside_of_a_change_leaves_the_model_as_it_was():
+    model = random_model(LLAMA)
+    before = logprobs(model, WINDOW)
+    for suspect in tried(model):
+        with pytest.raises(RuntimeError, match="stopped"), suspect.change(model):
+            raise RuntimeError("stopped")
+    assert torch.equal(logprobs(model, WINDOW), before)
