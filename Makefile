@@ -138,6 +138,10 @@ compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LO
 	@$(PYTHON) -m fragility_engines --log "$$LOG" $${MODEL:+--model "$$MODEL"} $${RECIPE:+--recipe "$$RECIPE"} \
 	    $${AGAINST:+--against "$$AGAINST"} $(if $(GIVEN_RESULTS),--results "$$RESULTS")
 
+.PHONY: engines
+engines: $(ENVIRONMENT)  ## X3: verdicts of make compare on engines with known truth, harmless and faulty
+	@$(EXECUTE) x3_engines $(GIVEN)
+
 .PHONY: reruns
 reruns: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
 	@$(PYTHON) -m fragility_lab.reporting.reruns "$$RESULTS" "$$WITH"

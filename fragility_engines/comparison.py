@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fragility_engines.gap import Gap, measure, require_fitting
 from fragility_engines.logs import Scored, read
 from fragility_engines.page import Compared
-from fragility_engines.slopes import Slope, screened, slopes
+from fragility_engines.slopes import Directed, Slope, direction, screened
 from fragility_engines.suspects import branches, suspects
-from fragility_engines.verdict import judge
+from fragility_engines.verdict import judge, search
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import require_fitting as require_memory
 from fragility_quantization.recipes import get_recipe
@@ -36,12 +36,18 @@ def compare(log: str, model: str, recipe: str = "bf16", against: str = "", probe
 def explained(
     gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], bos: int | None
 ) -> tuple[list[Slope], list[Slope]]:
-    """The slopes of all suspects; and if none explains a gap that is more than rounding, those of branches."""
-    found = slopes(gap, model, sequences, suspects(model, int(sequences[0].tokens[0]), bos))
-    verdict = judge(gap, found)
-    if verdict.kind != "more" or verdict.cause is not None:
-        return found, []
-    return found, slopes(screened(gap), model, sequences, branches(model))
+    """The slopes of suspects; and if none explains a gap that is more than rounding, those of branches.
+
+    A suspect that changes a number a little is tested over all tokens. Of the others, those that are most alike over
+    few tokens are.
+    """
+
+    def directed(part: Gap) -> Directed:
+        return lambda suspect: direction(part, model, sequences, suspect)
+
+    part = screened(gap)
+    tried = suspects(model, int(sequences[0].tokens[0]), bos)
+    return search(gap, part, tried, branches(model), directed(gap), directed(part))
 
 
 def beginning(model: str) -> int | None:

@@ -5,8 +5,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from fragility_engines.gap import Gap
+from fragility_engines.verdict import LESS, MORE
 from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style
 
+LEAST = 1e-3  # a ratio below this is no rounding at all, and left out
 BIN = 16  # positions that share a point
 
 
@@ -36,3 +38,20 @@ def positions(gap: Gap) -> Axes:
     axes.set(yscale="log")
     axes.legend()
     return finished(axes, "position in the sequence", "RMS change (nats)", inside=True)
+
+
+@style()
+def verdicts(table: pd.DataFrame) -> Axes:
+    """Observed over predicted RMS of engines with known truth, with its interval, a line each (``proving``)."""
+    table = table.sort_values(["harmless", "ratio"], ascending=[False, False]).reset_index(drop=True)
+    axes = canvas(6.4, 0.2 * len(table) + 1.0)
+    axes.axvspan(LESS, MORE, color="0.9", zorder=0)
+    for right, colour, label in ((True, COLOURS[0], "verdict is right"), (False, COLOURS[1], "verdict is wrong")):
+        rows = table[(table.right == right) & (table.ratio > LEAST)]
+        ends = [rows.ratio - rows.low, rows.high - rows.ratio]
+        axes.errorbar(rows.ratio, rows.index, xerr=ends, fmt="o", color=colour, label=label, markersize=4)
+    axes.set_yticks(table.index, table.engine, fontsize=7)
+    axes.set(xscale="log", ylim=(len(table) - 0.5, -0.5))
+    axes.axhline(table.harmless.sum() - 0.5, **DASHED)
+    axes.legend()
+    return finished(axes, "observed over predicted RMS change; grey: rounding", "", inside=True)

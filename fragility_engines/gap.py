@@ -18,6 +18,7 @@ from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
 CLIPPED = np.log(2)  # reinforcement learning clips ratios of probabilities outside of [1/2, 2], or of a narrower range
+NOTHING = 1e-12  # times the predicted square: as good as no change
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,16 @@ class Gap:
 
     @property
     def ratio(self) -> tuple[float, float, float]:
-        """Observed over predicted RMS, and its 95 % interval with sequences as units; NaN for a single sequence."""
-        weights = self.known.tokens / self.known.tokens.sum()
-        observed, predicted = ((weights * self.known[name]).to_numpy() for name in ("observed", "predicted"))
-        value, count = observed.sum() / predicted.sum(), len(weights)
-        if count < 2:
-            return value**0.5, np.nan, np.nan
-        error = (observed - value * predicted).std(ddof=1) * count**0.5 / predicted.sum()
-        half = stats.t.ppf(0.975, count - 1) * error
-        return value**0.5, max(0.0, value - half) ** 0.5, (value + half) ** 0.5
+        """Observed over predicted RMS, geometric mean over sequences, and its 95 % interval (NaN for one sequence).
+
+        The interval is Student's for the logarithm of the ratio: errors have heavy tails, and one sequence may have
+        most of the square.
+        """
+        square = (self.known.observed / self.known.predicted).clip(lower=NOTHING)
+        logs = np.log(square.to_numpy()) / 2
+        mean, count = logs.mean(), len(logs)
+        half = stats.t.ppf(0.975, count - 1) * logs.std(ddof=1) / count**0.5 if count > 1 else np.nan
+        return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
     @property
     def predicted(self) -> float:

@@ -4,7 +4,7 @@ Rounding scatters over the tokens without regard to what a suspect would do to e
 direction is known far more accurately than a root mean square, and shows changes below the noise of rounding.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,14 @@ from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
 from fragility_engines.suspects import Suspect, score
 
+Directed = Callable[[Suspect], np.ndarray]  # the ``direction`` of a suspect
+
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CERTAIN = 6.0  # standard errors; some twenty suspects are tested, and their errors are estimates
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
 INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
-SCREENED = 128  # tokens of each sequence, and two sequences, over which branches are tried
+SCREENED = 128  # tokens of each of two sequences, over which suspects are tried first, and branches
+BEST = 3  # suspects that are then tested over all tokens
 
 
 @dataclass(frozen=True)
@@ -69,31 +72,35 @@ def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> t
     return float(slope), float((sums**2).sum() / norm**2)
 
 
-def slope(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], suspect: Suspect) -> Slope:
-    """The slope of ``gap`` along what ``suspect`` does to the ``sequences`` in fp32."""
+def direction(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], suspect: Suspect) -> np.ndarray:
+    """What ``suspect`` does in fp32 to the log-probability of each token of ``gap`` (N,); NaN where it scores none."""
     device, found = next(model.parameters()).device, []
     for number, own in gap.tokens.groupby("sequence"):
         last = int(own.position.max()) + 1
         tokens = torch.from_numpy(sequences[int(number)].tokens[:last]).to(device)
         found.append(score(model, tokens, suspect).cpu().numpy()[own.position.to_numpy() - 1] - own.exact.to_numpy())
-    direction = np.concatenate(found)
-    known = np.isfinite(direction)
-    table, direction = gap.tokens[known], direction[known]
+    return np.concatenate(found)
+
+
+def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
+    """The slope of ``gap`` along the direction (N,) of a ``suspect``."""
+    known = np.isfinite(along)
+    table, along = gap.tokens[known], along[known]
     chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
     square = float((table.change**2).sum())
-    if not (direction.any() and square):
+    if not (along.any() and square):
         return Slope(suspect, 0.0, np.inf, 0.0)
     (observed, error), (emulated, own_error) = (
-        slope_of(table[name].to_numpy(), direction, chunks) for name in ("change", "emulated")
+        slope_of(table[name].to_numpy(), along, chunks) for name in ("change", "emulated")
     )
     size = observed - emulated
-    left = float(((table.change - size * direction) ** 2).sum())
+    left = float(((table.change - size * along) ** 2).sum())
     return Slope(suspect, size, (error + own_error) ** 0.5, 1 - left / square)
 
 
-def slopes(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], tried: Iterable[Suspect]) -> list[Slope]:
+def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:
     """The ``slope`` of every suspect that is ``tried``, those that explain most first."""
-    found = [slope(gap, model, sequences, suspect) for suspect in tried]
+    found = [slope(gap, suspect, directed(suspect)) for suspect in tried]
     return sorted(found, key=lambda each: (each.as_tested, each.share), reverse=True)
 
 

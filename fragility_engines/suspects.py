@@ -111,8 +111,9 @@ def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
         return
     bases = sorted({base_of(getattr(*each)) for each in found})
     where = f"in place of {bases[0]:g}" if len(bases) == 1 else "in all layers"
-    for base in (1e4, 1e5, 5e5, 1e6):
-        if bases != [base]:
+    others = {1e4, 1e5, 5e5, 1e6} | {bases[0] * factor for factor in (0.1, 0.2, 0.5, 2, 5, 10) if len(bases) == 1}
+    for base in sorted(others - {*bases} if len(bases) == 1 else others):
+        if base > 100:
             yield Suspect(
                 f"RoPE base {base:g} {where}", "rope_theta of the engine's configuration",
                 change(found, partial(with_base, base)),
@@ -148,21 +149,23 @@ def with_base(base: float, frequencies: Tensor) -> Tensor:
 
 @contextmanager
 def reordered(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which query and key heads have RoPE's pairs interleaved, as the weights of GGUF files do."""
-    rows = []
-    for module, _ in having(model, "q_proj", nn.Module):
-        for projection in (module.q_proj, module.k_proj):
-            size = module.head_dim
-            for x in (projection.weight, projection.bias):
-                if x is not None:
-                    rows.append((x, x.data))
-                    heads = x.data.unflatten(0, (-1, 2, size // 2))
-                    x.data = heads.transpose(1, 2).reshape(x.shape)
+    """A context in which query and key heads have RoPE's pairs in another order (``interleave``)."""
+    before = interleave(model)
     try:
         yield
     finally:
-        for x, before in rows:
-            x.data = before
+        for x, data in before:
+            x.data = data
+
+
+def interleave(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
+    """Interleave RoPE's pairs in the rows of query and key heads, as GGUF files have them; return what was there."""
+    before = []
+    for module, _ in having(model, "q_proj", nn.Module):
+        for x in (x for projection in (module.q_proj, module.k_proj) for x in projection.parameters()):
+            before.append((x, x.data))
+            x.data = x.data.unflatten(0, (-1, 2, module.head_dim // 2)).transpose(1, 2).reshape(x.shape)
+    return before
 
 
 def replaced(value: float, before: float) -> float:
@@ -174,7 +177,7 @@ def settings(model: PreTrainedModel) -> Iterator[Suspect]:
     """Suspects of single numbers: epsilon of norms, the scale of attention, softcaps, the temperature."""
     norms = [(module, str(epsilon_name(module))) for module in model.modules() if epsilon_name(module)]
     known = sorted({getattr(*each) for each in norms})
-    for epsilon in (1e-3, 1e-5, 1e-6, 1e-12):
+    for epsilon in (1e-2, 1e-3, 1e-5, 1e-6, 1e-12):
         if known and epsilon not in known:
             yield Suspect(
                 f"epsilon {epsilon:g} of norms in place of {known[0]:g}", "rms_norm_eps or layer_norm_eps",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fragility_engines.gap import Gap
-from fragility_engines.slopes import Slope
+from fragility_engines.slopes import BEST, Directed, Slope, slopes
+from fragility_engines.suspects import Suspect
 
 # Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
 MORE, LESS = 1.25, 0.8
@@ -109,3 +110,21 @@ def described(found: dict[str, float]) -> list[str]:
     if found["largest"] > 3:
         texts.append("One sequence has most of the change: another template, or a truncation.")
     return texts
+
+
+def search(
+    gap: Gap, part: Gap, tried: Sequence[Suspect], inside: Sequence[Suspect], directed: Directed, in_part: Directed
+) -> tuple[list[Slope], list[Slope]]:  # fmt: skip
+    """The slopes of suspects that are ``tried``; and if none explains a gap beyond rounding, those ``inside``.
+
+    ``directed`` gives directions over all tokens of ``gap``, ``in_part`` over its ``part``. Suspects that change a
+    number a little may be below the noise, and are tested over all tokens. Of the others only the BEST over the part
+    are, as what they do is either there or not. ``inside`` are branches of blocks, tested over the part.
+    """
+    settings = [suspect for suspect in tried if not suspect.slope]
+    best = [each.suspect for each in slopes(part, settings, in_part)[:BEST]]
+    found = slopes(gap, [*(suspect for suspect in tried if suspect.slope), *best], directed)
+    verdict = judge(gap, found)
+    if verdict.kind != "more" or verdict.cause is not None:
+        return found, []
+    return found, slopes(part, inside, in_part)

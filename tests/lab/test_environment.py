@@ -178,10 +178,13 @@ def test_options_of_a_diagnosis_come_from_the_command_line_only():
     assert found_by_recipes("FORMAT", *words) == "7"
 
 
+NAMES = ["MODEL", "DATA", "RECIPE", "BUDGET", "RESULTS", "STALE", "SCHEDULER", "WITH", "KEEP", "LOG", "AGAINST"]
+
+
 @pytest.mark.parametrize(
     "value", ["a$b", "$(shell touch {made})", "$(x)", "a; touch {made}", "`touch {made}`", 'it\'s "q"']
 )
-@pytest.mark.parametrize("name", "MODEL DATA RECIPE BUDGET RESULTS STALE SCHEDULER WITH KEEP LOG AGAINST".split())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_given_value_is_neither_expanded_nor_run(name, value, tmp_path):
     value = value.format(made=tmp_path / "made")
     assert found_by_recipes(name, f"{name}={value}") == value

@@ -1,0 +1,124 @@
+"""X3: verdicts on engines with known truth, harmless ones and faulty ones (``variations``)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core.models.paths import block_paths, branch_paths
+from fragility_engines.gap import Gap, measure
+from fragility_engines.logs import Scored
+from fragility_engines.slopes import Directed, direction, screened
+from fragility_engines.suspects import Suspect, branches, suspects
+from fragility_engines.variations import FAULTS, HARMLESS, Variation
+from fragility_engines.verdict import Verdict, judge, search
+
+NOTICEABLE = 0.5  # times the RMS of rounding: a fault that moves log-probabilities more must not be missed
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The fp32 ``model`` and its ``windows`` (B, T), what bf16 predicts for them, and every suspect's direction."""
+
+    model: PreTrainedModel
+    windows: Tensor
+    bos: int | None = None
+
+    @cached_property
+    def sequences(self) -> list[Scored]:
+        """The windows as logs; their log-probabilities do not count."""
+        return [Scored(w.cpu().numpy(), np.full(len(w), -1.0)) for w in self.windows]
+
+    @cached_property
+    def gap(self) -> Gap:
+        """The gap of no engine: the prediction for bf16."""
+        return measure(self.model, self.sequences, "bf16")
+
+    @cached_property
+    def part(self) -> Gap:
+        """The tokens of ``gap`` over which suspects are tried first."""
+        return screened(self.gap)
+
+    @cached_property
+    def tried(self) -> list[Suspect]:
+        """Suspects of the model."""
+        return suspects(self.model, int(self.windows[0, 0]), self.bos)
+
+    @cached_property
+    def directed(self) -> tuple[Directed, Directed]:
+        """Every suspect's direction, over all tokens and over the part; each is computed once."""
+
+        def of(gap: Gap) -> Directed:
+            return cache(lambda suspect: direction(gap, self.model, self.sequences, suspect))
+
+        return of(self.gap), of(self.part)
+
+    @cached_property
+    def inside(self) -> list[Suspect]:
+        """Branches of the model."""
+        return branches(self.model)
+
+    def gap_of(self, variation: Variation) -> Gap:
+        """The gap of the engine ``variation``."""
+        found = variation.run(self.model, self.windows).cpu().numpy().ravel()
+        tokens = self.gap.tokens.assign(change=found - self.gap.tokens.exact)
+        observed = (tokens.change**2).groupby(tokens.sequence).mean().to_numpy()
+        return replace(self.gap, tokens=tokens, sequences=self.gap.sequences.assign(observed=observed))
+
+    def judged(self, variation: Variation) -> tuple[Gap, Verdict]:
+        """The gap of ``variation`` and the verdict on it, as ``comparison.compare`` comes to it."""
+        gap = self.gap_of(variation)
+        part = replace(gap, tokens=gap.tokens.loc[self.part.tokens.index])
+        found, inside = search(gap, part, self.tried, self.inside, *self.directed)
+        return gap, judge(gap, [*found, *inside])
+
+    def row(self, variation: Variation) -> dict[str, object]:
+        """The verdict on ``variation``: what it was, whether that is right, and which cause was named."""
+        gap, verdict = self.judged(variation)
+        value, low, high = verdict.ratio
+        cause = "" if verdict.cause is None else verdict.cause.suspect.name
+        expected = expected_cause(self.model, variation.cause)
+        return {
+            "engine": variation.name, "harmless": variation in HARMLESS, "seen": variation.seen,
+            "rms": gap.divergences()["rms"], "ratio": value, "low": low, "high": high, "verdict": verdict.kind,
+            "right": verdict.kind in variation.verdicts, "cause": cause, "expected": expected,
+            "named": bool(expected) and expected in cause,
+        }  # fmt: skip
+
+    def table(self, engines: Iterable[Variation] = (*HARMLESS, *FAULTS)) -> pd.DataFrame:
+        """One row per engine that this model can be."""
+        has_rope = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
+        return pd.DataFrame([self.row(each) for each in engines if has_rope or "RoPE" not in each.name])
+
+
+def expected_cause(model: PreTrainedModel, cause: str) -> str:
+    """The part of a name that ``Variation.cause`` stands for."""
+    tenths, colon, branch = cause.partition(":")
+    if not colon:
+        return cause
+    paths = block_paths(model)
+    path = paths[int(tenths) * len(paths) // 10]
+    inside = [each for each in branch_paths(model) if each.startswith(path + ".")]
+    return inside[int(branch)] if branch else path
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """False alarms, misses and right causes of a ``table``: how many, ``of`` how many.
+
+    A fault that moves log-probabilities by less than NOTICEABLE times the RMS of rounding is no miss. Its own change is
+    what the square of the gap has beyond that of rounding.
+    """
+    harmless, faults = table[table.harmless], table[~table.harmless]
+    large = faults[faults.ratio**2 - 1 > NOTICEABLE**2]
+    caused = large[large.expected != ""]
+    rows = {
+        "false alarms": ((harmless.verdict == "more").sum(), len(harmless)),
+        "wrong verdicts on harmless engines": ((~harmless.right).sum(), len(harmless)),
+        "faults missed": ((~large.right).sum(), len(large)),
+        "right cause named": (caused.named.sum(), len(caused)),
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["count", "of"])

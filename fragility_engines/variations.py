@@ -1,0 +1,306 @@
+"""Engines with known truth: a model run in bf16 in harmless ways, and with faults of kinds that people reported.
+
+Each is a function of the fp32 model and its windows (B, T), and gives log-probabilities (B, T - 1) as an engine would.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fragility_core.models.norms import epsilon_name
+from fragility_core.models.paths import attention_modules, block_paths, branch_paths, is_linear, norm_paths
+from fragility_engines.suspects import interleave, logprobs
+from fragility_quantization.quantized import lower
+
+Engine = Callable[[PreTrainedModel, Tensor], Tensor]
+Change = Callable[[Any], object]  # of a model, in place
+
+
+@dataclass(frozen=True)
+class Variation:
+    """An engine by ``name``; ``cause`` is a part of the name of the suspect that should be named, "" where none is.
+
+    "4:1" is the second branch (MLP) of the block at four tenths of the depth. ``verdicts`` are those that are right.
+    ``seen`` ones were used while the tests were designed; the others judge them.
+    """
+
+    name: str
+    run: Engine
+    cause: str = ""
+    seen: bool = False
+    verdicts: tuple[str, ...] = ("more",)
+
+
+def by_window(run: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
+    """The results of ``run`` for each window by itself."""
+    return torch.stack([run(window) for window in windows])
+
+
+def narrow(model: PreTrainedModel, change: Change = lambda model: None) -> PreTrainedModel:
+    """A copy of ``model`` in bf16, to which ``change`` was done in fp32."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        change(other)
+    return other.bfloat16()
+
+
+def native(change: Change = lambda model: None, attention: str = "", **how) -> Engine:
+    """An engine in native bf16 with a ``change`` of the model, other ``attention``, and options of ``gathered``."""
+
+    def run(model: PreTrainedModel, windows: Tensor) -> Tensor:
+        low = narrow(model, change)
+        if attention:
+            low.set_attn_implementation(attention)
+        return by_window(partial(gathered, low, **how), windows)
+
+    return run
+
+
+@torch.no_grad()
+def gathered(
+    model: PreTrainedModel, window: Tensor, temperature: float = 1.0, before: int = 0, shift: int = 0, chunk: int = 0,
+    drop: int = 0, dtype: torch.dtype = torch.float64, window_size: int = 0,
+) -> Tensor:  # fmt: skip
+    """Log-probabilities (T - 1,) of one window (T,), computed in another way.
+
+    ``before`` BOS tokens are put in front of it; positions are moved by ``shift``; ``chunk`` tokens go through a cache
+    at a time; the first ``drop`` tokens are seen by none of the later ones; ``dtype`` is that of the log-softmax; and
+    each token sees ``window_size`` tokens.
+    """
+    options: dict[str, Any] = {}
+    seen = torch.cat([window.new_full((before,), model.config.bos_token_id or 0), window])
+    places = torch.arange(len(seen))
+    if shift:
+        options["position_ids"] = (places + shift)[None]
+    if drop or window_size:
+        mask = places[:, None] >= places
+        mask &= (places >= drop) | (places[:, None] < drop)
+        mask &= places[:, None] - places < (window_size or len(seen))
+        low = torch.finfo(model.dtype).min
+        options["attention_mask"] = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, low)[None, None]
+    if chunk:
+        cache, found = None, []
+        for part in seen.split(chunk):
+            output = model(part[None], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits[0])
+        z = torch.cat(found)
+    else:
+        z = model(seen[None], use_cache=False, **options).logits[0]
+    z = (z.to(dtype) / temperature)[before:-1]
+    return (z.gather(-1, window[1:, None])[:, 0] - z.logsumexp(-1)).double()
+
+
+def batched(model: PreTrainedModel, windows: Tensor, padding: str = "") -> Tensor:
+    """All windows in one batch, each behind eight tokens of ``padding`` "left" or before them, "right"."""
+    low = narrow(model)
+    pad = windows.new_zeros(len(windows), 8)
+    mask = torch.ones_like(windows)
+    parts, masks = [windows], [mask]
+    if padding:
+        place = 0 if padding == "left" else 1
+        parts.insert(place, pad)
+        masks.insert(place, torch.zeros_like(pad))
+    seen, mask = torch.cat(parts, 1), torch.cat(masks, 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        z = low(seen, attention_mask=mask, position_ids=positions, use_cache=False).logits.double()
+    z = z[:, 8:] if padding == "left" else z[:, : windows.shape[1]]
+    z = z[:, :-1]
+    return z.gather(-1, windows[:, 1:, None])[..., 0] - z.logsumexp(-1)
+
+
+def autocast(model: PreTrainedModel, windows: Tensor) -> Tensor:
+    """The fp32 model under autocast: its residual stream is in fp32."""
+    with torch.autocast(windows.device.type, torch.bfloat16):
+        return by_window(partial(logprobs, model), windows)
+
+
+def emulated(recipe: str, execution: str = "auto", **how) -> Engine:
+    """An emulated pass by ``recipe``."""
+
+    def run(model: PreTrainedModel, windows: Tensor) -> Tensor:
+        low = lower(model, recipe, execution, **how)
+        with low.running():
+            return by_window(partial(logprobs, low.model), windows)
+
+    return run
+
+
+def exact(model: PreTrainedModel, windows: Tensor) -> Tensor:
+    """The fp32 model itself."""
+    return by_window(partial(logprobs, model), windows)
+
+
+def split_products(model: Any) -> None:
+    """Have linear layers add up two halves of each product, in another order."""
+    linear: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for module in linear:
+        module.forward = partial(in_halves, module)
+
+
+def in_halves(module: Any, x: Tensor) -> Tensor:
+    """The result of a linear layer from two halves of its inputs, added in fp32."""
+    half = x.shape[-1] // 2
+    weight = module.weight.float()
+    y = x[..., half:].float() @ weight[:, half:].mT + x[..., :half].float() @ weight[:, :half].mT
+    return (y if module.bias is None else y + module.bias.float()).to(x.dtype)
+
+
+def wide(kind: Callable[[Any], list[str]]) -> Change:
+    """A change that lets the modules at the paths of ``kind`` compute in fp32, between values in bf16."""
+
+    def change(model: Any) -> None:
+        for path in kind(model):
+            module = model.get_submodule(path)
+            module.forward = partial(in_fp32, copy.deepcopy(module))
+
+    return change
+
+
+def in_fp32(module: Any, x: Tensor, *args, **how) -> Tensor:
+    """The result of ``module``, which is in fp32, for values in bf16."""
+    return module(x.float(), *args, **how).to(x.dtype)
+
+
+def block(model: Any, number: int) -> Any:
+    """The block with ``number``, a share of the depth in tenths."""
+    return model.get_submodule(block_paths(model)[number * len(block_paths(model)) // 10])
+
+
+def scaled(kind: Callable[[Any], list[Tensor]], factor: float) -> Change:
+    """A change that multiplies tensors by ``factor``."""
+    return lambda model: [x.mul_(factor) for x in kind(model)]
+
+
+def epsilon(value: float) -> Change:
+    """A change of epsilon in all norms."""
+
+    def done(model: Any) -> None:
+        for module in model.modules():
+            if epsilon_name(module):
+                setattr(module, str(epsilon_name(module)), value)
+
+    return done
+
+
+def attention_scale(factor: float) -> Change:
+    """A change of the scale of attention."""
+
+    def done(model: Any) -> None:
+        modules: list[Any] = attention_modules(model)
+        for module in modules:
+            module.scaling *= factor
+
+    return done
+
+
+def frequencies(change: Callable[[Tensor], Tensor]) -> Change:
+    """A change of RoPE's frequencies."""
+
+    def done(model: Any) -> None:
+        for module in [*model.modules()]:
+            for name, x in [*module.named_buffers(recurse=False)]:
+                if name.endswith("inv_freq"):
+                    setattr(module, name, change(x))
+
+    return done
+
+
+def base(factor: float) -> Change:
+    """A change of RoPE's base by ``factor``."""
+    return frequencies(lambda x: x * factor ** -(torch.arange(len(x)) / len(x)))
+
+
+def linear_of(model: Any, tenths: int, branch: int) -> list[Any]:
+    """The linear layers of the first (attention) or second ``branch`` (MLP) of a block."""
+    paths = [path for path in branch_paths(model) if model.get_submodule(path) in [*block(model, tenths).children()]]
+    return [m for m in model.get_submodule(paths[branch]).modules() if is_linear(m)]
+
+
+def next_matrix(tenths: int, branch: int) -> Change:
+    """A change that gives the last linear layer of a branch the weights of an earlier block."""
+    return lambda model: linear_of(model, tenths, branch)[-1].weight.copy_(
+        linear_of(model, tenths - 2, branch)[-1].weight
+    )
+
+
+def flipped(tenths: int) -> Change:
+    """A change that turns the rows of a block's first attention matrix around: heads in another order."""
+    return lambda model: linear_of(model, tenths, 0)[0].weight.copy_(linear_of(model, tenths, 0)[0].weight.flip(0))
+
+
+def without_branch(tenths: int, branch: int) -> Change:
+    """A change that makes a branch add nothing."""
+    return lambda model: [p.zero_() for p in linear_of(model, tenths, branch)[-1].parameters()]
+
+
+def permuted(model: Any) -> None:
+    """A change of the order of RoPE's pairs in query and key heads."""
+    interleave(model)
+
+
+def norms_of(tenths: int) -> Callable[[Any], list[Tensor]]:
+    """The weights of a block's norms."""
+    return lambda model: [block(model, tenths).get_submodule(path).weight for path in norm_paths(block(model, tenths))]
+
+
+def eager_of(engine: Engine, model: PreTrainedModel, windows: Tensor) -> Tensor:
+    """The results of ``engine`` for ``model`` with eager attention."""
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    return engine(other, windows)
+
+
+OK, NARROWER = ("rounding",), ("rounding", "less")  # the latter where some kernels run wider than the recipe says
+HARMLESS = [
+    Variation("sdpa", native(), verdicts=OK, seen=True),
+    Variation("eager", native(attention="eager"), verdicts=OK, seen=True),
+    Variation("one batch", batched, verdicts=OK, seen=True),
+    Variation("padding at the left", partial(batched, padding="left"), verdicts=OK),
+    Variation("padding at the right", partial(batched, padding="right"), verdicts=OK),
+    Variation("a cache, 16 tokens at a time", native(chunk=16), verdicts=OK),
+    Variation("a cache, 7 tokens at a time", native(chunk=7), verdicts=OK),
+    Variation("products in two halves", native(split_products), verdicts=OK),
+    Variation("norms in fp32", native(wide(norm_paths)), verdicts=NARROWER),
+    Variation("autocast", autocast, verdicts=NARROWER, seen=True),
+    Variation("emulated", emulated("bf16"), verdicts=OK),
+    Variation("emulated, eager", partial(eager_of, emulated("bf16")), verdicts=OK),
+    Variation("fp16 where bf16 is said", emulated("fp16"), verdicts=("less",)),
+    Variation("fp32 where bf16 is said", exact, verdicts=("less",), seen=True),
+]
+BOS, BASE, SCALE, HEAT = "BOS", "RoPE base", "scale of attention", "temperature"
+FAULTS = [
+    Variation("a second BOS", native(before=1), BOS, seen=True),
+    Variation("RoPE base a tenth", native(base(0.1)), BASE, seen=True),
+    Variation("RoPE base a half", native(base(0.5)), BASE),
+    Variation("RoPE base five times", native(base(5.0)), BASE),
+    Variation("RoPE positions by two", native(frequencies(lambda x: x / 2)), "positions divided"),
+    Variation("RoPE pairs in another order", native(permuted), "pairs"),
+    Variation("attention scale +1 %", native(attention_scale(1.01)), SCALE, seen=True),
+    Variation("attention scale +10 %", native(attention_scale(1.1)), SCALE),
+    Variation("attention scale halved", native(attention_scale(0.5)), SCALE),
+    Variation("temperature 1.02", native(temperature=1.02), HEAT, seen=True),
+    Variation("temperature 0.9", native(temperature=0.9), HEAT),
+    Variation("temperature 1.3", native(temperature=1.3), HEAT),
+    Variation("epsilon 1e-3", native(epsilon(1e-3)), "epsilon", seen=True),
+    Variation("epsilon 1e-1", native(epsilon(1e-1)), "epsilon"),
+    Variation("a matrix of another block", native(next_matrix(4, 1)), "4:1", seen=True),
+    Variation("an attention matrix of another block", native(next_matrix(7, 0)), "7:0"),
+    Variation("rows of a query matrix turned around", native(flipped(2)), "2:0", seen=True),
+    Variation("an MLP left out", native(without_branch(8, 1)), "8:1"),
+    Variation("an attention left out", native(without_branch(3, 0)), "3:0"),
+    Variation("norms of a block +2 %", native(scaled(norms_of(2), 1.02)), "2:", seen=True),
+    Variation("norms of a block +30 %", native(scaled(norms_of(5), 1.3)), "5:"),
+    Variation("a window of 16 tokens", native(window_size=16), ""),
+    Variation("the first 8 tokens are not seen", native(drop=8), ""),
+    Variation("log-softmax in bf16", native(dtype=torch.bfloat16), ""),
+    Variation("weights of 8 bits", emulated("w8a8-int8"), ""),
+    Variation("a cache of 8 bits", emulated("kv-fp8"), ""),
+]

@@ -1,0 +1,86 @@
+"""Engines with known truth on the embedded Llama: no false alarm, and causes that are named."""
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fragility_engines.figures import verdicts
+from fragility_engines.proving import Ground, expected_cause, summary
+from fragility_engines.suspects import logprobs
+from fragility_engines.variations import FAULTS, HARMLESS, gathered
+from fragility_lab.inputs.loading import load
+
+BY_NAME = {each.name: each for each in (*HARMLESS, *FAULTS)}
+
+
+@pytest.fixture(scope="module")
+def ground():
+    loaded = load("embedded-llama", "embedded", [64], 4, "cpu", AutoModelForCausalLM)
+    return Ground(loaded.model, loaded.windows(64, 4, 0)[1], loaded.tokenizer.bos_token_id)
+
+
+@pytest.fixture(scope="module")
+def table(ground):
+    chosen = (
+        "sdpa", "padding at the left", "a cache, 7 tokens at a time", "products in two halves", "norms in fp32",
+        "autocast", "fp32 where bf16 is said", "a second BOS", "RoPE base a half", "RoPE pairs in another order",
+        "temperature 0.9", "an MLP left out", "a window of 16 tokens", "weights of 8 bits",
+    )  # fmt: skip
+    before = {path: p.clone() for path, p in ground.model.named_parameters()}
+    found = ground.table([BY_NAME[name] for name in chosen])
+    assert all(torch.equal(p, before[path]) for path, p in ground.model.named_parameters())
+    return found.set_index("engine", drop=False)
+
+
+def test_no_harmless_engine_is_more_than_rounding(table):
+    harmless = table[table.harmless]
+    assert len(harmless) == 7 and harmless.right.all(), harmless[["ratio", "low", "high", "verdict"]]
+    assert table.ratio["fp32 where bf16 is said"] < 1e-5
+
+
+def test_faults_are_noticed_and_their_causes_named(table):
+    faults = table[~table.harmless]
+    assert len(faults) == 7 and (faults.verdict == "more").all(), faults[["ratio", "low", "high", "verdict"]]
+    assert (faults.named == (faults.expected != "")).all(), faults[["cause", "expected"]]
+
+
+def test_the_summary_counts(table):
+    assert summary(table).values.tolist() == [[0, 7], [0, 7], [0, 7], [5, 5]]
+    wrong = table.assign(verdict=["more"] * 7 + ["rounding"] * 7, right=False, named=False)
+    assert summary(wrong).values.tolist() == [[7, 7], [7, 7], [7, 7], [0, 5]]
+    small = table.assign(ratio=1.1)
+    assert summary(small).of.tolist() == [7, 7, 0, 0]
+
+
+def test_the_figure_has_a_line_for_every_engine(table):
+    labels = [label.get_text() for label in verdicts(table).get_yticklabels()]
+    assert sorted(labels) == sorted(table.engine)
+
+
+@pytest.mark.parametrize("how", [{"chunk": 5}, {"shift": 3}, {"window_size": 64}, {"drop": 0}, {"before": 0}])
+def test_what_should_change_nothing_changes_nothing_in_fp32(ground, how):
+    window = ground.windows[0]
+    torch.testing.assert_close(
+        gathered(ground.model, window, **how), logprobs(ground.model, window), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("how", [{"window_size": 16}, {"drop": 8}, {"before": 1}, {"temperature": 1.1}])
+def test_what_is_a_fault_changes_log_probabilities(ground, how):
+    window = ground.windows[0]
+    assert (gathered(ground.model, window, **how) - logprobs(ground.model, window)).abs().max() > 0.05
+
+
+def test_every_engine_says_what_is_right_and_whether_it_was_seen():
+    assert len(BY_NAME) == len(HARMLESS) + len(FAULTS)
+    assert all(set(each.verdicts) <= {"rounding", "less"} for each in HARMLESS)
+    assert all(each.verdicts == ("more",) for each in FAULTS)
+    table = pd.Series({each.name: each.seen for each in FAULTS})
+    assert (~table).sum() >= table.sum()
+
+
+def test_expected_causes_are_parts_of_names(ground):
+    assert expected_cause(ground.model, "RoPE base") == "RoPE base"
+    assert expected_cause(ground.model, "4:1") == "model.layers.4.mlp"
+    assert expected_cause(ground.model, "5:") == "model.layers.6"
