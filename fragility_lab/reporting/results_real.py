@@ -78,7 +78,8 @@ def claims(models: Mapping[str, Tables]) -> pd.DataFrame:
 def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
     """KL under each recipe of X2, one row per model and recipe: predicted, measured, their ratio, and half the errors.
 
-    ``halves`` is four times the KL with half of every error, over the whole KL (``x2_growth``); missing if not run.
+    ``halves`` is four times the KL with half of every error, over the whole KL (``x2_growth``), and ``together`` the KL
+    over what the errors would make if they were independent (``x2_coherence``); missing if not run.
     """
     found = []
     for label, tables in models.items():
@@ -88,7 +89,20 @@ def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
             growth = tables.get("x2_growth", pd.DataFrame({"recipe": [], "quantity": [], "ratio": []}))
             halves = growth[growth.quantity == "kl"].set_index("recipe").ratio
             rows["windows"] = rows.get("windows")  # tables of older code have none
-            found.append(rows.assign(halves=rows.recipe.map(halves).astype(float)))
+            together = tables.get("x2_coherence", pd.DataFrame({"recipe": [], "overall": []}))
+            together = rows.recipe.map(together.set_index("recipe").overall)
+            found.append(rows.assign(halves=rows.recipe.map(halves).astype(float), together=together.astype(float)))
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+
+
+def plans(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """Mixed plans of X2, one row per model, ladder and budget: KL predicted and measured, and of a plan by chance."""
+    found = []
+    for label, tables in models.items():
+        if "x2_plans" in tables:
+            by = tables["x2_plans"].groupby("chosen_by")
+            rows, chance = by.get_group("prediction"), by.get_group("chance").measured.to_numpy()
+            found.append(rows.assign(model=label, chance=chance))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
@@ -109,6 +123,7 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
         ],
         "real_rows": rows,
         "real_recipes": recipes(named),
+        "real_plans": plans(named),
         "real_windows": {name: windows_of(f"{name}_runs", named) for name in ("e2", "x1")},
         "real_lengths": lengths_of("e3_runs", named),
         "real_claims": claims(named) if named else pd.DataFrame(),

@@ -153,7 +153,19 @@ def test_recipes_of_real_models_have_a_table():
     assert rows.ratio.equals(want.ratio) and (rows.model == "A").all()
     halves = tables["x2_growth"].query("quantity == 'kl'").set_index("recipe").ratio
     assert rows.halves["bf16"] == halves["bf16"] and rows.halves.drop("bf16").isna().all()
+    assert rows.together.isna().all()
+    acting = results_real.recipes({"A": few | {"x2_coherence": tables["x2_coherence"]}}).set_index("recipe").together
+    overall = tables["x2_coherence"].set_index("recipe").overall
+    assert acting.equals(overall.reindex(acting.index).rename("together"))
     assert results_real.recipes({"B": {}}).empty
+
+
+def test_plans_of_real_models_stand_beside_chance():
+    table = read_tables("embedded")["x2_plans"]
+    rows = results_real.plans({"A": {"x2_plans": table}, "B": {}})
+    best, chance = (table[table.chosen_by == name].reset_index(drop=True) for name in ("prediction", "chance"))
+    assert rows.measured.equals(best.measured) and rows.chance.equals(chance.measured.rename("chance"))
+    assert (rows.model == "A").all() and results_real.plans({"B": {}}).empty
 
 
 @pytest.mark.parametrize("template", ["findings.md.jinja", "page.md.jinja"])
