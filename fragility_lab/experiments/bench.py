@@ -29,8 +29,8 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching
 from fragility_lab.experiments.shadow import ShadowTraining
 from fragility_lab.inputs.checkpoints import default_device, load_model
-from fragility_lab.peers.tasks import forget_peak, peak
 from fragility_lab.running.environment import device_name
+from fragility_lab.running.memory import forget_peak, peak
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_numerics.lowering import LowPrecision
 from fragility_quantization.quantized import lower

@@ -3,9 +3,9 @@
 import numpy as np
 import pandas as pd
 
-from fragility_lab.peers.tasks import ORACLE, OURS
 from fragility_lab.reporting.tables import Tables
 
+ORACLE, OURS = "oracle", "ours"  # values of the column "method" (``fragility_peers.tasks``)
 ORDER = (OURS, "same", "open", "rival")  # the values of ``better``
 WHO = ("ours", "rival", "oracle")
 LOST = ["ladder", "bits", "layers", "rival", "ours", "oracle", "rival_additive", "ours_additive"]

@@ -11,14 +11,13 @@ import pytest
 import torch
 from tiny import random_tokens
 
-from fragility_lab.experiments import rivals
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.text import load_rows, tokenize
 from fragility_lab.paths import OUTPUTS
-from fragility_lab.peers import own, tasks
-from fragility_lab.peers.ladders import LADDERS, get_ladder
 from fragility_lab.reporting import figures_x2
+from fragility_peers import own, rivals, tasks
+from fragility_peers.ladders import LADDERS, get_ladder
 from fragility_quantization.operands import rounded_weight
 from fragility_quantization.recipes import LINEAR
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fragility_lab.peers import tasks
-from fragility_lab.peers.ladders import LADDERS, get_ladder
+from fragility_peers import tasks
+from fragility_peers.ladders import LADDERS, get_ladder
 from fragility_quantization.static_scales import calibrated
 
 CHECKPOINT = "embedded"
@@ -49,7 +49,7 @@ RATIOS = {"W4A16": (0.84, 0.92)}
 )
 def test_quantizers_are_those_that_ours_stand_for(name, rung, model):
     """The squared error of every layer's output under the library's quantizers over that under ours."""
-    driver = importlib.import_module(f"fragility_lab.peers.{get_ladder(name).library}")
+    driver = importlib.import_module(f"fragility_peers.{get_ladder(name).library}")
     theirs, recipe = driver.quantized(model, TOKENS, rung.name), calibrated(model, rung.recipe, TOKENS)
     ratios = []
     with torch.no_grad():

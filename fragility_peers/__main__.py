@@ -1,4 +1,4 @@
-"""Carry out one task: ``python -m fragility_lab.peers task.json answer.json``."""
+"""Carry out one task: ``python -m fragility_peers task.json answer.json``."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from fragility_lab.peers.tasks import carry_out
+from fragility_peers.tasks import carry_out
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # so that seconds can be compared

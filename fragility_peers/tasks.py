@@ -13,13 +13,10 @@ A task is a dictionary that JSON holds: ``kind``, ``model`` (a checkpoint), ``la
 """
 
 import copy
-import ctypes
-import gc
 import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fragility_lab.inputs.checkpoints import load_model
-from fragility_lab.peers.ladders import get_ladder
+from fragility_lab.running.memory import forget_peak, peak
+from fragility_peers.ladders import get_ladder
 from fragility_quantization.operands import linear_weights, owner
 
 OURS = "ours"  # the method of this project, on any ladder
@@ -97,7 +95,7 @@ def layer_paths(model: nn.Module) -> list[str]:
 def carry_out(task: dict[str, Any]) -> dict[str, Any]:
     """The answer to ``task``; raises ValueError for an unknown kind."""
     library = "own" if task.get("method") == OURS else get_ladder(task["ladder"]).library
-    driver: Driver = importlib.import_module(f"fragility_lab.peers.{library}")
+    driver: Driver = importlib.import_module(f"fragility_peers.{library}")
     model, calibration = linear_model(task["model"]), torch.tensor(task["calibration"])
     match task["kind"]:
         case "choose":
@@ -149,21 +147,6 @@ def weighed(call: Callable[[], Any]) -> tuple[Any, float, float]:
     before, began = peak(), time.process_time()
     result = call()
     return result, time.process_time() - began, peak() - before
-
-
-def forget_peak() -> None:
-    """Forget the peak of this process's memory so far, and give back what is free; on Linux alone."""
-    gc.collect()
-    if (clear := Path("/proc/self/clear_refs")).exists():
-        ctypes.CDLL(None).malloc_trim(0)
-        clear.write_text("5")
-
-
-def peak() -> float:
-    """MiB of memory of this process at its peak; NaN on systems other than Linux."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM")), float("nan"))
 
 
 def by_layer(paths: Sequence[str], units: Sequence[Sequence[str]], plan: Sequence[int]) -> list[int]:

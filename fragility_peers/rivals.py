@@ -1,6 +1,6 @@
 """X2's rivals: plans of other libraries beside ours, under their own quantizers and at exactly their budgets.
 
-Each library runs in a process of its own (``fragility_lab.peers``). All methods see the same calibration windows, and
+Each library runs in a process of its own (``fragility_peers``). All methods see the same calibration windows, and
 all plans are measured on other windows. Beside them are the oracle, which knows the measured KL of every layer alone
 on the calibration windows, and plans drawn at random.
 """
@@ -25,10 +25,10 @@ from torch import Tensor
 from fragility_adjoint.mixed_precision.bits import fused_layers
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.paths import PROJECT
-from fragility_lab.peers.ladders import Ladder, get_ladder
-from fragility_lab.peers.own import best_plans
-from fragility_lab.peers.tasks import NO_RUNG, ORACLE, OURS, by_layer, carry_out, layer_paths, linear_model
 from fragility_lab.running.environment import progress
+from fragility_peers.ladders import Ladder, get_ladder
+from fragility_peers.own import best_plans
+from fragility_peers.tasks import NO_RUNG, ORACLE, OURS, by_layer, carry_out, layer_paths, linear_model
 
 PEERS = PROJECT / ".peers" / "bin" / "python"
 RANDOM = "random"  # the method that draws plans
@@ -100,7 +100,7 @@ class Benchmark:
         task.write_text(text)
         given = {"PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [python, "-m", "fragility_lab.peers", task, made], env=os.environ | given, cwd=PROJECT, text=True,
+            [python, "-m", "fragility_peers", task, made], env=os.environ | given, cwd=PROJECT, text=True,
             capture_output=True, check=False,
         )  # fmt: skip
         if done.returncode:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fragility_lab.inputs.checkpoints import load_tokenizer
-from fragility_lab.peers.ladders import MXFP4_WEIGHTS, get_ladder
-from fragility_lab.peers.tasks import BATCH, Chosen, layer_paths
+from fragility_peers.ladders import MXFP4_WEIGHTS, get_ladder
+from fragility_peers.tasks import BATCH, Chosen, layer_paths
 
 
 def scheme(rung: str) -> Any:

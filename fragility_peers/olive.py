@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_lab.peers.ladders import get_ladder
-from fragility_lab.peers.tasks import Chosen, layer_paths, without_head
+from fragility_peers.ladders import get_ladder
+from fragility_peers.tasks import Chosen, layer_paths, without_head
 
 GROUP = 32  # 128 does not divide the 352 inputs of the second embedded checkpoint's projections
 

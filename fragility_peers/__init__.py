@@ -2,5 +2,5 @@
 
 ``ladders`` lists the schemes from which each library chooses, with the same ones of ours. ``tasks`` defines tasks and
 answers of a process. One module for each library drives it; it imports the library inside of functions, since the
-project's own environment has none of them. ``python -m fragility_lab.peers TASK ANSWER`` carries out a task.
+project's own environment has none of them. ``python -m fragility_peers TASK ANSWER`` carries out a task.
 """

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from fragility_adjoint.mixed_precision.bits import Choices, predictions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_lab.peers.ladders import LADDERS, Ladder, get_ladder
-from fragility_lab.peers.tasks import Chosen
 from fragility_numerics.lowering import rounded_copy
+from fragility_peers.ladders import LADDERS, Ladder, get_ladder
+from fragility_peers.tasks import Chosen
 from fragility_quantization.quantized import how_stored
 from fragility_quantization.static_scales import calibrated
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_lab.peers.ladders import get_ladder
-from fragility_lab.peers.tasks import BATCH, Chosen, without_head
+from fragility_peers.ladders import get_ladder
+from fragility_peers.tasks import BATCH, Chosen, without_head
 
 NEEDING_CUDA = ("MXFP4_DEFAULT_CFG", "MXFP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG")
 
