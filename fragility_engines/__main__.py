@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from fragility_engines.logs import read
 from fragility_lab import paths
 from fragility_lab.inputs.names import EMBEDDED
 
@@ -19,6 +20,11 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     if not asked.log:
         sys.exit("make compare: an engine's log is compared, got none: give LOG=log.jsonl (docs/engines.md)")
+    try:
+        for path in filter(None, (asked.log, asked.against)):
+            read(path)
+    except (ValueError, OSError) as refused:
+        sys.exit(f"make compare: {refused}")
     from fragility_engines.comparison import compare  # takes seconds
     from fragility_engines.page import page
     from fragility_lab.running.files import write_whole

@@ -132,12 +132,12 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Scored]]] = {  # by th
 def read(path: str | Path) -> list[Scored]:
     """All sequences of the file at ``path``. Raises OSError, and ValueError with the line for what cannot be read."""
     found: list[Scored] = []
-    with open(path, encoding="utf-8-sig") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
                 continue
             try:
-                found += of_line(text)
+                found += of_line(line.decode("utf-8-sig"))
             except (KeyError, TypeError, IndexError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: {error!r} is not as its form says: {', '.join(READERS)}"

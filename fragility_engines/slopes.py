@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 from transformers import PreTrainedModel
 
 from fragility_engines.gap import Gap
@@ -19,7 +20,7 @@ from fragility_engines.suspects import Suspect, score
 Directed = Callable[[Suspect], np.ndarray]  # the ``direction`` of a suspect
 
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
-CERTAIN = 6.0  # standard errors; some twenty suspects are tested, and their errors are estimates
+CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
 INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
 SCREENED = 128  # tokens of each of two sequences, over which suspects are tried first, and branches
@@ -31,19 +32,20 @@ class Slope:
     """How much of a gap lies along the direction of one ``suspect``.
 
     ``size`` is 1 where the engine does what the suspect does, and 0 where it does not; an emulated pass, which has the
-    same rounded weights, is subtracted. ``error`` is its standard error. ``share`` is the share of the squared gap that
-    goes with this size along the direction.
+    same rounded weights, is subtracted. ``error`` is its standard error, from so many ``units``. ``share`` is the share
+    of the squared gap that goes with this size along the direction.
     """
 
     suspect: Suspect
     size: float
     error: float
     share: float
+    units: int
 
     @property
     def least(self) -> float:
-        """The size from which on the suspect would be noticed: what the test can see."""
-        return CERTAIN * self.error
+        """The size from which on the suspect would be noticed, by Student's distribution; infinite for one unit."""
+        return float(stats.t.isf(CHANCE, self.units - 1)) * self.error if self.units > 1 else np.inf
 
     @property
     def certain(self) -> bool:
@@ -52,8 +54,12 @@ class Slope:
 
     @property
     def as_tested(self) -> bool:
-        """True if the engine may do what the suspect does: a setting has its full size, a number any size."""
-        return self.certain and (self.suspect.slope or self.suspect.branch or 0.5 < self.size < 1.5)
+        """True if the engine may do what the suspect does: a setting has its full size, a number any size.
+
+        Branches are tried only where the gap is more than rounding, and any of them may be the one.
+        """
+        whole = self.suspect.slope or 0.5 < self.size < 1.5
+        return self.suspect.branch or (self.certain and whole)
 
     @property
     def needed(self) -> float:
@@ -89,13 +95,13 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
     chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
     square = float((table.change**2).sum())
     if not (along.any() and square):
-        return Slope(suspect, 0.0, np.inf, 0.0)
+        return Slope(suspect, 0.0, np.inf, 0.0, 1)
     (observed, error), (emulated, own_error) = (
         slope_of(table[name].to_numpy(), along, chunks) for name in ("change", "emulated")
     )
     size = observed - emulated
     left = float(((table.change - size * along) ** 2).sum())
-    return Slope(suspect, size, (error + own_error) ** 0.5, 1 - left / square)
+    return Slope(suspect, size, (error + own_error) ** 0.5, 1 - left / square, len(np.unique(chunks)))
 
 
 def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:

@@ -11,7 +11,7 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_engines.comparison import explained
 from fragility_engines.gap import AtPositions, Gap, measure
 from fragility_engines.logs import Scored
-from fragility_engines.slopes import Slope, direction, slope_of, slopes
+from fragility_engines.slopes import Slope, direction, slope, slope_of, slopes
 from fragility_engines.suspects import Suspect, logprobs, suspects
 from fragility_engines.verdict import judge, patterns
 from fragility_quantization.quantized import lower
@@ -183,22 +183,30 @@ def test_the_verdict_follows_the_interval(observed, kind):
 
 
 def test_a_certain_suspect_makes_a_small_gap_more_than_rounding():
-    found = Slope(Suspect("another temperature", "temperature", slope=True), 0.5, 0.05, 0.1)
+    found = Slope(Suspect("another temperature", "temperature", slope=True), 0.5, 0.05, 0.1, 20)
     assert judge(made([1.0, 1.1, 0.9, 1.0], [1.0] * 4), [found]).cause is found
-    uncertain = Slope(found.suspect, 0.2, 0.05, 0.1)
+    uncertain = Slope(found.suspect, 0.2, 0.05, 0.1, 20)
     assert judge(made([1.0, 1.1, 0.9, 1.0], [1.0] * 4), [uncertain]).kind == "rounding"
+
+
+def test_a_slope_from_few_tokens_is_not_certain():
+    """One unit has no standard error, whatever the residuals are."""
+    gap, suspect = made([9.0], [1.0], tokens=8), Suspect("another temperature", "temperature", slope=True)
+    found = slope(gap, suspect, gap.tokens.change.to_numpy())
+    assert found.share == pytest.approx(1) and not found.certain
+    assert judge(gap, [found]).kind == "few"
 
 
 def test_a_slope_and_its_error_are_those_of_white():
     generator = np.random.default_rng(1)
-    direction = generator.normal(size=400)
+    along = generator.normal(size=400)
 
     def drawn():
-        return 0.3 * direction + generator.normal(size=400) * (0.1 + direction**2)
+        return 0.3 * along + generator.normal(size=400) * (0.1 + along**2)
 
-    slope, square = slope_of(drawn(), direction, np.arange(400))
-    others = [slope_of(drawn(), direction, np.arange(400))[0] for _ in range(400)]
-    assert slope == pytest.approx(0.3, abs=4 * square**0.5)
+    size, square = slope_of(drawn(), along, np.arange(400))
+    others = [slope_of(drawn(), along, np.arange(400))[0] for _ in range(400)]
+    assert size == pytest.approx(0.3, abs=4 * square**0.5)
     assert square**0.5 == pytest.approx(np.std(others), rel=0.25)
 
 

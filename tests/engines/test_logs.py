@@ -99,6 +99,15 @@ def test_a_line_that_is_no_log_is_refused_by_number(tmp_path, line, message):
     assert message in str(refused.value)
 
 
+def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-16"))
+    with pytest.raises(ValueError, match="line 1: 'utf-8' codec"):
+        read(path)
+    path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-8-sig"))
+    assert read(path)[0].tokens.tolist() == TOKENS
+
+
 def test_a_log_without_sequences_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one sequence"):
         read(written(tmp_path, ""))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig
 
 from fragility_engines.suspects import branches, logprobs, score, suspects
 
@@ -16,10 +16,12 @@ LLAMA = LlamaConfig(**SIZES, rope_parameters={"rope_theta": 1e5, "rope_type": "d
 GEMMA = Gemma2Config(
     **SIZES, head_dim=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=16
 )
+GEMMA3 = Gemma3TextConfig(**SIZES, head_dim=16, query_pre_attn_scalar=16, sliding_window_pattern=2)
 MODELS = {
     "gpt2": lambda: random_gpt2(TINY),
     "llama": lambda: random_model(LLAMA),
     "gemma2": lambda: random_model(GEMMA),
+    "gemma3": lambda: random_model(GEMMA3),
 }
 WINDOW = random_tokens(24, seed=5, smallest=3)
 
@@ -46,6 +48,7 @@ def test_models_have_the_suspects_of_their_settings():
     names = {name: " ".join(suspect.name for suspect in tried(make())) for name, make in MODELS.items()}
     for part in ("RoPE base", "RoPE pairs", "epsilon", "scale of attention", "temperature", "BOS"):
         assert part in names["llama"]
+    assert "RoPE base 10000 in all layers" in names["gemma3"]  # it has two
     assert "RoPE" not in names["gpt2"] and "softcap" not in names["llama"]
     assert "no softcap of attention" in names["gemma2"] and "no softcap of logits" in names["gemma2"]
 
