@@ -37,7 +37,7 @@ def measured(label: str, tables: Tables) -> dict[str, str]:
         row["ratio"] = f"{number(least, '.2f')} to {number(most, '.2f')}"
     if "x2_recipes" in tables:
         for quantity, rows in tables["x2_recipes"].groupby("quantity"):
-            row[quantity] = f"{rows.ratio.between(*CLOSE).sum()} of {len(rows)}"
+            row[quantity] = f"{rows.ratio.between(*CLOSE).sum()} of {rows.ratio.count()}"  # those that do not overflow
     counts = runs.groupby("precision")[["windows", "overflowed"]].sum().query("overflowed > 0")
     over = [f"{n.overflowed} of {n.windows + n.overflowed} in {format}" for format, n in counts.iterrows()]
     return row | {"overflow": ", ".join(over) or "none"}
