@@ -23,13 +23,13 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for path in filter(None, (asked.log, asked.against)):
             read(path)
-    except (ValueError, OSError) as refused:
-        sys.exit(f"make compare: {refused}")
-    from fragility_engines.comparison import compare  # takes seconds
-    from fragility_engines.page import page
-    from fragility_lab.running.files import write_whole
+        # What follows takes seconds to import.
+        from fragility_engines.comparison import compare
+        from fragility_engines.page import page
+        from fragility_lab.running.execute import require_folder_name
+        from fragility_lab.running.files import write_whole
 
-    try:
+        require_folder_name(asked.results)
         found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.probes, asked.seed)
     except (ValueError, OSError) as refused:
         sys.exit(f"make compare: {refused}")

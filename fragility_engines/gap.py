@@ -25,7 +25,8 @@ NOTHING = 1e-12  # times the predicted square: as good as no change
 class Gap:
     """An engine's log-probabilities beside those of a reference, and beside a prediction for ``recipe``.
 
-    ``tokens`` has one row for each token that the engine scored: its ``sequence``, ``position`` and ``token``;
+    ``tokens`` has one row for each token that the engine scored, in sequences that do not overflow: its ``sequence``,
+    ``position`` and ``token``;
     ``exact``, its log-probability in the reference; ``change``, the engine's minus this one; and ``emulated``, the same
     for an emulated pass by the recipe. ``sequences`` has one row for each: its number of scored ``tokens``, and the
     ``observed`` and ``predicted`` mean squared change. ``sites`` has the share of the predicted square by kind of site.
@@ -96,17 +97,19 @@ def measure(
 
     A ``reference`` is another engine's log of the same tokens, which also runs the recipe. The roundings of weights are
     then the same on both sides, and those of kernels count twice. Raises ValueError for sequences that do not fit the
-    model or the reference, and the errors of ``lower`` and ``Adjoint``.
+    model or the reference, or that all overflow, and the errors of ``lower`` and ``Adjoint``.
     """
     require_fitting(model.config, sequences)
     chosen, device = get_recipe(recipe), next(model.parameters()).device
     low, positions = lower(model, chosen), AtPositions()
     adjoint = Adjoint(low, model, probes, seed, positions.target, gradients="both")
-    rows, totals, shares = [], [], []
+    rows, totals, shares, overflows = [], [], [], []
     for number, each in enumerate(sequences):
         tokens = torch.from_numpy(each.tokens).to(device)
         other = None if reference is None else of_reference(each, reference, number)
         known = np.isfinite(each.logprobs[1:]) & (True if other is None else np.isfinite(other[1:]))
+        if not known.any():
+            raise ValueError(f"both logs must score a token in common, got none in sequence {number}")
         exact = (logprobs(model, tokens).cpu().numpy() if other is None else other[1:])[known]
         emulated = np.zeros_like(exact)
         if other is None:
@@ -114,11 +117,20 @@ def measure(
                 emulated = logprobs(low.model, tokens).cpu().numpy()[known] - exact
         change, at = each.logprobs[1:][known] - exact, np.flatnonzero(known) + 1
         positions.chosen = torch.from_numpy(at - 1)
-        square, by_site = expected(adjoint(tokens[None]), twice=other is not None)
+        prediction = adjoint(tokens[None])
+        square, by_site = expected(prediction, twice=other is not None)
+        overflows.append(prediction.windows.overflow.item())
+        totals.append({"sequence": number, "tokens": len(at), "observed": (change**2).mean(), "predicted": square})
+        if not np.isfinite(square):
+            continue
         columns = {"sequence": number, "position": at, "token": each.tokens[at], "exact": exact, "change": change}
         rows.append(pd.DataFrame(columns | {"emulated": emulated}))
-        totals.append({"sequence": number, "tokens": len(at), "observed": (change**2).mean(), "predicted": square})
         shares.append(by_site * len(at))
+    if not rows:
+        raise ValueError(
+            f"a gap needs a sequence that stays in range, but in {chosen.name} all overflow, first in {overflows[0]}: "
+            "make diagnose says what mends this, and RECIPE=bf16 has a wider range"
+        )
     sites = pd.concat(shares, axis=1).sum(axis=1).sort_values(ascending=False)
     return Gap(chosen, pd.concat(rows, ignore_index=True), pd.DataFrame(totals), sites / sites.sum())
 

@@ -70,7 +70,11 @@ class Ground:
         return replace(self.gap, tokens=tokens, sequences=self.gap.sequences.assign(observed=observed))
 
     def judged(self, variation: Variation) -> tuple[Gap, Verdict]:
-        """The gap of ``variation`` and the verdict on it, as ``comparison.compare`` comes to it."""
+        """The gap of ``variation`` and the verdict on it.
+
+        ``comparison.compare`` tries suspects over the sequences whose gap is largest. Here these are the same for all
+        engines, so that each direction is computed once.
+        """
         gap = self.gap_of(variation)
         part = replace(gap, tokens=gap.tokens.loc[self.part.tokens.index])
         found, inside = search(gap, part, self.tried, self.inside, *self.directed)

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from fragility_core.models.norms import epsilon_name
 from fragility_core.models.paths import branch_paths
 
-BRANCH = "something in "  # prefix of the names of branches
 Change = Callable[[PreTrainedModel], Any]  # gives a context in which the model is changed
 
 
@@ -28,7 +27,8 @@ class Suspect:
 
     ``name`` says what differs, and ``mend`` what to look at. In the context of ``change`` the model has other settings.
     ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; ``temperature`` divides logits. A
-    ``slope`` is a small change of a number, along which the gap may have any size.
+    ``slope`` is a small change of a number, along which the gap may have any size. A ``branch`` of a block is left out,
+    for whatever is wrong in it.
     """
 
     name: str
@@ -38,11 +38,7 @@ class Suspect:
     skip: int = 0
     temperature: float = 1.0
     slope: bool = False
-
-    @property
-    def branch(self) -> bool:
-        """True for a branch that is left out: something in it differs, of whatever kind."""
-        return self.name.startswith(BRANCH)
+    branch: bool = False
 
 
 @torch.no_grad()
@@ -200,7 +196,7 @@ def settings(model: PreTrainedModel) -> Iterator[Suspect]:
 def branches(model: PreTrainedModel) -> list[Suspect]:
     """A suspect for each branch of each block, which its change leaves out, for whatever is wrong in it."""
     mend = "the weights of this branch, the order of its heads, and the kernel that the engine runs for it"
-    return [Suspect(f"{BRANCH}{path}", mend, partial(without, path)) for path in branch_paths(model)]
+    return [Suspect(f"something in {path}", mend, partial(without, path), branch=True) for path in branch_paths(model)]
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fragility_core.models import paths
 from fragility_core.models.norms import epsilon_name
-from fragility_core.models.paths import attention_modules, block_paths, branch_paths, is_linear, norm_paths
 from fragility_engines.suspects import interleave, logprobs
 from fragility_quantization.quantized import lower
 
@@ -27,13 +27,13 @@ class Variation:
     """An engine by ``name``; ``cause`` is a part of the name of the suspect that should be named, "" where none is.
 
     "4:1" is the second branch (MLP) of the block at four tenths of the depth. ``verdicts`` are those that are right.
-    ``seen`` ones were used while the tests were designed; the others judge them.
+    ``seen`` ones had a part in the design of the tests; the others were added when it was finished, and judge it.
     """
 
     name: str
     run: Engine
     cause: str = ""
-    seen: bool = False
+    seen: bool = True
     verdicts: tuple[str, ...] = ("more",)
 
 
@@ -122,11 +122,21 @@ def autocast(model: PreTrainedModel, windows: Tensor) -> Tensor:
         return by_window(partial(logprobs, model), windows)
 
 
-def emulated(recipe: str, execution: str = "auto", **how) -> Engine:
-    """An emulated pass by ``recipe``."""
+def autocast_batch(model: PreTrainedModel, windows: Tensor) -> Tensor:
+    """The same with all windows in one batch."""
+    with torch.autocast(windows.device.type, torch.bfloat16), torch.no_grad():
+        z = model(windows, use_cache=False).logits.double()[:, :-1]
+    return z.gather(-1, windows[:, 1:, None])[..., 0] - z.logsumexp(-1)
+
+
+def emulated(recipe: str, attention: str = "") -> Engine:
+    """An emulated pass by ``recipe``, with other ``attention``."""
 
     def run(model: PreTrainedModel, windows: Tensor) -> Tensor:
-        low = lower(model, recipe, execution, **how)
+        other = copy.deepcopy(model)
+        if attention:
+            other.set_attn_implementation(attention)
+        low = lower(other, recipe)
         with low.running():
             return by_window(partial(logprobs, low.model), windows)
 
@@ -171,12 +181,18 @@ def in_fp32(module: Any, x: Tensor, *args, **how) -> Tensor:
 
 def block(model: Any, number: int) -> Any:
     """The block with ``number``, a share of the depth in tenths."""
-    return model.get_submodule(block_paths(model)[number * len(block_paths(model)) // 10])
+    return model.get_submodule(paths.block_paths(model)[number * len(paths.block_paths(model)) // 10])
 
 
-def scaled(kind: Callable[[Any], list[Tensor]], factor: float) -> Change:
-    """A change that multiplies tensors by ``factor``."""
-    return lambda model: [x.mul_(factor) for x in kind(model)]
+def scaled_norms(tenths: int, factor: float) -> Change:
+    """A change that multiplies the weights of a block's norms by ``factor``."""
+
+    def done(model: Any) -> None:
+        inside = block(model, tenths)
+        for path in paths.norm_paths(inside):
+            inside.get_submodule(path).weight.mul_(factor)
+
+    return done
 
 
 def epsilon(value: float) -> Change:
@@ -194,7 +210,7 @@ def attention_scale(factor: float) -> Change:
     """A change of the scale of attention."""
 
     def done(model: Any) -> None:
-        modules: list[Any] = attention_modules(model)
+        modules: list[Any] = paths.attention_modules(model)
         for module in modules:
             module.scaling *= factor
 
@@ -220,8 +236,9 @@ def base(factor: float) -> Change:
 
 def linear_of(model: Any, tenths: int, branch: int) -> list[Any]:
     """The linear layers of the first (attention) or second ``branch`` (MLP) of a block."""
-    paths = [path for path in branch_paths(model) if model.get_submodule(path) in [*block(model, tenths).children()]]
-    return [m for m in model.get_submodule(paths[branch]).modules() if is_linear(m)]
+    inside = [*block(model, tenths).children()]
+    branches = [m for m in map(model.get_submodule, paths.branch_paths(model)) if m in inside]
+    return [m for m in branches[branch].modules() if paths.is_linear(m)]
 
 
 def next_matrix(tenths: int, branch: int) -> Change:
@@ -241,66 +258,65 @@ def without_branch(tenths: int, branch: int) -> Change:
     return lambda model: [p.zero_() for p in linear_of(model, tenths, branch)[-1].parameters()]
 
 
-def permuted(model: Any) -> None:
-    """A change of the order of RoPE's pairs in query and key heads."""
-    interleave(model)
-
-
-def norms_of(tenths: int) -> Callable[[Any], list[Tensor]]:
-    """The weights of a block's norms."""
-    return lambda model: [block(model, tenths).get_submodule(path).weight for path in norm_paths(block(model, tenths))]
-
-
-def eager_of(engine: Engine, model: PreTrainedModel, windows: Tensor) -> Tensor:
-    """The results of ``engine`` for ``model`` with eager attention."""
-    other = copy.deepcopy(model)
-    other.set_attn_implementation("eager")
-    return engine(other, windows)
-
-
 OK, NARROWER = ("rounding",), ("rounding", "less")  # the latter where some kernels run wider than the recipe says
 HARMLESS = [
-    Variation("sdpa", native(), verdicts=OK, seen=True),
-    Variation("eager", native(attention="eager"), verdicts=OK, seen=True),
-    Variation("one batch", batched, verdicts=OK, seen=True),
+    Variation("sdpa", native(), verdicts=OK),
+    Variation("eager", native(attention="eager"), verdicts=OK),
+    Variation("one batch", batched, verdicts=OK),
     Variation("padding at the left", partial(batched, padding="left"), verdicts=OK),
     Variation("padding at the right", partial(batched, padding="right"), verdicts=OK),
     Variation("a cache, 16 tokens at a time", native(chunk=16), verdicts=OK),
     Variation("a cache, 7 tokens at a time", native(chunk=7), verdicts=OK),
     Variation("products in two halves", native(split_products), verdicts=OK),
-    Variation("norms in fp32", native(wide(norm_paths)), verdicts=NARROWER),
-    Variation("autocast", autocast, verdicts=NARROWER, seen=True),
+    Variation("norms in fp32", native(wide(paths.norm_paths)), verdicts=NARROWER),
+    Variation("autocast", autocast, verdicts=NARROWER),
     Variation("emulated", emulated("bf16"), verdicts=OK),
-    Variation("emulated, eager", partial(eager_of, emulated("bf16")), verdicts=OK),
+    Variation("emulated, eager", emulated("bf16", "eager"), verdicts=OK),
+    Variation("a cache, one token at a time", native(chunk=1), verdicts=OK, seen=False),
+    Variation("eager, a cache of 5 tokens", native(attention="eager", chunk=5), verdicts=OK, seen=False),
+    Variation("eager, products in two halves", native(split_products, "eager"), verdicts=OK, seen=False),
+    Variation("RoPE positions moved by 100", native(shift=100), verdicts=OK, seen=False),
+    Variation("head in fp32", native(wide(paths.head_paths)), verdicts=NARROWER, seen=False),
+    Variation("autocast, a batch", autocast_batch, verdicts=NARROWER, seen=False),
     Variation("fp16 where bf16 is said", emulated("fp16"), verdicts=("less",)),
-    Variation("fp32 where bf16 is said", exact, verdicts=("less",), seen=True),
+    Variation("fp32 where bf16 is said", exact, verdicts=("less",)),
 ]
 BOS, BASE, SCALE, HEAT = "BOS", "RoPE base", "scale of attention", "temperature"
 FAULTS = [
-    Variation("a second BOS", native(before=1), BOS, seen=True),
-    Variation("RoPE base a tenth", native(base(0.1)), BASE, seen=True),
+    Variation("a second BOS", native(before=1), BOS),
+    Variation("RoPE base a tenth", native(base(0.1)), BASE),
     Variation("RoPE base a half", native(base(0.5)), BASE),
     Variation("RoPE base five times", native(base(5.0)), BASE),
     Variation("RoPE positions by two", native(frequencies(lambda x: x / 2)), "positions divided"),
-    Variation("RoPE pairs in another order", native(permuted), "pairs"),
-    Variation("attention scale +1 %", native(attention_scale(1.01)), SCALE, seen=True),
+    Variation("RoPE pairs in another order", native(interleave), "pairs"),
+    Variation("attention scale +1 %", native(attention_scale(1.01)), SCALE),
     Variation("attention scale +10 %", native(attention_scale(1.1)), SCALE),
     Variation("attention scale halved", native(attention_scale(0.5)), SCALE),
-    Variation("temperature 1.02", native(temperature=1.02), HEAT, seen=True),
+    Variation("temperature 1.02", native(temperature=1.02), HEAT),
     Variation("temperature 0.9", native(temperature=0.9), HEAT),
     Variation("temperature 1.3", native(temperature=1.3), HEAT),
-    Variation("epsilon 1e-3", native(epsilon(1e-3)), "epsilon", seen=True),
+    Variation("epsilon 1e-3", native(epsilon(1e-3)), "epsilon"),
     Variation("epsilon 1e-1", native(epsilon(1e-1)), "epsilon"),
-    Variation("a matrix of another block", native(next_matrix(4, 1)), "4:1", seen=True),
+    Variation("a matrix of another block", native(next_matrix(4, 1)), "4:1"),
     Variation("an attention matrix of another block", native(next_matrix(7, 0)), "7:0"),
-    Variation("rows of a query matrix turned around", native(flipped(2)), "2:0", seen=True),
+    Variation("rows of a query matrix turned around", native(flipped(2)), "2:0"),
     Variation("an MLP left out", native(without_branch(8, 1)), "8:1"),
     Variation("an attention left out", native(without_branch(3, 0)), "3:0"),
-    Variation("norms of a block +2 %", native(scaled(norms_of(2), 1.02)), "2:", seen=True),
-    Variation("norms of a block +30 %", native(scaled(norms_of(5), 1.3)), "5:"),
+    Variation("norms of a block +2 %", native(scaled_norms(2, 1.02)), "2:"),
+    Variation("norms of a block +30 %", native(scaled_norms(5, 1.3)), "5:"),
     Variation("a window of 16 tokens", native(window_size=16), ""),
     Variation("the first 8 tokens are not seen", native(drop=8), ""),
     Variation("log-softmax in bf16", native(dtype=torch.bfloat16), ""),
     Variation("weights of 8 bits", emulated("w8a8-int8"), ""),
     Variation("a cache of 8 bits", emulated("kv-fp8"), ""),
+    Variation("RoPE base a third", native(base(1 / 3)), BASE, seen=False),
+    Variation("RoPE positions by four", native(frequencies(lambda x: x / 4)), "positions divided", seen=False),
+    Variation("attention scale -20 %", native(attention_scale(0.8)), SCALE, seen=False),
+    Variation("temperature 1.1", native(temperature=1.1), HEAT, seen=False),
+    Variation("epsilon 1e-4", native(epsilon(1e-4)), "epsilon", seen=False),
+    Variation("an MLP matrix of another block", native(next_matrix(9, 1)), "9:1", seen=False),
+    Variation("rows of a late query matrix turned around", native(flipped(6)), "6:0", seen=False),
+    Variation("another MLP left out", native(without_branch(2, 1)), "2:1", seen=False),
+    Variation("norms of a late block -10 %", native(scaled_norms(7, 0.9)), "7:", seen=False),
+    Variation("a window of 48 tokens", native(window_size=48), "", seen=False),
 ]

@@ -77,7 +77,7 @@ def patterns(gap: Gap) -> dict[str, float]:
 
     ``start`` and ``end`` are the RMS over the first START and the last END scored tokens of the sequences; ``mean`` is
     the mean change; ``few`` the share of tokens that make half of the square; ``largest`` the share of the square that
-    one sequence makes, relative to an equal share; ``along`` the correlation of the change with the log-probability.
+    one sequence makes, relative to an equal share.
     """
     tokens, unit = gap.tokens, gap.predicted
     by = tokens.groupby("sequence")
@@ -91,7 +91,6 @@ def patterns(gap: Gap) -> dict[str, float]:
     return {
         "start": rms(by.head(START)), "end": rms(by.tail(END)), "mean": float(tokens.change.mean() / unit),
         "few": half / len(squares), "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0,
-        "along": float(tokens.change.corr(tokens.exact)),
     }  # fmt: skip
 
 

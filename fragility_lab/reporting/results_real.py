@@ -13,6 +13,7 @@ from fragility_lab.reporting.verdicts import compare
 
 LABELS = {"smollm2-135m": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
 CLOSE = (0.9, 1.1)  # predicted over measured KL
+EMPTY = pd.DataFrame(columns=["recipe", "quantity", "ratio", "overall"])  # a table that is not there
 
 
 def present() -> dict[str, Tables]:
@@ -86,24 +87,20 @@ def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
         if "x2_recipes" in tables:
             rows = tables["x2_recipes"].query("quantity == 'kl'").assign(model=label)
             rows["interval"] = [f"{row.low:.2f} to {row.high:.2f}" for row in rows.itertuples()]
-            growth = tables.get("x2_growth", pd.DataFrame({"recipe": [], "quantity": [], "ratio": []}))
-            halves = growth[growth.quantity == "kl"].set_index("recipe").ratio
             rows["windows"] = rows.get("windows")  # tables of older code have none
-            together = tables.get("x2_coherence", pd.DataFrame({"recipe": [], "overall": []}))
-            together = rows.recipe.map(together.set_index("recipe").overall)
-            found.append(rows.assign(halves=rows.recipe.map(halves).astype(float), together=together.astype(float)))
+            growth, acting = (tables.get(name, EMPTY).set_index("recipe") for name in ("x2_growth", "x2_coherence"))
+            columns = {"halves": growth.ratio[growth.quantity == "kl"], "together": acting.overall}
+            found.append(rows.assign(**{name: rows.recipe.map(each).astype(float) for name, each in columns.items()}))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
 def plans(models: Mapping[str, Tables]) -> pd.DataFrame:
     """Mixed plans of X2, one row per model, ladder and budget: KL predicted and measured, and of a plan by chance."""
-    found = []
-    for label, tables in models.items():
-        if "x2_plans" in tables:
-            by = tables["x2_plans"].groupby("chosen_by")
-            rows, chance = by.get_group("prediction"), by.get_group("chance").measured.to_numpy()
-            found.append(rows.assign(model=label, chance=chance))
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+    tables = [found["x2_plans"].assign(model=label) for label, found in models.items() if "x2_plans" in found]
+    if not tables:
+        return pd.DataFrame()
+    best, chance = map(pd.concat(tables).groupby("chosen_by").get_group, ("prediction", "chance"))
+    return best.reset_index(drop=True).assign(chance=chance.measured.to_numpy())
 
 
 def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[str, object]:

@@ -187,13 +187,18 @@ def require_places(profile: str) -> None:
         raise SystemExit(str(error)) from error
 
 
+def require_folder_name(results: str) -> None:
+    """Raises SystemExit unless ``results`` names a folder in outputs."""
+    if results in ("", ".", "..") or Path(results).name != results:
+        raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {results!r}")
+
+
 def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
     """Run the notebook ``name`` with ``values``; returns the path of the executed copy.
 
     Results go to the folder ``profile`` of outputs. If the notebook fails, this exits and prints the error last.
     """
-    if profile in ("", ".", "..") or Path(profile).name != profile:
-        raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {profile!r}")
+    require_folder_name(profile)
     require_places(profile)
     executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
     executed.parent.mkdir(parents=True, exist_ok=True)

@@ -142,6 +142,27 @@ def test_logs_of_other_tokens_and_of_other_models_are_refused(model, native):
         measure(model, [long])
 
 
+def test_sequences_that_overflow_do_not_count_and_all_of_them_are_refused():
+    model = random_model(LLAMA)
+    model.model.embed_tokens.weight[5] *= 1e6  # beyond fp16
+    outside = Scored(np.full(20, 5), np.full(20, -1.0))
+    inside = Scored(np.arange(6, 26), np.full(20, -1.0))
+    with pytest.raises(ValueError, match="in fp16 all overflow, first in "):
+        measure(model, [outside], "fp16")
+    gap = measure(model, [outside, inside], "fp16")
+    assert {*gap.tokens.sequence} == {1} and len(gap.known) == 1
+    assert over_all(gap, model, [outside, inside])[0].share <= 1
+    assert judge(gap).kind == "few"
+
+
+def test_logs_without_a_token_in_common_are_refused(model):
+    first, second = (
+        Scored(np.arange(5, 9), np.array(values)) for values in ([np.nan, -1, -1, np.nan], [np.nan] * 3 + [-1])
+    )
+    with pytest.raises(ValueError, match="a token in common, got none in sequence 0"):
+        measure(model, [first], "bf16", reference=[second])
+
+
 def made(observed, predicted, tokens=100):
     """A gap of sequences with these mean squares."""
     generator = np.random.default_rng(0)

@@ -77,7 +77,7 @@ def test_every_engine_says_what_is_right_and_whether_it_was_seen():
     assert all(set(each.verdicts) <= {"rounding", "less"} for each in HARMLESS)
     assert all(each.verdicts == ("more",) for each in FAULTS)
     table = pd.Series({each.name: each.seen for each in FAULTS})
-    assert (~table).sum() >= table.sum()
+    assert (~table).sum() >= 10
 
 
 def test_expected_causes_are_parts_of_names(ground):
