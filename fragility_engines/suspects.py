@@ -87,10 +87,10 @@ def beginnings(model: PreTrainedModel, first: int, bos: int | None) -> Iterator[
     """Suspects of how a window begins, whose first token is ``first``."""
     if bos is None:
         return
-    look = "does the template or the tokenizer add one, too?"
+    look = "what template and tokenizer put in front of a text"
     if first == bos:
         yield Suspect("a second BOS token", look, prefix=(bos,))
-        yield Suspect("no BOS token", "does the engine begin as the tokenizer does?", skip=1)
+        yield Suspect("no BOS token", look, skip=1)
     else:
         yield Suspect("a BOS token that the tokens do not show", look, prefix=(bos,))
 
