@@ -68,7 +68,7 @@ def page(compared: Compared) -> str:
     return template("engines/page.html.jinja").render(
         compared=compared, recipe=gap.recipe.name, verdict=verdict, kind=KINDS[verdict.kind],
         tokens=len(gap.tokens), sequences=len(gap.sequences), overflowed=len(gap.sequences) - len(gap.known),
-        patterns=described(patterns(gap)) if verdict.kind == "more" else [],
+        patterns=described(patterns(gap)) if verdict.kind == "more" and verdict.cause is None else [],
         numbers=numbers(gap), sites=widened(gap.sites),
         suspects=suspected(compared.found, verdict), branches=suspected(compared.branches, verdict)[:3],
         images={"spread": uri(figures.spread(gap)), "positions": uri(figures.positions(gap))},

@@ -46,7 +46,8 @@ class Verdict:
             text += "; something runs in a wider format than the recipe says"
         if self.cause is not None:
             suspect = self.cause.suspect
-            text += f". {suspect.name} explains {self.cause.share:.0%} of it: look at {suspect.mend}"
+            name = suspect.name[0].upper() + suspect.name[1:]
+            text += f". {name} explains {self.cause.share:.0%} of it: look at {suspect.mend}"
         return text
 
 

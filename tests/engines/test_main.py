@@ -43,7 +43,7 @@ def test_native_bf16_is_rounding_and_another_temperature_is_named(tmp_path, outp
     other = log(tmp_path / "b.jsonl", windows, lambda w: logprobs(native, w, 1.1))
     main(["--log", other, "--model", MODEL, "--results", "b"])
     printed = capsys.readouterr().out
-    assert printed.startswith("more than rounding") and "another temperature explains" in printed
+    assert printed.startswith("more than rounding") and "Another temperature explains" in printed
     page = (outputs / "b" / "comparison.html").read_text()
     assert "explains the gap" in page and str(tmp_path) not in page
 
