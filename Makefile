@@ -142,6 +142,10 @@ compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LO
 engines: $(ENVIRONMENT)  ## X3: verdicts of make compare on engines with known truth, harmless and faulty
 	@$(EXECUTE) x3_engines $(GIVEN)
 
+.PHONY: referees
+referees: $(ENVIRONMENT) .engines/installed  ## X4: engines that other people wrote, beside predictions and emulations of them
+	@$(EXECUTE) x4_referees $(GIVEN)
+
 .PHONY: reruns
 reruns: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts
 	@$(PYTHON) -m fragility_lab.reporting.reruns "$$RESULTS" "$$WITH"
@@ -267,7 +271,12 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 	.peers/bin/python -m pip install -c constraints.txt -e '.[lab,test,gguf,peers]'
 	@touch $@
 
+.engines/installed: pyproject.toml .venv/installed
+	.venv/bin/python -m venv .engines
+	.engines/bin/python -m pip install -c constraints.txt -e '.[lab,gguf,engines]'
+	@touch $@
+
 .PHONY: clean
 clean:  ## remove .venv and caches; outputs stay
-	rm -rf .venv .peers .real .site .audit .home .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .peers .engines .real .site .audit .home .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find fragility_* tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

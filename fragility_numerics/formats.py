@@ -213,7 +213,7 @@ NARROW: dict[str, Format] = {
         Format("fp6_e3m2", 6, 3, 2.0**-2, 28.0, saturates=True),
         Format("fp6_e2m3", 6, 4, 1.0, 7.5, saturates=True),
         Format("fp4_e2m1", 4, 2, 1.0, 6.0, saturates=True),
-        *(integers(bits) for bits in (8, 4, 3, 2)),
+        *(integers(bits) for bits in (8, 7, 4, 3, 2)),
     )
 }
 

@@ -61,6 +61,8 @@ def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     """
     embeddings, heads = embedding_paths(model), head_paths(model)
     known = [*dict.fromkeys(map(owner, linear_weights(model))), *embeddings, *heads]
+    ends = dict.fromkeys(embeddings, recipe.embedding) | dict.fromkeys(heads, recipe.head)
+    recipe = replace(recipe, layers={path: each for path, each in ends.items() if each} | dict(recipe.layers))
     for path, operands in recipe.layers.items():
         if not (isinstance(path, str) and isinstance(operands, Operands)):
             raise ValueError(

@@ -36,12 +36,15 @@ class Recipe:
 
     The linear layers of blocks (``operands.linear_weights``) have the ``linear`` operands, those at the paths in
     ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings; those of
-    attention within the paths ``uncached`` stay as they are.
+    attention within the paths ``uncached`` stay as they are. An embedding and a head that are not among the layers have
+    operands of their own (``with_known_layers``).
     """
 
     name: str
     kernels: NumberFormat
     linear: Operands = Operands()
+    embedding: Operands = Operands()
+    head: Operands = Operands()
     cache: NumberFormat | None = None
     layers: Mapping[str, Operands] = field(default_factory=dict, hash=False)
     uncached: frozenset[str] = frozenset()
@@ -53,7 +56,7 @@ class Recipe:
     @property
     def plain(self) -> bool:
         """True if the recipe rounds the results of kernels and nothing else."""
-        return not (self.linear or self.cache or any(self.layers.values()))
+        return not (self.linear or self.embedding or self.head or self.cache or any(self.layers.values()))
 
     @property
     def rounds(self) -> bool:
@@ -116,6 +119,36 @@ LINEAR: dict[str, Operands] = {
     "nvfp4-w": weights_only(NVFP4),
     **{name.replace("scaled", "linear"): both(scheme) for name, scheme in POWERS.items()},
 }  # fmt: skip
+SIGNED_INT4 = Scheme(INT4, "group", 32, rule="signed")
+TENSOR_UINT8 = Scheme(INT8, symmetric=False)  # of inputs, from their smallest to their largest number
+CHANNEL_UINT8, GROUP_INT8 = Scheme(INT8, "row", symmetric=False), Scheme(INT8, "group", 32)
+RANGE_INT8 = Scheme(INT8, "row", rule="range")
+GROUP_UINT4 = Scheme(INT4, "group", 32, symmetric=False)
+
+
+def products(name: str, linear: Operands) -> Recipe:
+    """The recipe of an engine whose linear layers and head have ``linear`` operands; the rest is fp32."""
+    return Recipe(name, FORMATS["fp32"], linear, head=linear)
+
+
+def everywhere(name: str, linear: Operands, ends: Operands | None = None) -> Recipe:
+    """The same with the embedding, which has the operands of the head: ``linear`` ones or those of ``ends``."""
+    return replace(products(name, linear), embedding=ends or linear, head=ends or linear)
+
+
+# What engines run on CPUs, as fragility_engines.referees finds it.
+ENGINES = (
+    everywhere("ctranslate2-int8", Operands(Scheme(INT8, "row"), TOKEN_INT8)),
+    products("onnxruntime-int8", Operands(Scheme(INT8), TENSOR_UINT8)),
+    products("onnxruntime-int4", weights_only(SIGNED_INT4)),
+    everywhere("openvino-int8-w", weights_only(CHANNEL_UINT8)),
+    everywhere("openvino-int8", Operands(CHANNEL_UINT8, GROUP_INT8)),
+    everywhere("openvino-int4-w", weights_only(GROUP_UINT4), weights_only(CHANNEL_UINT8)),
+    everywhere("openvino-int4", Operands(GROUP_UINT4, GROUP_INT8), Operands(CHANNEL_UINT8, GROUP_INT8)),
+    products("torch-int8", Operands(Scheme(INT8, rule="range"), Scheme(NARROW["int7"], symmetric=False))),
+    products("torchao-int8", both(RANGE_INT8)),
+    products("torchao-int8-w", weights_only(RANGE_INT8)),
+)
 PREQUANTIZED = "given"  # weights that somebody else has rounded, as they are, beside kernels in fp32
 CACHES: dict[str, NumberFormat] = {
     "kv-fp8": E4M3,
@@ -125,6 +158,7 @@ RECIPES: dict[str, Recipe] = {
     **{name: Recipe(name, kernels) for name, kernels in (FORMATS | POWERS).items()},
     **{name: Recipe(name, FORMATS["bf16"], linear=operands) for name, operands in LINEAR.items()},
     **{name: Recipe(name, FORMATS["bf16"], cache=cache) for name, cache in CACHES.items()},
+    **{recipe.name: recipe for recipe in ENGINES},
     PREQUANTIZED: Recipe(PREQUANTIZED, FORMATS["fp32"]),
 }
 

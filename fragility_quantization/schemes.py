@@ -14,7 +14,7 @@ from fragility_numerics.formats import FORMATS, Format
 
 GRANULARITIES = ("tensor", "row", "group", "block")
 SCALES = {"fp32": 32, "bf16": 16, "e8m0": 8, "e4m3": 8}  # the kinds of scales, with their bits
-RULES = ("largest", "range", "floor", "ceil", "mse")
+RULES = ("largest", "range", "signed", "floor", "ceil", "mse")
 SMALLEST = 2.0**-100  # groups of zeros have a scale, too
 SHRINKS = torch.linspace(1.0, 0.4, 61).tolist()  # of the largest value, tried by the rule "mse"
 
@@ -61,8 +61,8 @@ class Scheme:
             raise ValueError(f"size counts the entries of a group or block, got {self.size} for a {self.granularity}")
         if (self.rule in ("floor", "ceil")) != (self.scale == "e8m0"):
             raise ValueError(f'the rule of e8m0 scales is "floor" or "ceil", got {self.rule!r} for {self.scale}')
-        if self.rule == "range" and self.format.lowest is None:
-            raise ValueError(f'only integers have the rule "range", got {self.format.name}')
+        if self.rule in ("range", "signed") and self.format.lowest is None:
+            raise ValueError(f'only integers have the rule "{self.rule}", got {self.format.name}')
         if not self.symmetric and (self.format.lowest is None or self.scale in ("e8m0", "e4m3") or self.rule == "mse"):
             raise ValueError("only integers with scales in fp32 or bf16, by the largest value, may be asymmetric")
         if self.static and self.granularity != "tensor":
@@ -136,7 +136,7 @@ class Scheme:
 
     def _numbers(self, x: Tensor, *how) -> Tensor:
         """fp32 ``x`` rounded to the numbers of the format, of which the largest stand for those out of range."""
-        lowest = -self.format.largest if self.rule != "range" else self.format.lowest
+        lowest = self.format.lowest if self.rule in ("range", "signed") else -self.format.largest
         return self.format.round(x.clamp(lowest, self.format.largest), *how).float()
 
     def ulp(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Scheme:
         groups = self._grouped(x)
         if self.symmetric:
             scale = self._scale(groups)
-            spacing = self.format.ulp(groups / scale) * scale
+            spacing = self.format.ulp(groups / scale) * scale.abs()
         else:
             spacing = self._range(groups)[0].expand_as(groups)
         return self._ungrouped(spacing, x.shape)
@@ -198,8 +198,11 @@ class Scheme:
         if self.rule == "ceil":
             _, exponent = torch.frexp(top / largest)
             return torch.exp2(1.0 - exponent)
-        lowest = self.format.lowest if self.rule == "range" else None
-        return self._stored(largest, top if lowest is None else (top - lowest) / 2)
+        lowest = self.format.lowest
+        if self.rule == "signed" and lowest is not None:
+            at = groups.abs().argmax(-1, keepdim=True)
+            return torch.copysign(self._stored(largest, -lowest), -groups.gather(-1, at))
+        return self._stored(largest, (top - lowest) / 2 if self.rule == "range" and lowest is not None else top)
 
     def _stored(self, largest: Tensor, top: float) -> Tensor:
         """The scale under which ``top`` stands for ``largest``, as its kind stores it."""

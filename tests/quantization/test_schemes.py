@@ -104,6 +104,7 @@ def of_four(format: str, **how) -> Scheme:
         (of_four("int4", symmetric=False), [3.0, 7.4, 15.0, 3.0], [3, 7, 15, 3]),  # 0 is in the range all the same
         (of_four("int4", symmetric=False), [-3.0, -7.4, -15.0, -3.0], [-3, -7, -15, -3]),
         (of_four("int4", symmetric=False, scale="bf16"), [0.0, 6.0, 1.0], [0, 6.005859375, 0.80078125]),
+        (of_four("int4", rule="signed"), [8.0, -7.4, 1.2, 0.4, -4.0, 3.9, 0.1, 0.3], [8, -7, 1, 0, -4, 3.5, 0, 0.5]),
         (of_four("int4", rule="range"), [7.5, -7.5, 1.2, 0.4], [7, -8, 1, 0]),
         (of_four("int4", scale="bf16"), [0.7 * 2, 1.0, 0.0, -1.4], [1.4013671875, 1.0009765625, 0, -1.4013671875]),
         (of_four("fp4_e2m1", scale="e8m0", rule="floor"), [7.0, 5.2, 0.3, -3.4], [6, 6, 0.5, -3]),
@@ -125,6 +126,7 @@ def test_numbers_by_hand(scheme, x, read):
     [
         (Scheme(NARROW["int8"]), [127.0, 1.0, 0.0, -3.0], [1, 1, 1, 1]),
         (of_four("int4", symmetric=False), [-3.4, 0.2, 6.6, 11.6], [1, 1, 1, 1]),
+        (of_four("int4", rule="signed"), [8.0, -7.0, 1.0, 0.0, -4.0, 3.0, 0.0, 0.0], [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]),
         (of_four("fp4_e2m1"), [6.0, 3.0, 1.5, 0.2, 12.0, 3.0, 1.5, 0.2], [2, 1, 0.5, 0.5, 4, 1, 1, 1]),
     ],
 )
@@ -164,6 +166,7 @@ def test_a_scale_in_16_bits_hardly_changes_the_error(name):
         ({"rule": "floor"}, 'the rule of e8m0 scales is "floor" or "ceil", got \'floor\' for fp32'),
         ({"symmetric": False, "format": FORMATS["fp8_e4m3"]}, "only integers .* may be asymmetric"),
         ({"rule": "range", "format": FORMATS["fp8_e4m3"]}, 'only integers have the rule "range", got fp8_e4m3'),
+        ({"rule": "signed", "format": FORMATS["fp8_e4m3"]}, 'only integers have the rule "signed", got fp8_e4m3'),
         ({"static": True, "granularity": "row"}, "one scale for the whole tensor, got one for a row"),
     ],
 )
