@@ -273,7 +273,7 @@ env: $(ENVIRONMENT)  ## make the environment, without running anything
 
 .engines/installed: pyproject.toml .venv/installed
 	.venv/bin/python -m venv .engines
-	.engines/bin/python -m pip install -c constraints.txt -e '.[lab,gguf,engines]'
+	.engines/bin/python -m pip install -c constraints.txt -e '.[engines]'
 	@touch $@
 
 .PHONY: clean

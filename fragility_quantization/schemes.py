@@ -144,7 +144,8 @@ class Scheme:
         groups = self._grouped(x)
         if self.symmetric:
             scale = self._scale(groups)
-            spacing = self.format.ulp(groups / scale) * scale.abs()
+            numbers = (groups / scale).clamp(-self.format.largest, self.format.largest)  # the lowest of int4 is -8
+            spacing = self.format.ulp(numbers) * scale.abs()
         else:
             spacing = self._range(groups)[0].expand_as(groups)
         return self._ungrouped(spacing, x.shape)

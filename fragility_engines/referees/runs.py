@@ -1,6 +1,5 @@
 """X4 in runs, one for each engine and kind, so that it goes on where it stopped."""
 
-import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import pandas as pd
 
 from fragility_engines.referees.judged import Court
 from fragility_engines.referees.known import PACKAGES, REFEREES, Referee
+from fragility_engines.referees.worker import installed
 from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.paths import PROJECT
 from fragility_lab.running.runs import RunStore, Specification
@@ -33,15 +33,9 @@ def versions(python: Path) -> dict[str, str]:
     """The version of each package of PACKAGES that the environment of ``python`` has."""
     if python == Path(sys.executable):
         return installed(PACKAGES)
-    code = f"import json; from {__name__} import installed; print(json.dumps(installed({PACKAGES!r})))"
+    code = f"import json; from {installed.__module__} import installed; print(json.dumps(installed({PACKAGES!r})))"
     ran = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT)
     return json.loads(ran.stdout.splitlines()[-1])
-
-
-def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those of ``packages`` that are installed here."""
-    known = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
-    return {name: known[name] for name in packages if name in known}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,12 @@ RUNNERS: dict[str, tuple[Callable[[Path, Path, str], Run], str]] = {  # with the
     "torch": (torch, "torch"),
     "torchao": (torchao, "torchao"),
 }
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those of ``packages`` that are installed here."""
+    known = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    return {name: known[name] for name in packages if name in known}
 
 
 def carry_out(task: dict[str, Any]) -> dict[str, Any]:
