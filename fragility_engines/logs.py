@@ -200,11 +200,7 @@ def read(path: str | Path) -> list[Scored]:
                 continue
             try:
                 found += of_line(line.decode("utf-8-sig"))
-            except (KeyError, TypeError, IndexError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {error!r} is not as its form says: {', '.join(READERS)}"
-                ) from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
         raise ValueError(f"a log must have at least one sequence, got {path} without any")
@@ -216,10 +212,18 @@ def of_line(text: str) -> list[Scored]:
     line = json.loads(text)
     if not isinstance(line, dict):
         raise ValueError(f"a line must be an object, got {shortened(line)}")
+    return of_answer(line)
+
+
+def of_answer(line: Mapping[str, Any]) -> list[Scored]:
+    """The sequences of the object of a line, which may be a server's answer. Raises ValueError for other objects."""
     reader = next((reader for key, reader in READERS.items() if key in line), None)
     if reader is None:
         raise ValueError(f"a line must have one of {', '.join(READERS)}, got the keys {shortened([*line])}")
-    return [*reader(line)]
+    try:
+        return [*reader(line)]
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{error!r} is not as its form says: {', '.join(READERS)}") from error
 
 
 def line_of(each: Scored, **more: Any) -> str:
