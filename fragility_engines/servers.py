@@ -170,34 +170,63 @@ def llama_cpp(server: Server, window: Text) -> Scored:
 
 def openai(server: Server, window: Text) -> Scored:
     """The scores of a ``window`` by a server that echoes prompts: its tokens, or its text if it takes none."""
-    how = {"model": server.name, "max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": max(1, server.top)}
     try:
-        choice = choice_of(server.client.ask("/v1/completions", {**how, "prompt": [*window.tokens]}))
-        tokens, hidden = window.tokens, 0
+        return echoed(server, window, [*window.tokens])
     except ServerError as error:
-        if error.status not in REFUSED or not window.text:
+        if error.status not in (*REFUSED, 500) or not window.text:
             raise
-        choice = choice_of(server.client.ask("/v1/completions", {**how, "prompt": window.text}))
-        tokens, hidden = window.again, window.opening
-    logprobs = choice.get("logprobs")
+        return openai_text(server, window)
+
+
+def openai_text(server: Server, window: Text) -> Scored:
+    """The scores of a ``window`` by a server that echoes texts, and begins them as the tokenizer does."""
+    return echoed(server, window, window.text)
+
+
+def echoed(server: Server, window: Text, prompt: str | list[int]) -> Scored:
+    """The scores of a ``window``, sent as ``prompt``, in a completion that echoes it.
+
+    A text comes back as the tokens that it has by itself, without the opening.
+    """
+    answered = server.client.ask(
+        "/v1/completions",
+        {
+            "model": server.name, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "echo": True,
+            "logprobs": max(1, server.top),
+        },
+    )  # fmt: skip
+    tokens, hidden = (window.again, window.opening) if isinstance(prompt, str) else (window.tokens, 0)
+    logprobs = choice_of(answered).get("logprobs")
     if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
         raise ValueError(f"the answer must have logprobs of the echoed prompt, got {logprobs!r:.100}")
     pieces, values, count = logprobs.get("tokens") or [], logprobs["token_logprobs"], len(tokens) - hidden
     if len(values) not in (count, count + 1):
         raise ValueError(f"the answer must score {count} tokens of the prompt, got {len(values)} log-probabilities")
-    spelled = "".join(map(str, pieces[:count]))
-    if window.text and letters(window.text) not in letters(spelled):
-        raise ValueError(f"the answer must be of the text that was sent, got {spelled!r:.100}")
+    if window.text and not spelled(pieces[:count], window.text):
+        raise ValueError(f"the answer must be of the text that was sent, got {pieces[:count]!r:.100}")
     return checked(scored([*tokens], [*([None] * hidden), *values[:count]]), tokens, hidden + 1)
 
 
+def spelled(pieces: Sequence[Any], text: str) -> bool:
+    """True if ``text`` has all ``pieces`` in this order, as far as they are printable ASCII.
+
+    Servers spell spaces and parts of characters in several ways, and llama-cpp-python leaves out long tokens.
+    """
+    left = letters(text)
+    for piece in map(letters, map(str, pieces)):
+        if piece not in left:
+            return False
+        left = left.partition(piece)[2] if piece else left
+    return True
+
+
 def letters(text: str) -> str:
-    """The printable ASCII of ``text`` without spaces: servers spell spaces and parts of characters in several ways."""
+    """The printable ASCII of ``text``, without spaces."""
     return "".join(letter for letter in text if "!" <= letter <= "~")
 
 
 ENGINES: dict[str, Callable[[Server, Text], Scored]] = {
-    "vllm": vllm, "sglang": sglang, "llama.cpp": llama_cpp, "openai": openai,
+    "vllm": vllm, "sglang": sglang, "llama.cpp": llama_cpp, "openai": openai, "openai-text": openai_text,
 }  # fmt: skip
-OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}  # by what /v1/models says
+OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "me": "openai-text"}  # by /v1/models
 ASKED = {"/get_model_info": "sglang", "/props": "llama.cpp"}  # by the path that only this engine answers

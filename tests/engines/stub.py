@@ -68,7 +68,7 @@ SERVERS: dict[str, dict[str, Callable[[dict[str, Any]], Any]]] = {  # by engine:
     "vllm": {"/v1/models": lambda _: listed("vllm"), "/v1/completions": of_vllm},
     "sglang": {"/v1/models": lambda _: listed("sglang"), "/generate": of_sglang},
     "llama.cpp": {"/v1/models": lambda _: listed("llamacpp"), "/completion": of_llama_cpp},
-    "openai": {"/v1/models": lambda _: listed("me"), "/v1/completions": of_echo},
+    "openai": {"/v1/models": lambda _: listed("somebody"), "/v1/completions": of_echo},
 }
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fragility_engines import score
 from fragility_engines.logs import read
-from fragility_engines.servers import ENGINES, Text, detected
+from fragility_engines.servers import Text, detected
 from fragility_engines.transport import Client, ServerError
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
@@ -33,7 +33,7 @@ def asked(server, longest=5.0, most=2**20, top=3, engine="", key=""):
     return detected(Client(stub.url(server), 20.0, longest, most, key), engine, top).score(Text(TOKENS))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", stub.SERVERS)
 def test_every_engine_scores_what_it_was_sent(engine):
     with stub.running(engine) as server:
         found = asked(server)
@@ -189,9 +189,12 @@ def of_text(values=None, pieces=("once", " upon", " a")):
 TEXT = Text((1, 7, 8, 9), "once upon a", (1, 7, 8, 9), opening=1)
 
 
-def test_a_server_that_takes_no_tokens_is_sent_their_text():
+@pytest.mark.parametrize("owner", ["me", "somebody"])  # the first is llama-cpp-python
+def test_a_server_that_takes_no_tokens_is_sent_their_text(owner):
     with stub.running("openai", of_text()) as server:
+        server.paths = stub.SERVERS["openai"] | {"/v1/models": lambda _: stub.listed(owner)}
         found = detected(Client(stub.url(server))).score(TEXT)
+        assert len(server.seen) == (2 if owner == "me" else 5)
     assert found.tokens.tolist() == [1, 7, 8, 9] and found.logprobs[2:].tolist() == [-1.0, -2.0]
     assert np.isnan(found.logprobs[:2]).all()
 
@@ -200,7 +203,7 @@ def test_a_server_that_takes_no_tokens_is_sent_their_text():
     ("failing", "message"),
     [
         (of_text(values=[None, -1.0]), "must score 3 tokens of the prompt, got 2"),
-        (of_text(pieces=("two", " upon", " a")), "must be of the text that was sent, got 'two upon a'"),
+        (of_text(pieces=("two", " upon", " a")), "must be of the text that was sent, got ['two', ' upon', ' a']"),
         (of_text(values=[None, None, -1.0, -2.0]), "got none at token 2"),
         (stub.status(200, b'{"choices": [{"logprobs": null}]}'), "must have logprobs of the echoed prompt, got None"),
     ],
