@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.models.paths import block_paths, branch_paths
-from fragility_engines.gap import Gap, measure
+from fragility_engines.catalogue import Facts, branches, suspects
+from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
+from fragility_engines.measuring import measure
 from fragility_engines.slopes import Directed, direction, screened
-from fragility_engines.suspects import Suspect, branches, suspects
+from fragility_engines.suspects import Suspect
 from fragility_engines.variations import FAULTS, HARMLESS, Variation
 from fragility_engines.verdict import Verdict, judge, search
 
@@ -46,7 +48,7 @@ class Ground:
     @cached_property
     def tried(self) -> list[Suspect]:
         """Suspects of the model."""
-        return suspects(self.model, int(self.windows[0, 0]), self.bos)
+        return suspects(self.model, Facts.of(self.sequences, self.bos))
 
     @cached_property
     def directed(self) -> tuple[Directed, Directed]:

@@ -25,7 +25,7 @@ def windows_of(model: str, data: str, length: int, count: int, seed: int = 0) ->
     They are those of ``make diagnose``. Raises the errors of ``checkpoints`` and ``text``, and ValueError for windows
     beyond the model's context and for a tokenizer of another model.
     """
-    from fragility_engines.gap import require_fitting
+    from fragility_engines.measuring import require_fitting
     from fragility_lab.inputs import checkpoints
     from fragility_lab.inputs.text import load_rows, opening, select_windows, tokenize
 

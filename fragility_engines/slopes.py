@@ -5,7 +5,7 @@ direction is known far more accurately than a root mean square, and shows change
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,8 @@ class Slope:
 
     ``size`` is 1 where the engine does what the suspect does, and 0 where it does not; an emulated pass, which has the
     same rounded weights, is subtracted. ``error`` is its standard error, from so many ``units``. ``share`` is the share
-    of the squared gap that goes with this size along the direction.
+    of the squared gap that goes with this size along the direction. Between ``two`` engines the size is -1 where the
+    reference does what the suspect does. ``owner`` is then the one of the two that does.
     """
 
     suspect: Suspect
@@ -41,6 +42,8 @@ class Slope:
     error: float
     share: float
     units: int
+    two: bool = False
+    owner: str = ""
 
     @property
     def least(self) -> float:
@@ -58,7 +61,7 @@ class Slope:
 
         Branches are tried only where the gap is more than rounding, and any of them may be the one.
         """
-        whole = self.suspect.slope or 0.5 < self.size < 1.5
+        whole = self.suspect.slope or 0.5 < (abs(self.size) if self.two else self.size) < 1.5
         return self.suspect.branch or (self.certain and whole)
 
     @property
@@ -84,24 +87,26 @@ def direction(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], sus
     for number, own in gap.tokens.groupby("sequence"):
         last = int(own.position.max()) + 1
         tokens = torch.from_numpy(sequences[int(number)].tokens[:last]).to(device)
-        found.append(score(model, tokens, suspect).cpu().numpy()[own.position.to_numpy() - 1] - own.exact.to_numpy())
+        first = int(np.flatnonzero(np.isfinite(sequences[int(number)].logprobs[1:]))[0]) + 1
+        found.append(
+            score(model, tokens, suspect, first).cpu().numpy()[own.position.to_numpy() - 1] - own.fp32.to_numpy()
+        )
     return np.concatenate(found)
 
 
 def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
     """The slope of ``gap`` along the direction (N,) of a ``suspect``."""
-    known = np.isfinite(along)
+    known, square = np.isfinite(along), float((gap.tokens.change**2).sum())
     table, along = gap.tokens[known], along[known]
     chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
-    square = float((table.change**2).sum())
     if not (along.any() and square):
-        return Slope(suspect, 0.0, np.inf, 0.0, 1)
+        return Slope(suspect, 0.0, np.inf, 0.0, 1, gap.two)
     (observed, error), (emulated, own_error) = (
         slope_of(table[name].to_numpy(), along, chunks) for name in ("change", "emulated")
     )
     size = observed - emulated
-    left = float(((table.change - size * along) ** 2).sum())
-    return Slope(suspect, size, (error + own_error) ** 0.5, 1 - left / square, len(np.unique(chunks)))
+    explained = float((table.change**2).sum() - ((table.change - size * along) ** 2).sum())
+    return Slope(suspect, size, (error + own_error) ** 0.5, explained / square, len(np.unique(chunks)), gap.two)
 
 
 def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:
@@ -110,10 +115,23 @@ def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope
     return sorted(found, key=lambda each: (each.as_tested, each.share), reverse=True)
 
 
+def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Slope:
+    """``found`` with its owner, the one of the two engines with these ``names`` that does what the suspect does.
+
+    It is the one whose own gap from the fp32 model goes with the direction (N,) ``along``: by its full size where the
+    suspect is a setting, and more than the other's where it is a number or a branch.
+    """
+    sides = [slope(side, found.suspect, along) for side in gap.sides]
+    whole = [side.as_tested and side.certain for side in sides]
+    if found.suspect.slope or found.suspect.branch or whole[0] == whole[1]:
+        return replace(found, owner=names[int(abs(sides[1].size) > abs(sides[0].size))])
+    return replace(found, owner=names[int(whole[1])])
+
+
 def screened(gap: Gap) -> Gap:
     """The first SCREENED tokens of the two sequences whose observed square is largest beside the predicted one."""
     excess = (gap.known.observed / gap.known.predicted).sort_values(ascending=False)
     chosen = gap.known.sequence[excess.index[:2]]
     rows = gap.tokens[gap.tokens.sequence.isin(chosen)]
     rows = rows[rows.position < rows.groupby("sequence").position.transform("min") + SCREENED]
-    return Gap(gap.recipe, rows, gap.sequences, gap.sites)
+    return replace(gap, tokens=rows)

@@ -46,7 +46,7 @@ class Verdict:
             text += "; something runs in a wider format than the recipe says"
         if self.cause is not None:
             suspect = self.cause.suspect
-            name = suspect.name[0].upper() + suspect.name[1:]
+            name = suspect.name[0].upper() + suspect.name[1:] + f" in {self.cause.owner}" * bool(self.cause.owner)
             text += f". {name} explains {self.cause.share:.0%} of it: look at {suspect.mend}"
         return text
 
