@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from safetensors import safe_open
@@ -17,7 +16,7 @@ from fragility_engines.logs import Scored, read
 from fragility_engines.measuring import measure, require_fitting
 from fragility_engines.page import Compared
 from fragility_engines.remedies import remedies
-from fragility_engines.slopes import Directed, Slope, direction, owned, screened
+from fragility_engines.slopes import Directions, Slope, owned, screened
 from fragility_engines.verdict import judge, search
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import require_fitting as require_memory
@@ -58,18 +57,15 @@ def explained(
     few tokens are. Of a gap between two engines with these ``names``, slopes that are certain have an owner.
     """
 
-    def directed(part: Gap) -> Directed:
-        return cache(lambda suspect: direction(part, model, sequences, suspect))
-
-    part = screened(gap)
-    over_all, over_part = directed(gap), directed(part)
-    found, inside = search(gap, part, suspects(model, facts), branches(model), over_all, over_part)
+    part, directed = screened(gap), Directions(model, sequences)
+    found, inside = search(gap, part, suspects(model, facts), branches(model), directed)
     if not gap.two:
         return found, inside
-    return (
-        [owned(gap, each, over_all(each.suspect), names) if each.certain else each for each in found],
-        [owned(part, each, over_part(each.suspect), names) if each.certain else each for each in inside],
+    whole, some = (
+        [owned(over, each, directed(over, each.suspect), names) if each.certain else each for each in slopes]
+        for over, slopes in ((gap, found), (part, inside))
     )
+    return whole, some
 
 
 def told(sequences: Sequence[Scored], model: str) -> Facts:

@@ -14,6 +14,7 @@ from fragility_adjoint.predictor.targets import Target, get_target
 from fragility_engines import tops
 from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
+from fragility_engines.suspects import log_sum
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
@@ -53,11 +54,12 @@ class Outputs:
 @torch.no_grad()
 def outputs(model: nn.Module, tokens: Tensor, asked: np.ndarray) -> Outputs:
     """The outputs of one window (T,), with the log-probabilities of the tokens ``asked`` (T - 1, K), in fp64."""
-    z = model(tokens[None], use_cache=False).logits[0, :-1].double()
-    norm = z.logsumexp(-1, keepdim=True)
+    z = model(tokens[None], use_cache=False).logits[0, :-1].float()
+    norm = log_sum(z)[:, None]
     places = torch.from_numpy(asked).to(z.device)
     own, others = (
-        (z.gather(-1, index) - norm).cpu().numpy() for index in (tokens[1:, None].to(z.device), places.clamp(min=0))
+        (z.gather(-1, index).double() - norm).cpu().numpy()
+        for index in (tokens[1:, None].to(z.device), places.clamp(min=0))
     )
     return Outputs(own[:, 0], z.argmax(-1).cpu().numpy(), np.where(asked == tops.NONE, np.nan, others))
 

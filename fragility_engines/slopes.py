@@ -17,13 +17,14 @@ from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
 from fragility_engines.suspects import Suspect, score
 
-Directed = Callable[[Suspect], np.ndarray]  # the ``direction`` of a suspect
+Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
 INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
 SCREENED = 128  # tokens of each of two sequences, over which suspects are tried first, and branches
+LIKELY = 10  # suspects that are tried over both; the others over the first of them alone
 BEST = 3  # suspects that are then tested over all tokens
 
 
@@ -81,17 +82,30 @@ def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> t
     return float(slope), float((sums**2).sum() / norm**2)
 
 
-def direction(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], suspect: Suspect) -> np.ndarray:
-    """What ``suspect`` does in fp32 to the log-probability of each token of ``gap`` (N,); NaN where it scores none."""
-    device, found = next(model.parameters()).device, []
-    for number, own in gap.tokens.groupby("sequence"):
-        last = int(own.position.max()) + 1
-        tokens = torch.from_numpy(sequences[int(number)].tokens[:last]).to(device)
-        first = int(np.flatnonzero(np.isfinite(sequences[int(number)].logprobs[1:]))[0]) + 1
-        found.append(
-            score(model, tokens, suspect, first).cpu().numpy()[own.position.to_numpy() - 1] - own.fp32.to_numpy()
-        )
-    return np.concatenate(found)
+class Directions:
+    """What suspects do in fp32 to the log-probabilities of ``sequences`` of a ``model``; each pass is run once."""
+
+    def __init__(self, model: PreTrainedModel, sequences: Sequence[Scored]):
+        self.model, self.sequences = model, sequences
+        self.scores: dict[tuple[Suspect, int], np.ndarray] = {}
+
+    def __call__(self, gap: Gap, suspect: Suspect) -> np.ndarray:
+        """The change of each token of ``gap`` (N,) by ``suspect``; NaN where it scores none."""
+        found = []
+        for number, own in gap.tokens.groupby("sequence"):
+            scores = self.scored(suspect, int(number), int(own.position.max()))
+            found.append(scores[own.position.to_numpy() - 1] - own.fp32.to_numpy())
+        return np.concatenate(found)
+
+    def scored(self, suspect: Suspect, number: int, last: int) -> np.ndarray:
+        """Log-probabilities of the tokens of a sequence after the first, up to that at position ``last`` or further."""
+        found = self.scores.get((suspect, number))
+        if found is None or len(found) < last:  # later tokens change nothing before them
+            each = self.sequences[number]
+            tokens = torch.from_numpy(each.tokens[: last + 1]).to(next(self.model.parameters()).device)
+            first = int(np.flatnonzero(np.isfinite(each.logprobs[1:]))[0]) + 1
+            found = self.scores[suspect, number] = score(self.model, tokens, suspect, first).cpu().numpy()
+        return found
 
 
 def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
@@ -111,7 +125,7 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
 
 def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:
     """The ``slope`` of every suspect that is ``tried``, those that explain most first."""
-    found = [slope(gap, suspect, directed(suspect)) for suspect in tried]
+    found = [slope(gap, suspect, directed(gap, suspect)) for suspect in tried]
     return sorted(found, key=lambda each: (each.as_tested, each.share), reverse=True)
 
 
@@ -135,3 +149,10 @@ def screened(gap: Gap) -> Gap:
     rows = gap.tokens[gap.tokens.sequence.isin(chosen)]
     rows = rows[rows.position < rows.groupby("sequence").position.transform("min") + SCREENED]
     return replace(gap, tokens=rows)
+
+
+def likely(part: Gap, tried: Sequence[Suspect], directed: Directed) -> list[Slope]:
+    """The slopes over ``part`` of the LIKELY suspects that explain most of the sequence with the larger gap in it."""
+    squares = (part.tokens.change**2).groupby(part.tokens.sequence).sum()
+    first = replace(part, tokens=part.tokens[part.tokens.sequence == squares.idxmax()])
+    return slopes(part, [each.suspect for each in slopes(first, tried, directed)[:LIKELY]], directed)

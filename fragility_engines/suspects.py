@@ -48,11 +48,17 @@ def logprobs(model: nn.Module, tokens: Tensor, temperature: float = 1.0, ahead: 
 
     Each is that after ``ahead`` more tokens than come before it; NaN where there are none.
     """
-    z = model(tokens[None], use_cache=False).logits[0].double() / temperature
+    z = model(tokens[None], use_cache=False).logits[0].float() / temperature
     places = torch.arange(len(tokens) - 1, device=z.device) + ahead
     z = z[places.clamp(0, len(tokens) - 1)]
-    found = z.gather(-1, tokens[1:, None].to(z.device))[:, 0] - z.logsumexp(-1)
+    found = z.gather(-1, tokens[1:, None].to(z.device))[:, 0].double() - log_sum(z)
     return found.masked_fill((places < 0) | (places >= len(tokens)), torch.nan)
+
+
+def log_sum(z: Tensor) -> Tensor:
+    """log sum exp z over the last dimension of fp32 logits, in fp64: sums in fp64, of exponentials in fp32."""
+    largest = z.amax(-1, keepdim=True)
+    return (z - largest).exp_().sum(-1, dtype=torch.float64).log() + largest[..., 0].double()
 
 
 def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int = 1) -> Tensor:

@@ -13,7 +13,7 @@ from fragility_engines.comparison import explained
 from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
 from fragility_engines.measuring import AtPositions, measure
-from fragility_engines.slopes import Slope, direction, slope, slope_of, slopes
+from fragility_engines.slopes import Directions, Slope, slope, slope_of, slopes
 from fragility_engines.suspects import Suspect, logprobs
 from fragility_engines.verdict import judge, patterns
 from fragility_quantization.quantized import lower
@@ -29,9 +29,7 @@ def engine(score):
 
 def over_all(gap, model, sequences):
     """The slopes of all suspects over all tokens."""
-    return slopes(
-        gap, suspects(model, Facts.of(sequences, 0)), lambda suspect: direction(gap, model, sequences, suspect)
-    )
+    return slopes(gap, suspects(model, Facts.of(sequences, 0)), Directions(model, sequences))
 
 
 @pytest.fixture(scope="module")
