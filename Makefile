@@ -15,6 +15,12 @@ WITH =
 LOG =
 AGAINST =
 RECIPE =
+URL =
+ENGINE =
+WINDOWS =
+LENGTH =
+TOP =
+WITHIN =
 STALE =
 SCHEDULER =
 # The names of all that the command line gives: `make diagnose` finds its options among them.
@@ -25,7 +31,7 @@ $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIA
         $(eval $(if $(filter command%,$(origin $(name))),export override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
-export PROFILE MODEL DATA SEED STEPS WITH LOG AGAINST RECIPE STALE SCHEDULER
+export PROFILE MODEL DATA SEED STEPS WITH LOG AGAINST RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 # SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
@@ -137,6 +143,12 @@ explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the e
 compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LOG=) against MODEL= by RECIPE=, or AGAINST= a log
 	@$(PYTHON) -m fragility_engines --log "$$LOG" $${MODEL:+--model "$$MODEL"} $${RECIPE:+--recipe "$$RECIPE"} \
 	    $${AGAINST:+--against "$$AGAINST"} $(if $(GIVEN_RESULTS),--results "$$RESULTS")
+
+.PHONY: score
+score: $(ENVIRONMENT)  ## have the server at URL= score text (DATA=) by the tokens of MODEL=, and write the LOG= for make compare
+	@$(PYTHON) -m fragility_engines.score --url "$$URL" --model "$$MODEL" $${DATA:+--data "$$DATA"} $${LOG:+--log "$$LOG"} \
+	    $${WINDOWS:+--windows "$$WINDOWS"} $${LENGTH:+--length "$$LENGTH"} $${SEED:+--seed "$$SEED"} $${TOP:+--top "$$TOP"} \
+	    $${ENGINE:+--engine "$$ENGINE"} $${WITHIN:+--within "$$WITHIN"}
 
 .PHONY: engines
 engines: $(ENVIRONMENT)  ## X3: verdicts of make compare on engines with known truth, harmless and faulty

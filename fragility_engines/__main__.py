@@ -31,10 +31,13 @@ def main(arguments: list[str] | None = None) -> None:
 
         require_folder_name(asked.results)
         found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.probes, asked.seed)
+        written = page(found)
+        path = paths.output_folder(asked.results) / "comparison.html"
+        write_whole(path, written)
     except (ValueError, OSError) as refused:
         sys.exit(f"make compare: {refused}")
-    path = paths.output_folder(asked.results) / "comparison.html"
-    write_whole(path, page(found))
+    except KeyboardInterrupt:
+        sys.exit("make compare: interrupted before the page was written")
     print(f"{found.verdict.line}\n\npage: {path.relative_to(paths.PROJECT)}")
 
 

@@ -2,19 +2,30 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from fragility_engines.gap import Gap, measure, require_fitting
+from fragility_engines.catalogue import Facts, branches, suspects
+from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored, read
+from fragility_engines.measuring import measure, require_fitting
 from fragility_engines.page import Compared
-from fragility_engines.slopes import Directed, Slope, direction, screened
-from fragility_engines.suspects import branches, suspects
+from fragility_engines.remedies import remedies
+from fragility_engines.slopes import Directions, Slope, owned, screened
 from fragility_engines.verdict import judge, search
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import require_fitting as require_memory
+from fragility_lab.inputs.stored import weight_files
 from fragility_quantization.recipes import get_recipe
+
+MARK = "fragility"  # stands for a text in a chat template
+LONGEST_PREAMBLE = 256  # tokens of a chat template
+HEAD = "lm_head.weight"
 
 
 def compare(log: str, model: str, recipe: str = "bf16", against: str = "", probes: int = 2, seed: int = 0) -> Compared:
@@ -29,33 +40,69 @@ def compare(log: str, model: str, recipe: str = "bf16", against: str = "", probe
     require_memory(model)
     loaded = checkpoints.load_model(model, auto_class=AutoModelForCausalLM)
     gap = measure(loaded, sequences, recipe, probes, seed, reference)
-    found, inside = explained(gap, loaded, sequences, beginning(model)) if not against else ([], [])
-    return Compared(shown(log), shown(model), shown(against), gap, found, inside, judge(gap, [*found, *inside]))
+    names = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")
+    found, inside = explained(gap, loaded, sequences, told(sequences, model), names)
+    verdict = judge(gap, [*found, *inside])
+    wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
+    return Compared(shown(log), shown(model), shown(against), gap, found, inside, verdict, wider)
 
 
 def explained(
-    gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], bos: int | None
-) -> tuple[list[Slope], list[Slope]]:
+    gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], facts: Facts,
+    names: tuple[str, str] = ("LOG", "AGAINST"),
+) -> tuple[list[Slope], list[Slope]]:  # fmt: skip
     """The slopes of suspects; and if none explains a gap that is more than rounding, those of branches.
 
     A suspect that changes a number a little is tested over all tokens. Of the others, those that are most alike over
-    few tokens are.
+    few tokens are. Of a gap between two engines with these ``names``, slopes that are certain have an owner.
     """
 
-    def directed(part: Gap) -> Directed:
-        return lambda suspect: direction(part, model, sequences, suspect)
+    part, directed = screened(gap), Directions(model, sequences)
+    found, inside = search(gap, part, suspects(model, facts), branches(model), directed)
+    if not gap.two:
+        return found, inside
+    whole, some = (
+        [owned(over, each, directed(over, each.suspect), names) if each.certain else each for each in slopes]
+        for over, slopes in ((gap, found), (part, inside))
+    )
+    return whole, some
 
-    part = screened(gap)
-    tried = suspects(model, int(sequences[0].tokens[0]), bos)
-    return search(gap, part, tried, branches(model), directed(gap), directed(part))
 
-
-def beginning(model: str) -> int | None:
-    """The token that the tokenizer of ``model`` calls BOS; None without a tokenizer."""
+def told(sequences: Sequence[Scored], model: str) -> Facts:
+    """What the log's ``sequences``, the tokenizer and the files of ``model`` tell of its texts and its head."""
+    facts = Facts.of(sequences)
     try:
-        return checkpoints.load_tokenizer(model).bos_token_id
+        tokenizer = checkpoints.load_tokenizer(model)
     except (OSError, ValueError):
+        return replace(facts, head=stored_head(model))
+    return replace(facts, bos=tokenizer.bos_token_id, preambles=preambles(tokenizer), head=stored_head(model))
+
+
+def preambles(tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[int, ...]]:
+    """What ``tokenizer`` may put before a text, by name: what its chat template begins with, EOS, padding."""
+    found: dict[str, tuple[int, ...]] = {}
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id != tokenizer.bos_token_id:
+        found["an EOS token"] = (tokenizer.eos_token_id,)
+    if tokenizer.pad_token_id is not None:
+        found["padding of 8 tokens"] = (tokenizer.pad_token_id,) * 8
+    with suppress(Exception):  # a template is a program of somebody else, and fails in its own ways
+        words = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+        before = str(words).partition(MARK)[0]
+        begins = tokenizer(before, add_special_tokens=False)["input_ids"]
+        found["a chat template"] = tuple(begins)[:LONGEST_PREAMBLE]
+    return {name: tokens for name, tokens in found.items() if tokens}
+
+
+def stored_head(model: str) -> Tensor | None:
+    """The matrix called lm_head in the files of ``model`` if its configuration ties the head; None if there is none."""
+    config = checkpoints.load_config(model).get_text_config()
+    if not getattr(config, "tie_word_embeddings", False):
         return None
+    for path in weight_files(Path(checkpoints.located(model, weights=True)), model):
+        with safe_open(path, "pt") as file:
+            if HEAD in file.keys():  # noqa: SIM118
+                return file.get_tensor(HEAD)
+    return None
 
 
 def shown(name: str) -> str:

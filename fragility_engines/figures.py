@@ -20,9 +20,15 @@ def spread(gap: Gap) -> Axes:
     for name, colour, label in (("emulated", COLOURS[0], "the recipe, emulated"), ("change", COLOURS[1], "the engine")):
         if gap.tokens[name].any():
             axes.plot(np.sort(gap.tokens[name].abs()), shares, color=colour, label=label)
-    axes.set(xscale="log", yscale="log")
-    axes.legend()
-    return finished(axes, "change of the log-probability, at least (nats)", "share of the tokens", inside=True)
+    words = "change of the log-probability, at least (nats)", "share of the tokens"
+    return drawn(axes, *words, xscale="log", yscale="log")
+
+
+def drawn(axes: Axes, x: str, y: str, **scales: str) -> Axes:
+    """``axes`` with labels, and with a legend and ``scales`` if there is a curve: two equal logs have no change."""
+    if there := bool(axes.get_legend_handles_labels()[1]):
+        axes.set(**scales)
+    return finished(axes, x, y, inside=there)
 
 
 @style()
@@ -35,9 +41,7 @@ def positions(gap: Gap) -> Axes:
             by: pd.Series = (tokens[name] ** 2).groupby(tokens["at"]).mean() ** 0.5
             axes.plot(by.index, by, "o-", color=colour, label=label)
     axes.axhline(gap.predicted, **DASHED)
-    axes.set(yscale="log")
-    axes.legend()
-    return finished(axes, "position in the sequence", "RMS change (nats)", inside=True)
+    return drawn(axes, "position in the sequence", "RMS change (nats)", yscale="log")
 
 
 @style()

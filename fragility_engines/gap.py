@@ -1,23 +1,16 @@
 """The gap between an engine's log-probabilities and those of the fp32 model, beside what rounding alone must give."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
-import torch
 from scipy import stats
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from fragility_adjoint.predictor import Adjoint, Prediction
-from fragility_adjoint.predictor.targets import Target, get_target
-from fragility_engines.logs import Scored
-from fragility_engines.suspects import logprobs
-from fragility_quantization.quantized import lower
-from fragility_quantization.recipes import Recipe, get_recipe
+from fragility_adjoint.predictor import Prediction
+from fragility_quantization.recipes import Recipe
 
 CLIPPED = np.log(2)  # reinforcement learning clips ratios of probabilities outside of [1/2, 2], or of a narrower range
+TOPS = ("kl", "kl_rounding", "flip", "flip_rounding")
 NOTHING = 1e-12  # times the predicted square: as good as no change
 
 
@@ -25,17 +18,28 @@ NOTHING = 1e-12  # times the predicted square: as good as no change
 class Gap:
     """An engine's log-probabilities beside those of a reference, and beside a prediction for ``recipe``.
 
-    ``tokens`` has one row for each token that the engine scored, in sequences that do not overflow: its ``sequence``,
-    ``position`` and ``token``;
-    ``exact``, its log-probability in the reference; ``change``, the engine's minus this one; and ``emulated``, the same
-    for an emulated pass by the recipe. ``sequences`` has one row for each: its number of scored ``tokens``, and the
-    ``observed`` and ``predicted`` mean squared change. ``sites`` has the share of the predicted square by kind of site.
+    ``tokens`` has one row for each token that the engine scored, in sequences that do not overflow:
+
+    - its ``sequence``, ``position`` and ``token``;
+    - ``fp32``, its log-probability in the fp32 model, and ``rounding``, that of an emulated pass minus it;
+    - ``exact``, its log-probability in the reference, which is the fp32 model or another engine;
+    - ``change``, the engine's minus ``exact``; and ``emulated``, what of it is expected with its sign: ``rounding``,
+      or 0 beside another engine, which has the same rounded weights;
+    - ``kl``, a lower bound on the KL of the reference from the engine at this position, and ``flip``, 1 if the most
+      probable tokens differ; NaN where the log does not tell. ``kl_rounding`` and ``flip_rounding`` are those of the
+      emulated pass from the fp32 model.
+
+    ``sequences`` has one row for each: its number of scored ``tokens``, and the ``observed`` and ``predicted`` mean
+    squared change. ``sites`` has the share of the predicted square by kind of site. ``predictions`` are those of the
+    sequences that do not overflow. ``two`` is True if the reference is another engine.
     """
 
     recipe: Recipe
     tokens: pd.DataFrame
     sequences: pd.DataFrame
     sites: pd.Series
+    predictions: tuple[Prediction, ...] = ()
+    two: bool = False
 
     @property
     def known(self) -> pd.DataFrame:
@@ -73,99 +77,17 @@ class Gap:
             "k3": float(np.mean(np.expm1(x) - x)), "clipped": float(np.mean(np.abs(x) > CLIPPED)),
         }  # fmt: skip
 
-
-class AtPositions:
-    """The output of the target "logprob" at the positions ``chosen``; 0 is the second token of a window."""
-
-    def __init__(self) -> None:
-        self.whole, self.chosen = get_target("logprob"), torch.tensor([0])
-
-    def __call__(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return self.whole.output(model, tokens)[:, self.chosen.to(tokens.device)]
+    @property
+    def tops(self) -> dict[str, float]:
+        """Means over positions of ``kl``, ``flip`` and both of the emulated pass; empty if the log has no tops."""
+        columns = [name for name in TOPS if name in self.tokens and self.tokens[name].notna().any()]
+        return {name: float(self.tokens[name].mean()) for name in columns}
 
     @property
-    def target(self) -> Target:
-        """The target with this output."""
-        return replace(self.whole, output=self)
-
-
-def measure(
-    model: PreTrainedModel, sequences: Sequence[Scored], recipe: str | Recipe = "bf16", probes: int = 2, seed: int = 0,
-    reference: Sequence[Scored] | None = None,
-) -> Gap:  # fmt: skip
-    """The gap of ``sequences``, as an engine scored them, from the fp32 ``model``, beside what ``recipe`` must give.
-
-    A ``reference`` is another engine's log of the same tokens, which also runs the recipe. The roundings of weights are
-    then the same on both sides, and those of kernels count twice. Raises ValueError for sequences that do not fit the
-    model or the reference, or that all overflow, and the errors of ``lower`` and ``Adjoint``.
-    """
-    require_fitting(model.config, sequences)
-    chosen, device = get_recipe(recipe), next(model.parameters()).device
-    low, positions = lower(model, chosen), AtPositions()
-    adjoint = Adjoint(low, model, probes, seed, positions.target, gradients="both")
-    rows, totals, shares, overflows = [], [], [], []
-    for number, each in enumerate(sequences):
-        tokens = torch.from_numpy(each.tokens).to(device)
-        other = None if reference is None else of_reference(each, reference, number)
-        known = np.isfinite(each.logprobs[1:]) & (True if other is None else np.isfinite(other[1:]))
-        if not known.any():
-            raise ValueError(f"both logs must score a token in common, got none in sequence {number}")
-        exact = (logprobs(model, tokens).cpu().numpy() if other is None else other[1:])[known]
-        emulated = np.zeros_like(exact)
-        if other is None:
-            with low.running():
-                emulated = logprobs(low.model, tokens).cpu().numpy()[known] - exact
-        change, at = each.logprobs[1:][known] - exact, np.flatnonzero(known) + 1
-        positions.chosen = torch.from_numpy(at - 1)
-        prediction = adjoint(tokens[None])
-        square, by_site = expected(prediction, twice=other is not None)
-        overflows.append(prediction.windows.overflow.item())
-        totals.append({"sequence": number, "tokens": len(at), "observed": (change**2).mean(), "predicted": square})
-        if not np.isfinite(square):
-            continue
-        columns = {"sequence": number, "position": at, "token": each.tokens[at], "exact": exact, "change": change}
-        rows.append(pd.DataFrame(columns | {"emulated": emulated}))
-        shares.append(by_site * len(at))
-    if not rows:
-        raise ValueError(
-            f"a gap needs a sequence that stays in range, but in {chosen.name} all overflow, first in {overflows[0]}: "
-            "make diagnose says what mends this, and RECIPE=bf16 has a wider range"
-        )
-    sites = pd.concat(shares, axis=1).sum(axis=1).sort_values(ascending=False)
-    return Gap(chosen, pd.concat(rows, ignore_index=True), pd.DataFrame(totals), sites / sites.sum())
-
-
-def expected(prediction: Prediction, twice: bool) -> tuple[float, pd.Series]:
-    """The predicted mean squared change of a window's log-probabilities, whole and by kind of site.
-
-    If ``twice``, it is the change between two runs of the recipe: kernels' roundings count twice, those of weights not.
-    """
-    rows, window = prediction.contributions, prediction.windows.iloc[0]
-    weights = 2.0 * rows.kind.eq("kernel") if twice else 1.0
-    squares = rows.c2 * weights / (window.norm**2 * (rows.probe.max() + 1))
-    whole = float(squares.sum()) if np.isfinite(window.predicted) else np.nan
-    return whole, squares.groupby(rows.site).sum()
-
-
-def of_reference(each: Scored, reference: Sequence[Scored], number: int) -> np.ndarray:
-    """The log-probabilities of the ``reference`` for the sequence ``each``. Raises ValueError for other tokens."""
-    if number >= len(reference) or not np.array_equal(each.tokens, reference[number].tokens):
-        raise ValueError(
-            f"both logs must have the same tokens in the same order, got others in sequence {number}: write both from "
-            "one list of texts"
-        )
-    return reference[number].logprobs
-
-
-def require_fitting(config: PreTrainedConfig, sequences: Sequence[Scored]) -> None:
-    """Raises ValueError for tokens outside of the vocabulary of ``config``, and sequences beyond its context."""
-    config = config.get_text_config()
-    context = getattr(config, "max_position_embeddings", np.inf)
-    for number, each in enumerate(sequences):
-        if each.tokens.max() >= config.vocab_size:
-            raise ValueError(
-                f"tokens must be below the model's vocabulary of {config.vocab_size}, got {each.tokens.max()} in "
-                f"sequence {number}: is this the log of another model?"
-            )
-        if len(each.tokens) > context:
-            raise ValueError(f"a sequence must fit the context, {context} tokens, got {len(each.tokens)} in {number}")
+    def sides(self) -> "tuple[Gap, Gap]":
+        """Of a gap between two engines that of each from the fp32 model: the engine's, and the reference's."""
+        tokens = self.tokens
+        base = tokens.assign(emulated=tokens.rounding, exact=tokens.fp32)
+        changes = tokens.change + tokens.exact - tokens.fp32, tokens.exact - tokens.fp32
+        first, second = (replace(self, tokens=base.assign(change=change), two=False) for change in changes)
+        return first, second

@@ -7,6 +7,9 @@ Each line has one of these forms (``READERS``):
 - vLLM's completions with ``prompt_logprobs`` and ``return_token_ids``;
 - SGLang's ``/generate`` with ``return_logprob`` and ``logprob_start_len`` 0;
 - llama.cpp's ``/completion`` with ``n_probs``, beside the tokens of the prompt as ``prompt``.
+
+All forms may have the most probable tokens at each position, too. In the plain form they are entries by token:
+``"top_logprobs": [null, {"5": -2.3, "17": -0.4}, {"9": -0.7}]``.
 """
 
 import json
@@ -19,18 +22,22 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1e-3  # a log-probability above 0 by no more than this is a rounded 0
+WHOLE = 1.01  # probabilities that add up to more are those of no distribution, however rounded
+Tops = tuple[dict[int, float] | None, ...]  # log-probabilities of the most probable tokens, by position
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
     """A sequence of ``tokens`` (T,) and the log-probability of each after those before it, in nats: ``logprobs`` (T,).
 
-    NaN where the engine gave none: at the first token, and in a prompt that was not scored. Raises ValueError for
-    numbers that no log-probabilities are.
+    NaN where the engine gave none: at the first token, and in a prompt that was not scored. ``tops`` has T entries, if
+    any: the most probable tokens at that position, each with its log-probability; None where the engine gave none.
+    Raises ValueError for numbers that no log-probabilities are.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
+    tops: Tops = ()
 
     def __post_init__(self):
         if len(self.tokens) != len(self.logprobs):
@@ -48,6 +55,12 @@ class Scored:
                 f"a log-probability must be at most 0, got {self.logprobs[at]:.4g} at token {at}: are these "
                 "probabilities, or logits?"
             )
+        if self.tops and len(self.tops) != len(self.tokens):
+            raise ValueError(
+                f"every token must have an entry of most probable ones, got {len(self.tops)} entries for {self.given}"
+            )
+        for at, top in enumerate(self.tops):
+            require_distribution(top or {}, at)
 
     @property
     def given(self) -> str:
@@ -55,8 +68,19 @@ class Scored:
         return f"{len(self.tokens)} tokens and {int(np.isfinite(self.logprobs).sum())} log-probabilities"
 
 
-def scored(tokens: Sequence[Any], logprobs: Sequence[Any]) -> Scored:
-    """The sequence of ``tokens`` and ``logprobs``, None where there is none. Raises ValueError for other values."""
+def require_distribution(top: Mapping[int, float], at: int) -> None:
+    """Raises ValueError if the log-probabilities ``top``, at token ``at``, can be those of no distribution."""
+    if any(math.isnan(value) or value > LARGEST for value in top.values()):
+        raise ValueError(f"top_logprobs must be at most 0, got {shortened(top)} at token {at}")
+    if (total := sum(map(math.exp, top.values()))) > WHOLE:
+        raise ValueError(f"probabilities must add up to at most 1, got {total:.4g} in top_logprobs at token {at}")
+
+
+def scored(tokens: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any] = ()) -> Scored:
+    """The sequence of ``tokens``, ``logprobs`` and ``tops``, None where there is none.
+
+    An entry of ``tops`` maps tokens, as numbers or as texts, to log-probabilities. Raises ValueError for other values.
+    """
     for kind, values in (("tokens", tokens), ("logprobs", logprobs)):
         if not isinstance(values, list):
             raise ValueError(f"{kind} must be a list, got {shortened(values)}")
@@ -66,13 +90,30 @@ def scored(tokens: Sequence[Any], logprobs: Sequence[Any]) -> Scored:
         raise ValueError(f"logprobs must be numbers or null, got {shortened(strange[0])}")
     if len(logprobs) == len(tokens) - 1:  # some leave the first entry out
         logprobs = [None, *logprobs]
+    if tops and len(tops) == len(tokens) - 1:
+        tops = [None, *tops]
     found = np.array([math.nan if value is None else value for value in logprobs], dtype=np.float64)
-    return Scored(np.array(tokens, dtype=np.int64), found)
+    known = tuple(map(most_probable, tops)) if any(tops) else ()
+    return Scored(np.array(tokens, dtype=np.int64), found, known)
+
+
+def most_probable(entry: Any) -> dict[int, float] | None:
+    """The log-probabilities by token of an ``entry`` of top_logprobs; tokens that it calls impossible are left out."""
+    if not entry:
+        return None
+    if not isinstance(entry, Mapping) or not all(type(value) in (int, float) for value in entry.values()):
+        raise ValueError(f"an entry of top_logprobs must map tokens to log-probabilities, got {shortened(entry)}")
+    try:
+        return {int(token): float(value) for token, value in entry.items() if value != -math.inf}
+    except ValueError:
+        raise ValueError(
+            f"top_logprobs must have the numbers of tokens, got {shortened([*entry])}: not their texts"
+        ) from None
 
 
 def plain(line: Mapping[str, Any]) -> Iterator[Scored]:
-    """The sequence of a line with ``tokens`` and ``logprobs``."""
-    yield scored(line["tokens"], line["logprobs"])
+    """The sequence of a line with ``tokens``, ``logprobs`` and perhaps ``top_logprobs``."""
+    yield scored(line["tokens"], line["logprobs"], line.get("top_logprobs") or ())
 
 
 def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
@@ -90,7 +131,19 @@ def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
         values = [of_token(entry, token) for entry, token in zip(given, prompt)]
         after = choice.get("token_ids") or []
         following = (choice.get("logprobs") or {}).get("token_logprobs") or [None] * len(after)
-        yield scored([*prompt, *after], [*values, *following])
+        # Tokens that followed have texts as keys there.
+        yield scored([*prompt, *after], [*values, *following], [*ranked(given), *([None] * len(after))])
+
+
+def ranked(entries: Sequence[Mapping[str, Any] | None]) -> list[dict[str, float] | None]:
+    """Log-probabilities by token of ``entries`` of prompt_logprobs; None everywhere if some lack the most probable one.
+
+    With ``"prompt_logprobs": 0`` an entry has the token of the text alone, whatever its rank.
+    """
+    known = [entry for entry in entries if entry]
+    if not known or not all(any(one.get("rank", 1 + (len(e) < 2)) == 1 for one in e.values()) for e in known):
+        return [None] * len(entries)
+    return [{token: one["logprob"] for token, one in entry.items()} if entry else None for entry in entries]
 
 
 def of_token(entry: Mapping[str, Any] | None, token: int) -> float | None:
@@ -106,7 +159,14 @@ def sglang(line: Mapping[str, Any]) -> Iterator[Scored]:
     """The sequence of an answer of SGLang: pairs of log-probability and token."""
     found = line["meta_info"]
     pairs = [*(found.get("input_token_logprobs") or []), *(found.get("output_token_logprobs") or [])]
-    yield scored([pair[1] for pair in pairs], [pair[0] for pair in pairs])
+    tops = [*aligned(found, "input"), *aligned(found, "output")]
+    given = [{str(one[1]): one[0] for one in entry} if entry else None for entry in tops]
+    yield scored([pair[1] for pair in pairs], [pair[0] for pair in pairs], given)
+
+
+def aligned(found: Mapping[str, Any], side: str) -> list[Any]:
+    """The entries of most probable tokens on a ``side`` of an answer of SGLang, as many as it has tokens there."""
+    return found.get(f"{side}_top_logprobs") or [None] * len(found.get(f"{side}_token_logprobs") or [])
 
 
 def llama_cpp(line: Mapping[str, Any]) -> Iterator[Scored]:
@@ -118,7 +178,9 @@ def llama_cpp(line: Mapping[str, Any]) -> Iterator[Scored]:
         )
     following = line["completion_probabilities"]
     tokens, values = [each["id"] for each in following], [each["logprob"] for each in following]
-    yield scored([*line["prompt"], *tokens], [*([None] * len(line["prompt"])), *values])
+    tops = [{str(one["id"]): one["logprob"] for one in each.get("top_logprobs") or []} for each in following]
+    before = [None] * len(line["prompt"])
+    yield scored([*line["prompt"], *tokens], [*before, *values], [*before, *tops])
 
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Scored]]] = {  # by the key that tells the form
@@ -138,11 +200,7 @@ def read(path: str | Path) -> list[Scored]:
                 continue
             try:
                 found += of_line(line.decode("utf-8-sig"))
-            except (KeyError, TypeError, IndexError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {error!r} is not as its form says: {', '.join(READERS)}"
-                ) from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
         raise ValueError(f"a log must have at least one sequence, got {path} without any")
@@ -154,18 +212,30 @@ def of_line(text: str) -> list[Scored]:
     line = json.loads(text)
     if not isinstance(line, dict):
         raise ValueError(f"a line must be an object, got {shortened(line)}")
+    return of_answer(line)
+
+
+def of_answer(line: Mapping[str, Any]) -> list[Scored]:
+    """The sequences of the object of a line, which may be a server's answer. Raises ValueError for other objects."""
     reader = next((reader for key, reader in READERS.items() if key in line), None)
     if reader is None:
         raise ValueError(f"a line must have one of {', '.join(READERS)}, got the keys {shortened([*line])}")
-    return [*reader(line)]
+    try:
+        return [*reader(line)]
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{error!r} is not as its form says: {', '.join(READERS)}") from error
+
+
+def line_of(each: Scored, **more: Any) -> str:
+    """The line of the plain form that ``read`` gives back as ``each``; ``more`` entries stand in it unread."""
+    values = [None if math.isnan(value) else value for value in each.logprobs.tolist()]
+    tops = {"top_logprobs": each.tops} if each.tops else {}
+    return json.dumps({"tokens": each.tokens.tolist(), "logprobs": values} | tops | more) + "\n"
 
 
 def write(path: str | Path, sequences: Sequence[Scored]) -> None:
     """Write ``sequences`` in the plain form, which ``read`` gives back as they are."""
-    with open(path, "w", encoding="utf-8") as file:
-        for each in sequences:
-            values = [None if math.isnan(value) else value for value in each.logprobs.tolist()]
-            file.write(json.dumps({"tokens": each.tokens.tolist(), "logprobs": values}) + "\n")
+    Path(path).write_text("".join(map(line_of, sequences)), encoding="utf-8")
 
 
 def shortened(value: Any, most: int = 60) -> str:

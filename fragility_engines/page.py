@@ -1,11 +1,14 @@
 """The page of a comparison: the verdict, and what it rests on."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 
 from fragility_engines import figures
 from fragility_engines.gap import Gap
+from fragility_engines.remedies import Remedy
 from fragility_engines.slopes import Slope
 from fragility_engines.verdict import KINDS, Verdict, described, patterns
 from fragility_lab.diagnosis.causes import SITE_NAMES
@@ -20,6 +23,12 @@ NAMES = {
 }  # fmt: skip
 
 
+TOPS: list[tuple[str, str, Callable[[float], str]]] = [
+    ("kl", "KL, at least (most probable tokens, all others as one)", lambda value: number(value, ".3g")),
+    ("flip", "positions where another token is most probable", percent),
+]
+
+
 @dataclass(frozen=True)
 class Compared:
     """A comparison of the ``log`` of an engine with ``model``, or with the log ``against``, and what was found."""
@@ -31,6 +40,7 @@ class Compared:
     found: list[Slope]
     branches: list[Slope]
     verdict: Verdict
+    remedies: list[Remedy] = field(default_factory=list)
 
 
 def numbers(gap: Gap) -> list[list[str]]:
@@ -41,6 +51,10 @@ def numbers(gap: Gap) -> list[list[str]]:
     for name, words in NAMES.items():
         write = percent if name == "clipped" else lambda value: number(value, ".3g")
         rows.append([words, write(observed[name]), write(emulated[name]) if both else "–"])
+    for name, words, form in TOPS:
+        if name in gap.tops:
+            own = form(gap.tops[f"{name}_rounding"]) if both else "–"
+            rows.append([words, form(gap.tops[name]), own])
     return rows
 
 
@@ -49,6 +63,7 @@ def suspected(found: list[Slope], verdict: Verdict) -> list[list[str]]:
     rows = []
     for each in sorted(found, key=lambda each: each.share, reverse=True)[:SHOWN]:
         said = "explains the gap" if each is verdict.cause else "in part along it" if each.certain else "no"
+        said += f": {each.owner}" * bool(each.owner and each.certain)
         sizes = number(each.size, ".3g"), number(each.error, ".2g"), number(each.least, ".2g")
         rows.append([each.suspect.name, said, percent(max(0.0, each.share)), *sizes])
     return rows
@@ -62,6 +77,14 @@ def widened(sites: pd.Series) -> list[list[str]]:
     ]
 
 
+def wider(remedies: list[Remedy]) -> list[list[str]]:
+    """Rows of the table of remedies: part, the RMS that fp32 leaves, predicted and emulated, and what that says."""
+    return [
+        [each.part, percent(each.predicted), percent(each.emulated) if np.isfinite(each.emulated) else "–", each.words]
+        for each in remedies
+    ]
+
+
 def page(compared: Compared) -> str:
     """The page as HTML."""
     gap, verdict = compared.gap, compared.verdict
@@ -69,7 +92,7 @@ def page(compared: Compared) -> str:
         compared=compared, recipe=gap.recipe.name, verdict=verdict, kind=KINDS[verdict.kind],
         tokens=len(gap.tokens), sequences=len(gap.sequences), overflowed=len(gap.sequences) - len(gap.known),
         patterns=described(patterns(gap)) if verdict.kind == "more" and verdict.cause is None else [],
-        numbers=numbers(gap), sites=widened(gap.sites),
+        numbers=numbers(gap), sites=widened(gap.sites), remedies=wider(compared.remedies),
         suspects=suspected(compared.found, verdict), branches=suspected(compared.branches, verdict)[:3],
         images={"spread": uri(figures.spread(gap)), "positions": uri(figures.positions(gap))},
     )  # fmt: skip

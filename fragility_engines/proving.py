@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.models.paths import block_paths, branch_paths
-from fragility_engines.gap import Gap, measure
+from fragility_engines.catalogue import Facts, branches, suspects
+from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
-from fragility_engines.slopes import Directed, direction, screened
-from fragility_engines.suspects import Suspect, branches, suspects
+from fragility_engines.measuring import measure
+from fragility_engines.slopes import Directions, screened
+from fragility_engines.suspects import Suspect
 from fragility_engines.variations import FAULTS, HARMLESS, Variation
 from fragility_engines.verdict import Verdict, judge, search
 
@@ -46,16 +48,12 @@ class Ground:
     @cached_property
     def tried(self) -> list[Suspect]:
         """Suspects of the model."""
-        return suspects(self.model, int(self.windows[0, 0]), self.bos)
+        return suspects(self.model, Facts.of(self.sequences, self.bos))
 
     @cached_property
-    def directed(self) -> tuple[Directed, Directed]:
-        """Every suspect's direction, over all tokens and over the part; each is computed once."""
-
-        def of(gap: Gap) -> Directed:
-            return cache(lambda suspect: direction(gap, self.model, self.sequences, suspect))
-
-        return of(self.gap), of(self.part)
+    def directed(self) -> Directions:
+        """Every suspect's direction; each is computed once."""
+        return Directions(self.model, self.sequences)
 
     @cached_property
     def inside(self) -> list[Suspect]:
@@ -77,7 +75,7 @@ class Ground:
         """
         gap = self.gap_of(variation)
         part = replace(gap, tokens=gap.tokens.loc[self.part.tokens.index])
-        found, inside = search(gap, part, self.tried, self.inside, *self.directed)
+        found, inside = search(gap, part, self.tried, self.inside, self.directed)
         return gap, judge(gap, [*found, *inside])
 
     def row(self, variation: Variation) -> dict[str, object]:

@@ -5,7 +5,7 @@ direction is known far more accurately than a root mean square, and shows change
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -17,13 +17,14 @@ from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
 from fragility_engines.suspects import Suspect, score
 
-Directed = Callable[[Suspect], np.ndarray]  # the ``direction`` of a suspect
+Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
 INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
 SCREENED = 128  # tokens of each of two sequences, over which suspects are tried first, and branches
+LIKELY = 10  # suspects that are tried over both; the others over the first of them alone
 BEST = 3  # suspects that are then tested over all tokens
 
 
@@ -33,7 +34,8 @@ class Slope:
 
     ``size`` is 1 where the engine does what the suspect does, and 0 where it does not; an emulated pass, which has the
     same rounded weights, is subtracted. ``error`` is its standard error, from so many ``units``. ``share`` is the share
-    of the squared gap that goes with this size along the direction.
+    of the squared gap that goes with this size along the direction. Between ``two`` engines the size is -1 where the
+    reference does what the suspect does. ``owner`` is then the one of the two that does.
     """
 
     suspect: Suspect
@@ -41,6 +43,8 @@ class Slope:
     error: float
     share: float
     units: int
+    two: bool = False
+    owner: str = ""
 
     @property
     def least(self) -> float:
@@ -58,7 +62,7 @@ class Slope:
 
         Branches are tried only where the gap is more than rounding, and any of them may be the one.
         """
-        whole = self.suspect.slope or 0.5 < self.size < 1.5
+        whole = self.suspect.slope or 0.5 < (abs(self.size) if self.two else self.size) < 1.5
         return self.suspect.branch or (self.certain and whole)
 
     @property
@@ -78,36 +82,64 @@ def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> t
     return float(slope), float((sums**2).sum() / norm**2)
 
 
-def direction(gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], suspect: Suspect) -> np.ndarray:
-    """What ``suspect`` does in fp32 to the log-probability of each token of ``gap`` (N,); NaN where it scores none."""
-    device, found = next(model.parameters()).device, []
-    for number, own in gap.tokens.groupby("sequence"):
-        last = int(own.position.max()) + 1
-        tokens = torch.from_numpy(sequences[int(number)].tokens[:last]).to(device)
-        found.append(score(model, tokens, suspect).cpu().numpy()[own.position.to_numpy() - 1] - own.exact.to_numpy())
-    return np.concatenate(found)
+class Directions:
+    """What suspects do in fp32 to the log-probabilities of ``sequences`` of a ``model``; each pass is run once."""
+
+    def __init__(self, model: PreTrainedModel, sequences: Sequence[Scored]):
+        self.model, self.sequences = model, sequences
+        self.scores: dict[tuple[Suspect, int], np.ndarray] = {}
+
+    def __call__(self, gap: Gap, suspect: Suspect) -> np.ndarray:
+        """The change of each token of ``gap`` (N,) by ``suspect``; NaN where it scores none."""
+        found = []
+        for number, own in gap.tokens.groupby("sequence"):
+            scores = self.scored(suspect, int(number), int(own.position.max()))
+            found.append(scores[own.position.to_numpy() - 1] - own.fp32.to_numpy())
+        return np.concatenate(found)
+
+    def scored(self, suspect: Suspect, number: int, last: int) -> np.ndarray:
+        """Log-probabilities of the tokens of a sequence after the first, up to that at position ``last`` or further."""
+        found = self.scores.get((suspect, number))
+        if found is None or len(found) < last:  # later tokens change nothing before them
+            each = self.sequences[number]
+            tokens = torch.from_numpy(each.tokens[: last + 1]).to(next(self.model.parameters()).device)
+            first = int(np.flatnonzero(np.isfinite(each.logprobs[1:]))[0]) + 1
+            found = self.scores[suspect, number] = score(self.model, tokens, suspect, first).cpu().numpy()
+        return found
 
 
 def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
     """The slope of ``gap`` along the direction (N,) of a ``suspect``."""
-    known = np.isfinite(along)
+    known, square = np.isfinite(along), float((gap.tokens.change**2).sum())
     table, along = gap.tokens[known], along[known]
     chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
-    square = float((table.change**2).sum())
     if not (along.any() and square):
-        return Slope(suspect, 0.0, np.inf, 0.0, 1)
+        return Slope(suspect, 0.0, np.inf, 0.0, 1, gap.two)
     (observed, error), (emulated, own_error) = (
         slope_of(table[name].to_numpy(), along, chunks) for name in ("change", "emulated")
     )
     size = observed - emulated
-    left = float(((table.change - size * along) ** 2).sum())
-    return Slope(suspect, size, (error + own_error) ** 0.5, 1 - left / square, len(np.unique(chunks)))
+    explained = float((table.change**2).sum() - ((table.change - size * along) ** 2).sum())
+    return Slope(suspect, size, (error + own_error) ** 0.5, explained / square, len(np.unique(chunks)), gap.two)
 
 
 def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:
     """The ``slope`` of every suspect that is ``tried``, those that explain most first."""
-    found = [slope(gap, suspect, directed(suspect)) for suspect in tried]
+    found = [slope(gap, suspect, directed(gap, suspect)) for suspect in tried]
     return sorted(found, key=lambda each: (each.as_tested, each.share), reverse=True)
+
+
+def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Slope:
+    """``found`` with its owner, the one of the two engines with these ``names`` that does what the suspect does.
+
+    It is the one whose own gap from the fp32 model goes with the direction (N,) ``along``: by its full size where the
+    suspect is a setting, and more than the other's where it is a number or a branch.
+    """
+    sides = [slope(side, found.suspect, along) for side in gap.sides]
+    whole = [side.as_tested and side.certain for side in sides]
+    if found.suspect.slope or found.suspect.branch or whole[0] == whole[1]:
+        return replace(found, owner=names[int(abs(sides[1].size) > abs(sides[0].size))])
+    return replace(found, owner=names[int(whole[1])])
 
 
 def screened(gap: Gap) -> Gap:
@@ -116,4 +148,11 @@ def screened(gap: Gap) -> Gap:
     chosen = gap.known.sequence[excess.index[:2]]
     rows = gap.tokens[gap.tokens.sequence.isin(chosen)]
     rows = rows[rows.position < rows.groupby("sequence").position.transform("min") + SCREENED]
-    return Gap(gap.recipe, rows, gap.sequences, gap.sites)
+    return replace(gap, tokens=rows)
+
+
+def likely(part: Gap, tried: Sequence[Suspect], directed: Directed) -> list[Slope]:
+    """The slopes over ``part`` of the LIKELY suspects that explain most of the sequence with the larger gap in it."""
+    squares = (part.tokens.change**2).groupby(part.tokens.sequence).sum()
+    first = replace(part, tokens=part.tokens[part.tokens.sequence == squares.idxmax()])
+    return slopes(part, [each.suspect for each in slopes(first, tried, directed)[:LIKELY]], directed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fragility_engines.gap import Gap
-from fragility_engines.slopes import BEST, Directed, Slope, slopes
+from fragility_engines.slopes import BEST, Directed, Slope, likely, slopes
 from fragility_engines.suspects import Suspect
 
 # Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
@@ -46,7 +46,7 @@ class Verdict:
             text += "; something runs in a wider format than the recipe says"
         if self.cause is not None:
             suspect = self.cause.suspect
-            name = suspect.name[0].upper() + suspect.name[1:]
+            name = suspect.name[0].upper() + suspect.name[1:] + f" in {self.cause.owner}" * bool(self.cause.owner)
             text += f". {name} explains {self.cause.share:.0%} of it: look at {suspect.mend}"
         return text
 
@@ -113,18 +113,18 @@ def described(found: dict[str, float]) -> list[str]:
 
 
 def search(
-    gap: Gap, part: Gap, tried: Sequence[Suspect], inside: Sequence[Suspect], directed: Directed, in_part: Directed
-) -> tuple[list[Slope], list[Slope]]:  # fmt: skip
+    gap: Gap, part: Gap, tried: Sequence[Suspect], inside: Sequence[Suspect], directed: Directed
+) -> tuple[list[Slope], list[Slope]]:
     """The slopes of suspects that are ``tried``; and if none explains a gap beyond rounding, those ``inside``.
 
-    ``directed`` gives directions over all tokens of ``gap``, ``in_part`` over its ``part``. Suspects that change a
-    number a little may be below the noise, and are tested over all tokens. Of the others only the BEST over the part
-    are, as what they do is either there or not. ``inside`` are branches of blocks, tested over the part.
+    ``directed`` gives directions. Suspects that change a number a little may be below the noise, and are tested over
+    all tokens of ``gap``. Of the others only the BEST over its ``part`` are, as what they do is either there or not.
+    ``inside`` are branches of blocks, tested over the part.
     """
     settings = [suspect for suspect in tried if not suspect.slope]
-    best = [each.suspect for each in slopes(part, settings, in_part)[:BEST]]
+    best = [each.suspect for each in likely(part, settings, directed)[:BEST]]
     found = slopes(gap, [*(suspect for suspect in tried if suspect.slope), *best], directed)
     verdict = judge(gap, found)
     if verdict.kind != "more" or verdict.cause is not None:
         return found, []
-    return found, slopes(part, inside, in_part)
+    return found, likely(part, inside, directed)

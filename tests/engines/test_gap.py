@@ -8,11 +8,13 @@ from test_suspects import LLAMA
 from tiny import random_model, random_tokens
 
 from fragility_adjoint.predictor import Adjoint
+from fragility_engines.catalogue import Facts, suspects
 from fragility_engines.comparison import explained
-from fragility_engines.gap import AtPositions, Gap, measure
+from fragility_engines.gap import Gap
 from fragility_engines.logs import Scored
-from fragility_engines.slopes import Slope, direction, slope, slope_of, slopes
-from fragility_engines.suspects import Suspect, logprobs, suspects
+from fragility_engines.measuring import AtPositions, measure
+from fragility_engines.slopes import Directions, Slope, slope, slope_of, slopes
+from fragility_engines.suspects import Suspect, logprobs
 from fragility_engines.verdict import judge, patterns
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import get_recipe
@@ -27,7 +29,7 @@ def engine(score):
 
 def over_all(gap, model, sequences):
     """The slopes of all suspects over all tokens."""
-    return slopes(gap, suspects(model, 5, 0), lambda suspect: direction(gap, model, sequences, suspect))
+    return slopes(gap, suspects(model, Facts.of(sequences, 0)), Directions(model, sequences))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,7 @@ def test_a_wrong_matrix_is_found_by_its_branch(model):
     low = low.bfloat16()
     log = engine(lambda window: logprobs(low, window))
     gap = measure(model, log, "bf16")
-    found, inside = explained(gap, model, log, 0)
+    found, inside = explained(gap, model, log, Facts.of(log, 0))
     assert judge(gap, found).cause is None
     assert inside[0].suspect.name == "something in model.layers.1.mlp" and inside[0].as_tested
 

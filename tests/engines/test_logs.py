@@ -20,7 +20,7 @@ FORMS = {
                 "prompt_token_ids": TOKENS,
                 "prompt_logprobs": [
                     None,
-                    *({str(t): {"logprob": v}, "99": {"logprob": -0.01}} for t, v in zip(TOKENS[1:], VALUES[1:])),
+                    *({str(t): {"logprob": v}, "99": {"logprob": -3.0}} for t, v in zip(TOKENS[1:], VALUES[1:])),
                 ],
             }
         ]
@@ -134,3 +134,67 @@ def test_what_is_written_is_read_as_it_was(tmp_path_factory, sequences):
 
 def test_the_forms_are_told_apart_by_one_key_each():
     assert len(READERS) == len({*READERS.values()}) == 4
+
+
+TOPS = [None, {7: -0.5, 5: -1.5}, {7: -2.25, 2: -0.25}, {1: -0.125}]
+WITH_TOPS = {
+    "plain": FORMS["plain"] | {"top_logprobs": TOPS},
+    "without the first entry": FORMS["plain"] | {"top_logprobs": TOPS[1:]},
+    "vLLM": {
+        "choices": [
+            {
+                "prompt_token_ids": TOKENS,
+                "prompt_logprobs": [
+                    None,
+                    {"7": {"logprob": -0.5, "rank": 1}, "5": {"logprob": -1.5, "rank": 2}},
+                    {"7": {"logprob": -2.25, "rank": 3}, "2": {"logprob": -0.25, "rank": 1}},
+                    {"1": {"logprob": -0.125, "rank": 1}},
+                ],
+            }
+        ]
+    },
+    "SGLang": {
+        "meta_info": {
+            **FORMS["SGLang"]["meta_info"],
+            "input_top_logprobs": [None, *([[v, t, None] for t, v in top.items()] for top in TOPS[1:])],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("form", WITH_TOPS)
+def test_the_most_probable_tokens_are_read(tmp_path, form):
+    (found,) = read(written(tmp_path, WITH_TOPS[form]))
+    assert [*found.tops] == TOPS
+    write(path := tmp_path / "again.jsonl", [found])
+    assert read(path)[0].tops == found.tops
+
+
+def test_an_answer_of_llama_cpp_has_the_most_probable_tokens(tmp_path):
+    after = [{"id": 7, "logprob": -2.0, "top_logprobs": [{"id": 2, "logprob": -0.25}, {"id": 7, "logprob": -2.0}]}]
+    (found,) = read(written(tmp_path, {"prompt": [3, 7], "completion_probabilities": after}))
+    assert found.tops == (None, None, {2: -0.25, 7: -2.0})
+
+
+def test_entries_of_the_texts_own_tokens_are_not_the_most_probable_ones(tmp_path):
+    """vLLM's "prompt_logprobs": 0 gives the rank of the text's token, which now and then is the first."""
+    entries = [None, {"7": {"logprob": -0.5, "rank": 1}}, {"7": {"logprob": -2.25, "rank": 4}}]
+    line = {"choices": [{"prompt_token_ids": TOKENS[:3], "prompt_logprobs": entries}]}
+    assert read(written(tmp_path, line))[0].tops == ()
+
+
+@pytest.mark.parametrize(
+    ("tops", "message"),
+    [
+        ([None, {"7": -0.1, "5": -0.2}, None, None], "must add up to at most 1, got 1.724 in top_logprobs at token 1"),
+        ([None, {"7": 0.5}, None, None], "must be at most 0"),
+        ([None, {" the": -0.5}, None, None], "must have the numbers of tokens, got [' the']"),
+        ([None, [1, 2], None, None], "must map tokens to log-probabilities"),
+        ([None, {"7": "-1"}, None, None], "must map tokens to log-probabilities"),
+        ([None, {"7": -1}], "got 2 entries for 4 tokens"),
+    ],
+)
+def test_what_is_no_distribution_is_refused(tmp_path, tops, message):
+    with pytest.raises(ValueError, match="line 1: ") as refused:
+        read(written(tmp_path, FORMS["plain"] | {"top_logprobs": tops}))
+    assert message in str(refused.value)

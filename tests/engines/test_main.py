@@ -1,5 +1,11 @@
 """The command from a log to the page, on the embedded Llama."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +18,7 @@ from fragility_lab import paths
 from fragility_lab.inputs.loading import load
 
 MODEL = "embedded-llama"
+BOS = "A BOS token that the tokens do not show"
 
 
 @pytest.fixture
@@ -46,6 +53,65 @@ def test_native_bf16_is_rounding_and_another_temperature_is_named(tmp_path, outp
     assert printed.startswith("more than rounding") and "Another temperature explains" in printed
     page = (outputs / "b" / "comparison.html").read_text()
     assert "explains the gap" in page and str(tmp_path) not in page
+
+
+def test_an_interrupt_ends_with_a_line_and_leaves_no_page(tmp_path, windows):
+    """In a process of its own, at several moments from its first import on."""
+    path = tmp_path / "log.jsonl"
+    write(path, [Scored(np.tile(w.numpy(), 8), np.full(8 * len(w), -1.0)) for w in windows])
+    name = f"interrupted-{os.getpid()}"
+    command = [sys.executable, "-m", "fragility_engines", "--log", str(path), "--model", MODEL, "--results", name]
+    for wait in (1.5, 5.0, 8.0):
+        process = subprocess.Popen(
+            command, cwd=paths.PROJECT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": str(paths.PROJECT)},
+        )  # fmt: skip
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1 and not out, err
+        assert err.strip().splitlines()[-1] == "make compare: interrupted before the page was written"
+        assert "Traceback" not in err
+    assert not (paths.PROJECT / "outputs" / name).exists()
+
+
+def test_two_engines_are_compared_and_the_one_with_a_fault_is_named(tmp_path, outputs, windows, native, capsys):
+    right = log(tmp_path / "right.jsonl", windows, lambda w: logprobs(native, w))
+    prefix = torch.tensor([native.config.bos_token_id])
+    wrong = log(tmp_path / "wrong.jsonl", windows, lambda w: logprobs(native, torch.cat([prefix, w]))[1:])
+    hot = log(tmp_path / "hot.jsonl", windows, lambda w: logprobs(native, w, 1.05))
+    for first, second, owner, cause in (
+        (wrong, right, "LOG (wrong.jsonl)", BOS), (right, wrong, "AGAINST (wrong.jsonl)", BOS),
+        (right, hot, "AGAINST (hot.jsonl)", "temperature"), (hot, right, "LOG (hot.jsonl)", "temperature"),
+    ):  # fmt: skip
+        main(["--log", first, "--against", second, "--model", MODEL])
+        printed = capsys.readouterr().out
+        assert printed.startswith("more than rounding") and f"{cause} in {owner} explains" in printed, printed
+    assert "explains the gap: LOG (hot.jsonl)" in (outputs / "engines" / "comparison.html").read_text()
+
+
+def with_tops(path, windows, score, reported):
+    """A log with the three most probable tokens by the model ``reported``."""
+    found = []
+    for window in windows:
+        with torch.no_grad():
+            z = reported(window[None]).logits[0, :-1].double().log_softmax(-1)
+        values, tokens = z.topk(3)
+        tops = (None, *(dict(zip(*pair)) for pair in zip(tokens.tolist(), values.tolist())))
+        found.append(Scored(window.numpy(), np.concatenate([[np.nan], score(window).numpy()]), tops))
+    write(path, found)
+    return str(path)
+
+
+def test_most_probable_tokens_are_compared_and_parts_in_fp32_are_judged(tmp_path, outputs, windows, native):
+    path = with_tops(tmp_path / "a.jsonl", windows, lambda w: logprobs(native, w), native)
+    main(["--log", path, "--model", MODEL])
+    page = (outputs / "engines" / "comparison.html").read_text()
+    assert "KL, at least" in page and "positions where another token is most probable" in page
+    for part in ("the head (lm_head)", "the residual stream", "all norms"):
+        assert part in page
+    main(["--log", path, "--against", path, "--model", MODEL, "--results", "same"])
+    assert "KL, at least" in (outputs / "same" / "comparison.html").read_text()
 
 
 def test_two_engines_are_compared(tmp_path, outputs, windows, native, capsys):

@@ -5,7 +5,9 @@ import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig
 
-from fragility_engines.suspects import branches, logprobs, score, suspects
+from fragility_engines.catalogue import Facts, branches
+from fragility_engines.catalogue import suspects as listed
+from fragility_engines.suspects import logprobs, score
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -24,6 +26,10 @@ MODELS = {
     "gemma3": lambda: random_model(GEMMA3),
 }
 WINDOW = random_tokens(24, seed=5, smallest=3)
+
+
+def suspects(model, first, bos=None, **facts):
+    return listed(model, Facts(first, bos, longest=len(WINDOW), **facts))
 
 
 def tried(model):

@@ -1,0 +1,202 @@
+"""The catalogue of suspects that a model can have, given what a log and a tokenizer tell."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fragility_core.models.norms import epsilon_name
+from fragility_core.models.paths import attention_modules, branch_paths
+from fragility_engines.logs import Scored
+from fragility_engines.rotary import rotary
+from fragility_engines.suspects import Suspect, assigning, change, having
+
+CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a log and a tokenizer tell of texts.
+
+    ``first`` is the first token of the first sequence, and ``shared`` are the tokens with which all begin, if there are
+    several. ``longest`` is the length of the longest sequence. ``before`` is the largest number of tokens before the
+    first scored one. ``bos`` and ``preambles`` are the tokenizer's: tokens that may stand before a text, by name.
+    ``head`` is a matrix of logits that lies in the model's file without being used.
+    """
+
+    first: int
+    bos: int | None = None
+    shared: tuple[int, ...] = ()
+    longest: int = 0
+    before: int = 1
+    preambles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    head: Tensor | None = None
+
+    @classmethod
+    def of(cls, sequences: Sequence[Scored], bos: int | None = None, **others: Any) -> "Facts":
+        """The facts of the ``sequences`` of a log."""
+        texts = [tuple(each.tokens.tolist()) for each in sequences]
+        columns = zip(*texts) if len(texts) > 1 else ()
+        shared = takewhile(lambda column: len({*column}) == 1, columns)
+        begins = tuple(column[0] for column in shared)[: min(map(len, texts)) - 2]
+        before = max(int(np.flatnonzero(np.isfinite(each.logprobs[1:]))[0]) + 1 for each in sequences)
+        return cls(texts[0][0], bos, begins, max(map(len, texts)), before, **others)
+
+
+def beginnings(facts: Facts) -> Iterator[Suspect]:
+    """Suspects of how a window begins."""
+    look = "what template and tokenizer put in front of a text"
+    if facts.bos is not None and facts.first == facts.bos:
+        yield Suspect("a second BOS token", look, prefix=(facts.bos,))
+        yield Suspect("no BOS token", look, skip=1)
+    elif facts.bos is not None:
+        yield Suspect("a BOS token that the tokens do not show", look, prefix=(facts.bos,))
+    for name, tokens in facts.preambles.items():
+        if tokens and tokens != (facts.bos,):
+            yield Suspect(f"{name} that the tokens do not show", look, prefix=tokens)
+    if len(facts.shared) > 1:
+        count = len(facts.shared)
+        yield Suspect(f"the first {count} tokens, which all sequences share, not seen", look, skip=count)
+        yield Suspect(f"the first {count} tokens, which all sequences share, seen twice", look, prefix=facts.shared)
+
+
+def truncations(facts: Facts) -> Iterator[Suspect]:
+    """Suspects of a prompt whose left part was cut off, which shows where the engine scored what follows it."""
+    look = "the longest prompt that the engine takes (num_ctx, truncate_prompt_tokens, max_model_len)"
+    for kept in sorted({1, facts.before // 2, *CUTS}, reverse=True):
+        if not 0 < kept < facts.before:
+            continue
+        yield Suspect(f"a prompt cut to its last {kept} tokens", look, kept=kept)
+        if facts.first == facts.bos:
+            yield Suspect(f"a prompt cut to BOS and its last {kept} tokens", look, kept=kept, prefix=(facts.bos,))
+
+
+def alignments() -> Iterator[Suspect]:
+    """Suspects of log-probabilities that are those of another place."""
+    look = "which logits, and which entry of the log, belong to a token"
+    yield Suspect("log-probabilities taken one position too late", look, ahead=1)
+    yield Suspect("log-probabilities taken one position too early", look, ahead=-1)
+    yield Suspect("log-probabilities written one token too late", look, late=1)
+    yield Suspect("log-probabilities written one token too early", look, late=-1)
+
+
+def windows(model: PreTrainedModel, longest: int) -> Iterator[Suspect]:
+    """Suspects of a sliding window of attention, for models whose configuration knows one."""
+    config, modules = model.config.get_text_config(), attention_modules(model)
+    if not hasattr(config, "sliding_window"):
+        return
+    own, look = config.sliding_window, "sliding_window and layer_types of the engine's configuration"
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if own else "full_attention"] * len(modules)
+    sliding = [module for module, kind in zip(modules, types) if own and kind == "sliding_attention"]
+    full = [module for module, kind in zip(modules, types) if kind == "full_attention"]
+    if sliding and own < longest:
+        yield Suspect(f"full attention in place of a window of {own}", look, partial(seeing, sliding, 0))
+    for size in [own] if own else CUTS:
+        if full and size < longest:
+            yield Suspect(f"a window of {size} in place of full attention", look, partial(seeing, full, size))
+
+
+@contextmanager
+def seeing(modules: Sequence[nn.Module], size: int, model: nn.Module) -> Iterator[None]:
+    """A context in which the attention ``modules`` see ``size`` tokens, themselves among them; 0 stands for all."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if "attention_mask" not in kwargs:
+            return None
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        places = torch.arange(x.shape[1], device=x.device)
+        back = places[:, None] - places
+        unseen = (back < 0) | (back >= (size or len(places)))
+        mask = torch.zeros(unseen.shape, dtype=x.dtype, device=x.device)
+        return args, kwargs | {"attention_mask": mask.masked_fill(unseen, torch.finfo(x.dtype).min)[None, None]}
+
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def heads(model: Any, own: Tensor | None = None) -> Iterator[Suspect]:
+    """Suspects of a head that is tied to the embedding, or not, where the model has it otherwise.
+
+    ``own`` is a head in the file of a model that ties it.
+    """
+    head, embedding, look = model.get_output_embeddings(), model.get_input_embeddings(), "tie_word_embeddings"
+    if head is None or getattr(head, "weight", None) is None or head.weight.shape != embedding.weight.shape:
+        return
+    if head.weight is embedding.weight:
+        if own is not None and own.shape == head.weight.shape:
+            loaded = nn.Parameter(own.to(head.weight), requires_grad=False)
+            yield Suspect("the file's own head in place of the embedding", look, assigning([(head, "weight", loaded)]))
+        return
+    for name, one, other in (
+        ("the embedding in place of the head (tied)", head, embedding),
+        ("the head in place of the embedding (tied)", embedding, head),
+    ):
+        yield Suspect(name, look, assigning([(one, "weight", other.weight)]))
+
+
+def replaced(value: float, before: float) -> float:
+    """``value``, whatever was there."""
+    return value
+
+
+def settings(model: PreTrainedModel) -> Iterator[Suspect]:
+    """Suspects of single numbers: epsilon of norms, the scale of attention, softcaps, the temperature."""
+    norms = [(module, str(epsilon_name(module))) for module in model.modules() if epsilon_name(module)]
+    known = sorted({getattr(*each) for each in norms})
+    for epsilon in (1e-2, 1e-3, 1e-5, 1e-6, 1e-12):
+        if known and epsilon not in known:
+            yield Suspect(
+                f"epsilon {epsilon:g} of norms in place of {known[0]:g}", "rms_norm_eps or layer_norm_eps",
+                change(norms, partial(replaced, epsilon)),
+            )  # fmt: skip
+    if scales := having(model, "scaling", float):
+        yield Suspect(
+            "another scale of attention", "1 / sqrt(head_dim), and what multiplies it",
+            change(scales, lambda scale: 1.01 * scale), slope=True,
+        )  # fmt: skip
+    if caps := having(model, "attn_logit_softcapping", float):
+        yield Suspect("no softcap of attention", "kernels of attention without softcap", change(caps, lambda _: None))
+    config = model.config.get_text_config()
+    if isinstance(getattr(config, "final_logit_softcapping", None), float):
+        cap = [(config, "final_logit_softcapping")]
+        yield Suspect("no softcap of logits", "final_logit_softcapping", change(cap, lambda _: None))
+    yield Suspect("another temperature", "temperature, or a scale of logits", temperature=1.01, slope=True)
+
+
+def branches(model: PreTrainedModel) -> list[Suspect]:
+    """A suspect for each branch of each block, which its change leaves out, for whatever is wrong in it."""
+    mend = "the weights of this branch, the order of its heads, and the kernel that the engine runs for it"
+    return [Suspect(f"something in {path}", mend, partial(without, path), branch=True) for path in branch_paths(model)]
+
+
+@contextmanager
+def without(path: str, model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the branch at ``path`` adds nothing to the residual stream."""
+
+    def nothing(module: nn.Module, args: tuple, output: Any) -> Any:
+        return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
+
+    handle = model.get_submodule(path).register_forward_hook(nothing)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def suspects(model: PreTrainedModel, facts: Facts) -> list[Suspect]:
+    """All suspects that ``model`` can have, for a log of which ``facts`` are known."""
+    return [
+        *beginnings(facts), *truncations(facts), *alignments(), *rotary(model), *windows(model, facts.longest),
+        *heads(model, facts.head), *settings(model),
+    ]  # fmt: skip

@@ -1,0 +1,198 @@
+"""Measures a gap: passes in fp32 and in the recipe's numbers, and the prediction, for the tokens of a log."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_adjoint.predictor.targets import Target, get_target
+from fragility_engines import tops
+from fragility_engines.gap import Gap
+from fragility_engines.logs import Scored
+from fragility_engines.suspects import log_sum
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import Recipe, get_recipe
+
+
+class AtPositions:
+    """The output of the target "logprob" at the positions ``chosen``; 0 is the second token of a window."""
+
+    def __init__(self) -> None:
+        self.whole, self.chosen = get_target("logprob"), torch.tensor([0])
+
+    def __call__(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return self.whole.output(model, tokens)[:, self.chosen.to(tokens.device)]
+
+    @property
+    def target(self) -> Target:
+        """The target with this output."""
+        return replace(self.whole, output=self)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a pass gives for the tokens after the first of a window, or for some of them (N,).
+
+    ``logprobs`` (N,) are those of the text's tokens, ``best`` (N,) the most probable tokens, and ``asked`` (N, K) the
+    log-probabilities of other tokens.
+    """
+
+    logprobs: np.ndarray
+    best: np.ndarray
+    asked: np.ndarray
+
+    def at(self, rows: np.ndarray) -> "Outputs":
+        """The outputs at these ``rows`` alone."""
+        return Outputs(self.logprobs[rows], self.best[rows], self.asked[rows])
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, tokens: Tensor, asked: np.ndarray) -> Outputs:
+    """The outputs of one window (T,), with the log-probabilities of the tokens ``asked`` (T - 1, K), in fp64."""
+    z = model(tokens[None], use_cache=False).logits[0, :-1].float()
+    norm = log_sum(z)[:, None]
+    places = torch.from_numpy(asked).to(z.device)
+    own, others = (
+        (z.gather(-1, index).double() - norm).cpu().numpy()
+        for index in (tokens[1:, None].to(z.device), places.clamp(min=0))
+    )
+    return Outputs(own[:, 0], z.argmax(-1).cpu().numpy(), np.where(asked == tops.NONE, np.nan, others))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The log of a sequence beside that ``other`` of the same tokens, if there is one."""
+
+    number: int
+    each: Scored
+    other: Scored | None
+
+    @property
+    def known(self) -> np.ndarray:
+        """Rows of the outputs that both logs score (N,). Raises ValueError if there are none."""
+        known = np.isfinite(self.each.logprobs[1:])
+        if self.other is not None:
+            known &= np.isfinite(self.other.logprobs[1:])
+        if not known.any():
+            raise ValueError(f"both logs must score a token in common, got none in sequence {self.number}")
+        return np.flatnonzero(known)
+
+    def rows(self, fp32: Outputs, low: Outputs, asked: np.ndarray, values: np.ndarray) -> pd.DataFrame:
+        """The rows of ``Gap.tokens`` for outputs of the ``known`` rows, and the ``values`` of the tops ``asked``."""
+        at, rounding = self.known + 1, low.logprobs - fp32.logprobs
+        asked, values = asked[self.known], values[self.known]
+        exact, emulated, best, reference = fp32.logprobs, rounding, fp32.best, fp32.asked
+        if self.other is not None:
+            others, given = (x[self.known] for x in tops.table(self.other))
+            exact, emulated = self.other.logprobs[at], np.zeros(len(at))
+            best, reference = tops.most_probable(others, given), tops.aligned(asked, others, given)
+        return pd.DataFrame({
+            "sequence": self.number, "position": at, "token": self.each.tokens[at], "fp32": fp32.logprobs,
+            "rounding": rounding, "exact": exact, "change": self.each.logprobs[at] - exact, "emulated": emulated,
+            "kl": tops.divergence(reference, values), "kl_rounding": tops.divergence(fp32.asked, low.asked),
+            "flip": tops.differs(best, tops.most_probable(asked, values)),
+            "flip_rounding": np.where((asked != tops.NONE).any(1), tops.differs(fp32.best, low.best), np.nan),
+        })  # fmt: skip
+
+
+class Yardstick:
+    """What a ``recipe`` does to a ``model``: predicted, and in an emulated pass."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, probes: int, seed: int):
+        self.model, self.device = model, next(model.parameters()).device
+        self.low, self.positions = lower(model, recipe), AtPositions()
+        self.adjoint = Adjoint(self.low, model, probes, seed, self.positions.target, gradients="both")
+
+    def predict(self, each: Scored, rows: np.ndarray) -> Prediction:
+        """The prediction for the scored ``rows`` of a sequence."""
+        self.positions.chosen = torch.from_numpy(rows)
+        return self.adjoint(torch.from_numpy(each.tokens).to(self.device)[None])
+
+    def rows(self, pair: Pair) -> pd.DataFrame:
+        """The rows of ``Gap.tokens`` for a sequence."""
+        tokens = torch.from_numpy(pair.each.tokens).to(self.device)
+        asked, values = tops.table(pair.each)
+        fp32 = outputs(self.model, tokens, asked).at(pair.known)
+        with self.low.running():
+            low = outputs(self.low.model, tokens, asked).at(pair.known)
+        return pair.rows(fp32, low, asked, values)
+
+
+def measure(
+    model: PreTrainedModel, sequences: Sequence[Scored], recipe: str | Recipe = "bf16", probes: int = 2, seed: int = 0,
+    reference: Sequence[Scored] | None = None,
+) -> Gap:  # fmt: skip
+    """The gap of ``sequences``, as an engine scored them, from the fp32 ``model``, beside what ``recipe`` must give.
+
+    A ``reference`` is another engine's log of the same tokens, which also runs the recipe. The roundings of weights are
+    then the same on both sides, and those of kernels count twice. Raises ValueError for sequences that do not fit the
+    model or the reference, or that all overflow, and the errors of ``lower`` and ``Adjoint``.
+    """
+    require_fitting(model.config, sequences)
+    chosen, pairs = get_recipe(recipe), paired(sequences, reference)
+    yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
+    rows, totals, shares, predictions = [], [], [], []
+    for pair in pairs:
+        prediction = yardstick.predict(pair.each, pair.known)
+        predictions.append(prediction)
+        square, by_site = expected(prediction, twice=two)
+        table, count = yardstick.rows(pair), len(pair.known)
+        observed = (table.change**2).mean()
+        totals.append({"sequence": pair.number, "tokens": count, "observed": observed, "predicted": square})
+        if np.isfinite(square):
+            rows.append(table)
+            shares.append(by_site * count)
+    if not rows:
+        place = predictions[0].windows.overflow.item()
+        raise ValueError(
+            f"a gap needs a sequence that stays in range, but in {chosen.name} all overflow, first in {place}: "
+            "make diagnose says what mends this, and RECIPE=bf16 has a wider range"
+        )
+    sites = pd.concat(shares, axis=1).sum(axis=1).sort_values(ascending=False)
+    inside = tuple(each for each in predictions if each.finite)
+    return Gap(chosen, pd.concat(rows, ignore_index=True), pd.DataFrame(totals), sites / sites.sum(), inside, two)
+
+
+def expected(prediction: Prediction, twice: bool) -> tuple[float, pd.Series]:
+    """The predicted mean squared change of a window's log-probabilities, whole and by kind of site.
+
+    If ``twice``, it is the change between two runs of the recipe: kernels' roundings count twice, those of weights not.
+    """
+    rows, window = prediction.contributions, prediction.windows.iloc[0]
+    weights = 2.0 * rows.kind.eq("kernel") if twice else 1.0
+    squares = rows.c2 * weights / (window.norm**2 * (rows.probe.max() + 1))
+    whole = float(squares.sum()) if np.isfinite(window.predicted) else np.nan
+    return whole, squares.groupby(rows.site).sum()
+
+
+def paired(sequences: Sequence[Scored], reference: Sequence[Scored] | None) -> list[Pair]:
+    """Each of the ``sequences`` beside that of the ``reference``. Raises ValueError for other tokens."""
+    if reference is None:
+        return [Pair(number, each, None) for number, each in enumerate(sequences)]
+    for number, each in enumerate(sequences):
+        if number >= len(reference) or not np.array_equal(each.tokens, reference[number].tokens):
+            raise ValueError(
+                f"both logs must have the same tokens in the same order, got others in sequence {number}: write both "
+                "from one list of texts"
+            )
+    return [Pair(number, *both) for number, both in enumerate(zip(sequences, reference, strict=False))]
+
+
+def require_fitting(config: PreTrainedConfig, sequences: Sequence[Scored]) -> None:
+    """Raises ValueError for tokens outside of the vocabulary of ``config``, and sequences beyond its context."""
+    config = config.get_text_config()
+    context = getattr(config, "max_position_embeddings", np.inf)
+    for number, each in enumerate(sequences):
+        largest = max([each.tokens.max(), *(token for top in each.tops if top for token in top)])
+        if largest >= config.vocab_size:
+            raise ValueError(
+                f"tokens must be below the model's vocabulary of {config.vocab_size}, got {largest} in "
+                f"sequence {number}: is this the log of another model?"
+            )
+        if len(each.tokens) > context:
+            raise ValueError(f"a sequence must fit the context, {context} tokens, got {len(each.tokens)} in {number}")

@@ -1,0 +1,178 @@
+"""Suspects of rotary positions (RoPE)."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fragility_engines.suspects import Suspect, assigning, change, having
+
+LOOK = "rope_scaling of the engine's configuration"
+FACTORS = {"yarn": 4.0, "llama3": 8.0, "dynamic": 2.0}  # as published models have them, for a model without scaling
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of llama3
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary ``module`` for layers of the type ``kind``, "" where all are alike, with ``parameters`` of RoPE."""
+
+    module: Any
+    kind: str
+    parameters: dict[str, Any]
+
+    def values(self, rope_type: str, **others: Any) -> list[tuple[Any, str, Any]]:
+        """The attributes of the module for other parameters."""
+        config = copy.deepcopy(self.module.config)
+        new = self.parameters | others | {"rope_type": rope_type}
+        config.rope_parameters = {**config.rope_parameters, self.kind: new} if self.kind else new
+        kind: dict[str, Any] = {"layer_type": self.kind} if self.kind else {}
+        if rope_type == "default":
+            frequencies, factor = self.module.compute_default_rope_parameters(config, **kind)
+        else:  # "dynamic" as for the longest text that it is for
+            longest = int(new["factor"] * config.max_position_embeddings)
+            frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, None, seq_len=longest, **kind)
+        own, name = self.own, f"{self.kind}_" * bool(self.kind)
+        steady = [] if self.kind else [(self.module, "rope_type", "default")]  # else "dynamic" computes its own again
+        found = [
+            (self.module, f"{name}inv_freq", frequencies.to(own)),
+            (self.module, f"{name}attention_scaling", factor),
+        ]
+        return [*found, *steady]
+
+    @property
+    def own(self) -> Tensor:
+        """The frequencies (d / 2,) that the module has."""
+        return getattr(self.module, f"{self.kind}_inv_freq" if self.kind else "inv_freq")
+
+
+def rotaries(model: PreTrainedModel) -> list[Rotary]:
+    """The rotary modules of ``model`` whose parameters are known."""
+    found = []
+    for module in model.modules():
+        parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+        if not (isinstance(parameters, dict) and hasattr(module, "compute_default_rope_parameters")):
+            continue
+        named = {"": parameters} if "rope_type" in parameters else parameters
+        for kind, own in named.items():
+            name = f"{kind}_" * bool(kind)
+            if (
+                isinstance(own, dict)
+                and hasattr(module, f"{name}inv_freq")
+                and hasattr(module, f"{name}attention_scaling")
+            ):
+                found.append(Rotary(module, kind, own))
+    return found
+
+
+def scalings(model: PreTrainedModel) -> Iterator[Suspect]:
+    """Suspects of RoPE's scaling: none where the model has one, another type, or one where the model has none."""
+    for each in rotaries(model):
+        own = each.parameters
+        where = f" of {each.kind.replace('_', ' ')}" if each.kind else ""
+        scaled, factor = own["rope_type"], float(own.get("factor") or 1.0)
+        whole = own.get("original_max_position_embeddings") or each.module.config.max_position_embeddings
+        if scaled in ("default", "proportional"):
+            if not each.kind:
+                for other, usual in FACTORS.items():
+                    yield suspect_of(
+                        each, f"RoPE scaling {other}, factor {usual:g}, in place of none", other, usual, whole
+                    )
+            continue
+        yield Suspect(f"RoPE{where} without its scaling ({scaled})", LOOK, assigning(each.values("default")))
+        if own_factor(each) != 1.0:
+            name = f"{each.kind}_" * bool(each.kind) + "attention_scaling"
+            yield Suspect(
+                f"RoPE scaling {scaled}{where} without its factor of attention", "attention_factor of rope_scaling",
+                assigning([(each.module, name, 1.0)]),
+            )  # fmt: skip
+        for other in ("linear", *FACTORS):
+            if other != scaled and factor > 1:
+                yield suspect_of(each, f"RoPE scaling {other}{where} in place of {scaled}", other, factor, whole)
+
+
+def own_factor(each: Rotary) -> float:
+    """The factor by which a rotary module scales cosines and sines."""
+    return float(getattr(each.module, f"{each.kind}_" * bool(each.kind) + "attention_scaling"))
+
+
+def suspect_of(each: Rotary, name: str, rope_type: str, factor: float, whole: int) -> Suspect:
+    """The suspect of another scaling, by a ``factor``, of positions that were trained up to ``whole``."""
+    values = each.values(rope_type, factor=factor, original_max_position_embeddings=whole, **BANDS)
+    return Suspect(name, LOOK, assigning(values))
+
+
+def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
+    """Suspects of rotary positions: another base, linear scaling, a narrow dtype, another order of the pairs."""
+    found = [
+        (module, name)
+        for module in model.modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original" not in name
+    ]
+    if not found:
+        return
+    bases = sorted({base_of(getattr(*each)) for each in found})
+    where = f"in place of {bases[0]:g}" if len(bases) == 1 else "in all layers"
+    yield from scalings(model)
+    others = {1e4, 1e5, 5e5, 1e6} | {bases[0] * factor for factor in (0.1, 0.2, 0.5, 2, 5, 10) if len(bases) == 1}
+    for base in sorted(others - {*bases} if len(bases) == 1 else others):
+        if base > 100:
+            yield Suspect(
+                f"RoPE base {base:g} {where}", "rope_theta of the engine's configuration",
+                change(found, partial(with_base, base)),
+            )  # fmt: skip
+    for factor in (2.0, 8.0):
+        yield Suspect(
+            f"RoPE positions divided by {factor:g}", "rope_scaling of the engine's configuration",
+            change(found, partial(divided, factor)),
+        )  # fmt: skip
+    yield Suspect(
+        "RoPE frequencies in bf16", "the dtype in which the engine keeps RoPE",
+        change(found, lambda x: x.bfloat16().float()),
+    )  # fmt: skip
+    if having(model, "q_proj", nn.Module):
+        yield Suspect("RoPE pairs in another order", "the permutation of query and key heads when converted", reordered)
+
+
+def base_of(frequencies: Tensor) -> float:
+    """The base of ``frequencies`` (d / 2,), each its power -2 i / d; three significant digits."""
+    return float(f"{float(frequencies[0] / frequencies[1]) ** len(frequencies):.3g}")
+
+
+def divided(factor: float, frequencies: Tensor) -> Tensor:
+    """``frequencies`` for positions divided by ``factor``."""
+    return frequencies / factor
+
+
+def with_base(base: float, frequencies: Tensor) -> Tensor:
+    """``frequencies`` (d / 2,) with another ``base``, and the scaling that they have."""
+    steps = torch.arange(len(frequencies), device=frequencies.device) / len(frequencies)
+    return frequencies * (base / base_of(frequencies)) ** -steps
+
+
+@contextmanager
+def reordered(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which query and key heads have RoPE's pairs in another order (``interleave``)."""
+    before = interleave(model)
+    try:
+        yield
+    finally:
+        for x, data in before:
+            x.data = data
+
+
+def interleave(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
+    """Interleave RoPE's pairs in the rows of query and key heads, as GGUF files have them; return what was there."""
+    before = []
+    for module, _ in having(model, "q_proj", nn.Module):
+        for x in (x for projection in (module.q_proj, module.k_proj) for x in projection.parameters()):
+            before.append((x, x.data))
+            x.data = x.data.unflatten(0, (-1, 2, module.head_dim // 2)).transpose(1, 2).reshape(x.shape)
+    return before

@@ -1,0 +1,192 @@
+"""Faults of configurations, injected by other configurations, are named; a correct engine is not accused."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from test_suspects import SIZES
+from tiny import random_model, random_tokens
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+
+from fragility_engines.catalogue import Facts, heads, suspects
+from fragility_engines.comparison import explained
+from fragility_engines.logs import Scored
+from fragility_engines.measuring import measure
+from fragility_engines.proving import Ground
+from fragility_engines.suspects import logprobs
+from fragility_engines.variations import Variation, by_window
+from fragility_engines.verdict import judge
+
+WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
+DEPTHS = (2, 40)
+DEFAULT = {"rope_theta": 1e4, "rope_type": "default"}
+LLAMA3 = DEFAULT | {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = DEFAULT | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = DEFAULT | {"rope_type": "linear", "factor": 8.0}
+MIXED = {"use_sliding_window": True, "sliding_window": 16}
+CONFIGS = {
+    "plain": (LlamaConfig, {"rope_parameters": DEFAULT}),
+    "llama3": (LlamaConfig, {"rope_parameters": LLAMA3}),
+    "yarn": (LlamaConfig, {"rope_parameters": YARN}),
+    "window": (MistralConfig, {"sliding_window": 16}),
+    "mixed": (Qwen2Config, MIXED | {"max_window_layers": 1}),
+}
+
+
+def config_of(name, depth, **others):
+    kind, entries = CONFIGS[name]
+    return kind(**(SIZES | {"num_hidden_layers": depth, "tie_word_embeddings": False} | entries | others))
+
+
+def quieted(model, depth):
+    """``model`` with branches that add as little as many do: a deep random model is chaotic, unlike trained ones."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.mul_((2 / depth) ** 0.5)
+    return model
+
+
+def configured(name, depth, model, windows, **others):
+    """The log-probabilities of an engine in bf16, which has another configuration."""
+    other = AutoModelForCausalLM.from_config(config_of(name, depth, **others), attn_implementation="eager").eval()
+    other.load_state_dict(model.state_dict())
+    return by_window(partial(logprobs, other.bfloat16()), windows)
+
+
+def tied(name, depth, model, windows):
+    other = quieted(random_model(config_of(name, depth)), depth)
+    other.lm_head.weight.data = other.model.embed_tokens.weight.data
+    return by_window(partial(logprobs, other.bfloat16()), windows)
+
+
+def shifted(ahead, name, depth, model, windows):
+    return by_window(
+        partial(logprobs, quieted(random_model(config_of(name, depth)), depth).bfloat16(), ahead=ahead), windows
+    )
+
+
+FAULTS = [
+    ("RoPE without its scaling (llama3)", "llama3", partial(configured, rope_parameters=DEFAULT)),
+    ("RoPE scaling linear in place of llama3", "llama3", partial(configured, rope_parameters=LINEAR)),
+    ("RoPE without its scaling (yarn)", "yarn", partial(configured, rope_parameters=DEFAULT)),
+    (
+        "RoPE scaling yarn without its factor of attention", "yarn",
+        partial(configured, rope_parameters=YARN | {"attention_factor": 1.0}),
+    ),
+    ("RoPE scaling yarn, factor 4, in place of none", "plain", partial(configured, rope_parameters=YARN)),
+    ("full attention in place of a window of 16", "window", partial(configured, sliding_window=None)),
+    ("full attention in place of a window of 16", "mixed", partial(configured, layer_types=None, max_window_layers=99)),
+    ("a window of 16 in place of full attention", "mixed", partial(configured, layer_types=None, max_window_layers=0)),
+    ("the embedding in place of the head (tied)", "plain", tied),
+    ("log-probabilities taken one position too late", "plain", partial(shifted, 1)),
+    ("log-probabilities taken one position too early", "plain", partial(shifted, -1)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=DEPTHS)
+def grounds(request):
+    """A ground for each configuration, made when it is asked for."""
+    made = {}
+
+    def ground(name):
+        if name not in made:
+            made[name] = Ground(quieted(random_model(config_of(name, request.param)), request.param), WINDOWS, 0)
+        return made[name], request.param
+
+    return ground
+
+
+@pytest.mark.parametrize(("cause", "name", "run"), FAULTS, ids=[f"{cause}, {name}" for cause, name, _ in FAULTS])
+def test_a_fault_of_the_configuration_is_named(grounds, cause, name, run):
+    ground, depth = grounds(name)
+    _, verdict = ground.judged(Variation(cause, partial(run, name, depth)))
+    assert verdict.kind == "more" and verdict.cause is not None, verdict
+    assert verdict.cause.suspect.name == cause
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_correct_engine_is_not_accused(grounds, name):
+    ground, depth = grounds(name)
+    _, verdict = ground.judged(Variation(name, partial(configured, name, depth)))
+    assert verdict.kind in ("rounding", "few") and verdict.cause is None, verdict
+
+
+TEMPLATE = (7, 9, 11, 4)
+SHARED = torch.tensor([3, 5, 5, 8, 13, 21])
+ALIKE = torch.cat([SHARED.expand(6, 6), WINDOWS[:, :42]], 1)
+
+
+def engine(windows, score, unscored=1):
+    """A log of ``windows``, by the function ``score``; the first tokens have no number."""
+    found = [np.concatenate([[np.nan], score(window).numpy()]) for window in windows]
+    return [
+        Scored(w.numpy(), np.where(np.arange(len(w)) < unscored, np.nan, values)) for w, values in zip(windows, found)
+    ]
+
+
+def padded(found, length):
+    return torch.cat([found.new_full((length - 1 - len(found),), -1.0), found])
+
+
+BEGINNINGS = {
+    "a chat template that the tokens do not show": (
+        WINDOWS, 1, lambda low, w: logprobs(low, torch.cat([torch.tensor(TEMPLATE), w]))[len(TEMPLATE) :],
+    ),
+    "a prompt cut to its last 12 tokens": (WINDOWS, 24, lambda low, w: padded(logprobs(low, w[12:]), len(w))),
+    "a prompt cut to its last 1 tokens": (WINDOWS, 24, lambda low, w: padded(logprobs(low, w[23:]), len(w))),
+    "the first 6 tokens, which all sequences share, not seen": (
+        ALIKE, 7, lambda low, w: padded(logprobs(low, w[6:]), len(w)),
+    ),
+    "the first 6 tokens, which all sequences share, seen twice": (
+        ALIKE, 1, lambda low, w: logprobs(low, torch.cat([SHARED, w]))[6:],
+    ),
+}  # fmt: skip
+
+
+DEEP = ("a chat template that the tokens do not show", "a prompt cut to its last 12 tokens")
+CASES = [*((cause, 2) for cause in BEGINNINGS), *((cause, 40) for cause in DEEP)]
+
+
+@pytest.mark.parametrize(("cause", "depth"), CASES, ids=str)
+def test_another_beginning_is_named_and_a_correct_one_is_not(cause, depth):
+    windows, unscored, run = BEGINNINGS[cause]
+    model = quieted(random_model(config_of("plain", depth)), depth)
+    low = quieted(random_model(config_of("plain", depth)), depth).bfloat16()
+    log = engine(windows, partial(run, low), unscored)
+    gap = measure(model, log, "bf16", probes=1)
+    facts = Facts.of(log, 0, preambles={"a chat template": TEMPLATE})
+    right = np.concatenate([logprobs(low, w)[unscored - 1 :].numpy() for w in windows])
+    tokens = gap.tokens.assign(change=right - gap.tokens.exact)
+    observed = (tokens.change**2).groupby(tokens.sequence).mean().to_numpy()
+    correct = replace(gap, tokens=tokens, sequences=gap.sequences.assign(observed=observed))
+    for each, expected in ((gap, cause), (correct, None)):
+        found, inside = explained(each, model, log, facts)
+        named = judge(each, [*found, *inside]).cause
+        assert (named and named.suspect.name) == expected, [(one.suspect.name, one.size, one.share) for one in found]
+
+
+def test_a_head_of_its_own_in_the_file_is_a_suspect_of_a_tied_model():
+    model = random_model(config_of("plain", 2, tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight and not [*heads(model)]
+    (suspect,) = heads(model, torch.ones_like(model.lm_head.weight))
+    before = logprobs(model, WINDOWS[0])
+    with suspect.change(model):
+        assert logprobs(model, WINDOWS[0]).std() < 1e-6  # all tokens are alike
+    assert torch.equal(logprobs(model, WINDOWS[0]), before)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_suspects_of_windows_and_prompts_are_those_that_the_log_can_show():
+    model = random_model(config_of("window", 2, sliding_window=None))
+    names = [each.name for each in suspects(model, Facts(5, longest=200, before=150))]
+    assert "a window of 128 in place of full attention" in names and not any("256" in name for name in names)
+    assert [name for name in names if "cut" in name] == [
+        f"a prompt cut to its last {kept} tokens" for kept in (128, 75, 1)
+    ]
+    none = [each.name for each in suspects(model, Facts(5, longest=100))]
+    assert not any("window" in name or "cut" in name for name in none)
