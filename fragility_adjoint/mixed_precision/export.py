@@ -17,7 +17,7 @@ from torch import nn
 from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_core.models.paths import head_paths, within
 from fragility_numerics.formats import Format, of_dtype
-from fragility_quantization.operands import owner, stored_weights
+from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.recipes import Operands
 from fragility_quantization.schemes import Scheme
 
@@ -76,7 +76,7 @@ def from_json(text: str) -> Plan:
 
 def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
     """The operands by path of every layer of ``model`` that may have any; none for those that the plan keeps."""
-    recipe = plan.recipe
+    recipe = with_known_layers(model, plan.recipe)
     found = {path: recipe.operands(path) for path in map(owner, stored_weights(model, recipe))}
     return found | {path: Operands() for path in found if any(within(path, module) for module in plan.modules)}
 

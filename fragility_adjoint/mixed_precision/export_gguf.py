@@ -1,0 +1,62 @@
+"""Plans of GGUF's types for llama.cpp, as a file of rules for ``llama-quantize --tensor-type-file``."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from fragility_adjoint.mixed_precision.export import EXPORTS, Export, export, layers_of, missing_parts
+from fragility_adjoint.mixed_precision.plans import Plan
+from fragility_numerics.formats import NumberFormat
+from fragility_quantization.ggml import GgmlType, inputs_beside
+from fragility_quantization.gguf_mixes import ends, tensor_names
+from fragility_quantization.operands import row_width
+from fragility_quantization.recipes import Operands, get_recipe
+
+UNQUANTIZED = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+
+
+class Rules(Export):
+    """Rules of llama-quantize: ``config`` has the type of each tensor by its name."""
+
+    def text(self) -> str:
+        """One rule a line, a regular expression and a type; the first that fits is in force."""
+        return "\n".join(f"^{name.replace('.', chr(92) + '.')}$={kind}" for name, kind in self.config.items())
+
+
+def is_gguf(plan: Plan) -> bool:
+    """True if the plan has types of GGUF, for all layers or for some."""
+    return any(get_recipe(name).gguf for name in (plan.format, *(name for _, name in plan.layers)))
+
+
+def llama_quantize(plan: Plan, model: nn.Module) -> Export:
+    """``plan`` as rules for ``llama-quantize --tensor-type-file FILE model-f32.gguf made.gguf Q8_0``.
+
+    The last argument, any quantized type, is for tensors without a rule: there are none. Raises ValueError for a scheme
+    that is no type of GGUF, and for modules whose tensors have no name that is known.
+    """
+    layers = dict.fromkeys(ends(model), Operands()) | layers_of(plan, model)
+    missing, rules = missing_parts(plan, "llama-quantize"), dict[str, str]()
+    if plan.recipe.kernels.name != "fp32":
+        missing.append(f"llama.cpp computes in fp32 on a CPU, not in {plan.recipe.kernels.name}")
+    for path, name in tensor_names(model, layers).items():
+        stored: NumberFormat = layers[path].weights or plan.recipe.kernels
+        if isinstance(stored, GgmlType):
+            stored = stored.of_width(row_width(model, f"{path}.weight"))
+            if layers[path].inputs is None and path in layers_of(plan, model) and path not in ends(model):
+                missing.append(f"llama.cpp rounds inputs to {inputs_beside(stored).name} beside {stored.name}")
+        kind = stored.name if isinstance(stored, GgmlType) else UNQUANTIZED.get(stored.name)
+        if kind is None:
+            raise ValueError(
+                f"llama-quantize has no {stored.name} for the weights of {path}: choose a type of GGUF, such as ggml-q4_k"
+            )
+        rules[name] = kind if name not in rules or layers[path] else rules[name]
+    made = export(rules, missing, plan)
+    return Rules(made.config, made.missing, made.dtype)
+
+
+LIBRARIES: dict[str, Callable[[Plan, nn.Module], Export]] = EXPORTS | {"llama-quantize": llama_quantize}
+
+
+def libraries_for(plan: Plan) -> list[str]:
+    """The libraries for which files lie beside a page: llama-quantize only for a plan of GGUF's types."""
+    return [name for name in LIBRARIES if name in EXPORTS or is_gguf(plan)]
