@@ -20,8 +20,8 @@ def require_llama(model: Any) -> Any:
     scaling = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias or scaling != "default":
         raise ValueError(
-            f"a model that is written here must be a Llama without biases and scaled positions, got {config.model_type}: "
-            "convert others with llama.cpp's convert_hf_to_gguf.py"
+            "a model that is written here must be a Llama without biases and scaled positions, got "
+            f"{config.model_type}: convert others with llama.cpp's convert_hf_to_gguf.py"
         )
     return config
 

@@ -107,10 +107,10 @@ def compared(
     for each, file in zip(made, answer["files"], strict=True):
         recipe = with_known_layers(model, each.plan.recipe)
         (known,) = predictions(model, [recipe], windows, "kl", probes=probes).values()
-        kl = pd.Series(file["kl"])
+        kl, own = pd.Series(file["kl"]), pd.Series(emulated(model, each.plan, windows))
         rows.append({
             "file": each.name, "MB": file["bytes"] / 1e6, "MB_counted": stored_bytes(model, each.plan) / 1e6,
-            "kl_predicted": known.windows.predicted.mean(), "kl_emulated": pd.Series(emulated(model, each.plan, windows)).mean(),
+            "kl_predicted": known.windows.predicted.mean(), "kl_emulated": own.mean(),
             "kl_llama_cpp": kl.mean(), "kl_standard_error": kl.sem(), "windows": len(kl), "tokens": windows.shape[1],
         })  # fmt: skip
         rows[-1]["beside_mix"] = kl.mean() / rows[-1 - each.by_rules]["kl_llama_cpp"]

@@ -151,7 +151,7 @@ def inputs_beside(weights: NumberFormat) -> NumberFormat:
 
 # The mixes of llama-quantize, by the type of all tensors for which ``gguf_mixes`` has no other.
 MIXES = {
-    "q2_k": "q2_k", "q2_k_s": "q2_k", "q3_k_s": "q3_k", "q3_k_m": "q3_k", "q3_k_l": "q3_k", "q4_0": "q4_0",
+    "q2_k": "q2_k", "q3_k_s": "q3_k", "q3_k_m": "q3_k", "q3_k_l": "q3_k", "q4_0": "q4_0",
     "q4_1": "q4_1", "iq4_nl": "iq4_nl", "q4_k_s": "q4_k", "q4_k_m": "q4_k", "q5_0": "q5_0", "q5_1": "q5_1",
     "q5_k_s": "q5_k", "q5_k_m": "q5_k", "q6_k": "q6_k", "q8_0": "q8_0",
 }  # fmt: skip

@@ -48,16 +48,16 @@ def ranges(x: Tensor, weights: Tensor, top: int, tries: list[float], absolute: b
     scale = over(1.0, over(float(top), high - low))
     best = error(scale, low, integers(float(top)))
     for count in tries:
-        l = integers(count)
-        wl = weights * l
-        sum_l, sum_l2, sum_xl = total(wl), total(wl * l), total(wl * x)
+        q = integers(count)
+        wq = weights * q
+        sum_l, sum_l2, sum_xl = total(wq), total(wq * q), total(wq * x)
         D = sum_w * sum_l2 - sum_l * sum_l
         this_scale = (sum_w * sum_xl - sum_x * sum_l) / D
         this_low = (sum_l2 * sum_x - sum_l * sum_xl) / D
         positive = this_low > 0
         this_scale = torch.where(positive, sum_xl / sum_l2, this_scale)
         this_low = torch.where(positive, 0.0, this_low)
-        this_error = error(this_scale, this_low, l)
+        this_error = error(this_scale, this_low, q)
         better = (D > 0) & (this_error < best)
         best, scale = torch.where(better, this_error, best), torch.where(better, this_scale, scale)
         low = torch.where(better, this_low, low)
@@ -74,7 +74,7 @@ def asymmetric(
     groups = x.shape[1:]
     scales, lows = (v.view(groups) for v in ranges(x.flatten(1), weights.flatten(1), top, tries, absolute))
     mins = -lows
-    largest, largest_min = scales.amax(0).clamp_min(0), mins.amax(0).clamp_min(0)
+    largest, largest_min = scales.amax(0).clamp_min(0), mins.amax(0).clamp_min(0) + 0.0  # never -0
     sc = stored(torch.where(largest > 0, over(float(most), largest), 0.0) * scales)
     m = stored(torch.where(largest_min > 0, over(float(most), largest_min), 0.0) * mins)
     d, dmin = half(largest / x.new_tensor(float(most))), half(largest_min / x.new_tensor(float(most)))
@@ -118,8 +118,8 @@ def q6_scales(x: Tensor) -> Tensor:
     wx = weight * x
 
     def fitted(count: np.float32) -> tuple[Tensor, Tensor]:
-        l = (x * over(float(-count), largest)).round_().clamp_(-32, 31)
-        return total(wx * l), total((weight * l).mul_(l))
+        q = (x * over(float(-count), largest)).round_().clamp_(-32, 31)
+        return total(wx * q), total((weight * q).mul_(q))
 
     sum_lx, sum_l2 = fitted(np.float32(32))
     scale = torch.where(sum_l2 == 0, 0.0, sum_lx / sum_l2)
@@ -136,17 +136,17 @@ def q3_scales(x: Tensor) -> Tensor:
     """Scales (S, n) of 3-bit integers, which change one at a time as long as the fit gets better, five times over."""
     largest, weight = farthest(x), x * x
     wx = weight * x
-    l = nearest_int(x * over(-4.0, largest)).clamp(-4, 3)
-    sum_lx, sum_l2 = total(wx * l), total(weight * l * l)
+    q = nearest_int(x * over(-4.0, largest)).clamp(-4, 3)
+    sum_lx, sum_l2 = total(wx * q), total(weight * q * q)
     for _ in range(5):
-        for i, old in enumerate(l):
+        for i, old in enumerate(q):
             lx, l2 = sum_lx - wx[i] * old, sum_l2 - weight[i] * old * old
             new = nearest_int(x[i] * l2 / lx).clamp(-4, 3)
             asked = (lx > 0) & (new != old)
             lx, l2 = lx + wx[i] * new, l2 + weight[i] * new * new
             better = asked & (l2 > 0) & (lx * lx * sum_l2 > sum_lx * sum_lx * l2)
             sum_lx, sum_l2 = torch.where(better, lx, sum_lx), torch.where(better, l2, sum_l2)
-            l[i] = torch.where(better, new, old)
+            q[i] = torch.where(better, new, old)
     fit = torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)
     return torch.where(largest.abs() < NOTHING, 0.0, fit)
 

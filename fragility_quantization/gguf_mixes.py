@@ -48,12 +48,12 @@ def ends(model: Any) -> list[str]:
 
 def tensor_names(model: Any, paths: Iterable[str]) -> dict[str, str]:
     """The names of tensors for the modules at ``paths``; a tied head has the name of the embedding."""
-    names: dict[int, str] = {}
-    return {path: names.setdefault(id(model.get_submodule(path).weight), tensor_name(path)) for path in paths}
+    named, first = {path: tensor_name(path) for path in paths}, dict[int, str]()
+    return {path: first.setdefault(id(model.get_submodule(path).weight), name) for path, name in named.items()}
 
 
 def more_bits(i: int, count: int) -> bool:
-    """True for block ``i`` of ``count`` where the mixes "m" spend more: in the first and last eighth, and every third."""
+    """True for block ``i`` of ``count`` where mixes "m" spend more: in the first and last eighth, and every third."""
     return i < count // 8 or i >= 7 * count // 8 or (i - count // 8) % 3 == 2
 
 
@@ -93,14 +93,12 @@ def types_of_mix(mix: str, model: Any, tensors: Iterable[str]) -> dict[str, str]
 
 
 def of_values(mix: str, base: str, i: int, count: int, known: tuple[int, int, int]) -> str:
-    """The type of the matrix of values that is number ``i`` of ``count``; ``known`` are heads a key, layers, experts."""
+    """The type of the values' matrix number ``i`` of ``count``; ``known`` are heads a key, layers and experts."""
     shared, layers, experts = known
     chosen = base
     match mix:
         case "q2_k":
             chosen = "q4_k" if shared >= 4 else "q3_k"
-        case "q2_k_s" if shared >= 4:
-            chosen = "q4_k"
         case "q3_k_m":
             chosen = "q5_k" if i < 2 else "q4_k"
         case "q3_k_l":
@@ -122,8 +120,6 @@ def of_down(mix: str, base: str, i: int, count: int) -> str:
     match mix:
         case "q2_k":
             return "q3_k"
-        case "q2_k_s" if first:
-            return "q4_k"
         case "q3_k_m":
             return "q5_k" if i < count // 16 else "q4_k"
         case "q3_k_l":

@@ -37,8 +37,8 @@ class Recipe:
 
     The linear layers of blocks (``operands.linear_weights``) have the ``linear`` operands, those at the paths in
     ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings; those of
-    attention within the paths ``uncached`` stay as they are. ``gguf`` is the name in GGUF of a recipe by which embedding
-    and head are stored as well; a mix then says the operands of each layer of a model (``with_known_layers``).
+    attention within the paths ``uncached`` stay as they are. ``gguf`` is the name of a recipe of GGUF, by which
+    embedding and head are stored as well; a mix says the operands of each layer of a model (``with_known_layers``).
     """
 
     name: str

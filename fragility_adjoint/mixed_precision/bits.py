@@ -65,9 +65,10 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
 
 
 def chosen_groups(model: nn.Module, tokens: Tensor, recipe: Recipe) -> list[tuple[str, ...]]:
-    """Paths in groups of layers to which a choice beside ``recipe`` gives one scheme; ``tokens`` as in ``fused_layers``.
+    """Paths in groups of layers to which a choice beside ``recipe`` gives one scheme.
 
-    A file of GGUF has a type for each tensor, embedding and head included, which are one if they are tied.
+    These are ``fused_layers``, with its ``tokens``. But a file of GGUF has a type for each tensor, embedding and head
+    included, which are one if they are tied.
     """
     if not recipe.gguf:
         return fused_layers(model, tokens)

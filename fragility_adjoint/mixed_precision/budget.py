@@ -47,7 +47,8 @@ def mixes_schemes(budget: str, recipe: Recipe) -> bool:
 def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
     """The recipes among which a budget of bits chooses: that called ``name``, one of 8 bits, and the kernels' format.
 
-    Beside a type of ggml they are all types of at least its bits, beside a mix of them all types there are. Raises ValueError for a recipe without schemes for weights.
+    Beside a type of ggml they are all types of at least its bits, beside a mix of types all there are. Raises
+    ValueError for a recipe without schemes for weights.
     """
     recipe = get_recipe(name)
     if recipe.linear.weights is None or recipe.cache is not None:

@@ -7,7 +7,7 @@ from torch import nn
 from fragility_adjoint.mixed_precision.export import EXPORTS, Export, export, layers_of, missing_parts
 from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_numerics.formats import NumberFormat
-from fragility_quantization.ggml import GgmlType, inputs_beside
+from fragility_quantization.ggml import GgmlType
 from fragility_quantization.gguf_mixes import ends, tensor_names
 from fragility_quantization.operands import row_width
 from fragility_quantization.recipes import Operands, get_recipe
@@ -37,19 +37,18 @@ def llama_quantize(plan: Plan, model: nn.Module) -> Export:
     layers = dict.fromkeys(ends(model), Operands()) | layers_of(plan, model)
     missing, rules = missing_parts(plan, "llama-quantize"), dict[str, str]()
     if plan.recipe.kernels.name != "fp32":
-        missing.append(f"llama.cpp computes in fp32 on a CPU, not in {plan.recipe.kernels.name}")
+        missing.append(f"llama-quantize cannot express kernels in {plan.recipe.kernels.name}: they compute in fp32")
     for path, name in tensor_names(model, layers).items():
         stored: NumberFormat = layers[path].weights or plan.recipe.kernels
         if isinstance(stored, GgmlType):
             stored = stored.of_width(row_width(model, f"{path}.weight"))
-            if layers[path].inputs is None and path in layers_of(plan, model) and path not in ends(model):
-                missing.append(f"llama.cpp rounds inputs to {inputs_beside(stored).name} beside {stored.name}")
         kind = stored.name if isinstance(stored, GgmlType) else UNQUANTIZED.get(stored.name)
         if kind is None:
             raise ValueError(
-                f"llama-quantize has no {stored.name} for the weights of {path}: choose a type of GGUF, such as ggml-q4_k"
+                f"llama-quantize has no {stored.name} for the weights of {path}: choose a type, such as ggml-q4_k"
             )
-        rules[name] = kind if name not in rules or layers[path] else rules[name]
+        if name not in rules or layers[path].weights is not None:  # a tied head may have no scheme of its own
+            rules[name] = kind
     made = export(rules, missing, plan)
     return Rules(made.config, made.missing, made.dtype)
 

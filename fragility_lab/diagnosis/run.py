@@ -279,7 +279,8 @@ def chosen_from(
 ) -> Choices:  # fmt: skip
     """The choices among the schemes of ``request``, and of parts of the sites ``keep`` in fp32, over ``groups``.
 
-    ``first`` is the prediction for the format, which is the first scheme or a mix of them. Windows that overflow with some scheme do not count.
+    ``first`` is the prediction for the format, the first scheme or a mix of them. Windows that overflow with some
+    scheme do not count.
     """
     found = {first.recipe.name: first} if request.schemes[0].name == first.recipe.name else {}
     tokens = torch.cat([*groups])
