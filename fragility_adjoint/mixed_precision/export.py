@@ -95,12 +95,17 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
     """Parts of ``plan`` that no configuration of ``library`` can say."""
     kernels, computing = plan.recipe.kernels.name, of_dtype(dtype_of(plan)).name
     parts: dict[str, object] = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
-    parts["the KV cache"] = plan.recipe.cache is not None and library != "ModelOpt"
+    parts["the KV cache"] = plan.recipe.cache is not None and not stores_cache(plan, library)
     parts[f"{kernels} beside kernels that compute in {computing}"] = kernels != computing
     parts[f"fp32 beside {kernels} for {named(plan.modules)}: unquantized, they run in one dtype with the rest"] = (
         plan.modules
     )
     return [f"{library} cannot express {part}" for part, asked in parts.items() if asked]
+
+
+def stores_cache(plan: Plan, library: str) -> bool:
+    """True if the configuration of ``library`` says how the cache is stored: ModelOpt's, in up to 8 bits."""
+    return library == "ModelOpt" and plan.recipe.cache is not None and plan.recipe.cache.bits <= 8
 
 
 def differences(library: str, stored: Any, role: str, path: str) -> list[str]:
@@ -166,7 +171,7 @@ def modelopt(plan: Plan, model: nn.Module) -> Export:
         for name, stored in (("weight", operands.weights), ("input", operands.inputs)):
             if stored is not None:
                 rules.append({"quantizer_name": f"{path}.{name}_quantizer", "cfg": quantizer(stored, name)})
-    if plan.recipe.cache is not None:
+    if plan.recipe.cache is not None and stores_cache(plan, "ModelOpt"):
         rules.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": quantizer(plan.recipe.cache, "input")})
         rules += [{"quantizer_name": f"{path}.*[kv]_bmm_quantizer", "enable": False} for path in plan.modules]
     return export({"quant_cfg": rules, "algorithm": "max"}, missing, plan)

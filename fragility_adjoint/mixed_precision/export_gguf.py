@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fragility_adjoint.mixed_precision.export import EXPORTS, Export, export, layers_of, missing_parts
+from fragility_adjoint.mixed_precision.export import EXPORTS, Export, export, layers_of
 from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_numerics.formats import NumberFormat
 from fragility_quantization.ggml import GgmlType
@@ -35,9 +35,10 @@ def llama_quantize(plan: Plan, model: nn.Module) -> Export:
     that is no type of GGUF, and for modules whose tensors have no name that is known.
     """
     layers = dict.fromkeys(ends(model), Operands()) | layers_of(plan, model)
-    missing, rules = missing_parts(plan, "llama-quantize"), dict[str, str]()
-    if plan.recipe.kernels.name != "fp32":
-        missing.append(f"llama-quantize cannot express kernels in {plan.recipe.kernels.name}: they compute in fp32")
+    kernels, cache, rules = plan.recipe.kernels.name, plan.recipe.cache, dict[str, str]()
+    parts = {f"kernels in {kernels}, it computes in fp32": kernels != "fp32"}
+    parts["another KV cache than the fp16 that llama.cpp starts with"] = cache is not None and cache.name != "fp16"
+    missing = [f"llama-quantize cannot express {part}" for part, asked in parts.items() if asked]
     for path, name in tensor_names(model, layers).items():
         stored: NumberFormat = layers[path].weights or plan.recipe.kernels
         if isinstance(stored, GgmlType):
