@@ -74,22 +74,22 @@ def types_of_mix(mix: str, model: Any, tensors: Iterable[str]) -> dict[str, str]
     numbers = {name: int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.", name))}
     values = sorted((name for name in names if re.search(r"attn_(v|qkv)\.", name)), key=numbers.__getitem__)
     order = {name: i for i, name in enumerate(values)}
-    found = {}
+    chosen = {}
     for name in names:
         kind = re.sub(r"^blk\.\d+\.|\.weight$", "", name)
         if name == "output.weight" or (name == "token_embd.weight" and "output.weight" not in names):
-            found[name] = "q8_0" if base == "q8_0" else "q6_k"
+            chosen[name] = "q8_0" if base == "q8_0" else "q6_k"
         elif kind in ("attn_v", "attn_qkv"):
-            found[name] = of_values(mix, base, order[name], len(values), known)
+            chosen[name] = of_values(mix, base, order[name], len(values), known)
         elif kind.startswith("ffn_down"):
-            found[name] = of_down(mix, base, numbers[name], layers)
+            chosen[name] = of_down(mix, base, numbers[name], layers)
         elif kind == "attn_k" and experts == 8:
-            found[name] = "q8_0"
+            chosen[name] = "q8_0"
         elif kind == "attn_output":
-            found[name] = of_output(mix, base, experts)
+            chosen[name] = of_output(mix, base, experts)
         else:
-            found[name] = base
-    return found
+            chosen[name] = base
+    return chosen
 
 
 def of_values(mix: str, base: str, i: int, count: int, known: tuple[int, int, int]) -> str:

@@ -21,8 +21,9 @@ from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, storage, stored_parameters
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
-from fragility_core.models.paths import block_of, within
-from fragility_quantization.operands import linear_weights, owner, rounded_bits, stored_weights, with_known_layers
+from fragility_core.models.paths import within
+from fragility_quantization.gguf_tensors import group_bits, tensor_groups
+from fragility_quantization.operands import linear_weights, owner
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
@@ -70,32 +71,7 @@ def chosen_groups(model: nn.Module, tokens: Tensor, recipe: Recipe) -> list[tupl
     These are ``fused_layers``, with its ``tokens``. But a file of GGUF has a type for each tensor, embedding and head
     included, which are one if they are tied.
     """
-    if not recipe.gguf:
-        return fused_layers(model, tokens)
-    tensors: dict[int | str, list[str]] = {}
-    for path, weight in stored_weights(model, with_known_layers(model, recipe)).items():
-        name = owner(path)
-        tensors.setdefault(id(weight) if block_of(name) is None else name, []).append(name)
-    return [tuple(dict.fromkeys(paths)) for paths in tensors.values()]
-
-
-def group_bits(
-    model: nn.Module, groups: Sequence[tuple[str, ...]], recipes: Sequence[Recipe], known: Recipe
-) -> np.ndarray:  # fmt: skip
-    """Bits (groups, recipes) of the matrices of each group in each recipe, with scales, each tied matrix once."""
-    weights: dict[str, list[str]] = {}
-    for path in stored_weights(model, known):
-        weights.setdefault(owner(path), []).append(path)
-    rows = []
-    for group in groups:
-        matrices = {id(model.get_parameter(path)): path for layer in group for path in weights.get(layer, ())}
-        schemes = [recipe.operands(owner(p)).weights or recipe.kernels for recipe in recipes for p in matrices.values()]
-        each = [
-            model.get_parameter(p).numel() * rounded_bits(model, p, scheme)
-            for p, scheme in zip([*matrices.values()] * len(recipes), schemes)
-        ]
-        rows.append(np.reshape(each, (len(recipes), -1)).sum(1))
-    return np.array(rows)
+    return tensor_groups(model, recipe) if recipe.gguf else fused_layers(model, tokens)
 
 
 class Choice(NamedTuple):
@@ -161,7 +137,7 @@ class Choices:
         fixed = [p for p in stored if not (p.linear and chosen.intersection(p.users))]  # all that has no scheme
         self.weights = sum(p.entries for p in stored) - sum(p.entries for p in fixed)
         self.fixed_bits = sum(p.entries * p.bits for p in fixed)
-        self.bits = group_bits(model, self.groups, list(recipes.values()), first.recipe)
+        self.bits = group_bits(model, self.groups, [*recipes.values()], first.recipe)
         self.least_bits = float(self.bits.min(1).sum() / self.weights)
         self._knapsack = self._problem(fixed)
 

@@ -6,13 +6,9 @@ from torch import nn
 
 from fragility_adjoint.mixed_precision.export import EXPORTS, Export, export, layers_of
 from fragility_adjoint.mixed_precision.plans import Plan
-from fragility_numerics.formats import NumberFormat
-from fragility_quantization.ggml import GgmlType
-from fragility_quantization.gguf_mixes import ends, tensor_names
-from fragility_quantization.operands import row_width
+from fragility_quantization.gguf_mixes import ends
+from fragility_quantization.gguf_tensors import stored_types
 from fragility_quantization.recipes import Operands, get_recipe
-
-UNQUANTIZED = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 
 
 class Rules(Export):
@@ -31,30 +27,19 @@ def is_gguf(plan: Plan) -> bool:
 def llama_quantize(plan: Plan, model: nn.Module) -> Export:
     """``plan`` as rules for ``llama-quantize --tensor-type-file FILE model-f32.gguf made.gguf Q8_0``.
 
-    The last argument, any quantized type, is for tensors without a rule: there are none. Raises ValueError for a scheme
-    that is no type of GGUF, and for modules whose tensors have no name that is known.
+    The last argument, any quantized type, is for tensors without a rule: there are none. Raises the errors of
+    ``stored_types``.
     """
     layers = dict.fromkeys(ends(model), Operands()) | layers_of(plan, model)
-    kernels, cache, rules = plan.recipe.kernels.name, plan.recipe.cache, dict[str, str]()
+    kernels, cache = plan.recipe.kernels.name, plan.recipe.cache
     parts = {f"kernels in {kernels}, it computes in fp32": kernels != "fp32"}
     parts["another KV cache than the fp16 that llama.cpp starts with"] = cache is not None and cache.name != "fp16"
     missing = [f"llama-quantize cannot express {part}" for part, asked in parts.items() if asked]
-    for path, name in tensor_names(model, layers).items():
-        stored: NumberFormat = layers[path].weights or plan.recipe.kernels
-        if isinstance(stored, GgmlType):
-            stored = stored.of_width(row_width(model, f"{path}.weight"))
-        kind = stored.name if isinstance(stored, GgmlType) else UNQUANTIZED.get(stored.name)
-        if kind is None:
-            raise ValueError(
-                f"llama-quantize has no {stored.name} for the weights of {path}: choose a type, such as ggml-q4_k"
-            )
-        if name not in rules or layers[path].weights is not None:  # a tied head may have no scheme of its own
-            rules[name] = kind
-    made = export(rules, missing, plan)
+    made = export(stored_types(model, layers, plan.recipe.kernels), missing, plan)
     return Rules(made.config, made.missing, made.dtype)
 
 
-LIBRARIES: dict[str, Callable[[Plan, nn.Module], Export]] = EXPORTS | {"llama-quantize": llama_quantize}
+LIBRARIES: dict[str, Callable[[Plan, nn.Module], Export]] = {**EXPORTS, "llama-quantize": llama_quantize}
 
 
 def libraries_for(plan: Plan) -> list[str]:
