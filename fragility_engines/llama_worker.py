@@ -1,16 +1,15 @@
 """Quantize and run GGUF files by llama.cpp. This file runs by itself, in an environment that has llama-cpp-python.
 
-The task is JSON on standard input: the fp32 file ``source``; ``files`` to make of it, each with its ``path``, the mix
-``ftype`` as llama-quantize calls it, and ``rules`` (pairs of a regular expression and a type); ``windows`` of tokens.
-The last line of the answer is JSON, too: for each file its ``bytes``, and the ``kl`` of every window against the source
-in nats a token, mean over its positions.
+Elsewhere it can be imported, though not run. The task is JSON on standard input: the fp32 file ``source``; ``files`` to
+make of it, each with its ``path``, the mix ``ftype`` as llama-quantize calls it, and ``rules`` (pairs of a regular
+expression and a type); ``windows`` of tokens. The last line of the answer is JSON, too: for each file its ``bytes``,
+and the ``kl`` of every window against the source in nats a token, mean over its positions.
 """
 
 import ctypes
 import json
 import sys
 
-import llama_cpp
 import numpy as np
 
 THREADS = 1
@@ -18,6 +17,8 @@ THREADS = 1
 
 def quantize(source: str, path: str, ftype: str, rules: list[list[str]]) -> None:
     """Write ``source`` quantized to ``path``, as llama-quantize does with ``--tensor-type``; raises RuntimeError."""
+    import llama_cpp
+
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{ftype.upper()}")
     params.nthread = THREADS
@@ -32,6 +33,8 @@ def quantize(source: str, path: str, ftype: str, rules: list[list[str]]) -> None
 
 def logprobs(path: str, windows: list[list[int]]) -> np.ndarray:
     """Log-probabilities (B, T, vocabulary) in fp32 by llama.cpp, with its default cache in fp16."""
+    import llama_cpp
+
     length = len(windows[0])
     engine = llama_cpp.Llama(
         path, n_ctx=length, n_batch=length, n_ubatch=length, n_threads=THREADS, n_threads_batch=THREADS,
@@ -58,6 +61,8 @@ def divergences(exact: np.ndarray, other: np.ndarray) -> list[float]:
 
 
 def main() -> None:
+    import llama_cpp
+
     task = json.load(sys.stdin)
     exact = logprobs(task["source"], task["windows"])
     answer = []
