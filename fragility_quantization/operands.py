@@ -21,7 +21,9 @@ from fragility_numerics.kernels import WEIGHT_PRODUCTS
 from fragility_numerics.modes import FunctionMode
 from fragility_numerics.nested import map_tensors, tensors
 from fragility_numerics.presence import source_of
-from fragility_quantization.recipes import Operands, Recipe
+from fragility_quantization.ggml import GgmlType
+from fragility_quantization.gguf_mixes import ends, types_by_path
+from fragility_quantization.recipes import Operands, Recipe, of_type
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -53,6 +55,8 @@ def weight_schemes(model: nn.Module, recipe: Recipe) -> dict[int, NumberFormat]:
 def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     """``recipe`` with ``layers`` of ``model`` alone: linear layers of blocks, embeddings, and the head.
 
+    Those that a recipe of GGUF leaves open are filled in.
+
     An embedding reads no numbers, so that it has operands for its weights only. A head that is tied to an embedding
     shares its matrix. The matrix is stored once, by the scheme of either name, and the embedding gives its rows in the
     dtype of the kernels. The head's inputs are rounded only if the head is named. Raises ValueError for other paths,
@@ -61,8 +65,7 @@ def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     """
     embeddings, heads = embedding_paths(model), head_paths(model)
     known = [*dict.fromkeys(map(owner, linear_weights(model))), *embeddings, *heads]
-    ends = dict.fromkeys(embeddings, recipe.embedding) | dict.fromkeys(heads, recipe.head)
-    recipe = replace(recipe, layers={path: each for path, each in ends.items() if each} | dict(recipe.layers))
+    recipe = replace(recipe, layers=layers_by_rules(model, recipe) | dict(recipe.layers))
     for path, operands in recipe.layers.items():
         if not (isinstance(path, str) and isinstance(operands, Operands)):
             raise ValueError(
@@ -87,6 +90,32 @@ def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     return replace(recipe, layers=layers)
 
 
+def layers_by_rules(model: nn.Module, recipe: Recipe) -> dict[str, Operands]:
+    """The operands by path that ``recipe`` gives layers of ``model`` by rules: its mix's, or of embedding and head."""
+    kind, _, name = recipe.gguf.partition("-")
+    if kind == "gguf":
+        paths = dict.fromkeys(map(owner, linear_weights(model)))
+        return {p: of_type(each) for p, each in types_by_path(name, model, [*paths, *ends(model)]).items()}
+    heads = head_paths(model)
+    found = {path: recipe.head if path in heads else recipe.embedding for path in ends(model)}
+    return {path: operands for path, operands in found.items() if operands}
+
+
+def rounded_bits(model: nn.Module, path: str, stored: NumberFormat) -> float:
+    """Bits of an entry of the parameter at ``path``; a type of ggml may fall back to another by the length of rows."""
+    return stored.of_width(row_width(model, path)).bits if isinstance(stored, GgmlType) else stored.bits
+
+
+def row_width(model: nn.Module, path: str) -> int:
+    """The length of the rows of the matrix at ``path``, over which a product sums."""
+    return model.get_parameter(path).shape[-2 if inputs_first(model.get_submodule(owner(path))) else -1]
+
+
+def inputs_first(module: nn.Module) -> bool:
+    """True if the weight of ``module`` has its inputs as the rows."""
+    return isinstance(module, Conv1D) or bool(getattr(module, "is_transposed", False))
+
+
 def owner(parameter: str) -> str:
     """The path of the module that has the ``parameter``."""
     return parameter.rpartition(".")[0]
@@ -94,9 +123,8 @@ def owner(parameter: str) -> str:
 
 def rounded_weight(model: nn.Module, path: str, weight: Tensor, stored: NumberFormat) -> Tensor:
     """The linear ``weight`` at ``path`` as it is read again: in rows along the inputs, which a product sums over."""
-    module = model.get_submodule(owner(path))
-    inputs_first = isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
-    return stored.round(weight.mT).mT.contiguous() if inputs_first else stored.round(weight)
+    turned = inputs_first(model.get_submodule(owner(path)))
+    return stored.round(weight.mT).mT.contiguous() if turned else stored.round(weight)
 
 
 def address(x: Tensor) -> int:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 import torch
 
 from fragility_numerics.formats import FORMATS, NARROW, Format, NumberFormat, called_by_torch, of_dtype
+from fragility_quantization.ggml import MIXES, TYPES, WEIGHTS, GgmlType, inputs_beside
 from fragility_quantization.schemes import Scheme
 
 
@@ -26,7 +27,7 @@ class Operands:
         Devices multiply the stored numbers, and scale the sum. A layer that rounds no inputs reads weights in the
         dtype of the kernels.
         """
-        schemes = [s for s in (self.weights, self.inputs) if isinstance(s, Scheme)]
+        schemes = [s for s in (self.weights, self.inputs) if isinstance(s, Scheme | GgmlType)]
         return self.inputs is not None and not all(s.exact_in(kernels.compute_dtype) for s in schemes)
 
 
@@ -36,8 +37,9 @@ class Recipe:
 
     The linear layers of blocks (``operands.linear_weights``) have the ``linear`` operands, those at the paths in
     ``layers`` others. The KV ``cache`` stores keys and values as they are multiplied, after rotary embeddings; those of
-    attention within the paths ``uncached`` stay as they are. An embedding and a head that are not among the layers have
-    operands of their own (``with_known_layers``).
+    attention within the paths ``uncached`` stay as they are. The ``embedding`` of tokens and the ``head`` have operands
+    of their own. ``gguf`` is the name of a recipe of GGUF; a mix says the operands of each layer of a model
+    (``with_known_layers``).
     """
 
     name: str
@@ -48,6 +50,7 @@ class Recipe:
     cache: NumberFormat | None = None
     layers: Mapping[str, Operands] = field(default_factory=dict, hash=False)
     uncached: frozenset[str] = frozenset()
+    gguf: str = ""
 
     def operands(self, path: str) -> Operands:
         """Operands of the linear layer, or of the experts, at ``path``."""
@@ -137,7 +140,7 @@ def everywhere(name: str, linear: Operands, ends: Operands | None = None) -> Rec
 
 
 # What engines run on CPUs, as fragility_engines.referees finds it.
-ENGINES = (
+ENGINES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     everywhere("ctranslate2-int8", Operands(Scheme(INT8, "row"), TOKEN_INT8)),
     products("onnxruntime-int8", Operands(Scheme(INT8), TENSOR_UINT8)),
     products("onnxruntime-int4", weights_only(SIGNED_INT4)),
@@ -148,18 +151,33 @@ ENGINES = (
     products("torch-int8", Operands(Scheme(INT8, rule="range"), Scheme(NARROW["int7"], symmetric=False))),
     products("torchao-int8", both(RANGE_INT8)),
     products("torchao-int8-w", weights_only(RANGE_INT8)),
-)
+)}  # fmt: skip
 PREQUANTIZED = "given"  # weights that somebody else has rounded, as they are, beside kernels in fp32
 CACHES: dict[str, NumberFormat] = {
     "kv-fp8": E4M3,
     "kv-int8": TOKEN_INT8,
+    "kv-fp16": FORMATS["fp16"],
 }  # fp8 with the scale 1, which engines start with
 RECIPES: dict[str, Recipe] = {
     **{name: Recipe(name, kernels) for name, kernels in (FORMATS | POWERS).items()},
     **{name: Recipe(name, FORMATS["bf16"], linear=operands) for name, operands in LINEAR.items()},
     **{name: Recipe(name, FORMATS["bf16"], cache=cache) for name, cache in CACHES.items()},
-    **{recipe.name: recipe for recipe in ENGINES},
     PREQUANTIZED: Recipe(PREQUANTIZED, FORMATS["fp32"]),
+}
+
+
+def of_type(name: str) -> Operands:
+    """Weights of a type of ggml, and inputs as llama.cpp's CPU kernels multiply them by it."""
+    return Operands(TYPES[name], inputs_beside(TYPES[name]))
+
+
+# One type for every matrix (``llama-quantize --pure``), and llama-quantize's mixes. Kernels compute in fp32.
+GGUF: dict[str, Recipe] = {
+    **{f"ggml-{name}": replace(everywhere(f"ggml-{name}", of_type(name)), gguf=f"ggml-{name}") for name in WEIGHTS},
+    **{
+        f"gguf-{mix}": Recipe(f"gguf-{mix}", FORMATS["fp32"], of_type(of), gguf=f"gguf-{mix}")
+        for mix, of in MIXES.items()
+    },
 }
 
 
@@ -167,7 +185,7 @@ def get_recipe(name: str | Recipe | NumberFormat | torch.dtype) -> Recipe:
     """The recipe called ``name``, or one whose kernels have a format or dtype; a recipe is returned as it is.
 
     "fp8-dynamic+kv-fp8" adds a cache to a recipe, and ``"fp8-dynamic@fp16"`` puts it beside kernels in another format
-    than bf16. Raises ValueError for other names.
+    than its own. Raises ValueError for other names.
     """
     if isinstance(name, Recipe):
         return name
@@ -177,14 +195,15 @@ def get_recipe(name: str | Recipe | NumberFormat | torch.dtype) -> Recipe:
         return RECIPES.get(name.name, Recipe(name.name, name))
     base, at, kernels = name.partition("@")
     parts = base.split("+")
-    if not all(part in RECIPES for part in parts) or not all(part in CACHES for part in parts[1:]):
+    every = RECIPES | GGUF | ENGINES
+    if not all(part in every for part in parts) or not all(part in CACHES for part in parts[1:]):
         asked = called_by_torch(name)
-        begins = [known for known in RECIPES if name and known.startswith(asked.lower())]
-        alike = begins[:3] or get_close_matches(asked.lower(), RECIPES)
+        begins = [known for known in every if name and known.startswith(asked.lower())]
+        alike = begins[:3] or get_close_matches(asked.lower(), every)
         meant = f" (do you mean {' or '.join(alike)}?)" if alike else ""
-        known = f'{", ".join(RECIPES)}, or such as "fp8-dynamic+kv-fp8"'
+        known = f'{", ".join(RECIPES)}, or such as "fp8-dynamic+kv-fp8", "ggml-q4_k" or "gguf-q4_k_m"'
         raise ValueError(f"a recipe must be known, got {name!r}{meant}: take one of {known}")
-    found = RECIPES[parts[0]]
+    found = every[parts[0]]
     if len(parts) > 1:
         found = replace(found, name=base, cache=CACHES[parts[-1]])
     if at and kernels not in FORMATS:

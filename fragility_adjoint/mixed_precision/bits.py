@@ -4,7 +4,6 @@ Contributions to the squared error add up. So the choice is a knapsack, which is
 scheme is enough for all budgets.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +22,7 @@ from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, 
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
 from fragility_core.models.paths import within
+from fragility_quantization.gguf_tensors import group_bits, tensor_groups
 from fragility_quantization.operands import linear_weights, owner
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
@@ -63,6 +63,15 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
     for path in paths:
         groups.setdefault(seen.get(path, (path,)), []).append(path)
     return [tuple(group) for group in groups.values()]
+
+
+def chosen_groups(model: nn.Module, tokens: Tensor, recipe: Recipe) -> list[tuple[str, ...]]:
+    """Paths in groups of layers to which a choice beside ``recipe`` gives one scheme.
+
+    These are ``fused_layers``, with its ``tokens``. But a file of GGUF has a type for each tensor, embedding and head
+    included, which are one if they are tied.
+    """
+    return tensor_groups(model, recipe) if recipe.gguf else fused_layers(model, tokens)
 
 
 class Choice(NamedTuple):
@@ -123,16 +132,14 @@ class Choices:
         self.mean = self.errors.mean(0)
         self.rest, self._elsewhere = self._aligned([others for _, others in tables])
         self.others = self.rest.sum(1) + self._elsewhere
+        chosen = {path for group in groups for path in group}
         stored = stored_parameters(model, first.recipe)
-        self.weights = sum(p.entries for p in stored if p.linear)
-        self.fixed_bits = sum(p.entries * p.bits for p in stored if not p.linear)  # of all that has no scheme
-        sizes = Counter[str]()
-        for path, weight in linear_weights(model).items():
-            sizes[owner(path)] += weight.numel()
-        each = [(recipe.linear.weights or recipe.kernels).bits for recipe in recipes.values()]  # with a share of scales
-        self.bits = np.array([[sum(sizes[p] for p in group) * bits for bits in each] for group in groups])
+        fixed = [p for p in stored if not (p.linear and chosen.intersection(p.users))]  # all that has no scheme
+        self.weights = sum(p.entries for p in stored) - sum(p.entries for p in fixed)
+        self.fixed_bits = sum(p.entries * p.bits for p in fixed)
+        self.bits = group_bits(model, self.groups, [*recipes.values()], first.recipe)
         self.least_bits = float(self.bits.min(1).sum() / self.weights)
-        self._knapsack = self._problem([p for p in stored if not p.linear])
+        self._knapsack = self._problem(fixed)
 
     def _parts(self, keep: Iterable[str]) -> list[Plan]:
         """One plan for each module that may be kept, and for the residual stream and the scores."""

@@ -4,6 +4,7 @@ import math
 import re
 import reprlib
 
+from fragility_quantization.ggml import TYPES, WEIGHTS
 from fragility_quantization.recipes import Recipe, get_recipe
 
 COUNTED = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -46,7 +47,8 @@ def mixes_schemes(budget: str, recipe: Recipe) -> bool:
 def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
     """The recipes among which a budget of bits chooses: that called ``name``, one of 8 bits, and the kernels' format.
 
-    Raises ValueError for a recipe without schemes for weights.
+    Beside a type of ggml they are all types of at least its bits, beside a mix of types all there are. Raises
+    ValueError for a recipe without schemes for weights.
     """
     recipe = get_recipe(name)
     if recipe.linear.weights is None or recipe.cache is not None:
@@ -55,8 +57,13 @@ def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
             f"such as w4a16-g128, without a KV cache, got {name!r}"
         )
     names = [name.partition("@")[0]]
-    if recipe.linear.weights.bits < 8:
+    if recipe.gguf:
+        least = recipe.linear.weights.bits if recipe.gguf == f"ggml-{recipe.linear.weights.name}" else 0
+        names = [f"ggml-{each}" for each in WEIGHTS if TYPES[each].bits >= least]
+        names.sort(key=lambda each: each != recipe.gguf)
+    elif recipe.linear.weights.bits < 8:
         names.append("w8a16-g128" if recipe.linear.inputs is None else "fp8-dynamic")
     kernels = "fp32" if weights_only else recipe.kernels.name
-    beside = [get_recipe(each if kernels == "bf16" else f"{each}@{kernels}") for each in names]
+    usual = "fp32" if recipe.gguf else "bf16"
+    beside = [get_recipe(each if kernels == usual else f"{each}@{kernels}") for each in names]
     return [*beside, get_recipe(kernels)]

@@ -10,10 +10,11 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
+from fragility_adjoint.mixed_precision.bits import Choices, chosen_groups, predictions
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
 from fragility_adjoint.mixed_precision.contributions import Contributions
-from fragility_adjoint.mixed_precision.export import EXPORTS, Export, to_json
+from fragility_adjoint.mixed_precision.export import Export, to_json
+from fragility_adjoint.mixed_precision.export_gguf import LIBRARIES
 from fragility_adjoint.mixed_precision.plans import Plan, apply
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_core.models.padding import as_windows
@@ -48,15 +49,15 @@ class ModelPlan:
         return apply(self.model, self.plan, execution, self.windows)
 
     def export(self, library: str, path: str | Path | None = None) -> Export:
-        """The plan for another ``library``, one of EXPORTS, or as this package's own "json"; written to ``path``.
+        """The plan for another ``library``, one of LIBRARIES, or as this package's own "json"; written to ``path``.
 
         ``missing`` of what is returned names what the library cannot express. Raises ValueError for another library,
         and for a scheme that the library lacks.
         """
-        if library not in (*EXPORTS, "json"):
-            raise ValueError(f"a library must be one of {', '.join(EXPORTS)}, or json, got {library!r}")
+        if library not in (*LIBRARIES, "json"):
+            raise ValueError(f"a library must be one of {', '.join(LIBRARIES)}, or json, got {library!r}")
         own = library == "json"
-        made = Export(json.loads(to_json(self.plan))) if own else EXPORTS[library](self.plan, self.model)
+        made = Export(json.loads(to_json(self.plan))) if own else LIBRARIES[library](self.plan, self.model)
         if path is not None:
             Path(path).write_text(made.text() + "\n", encoding="utf-8")
         return made
@@ -126,12 +127,13 @@ class Errors:
 
     @cached_property
     def _choices(self) -> Choices:
-        own, target = self.prediction.recipe.name, self.prediction.target
-        others = schemes_beside(own)[1:]
-        found = {own: self.prediction, **predictions(self.model, others, self.tokens, target, **self.how)}
+        own, target = self.prediction.recipe, self.prediction.target
+        asked = schemes_beside(own.name)
+        others = predictions(self.model, [r for r in asked if r.name != own.name], self.tokens, target, **self.how)
+        found = {own.name: self.prediction, **others} if asked[0].name == own.name else others
         finite = set.intersection(*(each.finite for each in found.values()))
         found = {name: each.of(finite) for name, each in found.items()}
-        return Choices(self.model, found, fused_layers(self.model, self.tokens[:1]))
+        return Choices(self.model, found, chosen_groups(self.model, self.tokens[:1], own))
 
 
 def predict(

@@ -17,7 +17,7 @@ from torch import nn
 from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_core.models.paths import head_paths, within
 from fragility_numerics.formats import Format, of_dtype
-from fragility_quantization.operands import owner, stored_weights
+from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.recipes import Operands
 from fragility_quantization.schemes import Scheme
 
@@ -76,7 +76,7 @@ def from_json(text: str) -> Plan:
 
 def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
     """The operands by path of every layer of ``model`` that may have any; none for those that the plan keeps."""
-    recipe = plan.recipe
+    recipe = with_known_layers(model, plan.recipe)
     found = {path: recipe.operands(path) for path in map(owner, stored_weights(model, recipe))}
     return found | {path: Operands() for path in found if any(within(path, module) for module in plan.modules)}
 
@@ -95,12 +95,17 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
     """Parts of ``plan`` that no configuration of ``library`` can say."""
     kernels, computing = plan.recipe.kernels.name, of_dtype(dtype_of(plan)).name
     parts: dict[str, object] = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
-    parts["the KV cache"] = plan.recipe.cache is not None and library != "ModelOpt"
+    parts["the KV cache"] = plan.recipe.cache is not None and not stores_cache(plan, library)
     parts[f"{kernels} beside kernels that compute in {computing}"] = kernels != computing
     parts[f"fp32 beside {kernels} for {named(plan.modules)}: unquantized, they run in one dtype with the rest"] = (
         plan.modules
     )
     return [f"{library} cannot express {part}" for part, asked in parts.items() if asked]
+
+
+def stores_cache(plan: Plan, library: str) -> bool:
+    """True if the configuration of ``library`` says how the cache is stored: ModelOpt's, in up to 8 bits."""
+    return library == "ModelOpt" and plan.recipe.cache is not None and plan.recipe.cache.bits <= 8
 
 
 def differences(library: str, stored: Any, role: str, path: str) -> list[str]:
@@ -166,7 +171,7 @@ def modelopt(plan: Plan, model: nn.Module) -> Export:
         for name, stored in (("weight", operands.weights), ("input", operands.inputs)):
             if stored is not None:
                 rules.append({"quantizer_name": f"{path}.{name}_quantizer", "cfg": quantizer(stored, name)})
-    if plan.recipe.cache is not None:
+    if plan.recipe.cache is not None and stores_cache(plan, "ModelOpt"):
         rules.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": quantizer(plan.recipe.cache, "input")})
         rules += [{"quantizer_name": f"{path}.*[kv]_bmm_quantizer", "enable": False} for path in plan.modules]
     return export({"quant_cfg": rules, "algorithm": "max"}, missing, plan)

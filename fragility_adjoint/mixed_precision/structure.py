@@ -17,7 +17,7 @@ from fragility_core.models.paths import block_of, embedding_paths, within
 from fragility_numerics.attention import FP32_SCORES, set_attention
 from fragility_numerics.lowering import sharing_copy
 from fragility_numerics.nested import tensors
-from fragility_quantization.operands import linear_weights, weight_schemes
+from fragility_quantization.operands import rounded_bits, stored_weights, weight_schemes
 from fragility_quantization.recipes import Recipe
 
 # The sites that can be kept in fp32, by the names that plans and budgets use.
@@ -136,21 +136,20 @@ class Stored(NamedTuple):
     entries: int
     bits: float
     users: tuple[str, ...]
-    linear: bool  # whether it is a weight of the linear layers of blocks
+    linear: bool  # whether it is a matrix that may have a scheme
 
 
 def stored_parameters(model: nn.Module, recipe: Recipe) -> list[Stored]:
     """All parameters of ``model`` as ``recipe`` stores them; several modules use those that are tied."""
-    linear = {id(p) for p in linear_weights(model).values()}
-    schemes = weight_schemes(model, recipe)
-    users: dict[int, tuple[int, list[str]]] = {}
+    linear, schemes = {id(p) for p in stored_weights(model, recipe).values()}, weight_schemes(model, recipe)
+    users: dict[int, tuple[int, float, list[str]]] = {}
     for path, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), (parameter.numel(), []))[1].append(path)
-    return [
-        Stored(entries, (schemes.get(p) or recipe.kernels).bits, tuple(paths), p in linear)
-        for p, (entries, paths) in users.items()
-    ]
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in users:
+                bits = rounded_bits(model, f"{path}.{name}", schemes.get(id(parameter)) or recipe.kernels)
+                users[id(parameter)] = parameter.numel(), bits, []
+            users[id(parameter)][-1].append(path)
+    return [Stored(entries, bits, tuple(paths), p in linear) for p, (entries, bits, paths) in users.items()]
 
 
 def parameter_bytes(model: nn.Module, kept: Collection[str], recipe: Recipe) -> int:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fragility_adjoint.mixed_precision.export import EXPORTS, Export
+from fragility_adjoint.mixed_precision.export import Export
+from fragility_adjoint.mixed_precision.export_gguf import LIBRARIES
 from fragility_lab import paths
 from fragility_lab.diagnosis.bulk import of_bulk
 from fragility_lab.diagnosis.found import Diagnosis, Failure
@@ -97,7 +98,7 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
 
 def write(diagnosis: Diagnosis, profile: str) -> Path:
     """Write ``outputs/<profile>/diagnosis.html`` and the plan for other libraries; return the path of the page."""
-    for library in EXPORTS:
+    for library in LIBRARIES:
         beside, export = paths.output_folder(profile) / export_file(library), diagnosis.exports.get(library)
         if isinstance(export, Export):
             write_whole(beside, export.text() + "\n")

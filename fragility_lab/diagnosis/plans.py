@@ -7,7 +7,8 @@ from torch import nn
 
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choices
-from fragility_adjoint.mixed_precision.export import EXPORTS, Export, named
+from fragility_adjoint.mixed_precision.export import Export, named
+from fragility_adjoint.mixed_precision.export_gguf import LIBRARIES, libraries_for
 from fragility_core.models.paths import within
 from fragility_lab import paths
 from fragility_lab.diagnosis.found import Diagnosis, made
@@ -106,9 +107,9 @@ def budgets_figure(diagnosis: Diagnosis) -> str:
 def exports(plan: Plan, model: nn.Module) -> dict[str, Export | str]:
     """``plan`` for every other library by name, or why the library cannot have it."""
     found: dict[str, Export | str] = {}
-    for library, export in EXPORTS.items():
+    for library in libraries_for(plan):
         try:
-            found[library] = export(plan, model)
+            found[library] = LIBRARIES[library](plan, model)
         except ValueError as refused:
             found[library] = str(refused)
     return found
@@ -116,7 +117,7 @@ def exports(plan: Plan, model: nn.Module) -> dict[str, Export | str]:
 
 def export_file(library: str) -> str:
     """The name of the file, beside the page, with the plan for ``library``."""
-    return f"plan.{library}.{'yaml' if library == 'modelopt' else 'json'}"
+    return f"plan.{library}.{ {'modelopt': 'yaml', 'llama-quantize': 'txt'}.get(library, 'json') }"
 
 
 def of_mending(diagnosis: Diagnosis) -> dict:

@@ -13,7 +13,7 @@ from fragility_adjoint import predictor
 from fragility_adjoint.explain.coherence import coherence
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision import Contributions, apply
-from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers
+from fragility_adjoint.mixed_precision.bits import Choice, Choices, chosen_groups
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_lab.diagnosis import flips, remedy
@@ -279,17 +279,18 @@ def chosen_from(
 ) -> Choices:  # fmt: skip
     """The choices among the schemes of ``request``, and of parts of the sites ``keep`` in fp32, over ``groups``.
 
-    ``first`` is the prediction for the first scheme. Windows that overflow with some scheme do not count.
+    ``first`` is the prediction for the format, the first scheme or a mix of them. Windows that overflow with some
+    scheme do not count.
     """
-    found = {first.recipe.name: first}
+    found = {first.recipe.name: first} if request.schemes[0].name == first.recipe.name else {}
     tokens = torch.cat([*groups])
-    for recipe in request.schemes[1:]:
-        if recipe.rounds:
+    for recipe in request.schemes:
+        if recipe.rounds and recipe.name not in found:
             low = lower(model, calibrated(model, recipe, tokens))
             found[recipe.name] = predict(estimator(low, model, request.probes, request.measured_in), groups)
     finite = set.intersection(*(prediction.finite for prediction in found.values()))
     found = {name: prediction.of(finite) for name, prediction in found.items()}
-    return Choices(model, found, fused_layers(model, tokens[:1]), keep)
+    return Choices(model, found, chosen_groups(model, tokens[:1], first.recipe), keep)
 
 
 def mixed_choice(request: Request, choices: Choices) -> Choice:

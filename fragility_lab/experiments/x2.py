@@ -5,7 +5,7 @@ bits are predicted before they are measured. ``x2_flips`` predicts changed token
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from fragility_lab.measurement.comparison import ObservedPass, compare, observe,
 from fragility_lab.measurement.growth import half_errors, squared
 from fragility_numerics.lowering import LowPrecision
 from fragility_quantization.quantized import lower
-from fragility_quantization.recipes import Operands, Recipe, get_recipe
+from fragility_quantization.recipes import Recipe, get_recipe
 
 KEPT = 2**31  # bytes of logits in fp32 that stay in memory
 DRAWS = 4  # of the errors of a ladder's first recipe
@@ -130,7 +130,8 @@ def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:
     recipe = get_recipe(name).beside("fp32")
     choices = Choices(evaluator.model, {name: evaluator.predict(recipe, "kl")}, groups)
     for number, group in enumerate(groups):
-        alone = replace(recipe, name="alone", linear=Operands(), layers=dict.fromkeys(group, recipe.linear))
+        layers = dict.fromkeys(group, recipe.linear)
+        alone = Recipe("alone", recipe.kernels, cache=recipe.cache, layers=layers, uncached=recipe.uncached)
         found = evaluator.measure(lower(evaluator.model, alone))
         rows.append(
             {"recipe": name, "layer": group[0], "predicted": choices.mean[number, 0], "measured": found.kl.mean()}

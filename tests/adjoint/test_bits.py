@@ -7,10 +7,11 @@ from tiny import fresh_model
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Plan, apply
-from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
+from fragility_adjoint.mixed_precision.bits import Choices, chosen_groups, fused_layers, predictions
+from fragility_adjoint.mixed_precision.structure import stored_parameters
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import within
-from fragility_quantization.operands import linear_weights, owner, rounded_weight
+from fragility_quantization.operands import linear_weights, owner, rounded_weight, with_known_layers
 from fragility_quantization.recipes import get_recipe
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
@@ -71,6 +72,37 @@ def test_a_mixed_plan_is_predicted_as_its_own_recipe_is(name):
         assert torch.equal(weights[path], want), path
     (own,) = predictions(model, [plan.recipe], TOKENS, gradients="fp32").values()
     np.testing.assert_allclose(known.predict(choice), own.windows.predicted, rtol=1e-4)
+
+
+GGUF = ["ggml-q4_0", "ggml-q5_1", "ggml-q8_0"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plans_of_gguf_give_each_tensor_a_type_embedding_and_head_included(tied):
+    model = fresh_model(LlamaConfig(**SIZES, intermediate_size=128, tie_word_embeddings=tied), 0.1)
+    groups = chosen_groups(model, TOKENS, get_recipe(GGUF[0]))
+    ends = [("model.embed_tokens", "lm_head")] if tied else [("model.embed_tokens",), ("lm_head",)]
+    assert [len(group) for group in groups[:14]] == [1] * 14 and groups[14:] == ends
+    known = Choices(model, predictions(model, GGUF, TOKENS, gradients="fp32"), groups)
+    matrices = {id(p): p.numel() for p in model.parameters() if p.ndim == 2}
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert known.weights == sum(matrices.values()) and known.fixed_bits == 32 * vectors
+    choice = known.within_bits(6.0)
+    plan = known.plan(choice)
+    assert known.mean_bits(choice) <= 6.0 and len({*choice.schemes}) > 1
+    assert {path for path, _ in plan.layers} == {path for group in groups for path in group}
+    stored = sum(p.entries * p.bits for p in stored_parameters(model, with_known_layers(model, plan.recipe)))
+    assert known.stored_bytes(choice) == round(stored / 8)
+    (own,) = predictions(model, [plan.recipe], TOKENS, gradients="fp32").values()
+    np.testing.assert_allclose(known.predict(choice), own.windows.predicted, rtol=1e-4)
+    apply(model, plan)
+
+
+def test_types_that_fall_back_count_the_bits_that_they_then_take():
+    model = fresh_model(CONFIGS["llama"], 0.1)  # rows of 64 and 128
+    groups = chosen_groups(model, TOKENS, get_recipe("ggml-q4_k"))
+    known = Choices(model, predictions(model, ["ggml-q4_k"], TOKENS, gradients="fp32"), groups)
+    assert known.names == ["ggml-q4_k", "fp32"] and known.least_bits == 5.5
 
 
 def test_all_budgets_from_one_set_of_predictions():

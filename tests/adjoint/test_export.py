@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_adjoint.mixed_precision import Plan, export
 from fragility_adjoint.mixed_precision.export import EXPORTS, from_json, layers_of, to_json, untouched
+from fragility_adjoint.mixed_precision.export_gguf import is_gguf, libraries_for, llama_quantize
 from fragility_numerics.formats import get_format
 from fragility_quantization.operands import Operands
 from fragility_quantization.recipes import RECIPES
@@ -274,6 +275,38 @@ def test_recipes_that_round_differently_never_come_out_alike_without_a_word(libr
     for one, other in combinations(silent, 2):
         alike = replace(RECIPES[one], name="") == replace(RECIPES[other], name="")
         assert alike == (silent[one] == silent[other]), f"{one} and {other}"
+
+
+def test_plans_of_gguf_become_rules_for_llama_quantize():
+    model = llama(256)
+    mixed = Plan("gguf-q4_k_m", modules=("model.layers.0.mlp",))
+    made = llama_quantize(mixed, model)
+    assert made.text().splitlines()[:4] == [
+        r"^token_embd\.weight$=q4_k", r"^output\.weight$=q6_k", r"^blk\.0\.attn_q\.weight$=q4_k",
+        r"^blk\.0\.attn_k\.weight$=q4_k",
+    ]  # fmt: skip
+    assert made.config["blk.0.ffn_up.weight"] == "f32" and made.config["blk.1.ffn_down.weight"] == "q6_k"
+    assert not made.missing and is_gguf(mixed) and libraries_for(mixed) == [*EXPORTS, "llama-quantize"]
+    some = Plan("fp32", layers=(("model.layers.1.mlp.up_proj", "ggml-q2_k"),))
+    assert {*llama_quantize(some, llama(128)).config.values()} == {"f32", "q4_0"} and is_gguf(some)
+    tied = llama(256)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    assert llama_quantize(Plan("fp32", layers=(("lm_head", "ggml-q5_k"),)), tied).config["token_embd.weight"] == "q5_k"
+
+
+def test_what_llama_quantize_lacks_is_named_or_refused():
+    assert libraries_for(Plan("w4a16-g128")) == [*EXPORTS]
+    assert llama_quantize(Plan("ggml-q4_k@bf16"), llama()).missing == (
+        "llama-quantize cannot express kernels in bf16, it computes in fp32",
+    )
+    assert not llama_quantize(Plan("ggml-q4_k+kv-fp16"), llama()).missing
+    (said,) = llama_quantize(Plan("ggml-q4_k+kv-fp8"), llama()).missing
+    assert said == "llama-quantize cannot express another KV cache than the fp16 that llama.cpp starts with"
+    with pytest.raises(ValueError, match=r"llama-quantize has no int4_group128 for the weights of model\.layers\.0"):
+        llama_quantize(Plan("w4a16-g128@fp32"), llama())
+    for library in SCHEMES:
+        with pytest.raises(ValueError, match=r"has no q4_k for the weights of .*: choose another scheme for its layer"):
+            EXPORTS[library](Plan("ggml-q4_k"), llama())
 
 
 def test_rules_that_a_library_lacks_are_named():

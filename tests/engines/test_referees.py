@@ -37,7 +37,7 @@ def court(model, tmp_path):
 def test_every_referee_has_a_recipe_and_an_engine():
     assert len({each.name for each in REFEREES}) == len(REFEREES) > 12
     assert {each.engine for each in REFEREES} == set(RUNNERS)
-    assert {recipe.name for recipe in ENGINES} <= {each.plan.recipe.name for each in REFEREES}
+    assert set(ENGINES) <= {each.plan.recipe.name for each in REFEREES}
 
 
 @pytest.mark.parametrize("referee", [get_referee("torch bf16"), get_referee("torch int8")], ids=lambda each: each.name)
@@ -92,7 +92,7 @@ def test_an_untied_copy_computes_the_same_and_is_rounded_apart(model):
     assert not torch.equal(low.lm_head.weight, tied.lm_head.weight)
 
 
-@pytest.mark.parametrize("recipe", ENGINES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", ENGINES.values(), ids=ENGINES.keys())
 def test_recipes_of_engines_round_the_ends_that_they_name(recipe, model):
     low = lower(model, recipe.name)
     chosen = low.recipe.layers

@@ -14,11 +14,11 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1346,
     "fragility_core": 3339,
-    "fragility_quantization": 860,
-    "fragility_adjoint": 5602,
-    "fragility_lab": 12640,
+    "fragility_quantization": 1630,
+    "fragility_adjoint": 5670,
+    "fragility_lab": 12645,
     "fragility_lessons": 2342,
-    "fragility_engines": 3350,
+    "fragility_engines": 3760,
     "fragility_peers": 870,
 }
 PACKAGES = tuple(BUDGETS)
