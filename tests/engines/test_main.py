@@ -69,7 +69,9 @@ def test_an_interrupt_ends_with_a_line_and_leaves_no_page(tmp_path, windows):
         time.sleep(wait)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert process.returncode == 1 and not out, err
+        assert process.returncode in (1, -signal.SIGINT) and not out, (
+            err
+        )  # Python's own, inside of an exec of an import
         assert err.strip().splitlines()[-1] == "make compare: interrupted before the page was written"
         assert "Traceback" not in err
     assert not (paths.PROJECT / "outputs" / name).exists()
