@@ -9,6 +9,7 @@ and the ``kl`` of every window against the source in nats a token, mean over its
 import ctypes
 import json
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,23 +32,34 @@ def quantize(source: str, path: str, ftype: str, rules: list[list[str]]) -> None
         raise RuntimeError(f"llama.cpp must quantize {source} to {ftype}, but failed: its messages are above")
 
 
-def logprobs(path: str, windows: list[list[int]]) -> np.ndarray:
-    """Log-probabilities (B, T, vocabulary) in fp32 by llama.cpp, with its default cache in fp16."""
+def opened(path: str, length: int, cache: str = "f16") -> Callable[[list[int]], np.ndarray]:
+    """A function from ``length`` tokens to logits (T, vocabulary) by llama.cpp, with keys and values in ``cache``.
+
+    A cache in another type than fp16 needs fused attention.
+    """
     import llama_cpp
 
-    length = len(windows[0])
+    kind = getattr(llama_cpp, f"GGML_TYPE_{cache.upper()}")
     engine = llama_cpp.Llama(
         path, n_ctx=length, n_batch=length, n_ubatch=length, n_threads=THREADS, n_threads_batch=THREADS,
-        logits_all=True, verbose=False,
+        logits_all=True, verbose=False, type_k=kind, type_v=kind, flash_attn=cache != "f16",
     )  # fmt: skip
-    found = []
-    for window in windows:
+
+    def run(tokens: list[int]) -> np.ndarray:
         engine.reset()
-        engine.eval(window)
-        logits = np.array(engine.scores[:length], dtype=np.float32)
+        engine.eval(tokens)
+        return np.array(engine.scores[: len(tokens)], dtype=np.float32)
+
+    return run
+
+
+def logprobs(path: str, windows: list[list[int]]) -> np.ndarray:
+    """Log-probabilities (B, T, vocabulary) in fp32 by llama.cpp, with its default cache in fp16."""
+    run, found = opened(path, len(windows[0])), []
+    for window in windows:
+        logits = run(window)
         logits -= logits.max(-1, keepdims=True)
         found.append(logits - np.log(np.exp(logits, dtype=np.float32).sum(-1, keepdims=True, dtype=np.float64)))
-    engine.close()
     return np.stack(found).astype(np.float32)
 
 

@@ -76,7 +76,7 @@ def weights_only(scheme: Scheme) -> Operands:
     return Operands(weights=scheme)
 
 
-def both(scheme: Scheme) -> Operands:
+def both(scheme: NumberFormat) -> Operands:
     """Operands with one ``scheme`` for weights and inputs."""
     return Operands(scheme, scheme)
 
@@ -142,6 +142,7 @@ def everywhere(name: str, linear: Operands, ends: Operands | None = None) -> Rec
 # What engines run on CPUs, as fragility_engines.referees finds it.
 ENGINES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     everywhere("ctranslate2-int8", Operands(Scheme(INT8, "row"), TOKEN_INT8)),
+    everywhere("llama.cpp-f16", both(FORMATS["fp16"])),
     products("onnxruntime-int8", Operands(Scheme(INT8), TENSOR_UINT8)),
     products("onnxruntime-int4", weights_only(SIGNED_INT4)),
     everywhere("openvino-int8-w", weights_only(CHANNEL_UINT8)),
@@ -157,6 +158,7 @@ CACHES: dict[str, NumberFormat] = {
     "kv-fp8": E4M3,
     "kv-int8": TOKEN_INT8,
     "kv-fp16": FORMATS["fp16"],
+    "kv-q8_0": TYPES["q8_0"],
 }  # fp8 with the scale 1, which engines start with
 RECIPES: dict[str, Recipe] = {
     **{name: Recipe(name, kernels) for name, kernels in (FORMATS | POWERS).items()},

@@ -145,9 +145,27 @@ def of_torch(loaded: Any) -> Run:
     return run
 
 
+def llama_cpp(model: Path, work: Path, kind: str) -> Run:
+    """llama.cpp with a file of ``kind``, "f32", "f16" or a mix; "q4_k_m cache-q8_0" has another cache than in fp16."""
+    import torch
+
+    from fragility_engines.gguf_files import write_gguf
+    from fragility_engines.llama_worker import opened, quantize
+
+    source, (mix, _, cache) = work / "f32.gguf", kind.partition(" cache-")
+    if not source.exists():
+        write_gguf(loaded_by_torch(model, torch.float32), source)
+    made = work / f"{mix}.gguf"
+    if not made.exists():
+        quantize(str(source), str(made), mix, [])
+    run = opened(str(made), np.load(work / "tokens.npy").size, cache or "f16")
+    return lambda tokens: run(tokens.tolist())
+
+
 RUNNERS: dict[str, tuple[Callable[[Path, Path, str], Run], str]] = {  # with the package whose version counts
     "ctranslate2": (ctranslate2, "ctranslate2"),
     "onnxruntime": (onnxruntime, "onnxruntime"),
+    "llama.cpp": (llama_cpp, "llama-cpp-python"),
     "openvino": (openvino, "openvino"),
     "torch": (torch, "torch"),
     "torchao": (torchao, "torchao"),
