@@ -146,7 +146,7 @@ compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LO
 
 .PHONY: score
 score: $(ENVIRONMENT)  ## have the server at URL= score text (DATA=) by the tokens of MODEL=, and write the LOG= for make compare
-	@$(PYTHON) -m fragility_engines.score --url "$$URL" --model "$$MODEL" $${DATA:+--data "$$DATA"} $${LOG:+--log "$$LOG"} \
+	@$(PYTHON) -m fragility_engines.logs.score --url "$$URL" --model "$$MODEL" $${DATA:+--data "$$DATA"} $${LOG:+--log "$$LOG"} \
 	    $${WINDOWS:+--windows "$$WINDOWS"} $${LENGTH:+--length "$$LENGTH"} $${SEED:+--seed "$$SEED"} $${TOP:+--top "$$TOP"} \
 	    $${ENGINE:+--engine "$$ENGINE"} $${WITHIN:+--within "$$WITHIN"}
 
@@ -157,6 +157,11 @@ engines: $(ENVIRONMENT)  ## X3: verdicts of make compare on engines with known t
 .PHONY: referees
 referees: $(ENVIRONMENT) .engines/installed  ## X4: engines that other people wrote, beside predictions and emulations of them
 	@$(EXECUTE) x4_referees $(GIVEN)
+
+.PHONY: gguf
+gguf: $(ENVIRONMENT) .engines/installed  ## plans of GGUF types beside llama-quantize's mixes at equal size, as llama.cpp measures them
+	@$(PYTHON) -m fragility_engines.llama_cpp.plans $${MODEL:+--model "$$MODEL"} $${DATA:+--data "$$DATA"} \
+	    $(if $(GIVEN_RESULTS),--results "$$RESULTS")
 
 .PHONY: reruns
 reruns: $(ENVIRONMENT)  ## the claims on which outputs/RESULTS and outputs/WITH= have different verdicts

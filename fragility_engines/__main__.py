@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from fragility_engines.logs import read
+from fragility_engines.logs.sequences import read
 from fragility_lab import paths
 from fragility_lab.inputs.names import EMBEDDED
 
@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> None:
         for path in filter(None, (asked.log, asked.against)):
             read(path)
         # What follows takes seconds to import.
-        from fragility_engines.comparison import compare
-        from fragility_engines.page import page
+        from fragility_engines.comparison.compare import compare
+        from fragility_engines.comparison.page import page
         from fragility_lab.running.execute import require_folder_name
         from fragility_lab.running.files import write_whole
 

@@ -1,4 +1,6 @@
-"""The figure of X4."""
+"""The figure of X4, and its table in the docs."""
+
+from collections.abc import Mapping
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,3 +24,20 @@ def referees(table: pd.DataFrame) -> Axes:
     axes.set(ylim=(len(rows) - 0.5, -0.5))
     axes.legend()
     return finished(axes, "KL over that of the engine; grey: within 10 %", "", inside=True)
+
+
+def as_markdown(tables: Mapping[str, pd.DataFrame]) -> str:
+    """A table of the engines that round: KL by each of them, emulated and predicted over it; for models by name."""
+    names = list(tables)
+    kls = {name: table[table.quantity == "kl"].set_index("engine") for name, table in tables.items()}
+    rows = ["| engine | " + " | ".join(f"{name}: KL | emulated | predicted" for name in names) + " |"]
+    rows.append("|---" * (1 + 3 * len(names)) + "|")
+    for engine in dict.fromkeys(engine for table in kls.values() for engine in table.index):
+        cells = [engine]
+        for table in kls.values():
+            found = table.loc[engine] if engine in table.index else pd.Series(dtype=float)
+            kl, emulated, ratio = (found.get(name, float("nan")) for name in ("measured", "emulated", "ratio"))
+            shown = [f"{kl:.2e}", f"{emulated / kl:.2f}", f"{ratio:.2f}"] if pd.notna(kl) else ["refused", "", ""]
+            cells += [cell if cell != "nan" else "" for cell in shown]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from fragility_engines.environment import environment
 from fragility_engines.referees.judged import Court
 from fragility_engines.referees.known import PACKAGES, REFEREES, Referee
 from fragility_engines.referees.worker import installed
@@ -20,13 +21,6 @@ from fragility_lab.inputs.loading import Inputs, require_at_least
 from fragility_lab.paths import PROJECT
 from fragility_lab.running.runs import RunStore, Specification
 from fragility_lab.running.task import Advance, Worker
-
-ENVIRONMENT = PROJECT / ".engines/bin/python"
-
-
-def environment() -> Path:
-    """The Python of the engines (``make referees`` installs it); this one, which has torch, where there is none."""
-    return ENVIRONMENT if ENVIRONMENT.exists() else Path(sys.executable)
 
 
 def versions(python: Path) -> dict[str, str]:

@@ -149,8 +149,8 @@ def llama_cpp(model: Path, work: Path, kind: str) -> Run:
     """llama.cpp with a file of ``kind``, "f32", "f16" or a mix; "q4_k_m cache-q8_0" has another cache than in fp16."""
     import torch
 
-    from fragility_engines.gguf_files import write_gguf
-    from fragility_engines.llama_worker import opened, quantize
+    from fragility_engines.llama_cpp.files import write_gguf
+    from fragility_engines.llama_cpp.worker import opened, quantize
 
     source, (mix, _, cache) = work / "f32.gguf", kind.partition(" cache-")
     if not source.exists():

@@ -10,14 +10,14 @@ from test_suspects import SIZES
 from tiny import random_model, random_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from fragility_engines.catalogue import Facts, heads, suspects
-from fragility_engines.comparison import explained
-from fragility_engines.logs import Scored
-from fragility_engines.measuring import measure
-from fragility_engines.proving import Ground
-from fragility_engines.suspects import logprobs
-from fragility_engines.variations import Variation, by_window
-from fragility_engines.verdict import judge
+from fragility_engines.comparison.compare import explained
+from fragility_engines.comparison.measuring import measure
+from fragility_engines.comparison.verdict import judge
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.proving.ground import Ground
+from fragility_engines.proving.variations import Variation, by_window
+from fragility_engines.suspects.catalogue import Facts, heads, suspects
+from fragility_engines.suspects.suspect import logprobs
 
 WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
 DEPTHS = (2, 40)

@@ -8,14 +8,14 @@ from test_suspects import LLAMA
 from tiny import random_model, random_tokens
 
 from fragility_adjoint.predictor import Adjoint
-from fragility_engines.catalogue import Facts, suspects
-from fragility_engines.comparison import explained
-from fragility_engines.gap import Gap
-from fragility_engines.logs import Scored
-from fragility_engines.measuring import AtPositions, measure
-from fragility_engines.slopes import Directions, Slope, slope, slope_of, slopes
-from fragility_engines.suspects import Suspect, logprobs
-from fragility_engines.verdict import judge, patterns
+from fragility_engines.comparison.compare import explained
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.measuring import AtPositions, measure
+from fragility_engines.comparison.slopes import Directions, Slope, slope, slope_of, slopes
+from fragility_engines.comparison.verdict import judge, patterns
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.catalogue import Facts, suspects
+from fragility_engines.suspects.suspect import Suspect, logprobs
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import get_recipe
 

@@ -21,15 +21,16 @@ from transformers import LlamaConfig
 from fragility_adjoint.mixed_precision import Plan
 from fragility_adjoint.mixed_precision.export_gguf import llama_quantize
 from fragility_core.models.paths import embedding_paths, head_paths
-from fragility_engines import gguf_plans
-from fragility_engines.gguf_files import write_gguf
+from fragility_engines.environment import ENVIRONMENT
+from fragility_engines.llama_cpp import plans as gguf_plans
+from fragility_engines.llama_cpp.files import write_gguf
 from fragility_quantization.ggml import MIXES, TYPES, WEIGHTS
 from fragility_quantization.gguf_mixes import tensor_names
 from fragility_quantization.operands import linear_weights, owner, row_width, with_known_layers
 from fragility_quantization.recipes import get_recipe
 
-PYTHON = os.environ.get("ENGINES_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON names no Python with llama-cpp-python")
+PYTHON = os.environ.get("ENGINES_PYTHON", str(ENVIRONMENT) if ENVIRONMENT.exists() else "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="llama.cpp is not installed: run make referees")
 LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
 

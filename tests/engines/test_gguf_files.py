@@ -8,8 +8,8 @@ import torch
 from tiny import random_model
 from transformers import GPT2Config, LlamaConfig
 
-from fragility_engines.gguf_files import interleaved, shuffled, write_gguf
-from fragility_engines.gguf_plans import as_markdown
+from fragility_engines.llama_cpp.files import interleaved, shuffled, write_gguf
+from fragility_engines.llama_cpp.plans import as_markdown
 from fragility_lab.paths import OUTPUTS, PROJECT
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}

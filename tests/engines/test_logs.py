@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fragility_engines.logs import READERS, Scored, read, write
+from fragility_engines.logs.sequences import READERS, Scored, read, write
 
 TOKENS, VALUES = [3, 7, 7, 1], [None, -0.5, -2.25, -0.125]
 FORMS = {

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fragility_engines.__main__ import main
-from fragility_engines.logs import Scored, write
-from fragility_engines.suspects import logprobs
+from fragility_engines.logs.sequences import Scored, write
+from fragility_engines.suspects.suspect import logprobs
 from fragility_lab import paths
 from fragility_lab.inputs.loading import load
 

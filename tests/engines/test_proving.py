@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fragility_engines.figures import verdicts
-from fragility_engines.proving import Ground, expected_cause, summary
-from fragility_engines.suspects import logprobs
-from fragility_engines.variations import FAULTS, HARMLESS, gathered
+from fragility_engines.comparison.figures import verdicts
+from fragility_engines.proving.ground import Ground, expected_cause, summary
+from fragility_engines.proving.variations import FAULTS, HARMLESS, gathered
+from fragility_engines.suspects.suspect import logprobs
 from fragility_lab.inputs.loading import load
 
 BY_NAME = {each.name: each for each in (*HARMLESS, *FAULTS)}

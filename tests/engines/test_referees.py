@@ -1,5 +1,6 @@
 """Engines that other people wrote: asked in a process of their own, beside predictions and emulations."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fragility_engines.referees.judged import Court, last_error, untied
 from fragility_engines.referees.known import REFEREES, Referee
 from fragility_engines.referees.runs import Referees, RefereeSpec, asked, get_referee, versions
 from fragility_engines.referees.worker import RUNNERS, carry_out, installed
+from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.running.engine import complete
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import ENGINES
@@ -37,7 +39,7 @@ def court(model, tmp_path):
 def test_every_referee_has_a_recipe_and_an_engine():
     assert len({each.name for each in REFEREES}) == len(REFEREES) > 12
     assert {each.engine for each in REFEREES} == set(RUNNERS)
-    assert set(ENGINES) <= {each.plan.recipe.name for each in REFEREES}
+    assert set(ENGINES) <= {each.plan.format.partition("+")[0] for each in REFEREES}
 
 
 @pytest.mark.parametrize("referee", [get_referee("torch bf16"), get_referee("torch int8")], ids=lambda each: each.name)
@@ -58,14 +60,13 @@ def test_an_engine_that_cannot_compute_says_why(court):
     assert row["quantity"] == "kl" and "nonesuch" in row["refused"] and "measured" not in row
 
 
-def test_the_answer_of_an_engine_is_its_logits(court, monkeypatch):
+def test_the_answer_of_an_engine_is_its_logits(court):
     """A window has the logits that the runner gives for its tokens."""
     referee = get_referee("torch bf16")
     with court.ask(referee) as answer:
         found = np.stack([np.load(path) for path in answer.logits])
         files = answer.logits
-    own = court.model.to(torch.bfloat16)(WINDOWS, use_cache=False).logits.float().detach().numpy()
-    court.model.float()
+    own = copy.deepcopy(court.model).bfloat16()(WINDOWS, use_cache=False).logits.float().detach().numpy()
     assert found.shape == (3, 24, court.model.config.vocab_size) and not files[0].exists()
     np.testing.assert_allclose(found, own, atol=0.1 * np.abs(own).max())
 
@@ -145,3 +146,11 @@ def test_the_figure_has_a_line_for_each_engine_that_rounds(court):
     table = pd.DataFrame([*court.rows(get_referee("torch int8")), {"engine": "x", "quantity": "kl", "refused": "no"}])
     axes = figures.referees(table)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["torch int8"]
+
+
+def test_the_page_has_what_was_measured():
+    folders = {"embedded Llama": "embedded", "SmolLM2": "smollm2-135m"}
+    paths = {model: OUTPUTS / folder / "tables" / "x4_referees.csv" for model, folder in folders.items()}
+    table = figures.as_markdown({model: pd.read_csv(path) for model, path in paths.items()})
+    page = (PROJECT / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert table in page, f"docs/engines.md must have this table:\n{table}"

@@ -6,10 +6,10 @@ from test_suspects import LLAMA, SIZES
 from tiny import random_model, random_tokens
 from transformers import MixtralConfig
 
-from fragility_engines.logs import Scored
-from fragility_engines.measuring import measure
-from fragility_engines.remedies import PARTS, Remedy, remedies
-from fragility_engines.suspects import logprobs
+from fragility_engines.comparison.measuring import measure
+from fragility_engines.comparison.remedies import PARTS, Remedy, remedies
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.suspect import logprobs
 
 WINDOWS = random_tokens(4, 48, seed=7, smallest=3)
 MIXTRAL = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)

@@ -14,10 +14,10 @@ import pytest
 import stub
 import torch
 
-from fragility_engines import score
-from fragility_engines.logs import read
-from fragility_engines.servers import Text, detected
-from fragility_engines.transport import Client, ServerError
+from fragility_engines.logs import score
+from fragility_engines.logs.sequences import read
+from fragility_engines.logs.servers import Text, detected
+from fragility_engines.logs.transport import Client, ServerError
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 TOKENS = (5, 9, 9, 40, 3)
@@ -26,7 +26,7 @@ MODEL = str(CHECKPOINTS / "embedded-llama")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("fragility_engines.transport.WAITS", (0.01, 0.01))
+    monkeypatch.setattr("fragility_engines.logs.transport.WAITS", (0.01, 0.01))
 
 
 def asked(server, longest=5.0, most=2**20, top=3, engine="", key=""):
@@ -306,7 +306,7 @@ def test_an_interrupt_leaves_whole_lines_and_says_so(tmp_path):
         server.paths = stub.SERVERS["vllm"] | {"/v1/completions": of_any}
         path = tmp_path / "log.jsonl"
         process = subprocess.Popen(
-            [sys.executable, "-m", "fragility_engines.score", *command(server, path)], cwd=PROJECT,
+            [sys.executable, "-m", "fragility_engines.logs.score", *command(server, path)], cwd=PROJECT,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(PROJECT)},
         )  # fmt: skip
         deadline = time.monotonic() + 60

@@ -5,9 +5,9 @@ import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig
 
-from fragility_engines.catalogue import Facts, branches
-from fragility_engines.catalogue import suspects as listed
-from fragility_engines.suspects import logprobs, score
+from fragility_engines.suspects.catalogue import Facts, branches
+from fragility_engines.suspects.catalogue import suspects as listed
+from fragility_engines.suspects.suspect import logprobs, score
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -6,10 +6,10 @@ import torch
 from test_suspects import LLAMA
 from tiny import random_model, random_tokens
 
-from fragility_engines import tops
-from fragility_engines.logs import Scored
-from fragility_engines.measuring import measure
-from fragility_engines.suspects import logprobs
+from fragility_engines.comparison.measuring import measure
+from fragility_engines.logs import tops
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.suspect import logprobs
 
 WINDOWS = random_tokens(2, 24, seed=3, smallest=3)
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.models.paths import block_paths, branch_paths
-from fragility_engines.catalogue import Facts, branches, suspects
-from fragility_engines.gap import Gap
-from fragility_engines.logs import Scored
-from fragility_engines.measuring import measure
-from fragility_engines.slopes import Directions, screened
-from fragility_engines.suspects import Suspect
-from fragility_engines.variations import FAULTS, HARMLESS, Variation
-from fragility_engines.verdict import Verdict, judge, search
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.measuring import measure
+from fragility_engines.comparison.slopes import Directions, screened
+from fragility_engines.comparison.verdict import Verdict, judge, search
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.proving.variations import FAULTS, HARMLESS, Variation
+from fragility_engines.suspects.catalogue import Facts, branches, suspects
+from fragility_engines.suspects.suspect import Suspect
 
 NOTICEABLE = 0.5  # times the RMS of rounding: a fault that moves log-probabilities more must not be missed
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target, get_target
-from fragility_engines import tops
-from fragility_engines.gap import Gap
-from fragility_engines.logs import Scored
-from fragility_engines.suspects import log_sum
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.logs import tops
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.suspect import log_sum
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fragility_engines.logs import Scored, of_answer, scored
-from fragility_engines.transport import Client, ServerError
+from fragility_engines.logs.sequences import Scored, of_answer, scored
+from fragility_engines.logs.transport import Client, ServerError
 
 REFUSED = (400, 404, 405, 415, 422)  # statuses of a server that does not know what it was asked
 FORCED = 1e4  # added to a logit: no other token is sampled then

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from fragility_engines import figures
-from fragility_engines.gap import Gap
-from fragility_engines.remedies import Remedy
-from fragility_engines.slopes import Slope
-from fragility_engines.verdict import KINDS, Verdict, described, patterns
+from fragility_engines.comparison import figures
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.remedies import Remedy
+from fragility_engines.comparison.slopes import Slope
+from fragility_engines.comparison.verdict import KINDS, Verdict, described, patterns
 from fragility_lab.diagnosis.causes import SITE_NAMES
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.html import template

@@ -13,9 +13,9 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
-from fragility_engines.gap import Gap
-from fragility_engines.logs import Scored
-from fragility_engines.suspects import Suspect, score
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.suspect import Suspect, score
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 

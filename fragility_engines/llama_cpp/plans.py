@@ -1,8 +1,8 @@
 """Plans of GGUF's types beside the mixes of llama-quantize at equal size, both made and measured by llama.cpp.
 
-    python -m fragility_engines.gguf_plans --model MODEL --data TEXT --engines path/to/python [--shuffle]
+    make gguf MODEL=path DATA=text.txt
 
-``--engines`` is a Python with llama-cpp-python. The plan is made from predictions over windows of the text that the
+The plan is made from predictions over windows of the text that the
 measurement does not see. The table is ``gguf_plans.csv`` of ``--results``.
 """
 
@@ -24,7 +24,8 @@ from fragility_adjoint.mixed_precision.bits import Choices, chosen_groups, predi
 from fragility_adjoint.mixed_precision.export_gguf import llama_quantize
 from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_adjoint.mixed_precision.structure import stored_parameters
-from fragility_engines.gguf_files import shuffled, write_gguf
+from fragility_engines.environment import environment
+from fragility_engines.llama_cpp.files import shuffled, write_gguf
 from fragility_lab import paths
 from fragility_lab.inputs.loading import load
 from fragility_lab.reporting.tables import save_table
@@ -32,7 +33,7 @@ from fragility_quantization.operands import with_known_layers
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import get_recipe
 
-WORKER = Path(__file__).with_name("llama_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "q8_0")
 
 
@@ -79,7 +80,7 @@ def emulated(model: Any, plan: Plan, windows: Tensor) -> list[float]:
 
 
 def measured(python: str, model: Any, made: Sequence[Made], windows: Tensor) -> dict[str, Any]:
-    """The answer of ``llama_worker`` for the files ``made``; raises RuntimeError with what it said if it fails."""
+    """The answer of ``worker`` for the files ``made``; raises RuntimeError with what it said if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         source = f"{folder}/source.gguf"
         write_gguf(model, source)
@@ -130,13 +131,13 @@ def as_markdown(tables: dict[str, pd.DataFrame]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fragility_engines.gguf_plans", description=__doc__)
-    parser.add_argument("--model", required=True, help="path of an fp32 model of Llama's family")
-    parser.add_argument("--data", required=True, help="a text")
-    parser.add_argument("--engines", required=True, help="a Python that has llama-cpp-python")
+    parser = argparse.ArgumentParser(prog="python -m fragility_engines.llama_cpp.plans", description=__doc__)
+    parser.add_argument("--model", default="embedded-llama", help="path of an fp32 model of Llama's family")
+    parser.add_argument("--data", default="embedded", help="a text")
+    parser.add_argument("--engines", default=str(environment()), help="a Python that has llama-cpp-python")
     parser.add_argument("--mixes", default="q4_k_m", help="mixes of llama-quantize, by their names")
     parser.add_argument("--types", default=" ".join(TYPES), help="types among which a plan chooses")
-    parser.add_argument("--shuffle", action="store_true", help="channels in a random order (gguf_files.shuffled)")
+    parser.add_argument("--shuffle", action="store_true", help="channels in a random order (llama_cpp.files.shuffled)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--calibration", type=int, default=4, help="windows of the plan")
     parser.add_argument("--windows", type=int, default=8, help="windows of the measurement")

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from fragility_core.models.norms import epsilon_name
 from fragility_core.models.paths import attention_modules, branch_paths
-from fragility_engines.logs import Scored
-from fragility_engines.rotary import rotary
-from fragility_engines.suspects import Suspect, assigning, change, having
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.rotary import rotary
+from fragility_engines.suspects.suspect import Suspect, assigning, change, having
 
 CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
 

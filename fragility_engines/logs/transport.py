@@ -11,7 +11,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from fragility_engines.logs import shortened
+from fragility_engines.logs.sequences import shortened
 
 LONGEST = 120.0  # seconds that one answer may take
 MOST = 2**26  # bytes of an answer

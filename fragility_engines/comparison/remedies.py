@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.predictor import Prediction
-from fragility_engines.gap import Gap
-from fragility_engines.logs import Scored
-from fragility_engines.slopes import screened
-from fragility_engines.suspects import logprobs
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.slopes import screened
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.suspect import logprobs
 
 PARTS = {
     "head": "the head (lm_head)", "residual": "the residual stream", "router": "the router of experts",

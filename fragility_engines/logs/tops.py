@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fragility_engines.logs import Scored
+from fragility_engines.logs.sequences import Scored
 
 LEAST = 1e-6  # probability of all other tokens together, at least: below it log-probabilities are rounded too much
 NONE = -1  # in the place of a token

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from fragility_core.models import paths
 from fragility_core.models.norms import epsilon_name
-from fragility_engines.rotary import interleave
-from fragility_engines.suspects import logprobs
+from fragility_engines.suspects.rotary import interleave
+from fragility_engines.suspects.suspect import logprobs
 from fragility_quantization.quantized import lower
 
 Engine = Callable[[PreTrainedModel, Tensor], Tensor]

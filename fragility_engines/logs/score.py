@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fragility_engines.logs import Scored, line_of, of_line, shortened
-from fragility_engines.servers import ENGINES, Server, Text, detected
-from fragility_engines.transport import Client
+from fragility_engines.logs.sequences import Scored, line_of, of_line, shortened
+from fragility_engines.logs.servers import ENGINES, Server, Text, detected
+from fragility_engines.logs.transport import Client
 from fragility_lab import paths
 
 MOST_WINDOWS, LONGEST_WINDOW, MOST_TOP = 1024, 2**17, 100
@@ -25,7 +25,7 @@ def windows_of(model: str, data: str, length: int, count: int, seed: int = 0) ->
     They are those of ``make diagnose``. Raises the errors of ``checkpoints`` and ``text``, and ValueError for windows
     beyond the model's context and for a tokenizer of another model.
     """
-    from fragility_engines.measuring import require_fitting
+    from fragility_engines.comparison.measuring import require_fitting
     from fragility_lab.inputs import checkpoints
     from fragility_lab.inputs.text import load_rows, opening, select_windows, tokenize
 
@@ -115,7 +115,7 @@ def bounded(least: int, most: int) -> Callable[[str], int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fragility_engines.score", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fragility_engines.logs.score", description=__doc__)
     parser.add_argument("--url", default="", help="the server, as http://127.0.0.1:8000")
     parser.add_argument("--model", default="", help="hub name, path or .gguf file of the model that it serves")
     parser.add_argument("--data", default="embedded", help="text: a file, a data set of the hub, or an embedded one")

@@ -10,14 +10,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from fragility_engines.catalogue import Facts, branches, suspects
-from fragility_engines.gap import Gap
-from fragility_engines.logs import Scored, read
-from fragility_engines.measuring import measure, require_fitting
-from fragility_engines.page import Compared
-from fragility_engines.remedies import remedies
-from fragility_engines.slopes import Directions, Slope, owned, screened
-from fragility_engines.verdict import judge, search
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.measuring import measure, require_fitting
+from fragility_engines.comparison.page import Compared
+from fragility_engines.comparison.remedies import remedies
+from fragility_engines.comparison.slopes import Directions, Slope, owned, screened
+from fragility_engines.comparison.verdict import judge, search
+from fragility_engines.logs.sequences import Scored, read
+from fragility_engines.suspects.catalogue import Facts, branches, suspects
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import require_fitting as require_memory
 from fragility_lab.inputs.stored import weight_files

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fragility_engines.gap import Gap
-from fragility_engines.slopes import BEST, Directed, Slope, likely, slopes
-from fragility_engines.suspects import Suspect
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.slopes import BEST, Directed, Slope, likely, slopes
+from fragility_engines.suspects.suspect import Suspect
 
 # Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
 MORE, LESS = 1.25, 0.8

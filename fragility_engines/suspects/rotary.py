@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fragility_engines.suspects import Suspect, assigning, change, having
+from fragility_engines.suspects.suspect import Suspect, assigning, change, having
 
 LOOK = "rope_scaling of the engine's configuration"
 FACTORS = {"yarn": 4.0, "llama3": 8.0, "dynamic": 2.0}  # as published models have them, for a model without scaling

@@ -1,0 +1,1 @@
+"""Files and plans of GGUF's types, made and measured by llama.cpp."""

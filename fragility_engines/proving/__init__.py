@@ -1,0 +1,1 @@
+"""The proving ground (X3): engines whose truth is known."""
