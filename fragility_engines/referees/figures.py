@@ -28,16 +28,21 @@ def referees(table: pd.DataFrame) -> Axes:
 
 def as_markdown(tables: Mapping[str, pd.DataFrame]) -> str:
     """A table of the engines that round: KL by each of them, emulated and predicted over it; for models by name."""
-    names = list(tables)
     kls = {name: table[table.quantity == "kl"].set_index("engine") for name, table in tables.items()}
-    rows = ["| engine | " + " | ".join(f"{name}: KL | emulated | predicted" for name in names) + " |"]
-    rows.append("|---" * (1 + 3 * len(names)) + "|")
+    rows = ["| engine | " + " | ".join(f"{name}: KL | emulated / KL | predicted / KL" for name in kls) + " |"]
+    rows.append("|---" * (1 + 3 * len(kls)) + "|")
     for engine in dict.fromkeys(engine for table in kls.values() for engine in table.index):
-        cells = [engine]
-        for table in kls.values():
-            found = table.loc[engine] if engine in table.index else pd.Series(dtype=float)
-            kl, emulated, ratio = (found.get(name, float("nan")) for name in ("measured", "emulated", "ratio"))
-            shown = [f"{kl:.2e}", f"{emulated / kl:.2f}", f"{ratio:.2f}"] if pd.notna(kl) else ["refused", "", ""]
-            cells += [cell if cell != "nan" else "" for cell in shown]
-        rows.append("| " + " | ".join(cells) + " |")
+        cells = [cell for table in kls.values() for cell in of_engine(table, engine)]
+        rows.append(f"| {engine} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def of_engine(table: pd.DataFrame, engine: str) -> list[str]:
+    """KL, emulated over it and predicted over it, of an ``engine`` in a ``table`` by engine; of one in fp32 the KL."""
+    if engine not in table.index:
+        return ["not run", "", ""]
+    row = table.loc[engine]
+    if pd.isna(row.measured):
+        return ["refused", "", ""]
+    ratios = [row.emulated / row.measured, row.ratio] if pd.notna(row.ratio) else []
+    return [f"{row.measured:.2e}", *(f"{ratio:.2f}" for ratio in ratios), *[""] * (2 - len(ratios))]
