@@ -13,7 +13,7 @@ from fragility_lab.reporting.verdicts import compare
 
 LABELS = {"smollm2-135m": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
 CLOSE = (0.9, 1.1)  # predicted over measured KL
-EMPTY = pd.DataFrame(columns=["recipe", "quantity", "ratio", "overall"])  # a table that is not there
+EMPTY = pd.DataFrame(columns=["recipe", "quantity", "measured", "ratio", "overall"])  # a table that is not there
 
 
 def present() -> dict[str, Tables]:
@@ -80,16 +80,20 @@ def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
     """KL under each recipe of X2, one row per model and recipe: predicted, measured, their ratio, and half the errors.
 
     ``halves`` is four times the KL with half of every error, over the whole KL (``x2_growth``), and ``together`` the KL
-    over what the errors would make if they were independent (``x2_coherence``); missing if not run.
+    over what the errors would make if they were independent (``x2_coherence``); ``share`` and ``changed`` are the share
+    of next tokens that change, and predicted over it (``x2_flips``). All are missing if not run.
     """
     found = []
     for label, tables in models.items():
         if "x2_recipes" in tables:
             rows = tables["x2_recipes"].query("quantity == 'kl'").assign(model=label)
-            rows["interval"] = [f"{row.low:.2f} to {row.high:.2f}" for row in rows.itertuples()]
+            rows["interval"] = [f"{x.low:.2f} to {x.high:.2f}" if x.low == x.low else "–" for x in rows.itertuples()]
             rows["windows"] = rows.get("windows")  # tables of older code have none
-            growth, acting = (tables.get(name, EMPTY).set_index("recipe") for name in ("x2_growth", "x2_coherence"))
+            beside = (tables.get(name, EMPTY).set_index("recipe") for name in ("x2_growth", "x2_coherence", "x2_flips"))
+            growth, acting, flips = beside
+            flips = flips[flips.quantity == "changed"]
             columns = {"halves": growth.ratio[growth.quantity == "kl"], "together": acting.overall}
+            columns |= {"share": flips.measured, "changed": flips.ratio}
             found.append(rows.assign(**{name: rows.recipe.map(each).astype(float) for name, each in columns.items()}))
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 

@@ -153,7 +153,10 @@ def test_recipes_of_real_models_have_a_table():
     assert rows.ratio.equals(want.ratio) and (rows.model == "A").all()
     halves = tables["x2_growth"].query("quantity == 'kl'").set_index("recipe").ratio
     assert rows.halves["bf16"] == halves["bf16"] and rows.halves.drop("bf16").isna().all()
-    assert rows.together.isna().all()
+    assert rows.together.isna().all() and rows.changed.isna().all()
+    flips = results_real.recipes({"A": few | {"x2_flips": tables["x2_flips"]}}).set_index("recipe")
+    known = tables["x2_flips"].query("quantity == 'changed'").set_index("recipe").reindex(flips.index)
+    assert flips.share.equals(known.measured.rename("share")) and flips.changed.equals(known.ratio.rename("changed"))
     acting = results_real.recipes({"A": few | {"x2_coherence": tables["x2_coherence"]}}).set_index("recipe").together
     overall = tables["x2_coherence"].set_index("recipe").overall
     assert acting.equals(overall.reindex(acting.index).rename("together"))
