@@ -9,6 +9,7 @@ measurement does not see. The table is ``gguf_plans.csv`` of ``--results``.
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from fragility_adjoint.mixed_precision.export_gguf import llama_quantize
 from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_adjoint.mixed_precision.structure import stored_parameters
 from fragility_engines.environment import environment
-from fragility_engines.llama_cpp.files import shuffled, write_gguf
+from fragility_engines.llama_cpp.files import require_llama, shuffled, write_gguf
 from fragility_lab import paths
-from fragility_lab.inputs.loading import load
+from fragility_lab.inputs.loading import load, require_at_least
 from fragility_lab.reporting.tables import save_table
+from fragility_quantization.ggml import MIXES, WEIGHTS
 from fragility_quantization.operands import with_known_layers
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import get_recipe
@@ -130,6 +132,22 @@ def as_markdown(tables: dict[str, pd.DataFrame]) -> str:
     return "\n".join(lines)
 
 
+def table_for(asked: argparse.Namespace) -> pd.DataFrame:
+    """The table of ``compared`` for what was asked; raises ValueError for mixes and types that are not known, too."""
+    mixes, types = asked.mixes.split(), asked.types.split()
+    for kind, names, known in (("mix", mixes, MIXES), ("type", types, WEIGHTS)):
+        if strange := [name for name in names if name not in known]:
+            raise ValueError(f"a {kind} must be one of {', '.join(known)}, got {strange[0]!r}")
+    require_at_least(1, windows=asked.windows, calibration=asked.calibration, probes=asked.probes)
+    count = max(asked.calibration, asked.windows)
+    inputs = load(asked.model, asked.data, [asked.length], count, auto_class=AutoModelForCausalLM)
+    require_llama(inputs.model)
+    model: Any = shuffled(inputs.model) if asked.shuffle else inputs.model
+    (_, first), (_, second) = (inputs.windows(asked.length, count, seed, disjoint=True) for seed in (0, 1))
+    calibration, windows = first[: asked.calibration], second[: asked.windows]
+    return compared(model, asked.engines, calibration, windows, mixes, types, asked.probes)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fragility_engines.llama_cpp.plans", description=__doc__)
     parser.add_argument("--model", default="embedded-llama", help="path of an fp32 model of Llama's family")
@@ -145,14 +163,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", default="engines", help="folder in outputs for the table")
     parser.add_argument("--table", default="gguf_plans", help="name of the table")
     asked = parser.parse_args(arguments)
-    count = max(asked.calibration, asked.windows)
-    inputs = load(asked.model, asked.data, [asked.length], count, auto_class=AutoModelForCausalLM)
-    model: Any = shuffled(inputs.model) if asked.shuffle else inputs.model
-    (_, first), (_, second) = (inputs.windows(asked.length, count, seed, disjoint=True) for seed in (0, 1))
-    table = compared(
-        model, asked.engines, first[: asked.calibration], second[: asked.windows], asked.mixes.split(),
-        asked.types.split(), asked.probes,
-    )  # fmt: skip
+    try:
+        table = table_for(asked)
+    except (ValueError, OSError, RuntimeError) as refused:
+        sys.exit(f"make gguf: {refused}")
+    except KeyboardInterrupt:
+        sys.exit("make gguf: interrupted, nothing is kept")
     print(table.to_string(index=False))
     (folder := paths.output_folder(asked.results) / "tables").mkdir(parents=True, exist_ok=True)
     save_table(table, folder, asked.table)

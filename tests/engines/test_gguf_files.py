@@ -9,7 +9,7 @@ from tiny import random_model
 from transformers import GPT2Config, LlamaConfig
 
 from fragility_engines.llama_cpp.files import interleaved, shuffled, write_gguf
-from fragility_engines.llama_cpp.plans import as_markdown
+from fragility_engines.llama_cpp.plans import as_markdown, main
 from fragility_lab.paths import OUTPUTS, PROJECT
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 50}
@@ -60,3 +60,17 @@ def test_the_page_has_what_was_measured():
     table = as_markdown({model: pd.read_csv(path) for model, path in found.items() if path.exists()})
     page = (PROJECT / "docs" / "exports.md").read_text(encoding="utf-8")
     assert table in page, f"docs/exports.md must have this table:\n{table}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mixes", "q9"], "make gguf: a mix must be one of q2_k, .*, got 'q9'"),
+        (["--types", "int4"], "make gguf: a type must be one of q2_k, .*, got 'int4'"),
+        (["--windows", "0"], "make gguf: windows must be at least 1, got 0"),
+        (["--model", "embedded"], "make gguf: .* must be a Llama without biases .*, got gpt2"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(["--windows", "1", "--calibration", "1", "--length", "8", *arguments])
