@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.predictor import Adjoint
@@ -79,8 +80,11 @@ class Court:
     def ask(self, referee: Referee) -> Iterator[Answer]:
         """The answer of ``referee``; its logits are gone when the context ends.
 
-        Raises RuntimeError with the last line that the engine wrote if it cannot compute.
+        Raises RuntimeError with the last line that the engine wrote if it cannot compute, and for a model of which it
+        quantizes less than its recipe says.
         """
+        if referee.linear_alone and any(isinstance(module, Conv1D) for module in self.model.modules()):
+            raise RuntimeError(f"{referee.name} quantizes nn.Linear alone, and this model has Conv1D in its blocks")
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
             task = {
                 "engine": referee.engine, "kind": referee.kind, "model": str(self.folder), "work": str(self.work),

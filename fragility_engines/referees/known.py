@@ -12,13 +12,15 @@ PACKAGES = tuple(package for _, package in RUNNERS.values())
 class Referee:
     """An ``engine`` of ``worker.RUNNERS`` that computes as ``kind``, and the ``plan`` by which we emulate it.
 
-    ``untied`` engines quantize a head apart from the embedding with which a model shares its matrix.
+    ``untied`` engines quantize a head apart from the embedding with which a model shares its matrix. Those that are
+    ``linear_alone`` do not quantize GPT-2's ``Conv1D``.
     """
 
     engine: str
     kind: str
     plan: Plan
     untied: bool = False
+    linear_alone: bool = False
 
     @property
     def name(self) -> str:
@@ -36,7 +38,7 @@ REFEREES = (
     Referee("ctranslate2", "int8", Plan("ctranslate2-int8")),
     Referee("onnxruntime", "float32", Plan("fp32")),
     Referee("onnxruntime", "int8", Plan("onnxruntime-int8"), untied=True),
-    Referee("onnxruntime", "int4", Plan("onnxruntime-int4"), untied=True),
+    Referee("onnxruntime", "int4", Plan("onnxruntime-int4"), untied=True, linear_alone=True),
     Referee("llama.cpp", "f32", Plan("kv-fp16@fp32")),
     Referee("llama.cpp", "f16", Plan("llama.cpp-f16+kv-fp16")),
     Referee("llama.cpp", "q8_0", Plan("gguf-q8_0+kv-fp16")),
@@ -51,7 +53,7 @@ REFEREES = (
     Referee("openvino", "int4-w", Plan("openvino-int4-w")),
     Referee("openvino", "int4", Plan("openvino-int4")),
     Referee("torch", "bf16", Plan("bf16")),
-    Referee("torch", "int8", Plan("torch-int8"), untied=True),
-    Referee("torchao", "int8", Plan("torchao-int8"), untied=True),
-    Referee("torchao", "int8-w", Plan("torchao-int8-w"), untied=True),
+    Referee("torch", "int8", Plan("torch-int8"), untied=True, linear_alone=True),
+    Referee("torchao", "int8", Plan("torchao-int8"), untied=True, linear_alone=True),
+    Referee("torchao", "int8-w", Plan("torchao-int8-w"), untied=True, linear_alone=True),
 )

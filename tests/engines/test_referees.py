@@ -60,6 +60,12 @@ def test_an_engine_that_cannot_compute_says_why(court):
     assert row["quantity"] == "kl" and "nonesuch" in row["refused"] and "measured" not in row
 
 
+def test_an_engine_that_leaves_layers_as_they_are_is_refused(tiny_gpt2, tmp_path):
+    court = Court(tiny_gpt2, None, WINDOWS, tmp_path, Path(sys.executable))
+    (row,) = court.rows(get_referee("torch int8"))
+    assert row["refused"] == "torch int8 quantizes nn.Linear alone, and this model has Conv1D in its blocks"
+
+
 def test_the_answer_of_an_engine_is_its_logits(court):
     """A window has the logits that the runner gives for its tokens."""
     referee = get_referee("torch bf16")
