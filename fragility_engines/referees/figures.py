@@ -14,7 +14,7 @@ CLOSE = (0.9, 1.1)
 def referees(table: pd.DataFrame) -> Axes:
     """KL of each engine that rounds, predicted and emulated over what the engine has, a line each."""
     rows = table[(table.quantity == "kl") & table.ratio.notna()].reset_index(drop=True)
-    axes = canvas(6.4, 0.28 * len(rows) + 1.2)
+    axes = canvas(9.4, 0.28 * len(rows) + 1.2)
     axes.axvspan(*CLOSE, color="0.9", zorder=0)
     axes.axvline(1, **DASHED)
     ends = [rows.ratio - rows.low, rows.high - rows.ratio]
@@ -23,7 +23,7 @@ def referees(table: pd.DataFrame) -> Axes:
     axes.set_yticks(rows.index, rows.engine)
     axes.set(ylim=(len(rows) - 0.5, -0.5))
     axes.legend()
-    return finished(axes, "KL over that of the engine; grey: within 10 %", "", inside=True)
+    return finished(axes, "KL over that of the engine; grey: within 10 %", "")
 
 
 def as_markdown(tables: Mapping[str, pd.DataFrame]) -> str:
