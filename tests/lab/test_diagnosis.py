@@ -664,7 +664,7 @@ def test_page_of_fp8_in_linear_layers(tiny_gpt2, tiny_tokens):
     """The page tells what is multiplied in fp8 from what stays in bf16."""
     found = diagnose(tiny_gpt2, tiny_tokens, format="fp8_e4m3_linear", budget="3 modules")
     html = page.page(found)
-    assert f"{found.execution} bf16, linear layers of blocks in fp8_e4m3_scaled." in " ".join(html.split())
+    assert f"{found.execution} bf16, inputs of linear layers in fp8_e4m3_scaled." in " ".join(html.split())
     assert "cast back to bf16." in html and "left the range of bf16." in html
     assert found.measured.mismatch.mean() == pytest.approx(found.prediction.windows.predicted.mean(), rel=0.15)
     assert found.protected.mismatch.mean() == pytest.approx(found.plan.predicted, rel=0.15)
