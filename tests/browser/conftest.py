@@ -26,6 +26,7 @@ RESPONDS_WITHIN = 60
 expect.set_options(timeout=1000 * RESPONDS_WITHIN)
 
 # JupyterLab's debugger asks the kernel something at every start, and complains if a restart comes before the answer.
+CLOSED = re.compile(r"^\[E [^\n]*\n(?:(?!\[)[^\n]*\n)*? *tornado\.websocket\.WebSocketClosedError\n", re.M)
 NOISE = "Could not restore the debugger state: Canceled future for debug_request message before replies were done"
 
 
@@ -56,9 +57,11 @@ class Lab:
     def problems(self) -> list[str]:
         """The errors in the log of server and kernels.
 
-        An entry without text is none: the server logs its own address as critical, after a blank line.
+        An entry without text is none: the server logs its own address as critical, after a blank line. Nor is a message
+        of a kernel to a page that was just closed.
         """
-        return re.findall(r"^(?:\[[EC] [^]]*\] *\S.*|.*\bERROR\b.*|Traceback .*)$", self.log.read_text(), re.M)
+        log = CLOSED.sub("", self.log.read_text())
+        return re.findall(r"^(?:\[[EC] [^]]*\] *\S.*|.*\bERROR\b.*|Traceback .*)$", log, re.M)
 
 
 def private_environment(home: Path) -> dict[str, str]:
