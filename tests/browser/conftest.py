@@ -26,7 +26,9 @@ RESPONDS_WITHIN = 60
 expect.set_options(timeout=1000 * RESPONDS_WITHIN)
 
 # JupyterLab's debugger asks the kernel something at every start, and complains if a restart comes before the answer.
-CLOSED = re.compile(r"^\[E [^\n]*\n(?:(?!\[)[^\n]*\n)*? *tornado\.websocket\.WebSocketClosedError\n", re.M)
+CLOSED = re.compile(  # what the server and its tasks say of a message to a page that was just closed
+    r"^(?:\[E |Task exception)[^\n]*\n(?:(?!\[)[^\n]*\n)*? *tornado\.websocket\.WebSocketClosedError\n", re.M
+)
 NOISE = "Could not restore the debugger state: Canceled future for debug_request message before replies were done"
 
 
@@ -57,8 +59,8 @@ class Lab:
     def problems(self) -> list[str]:
         """The errors in the log of server and kernels.
 
-        An entry without text is none: the server logs its own address as critical, after a blank line. Nor is a message
-        of a kernel to a page that was just closed.
+        An entry without text is none: the server logs its own address as critical, after a blank line. Nor is one of
+        CLOSED.
         """
         log = CLOSED.sub("", self.log.read_text())
         return re.findall(r"^(?:\[[EC] [^]]*\] *\S.*|.*\bERROR\b.*|Traceback .*)$", log, re.M)
