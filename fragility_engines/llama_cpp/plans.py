@@ -29,6 +29,7 @@ from fragility_engines.environment import environment
 from fragility_engines.llama_cpp.files import require_llama, shuffled, write_gguf
 from fragility_lab import paths
 from fragility_lab.inputs.loading import load, require_at_least
+from fragility_lab.measurement.comparison import by_token
 from fragility_lab.reporting.tables import save_table
 from fragility_quantization.ggml import MIXES, WEIGHTS
 from fragility_quantization.operands import with_known_layers
@@ -74,10 +75,9 @@ def emulated(model: Any, plan: Plan, windows: Tensor) -> list[float]:
     """KL of each of the ``windows`` (B, T) by our own pass, in nats a token."""
     low, found = lower(model, plan.recipe), []
     for window in windows.split(1):
-        exact = model(window, use_cache=False).logits[0].double().log_softmax(-1)
         with low.running():
-            other = low.model(window, use_cache=False).logits[0].double().log_softmax(-1)
-        found.append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+            rounded = low.model(window, use_cache=False).logits
+        found.append(float(by_token(rounded, model(window, use_cache=False).logits, window).kl.mean()))
     return found
 
 

@@ -18,14 +18,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fragility_adjoint.mixed_precision import Contributions, apply
-from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import head_paths
 from fragility_engines.referees.known import Referee
-from fragility_lab.experiments.x2 import row
+from fragility_lab.experiments.x2 import Evaluator, row
 from fragility_lab.measurement.comparison import ByToken, by_token
 from fragility_lab.paths import PROJECT
 from fragility_numerics.lowering import sharing_copy
-from fragility_quantization.quantized import lower
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,7 @@ class Court:
     def predicted(self, referee: Referee, target: str) -> np.ndarray:
         """The prediction (B,) in ``target`` for the plan of ``referee``."""
         model = self._of(referee)
-        low = lower(model, referee.plan.recipe)
-        found = Adjoint(low, model, self.probes, target=target, gradients="both")(self.windows)
+        found = Evaluator(model, self.windows, self.probes).predict(referee.plan.recipe, target)
         if not referee.plan.residual:
             return found.windows.predicted.to_numpy()
         return Contributions(model, found).predict(referee.plan).predicted.to_numpy()

@@ -20,13 +20,13 @@ from fragility_quantization.static_scales import calibrated
 
 
 def low_model(request: Request, loaded: Inputs, tokens: Tensor) -> Quantized:
-    """The model in low precision without a plan. For a mix of schemes, all layers have the smallest scheme.
-
-    Static scales are measured over ``tokens`` (B, T).
-    """
+    """The model in low precision without a plan, by the format. Static scales are measured over ``tokens`` (B, T)."""
     if loaded.rounded is not None:
         return as_prequantized(loaded.rounded)
-    recipe = request.schemes[0] if request.mixes else get_recipe(request.format)
+    recipe = get_recipe(request.format)
+    if request.mixes:  # beside kernels in fp32 where weights alone are chosen; a mix of GGUF is none of the schemes
+        own, kernels = request.schemes[0], request.schemes[-1].kernels
+        recipe = own if own.gguf == recipe.gguf else replace(recipe, kernels=kernels)
     execution = "auto" if request.mixes else request.execution
     return lower(loaded.model, calibrated(loaded.model, recipe, tokens), execution)
 

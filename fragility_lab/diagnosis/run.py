@@ -54,7 +54,7 @@ class Work:
 
     @cached_property
     def low(self) -> Quantized:
-        """The model in low precision without a plan. For a mix of schemes, all layers have the smallest scheme."""
+        """The model in low precision without a plan."""
         return low_model(self.request, self.loaded, self.tokens)
 
     @cached_property

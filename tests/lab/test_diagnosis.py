@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import TINY, random_gpt2
+from tiny import TINY, random_gpt2, random_model, random_tokens
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
@@ -43,7 +44,7 @@ from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
-from fragility_lab.measurement.comparison import ObservedPass, Ranges, compare, observe
+from fragility_lab.measurement.comparison import ObservedPass, Ranges, by_token, compare, observe
 from fragility_lab.measurement.growth import Growth
 from fragility_lab.reporting.tables import percent, quantity
 from fragility_numerics.internals import attention_of
@@ -331,6 +332,23 @@ def test_changed_tokens_are_a_target(tiny_tokens):
     mixed = diagnose(model, tiny_tokens, format="w4a16-g32", target="flips", budget="7 bits", reference="no")
     assert mixed.flips.measured_length is None and mixed.plan.predicted < mixed.prediction.windows.predicted.mean()
     assert means.means(mixed)[1]["predicted with plan"]["mean"] < means.means(mixed)[1]["predicted"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("format", "weights_only"), [("gguf-q4_k_m", False), ("ggml-q4_0", False), ("w4a16-g32", True)]
+)
+def test_what_a_budget_is_compared_with_is_the_format(format, weights_only):
+    """The page of a mix of GGUF's types is about the mix, not about the smallest type that a plan may choose."""
+    model = random_model(
+        LlamaConfig(**WIDE, intermediate_size=256, num_hidden_layers=2, bos_token_id=0, eos_token_id=0)
+    )
+    tokens = random_tokens(2, 24, vocabulary=WIDE["vocab_size"])
+    found = diagnose(model, tokens, format=format, target="kl", budget="9 bits", weights_only=weights_only)
+    low = lower(model, f"{format}@fp32" if weights_only else format)
+    wanted = [by_token(low(window).logits, model(window).logits, window).kl.mean().item() for window in tokens.split(1)]
+    np.testing.assert_allclose(found.measured.kl, wanted, rtol=1e-5)
+    assert found.prediction.windows.predicted.mean() == pytest.approx(np.mean(wanted), rel=0.5)
+    assert found.plan.predicted < found.prediction.windows.predicted.mean()
 
 
 @pytest.mark.parametrize(
