@@ -18,6 +18,8 @@ def explorer(diagnosis: Diagnosis) -> str:
         return Component(terms.keeping([known], nothing + [(made(plan), each) for each in with_plan])).html
     if choices.parts:  # the view of schemes has no parts in fp32
         return Component(terms.keeping([known], nothing)).html
-    smallest = Choice(tuple(choices.bits.argmin(1).tolist()))
-    measured = [(smallest, each) for each in without] + [(made(diagnosis.choice), each) for each in with_plan]
+    own = made(diagnosis.prediction).recipe.name  # a mix of GGUF is none of the choices
+    alike = [Choice((choices.names.index(own),) * len(choices.groups))] if own in choices.names else []
+    measured = [(choice, each) for choice in alike for each in without]
+    measured += [(made(diagnosis.choice), each) for each in with_plan]
     return Component(terms.choosing(choices, measured), terms.keeping([known], nothing)).html

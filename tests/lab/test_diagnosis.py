@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -39,7 +40,7 @@ from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
-from fragility_lab.diagnosis import causes, means, needs, page, plans, sections, timing
+from fragility_lab.diagnosis import causes, explore, means, needs, page, plans, sections, timing
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
@@ -337,7 +338,7 @@ def test_changed_tokens_are_a_target(tiny_tokens):
 @pytest.mark.parametrize(
     ("format", "weights_only"), [("gguf-q4_k_m", False), ("ggml-q4_0", False), ("w4a16-g32", True)]
 )
-def test_what_a_budget_is_compared_with_is_the_format(format, weights_only):
+def test_what_a_budget_is_compared_with_is_the_format(format, weights_only, monkeypatch):
     """The page of a mix of GGUF's types is about the mix, not about the smallest type that a plan may choose."""
     model = random_model(
         LlamaConfig(**WIDE, intermediate_size=256, num_hidden_layers=2, bos_token_id=0, eos_token_id=0)
@@ -349,6 +350,12 @@ def test_what_a_budget_is_compared_with_is_the_format(format, weights_only):
     np.testing.assert_allclose(found.measured.kl, wanted, rtol=1e-5)
     assert found.prediction.windows.predicted.mean() == pytest.approx(np.mean(wanted), rel=0.5)
     assert found.plan.predicted < found.prediction.windows.predicted.mean()
+    shown = []
+    monkeypatch.setattr(explore.terms, "choosing", lambda choices, measured: shown.extend(measured))
+    monkeypatch.setattr(explore, "Component", lambda *terms: SimpleNamespace(html=""))
+    explore.explorer(found)
+    own = [] if format.startswith("gguf") else [(0,) * len(found.choices.groups)]  # in all layers; a mix is no choice
+    assert [choice.schemes for choice, _ in shown] == [*own, found.choice.schemes]
 
 
 @pytest.mark.parametrize(
