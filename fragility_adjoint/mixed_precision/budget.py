@@ -48,13 +48,14 @@ def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
     """The recipes among which a budget of bits chooses: that called ``name``, one of 8 bits, and the kernels' format.
 
     Beside a type of ggml they are all types of at least its bits, beside a mix of types all there are. Raises
-    ValueError for a recipe without schemes for weights.
+    ValueError for a recipe without schemes for weights, or with those of an engine for embedding and head.
     """
     recipe = get_recipe(name)
-    if recipe.linear.weights is None or recipe.cache is not None:
+    ends = not recipe.gguf and (recipe.embedding or recipe.head)
+    if recipe.linear.weights is None or recipe.cache is not None or ends:
         raise ValueError(
             "a budget of bits, KL or MB divides the weights between schemes, so the recipe must name the smallest, "
-            f"such as w4a16-g128, without a KV cache, got {name!r}"
+            f"such as w4a16-g128, without a KV cache or schemes for embedding and head, got {name!r}"
         )
     names = [name.partition("@")[0]]
     if recipe.gguf:
@@ -64,6 +65,5 @@ def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
     elif recipe.linear.weights.bits < 8:
         names.append("w8a16-g128" if recipe.linear.inputs is None else "fp8-dynamic")
     kernels = "fp32" if weights_only else recipe.kernels.name
-    usual = "fp32" if recipe.gguf else "bf16"
-    beside = [get_recipe(each if kernels == usual else f"{each}@{kernels}") for each in names]
+    beside = [get_recipe(each if get_recipe(each).kernels.name == kernels else f"{each}@{kernels}") for each in names]
     return [*beside, get_recipe(kernels)]

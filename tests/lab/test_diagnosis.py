@@ -472,7 +472,8 @@ def test_a_bound_on_the_divergence_is_kept_by_the_prediction(mixed):
     ("change", "message"),
     [
         ({"budget": "5 bits"}, "the recipe must name the smallest, such as w4a16-g128, .*, got 'bf16'"),
-        ({"budget": "KL 0.1", "format": "w4a16-g128+kv-fp8"}, "without a KV cache, got"),
+        ({"budget": "5 bits", "format": "ctranslate2-int8"}, "or schemes for embedding and head, got"),
+        ({"budget": "KL 0.1", "format": "w4a16-g128+kv-fp8"}, "without a KV cache or .*, got"),
         ({"target": "margin"}, "target must be one of hidden, kl, logprob, flips, got 'margin'"),
         ({"format": "fp9"}, "a recipe must be known, got 'fp9': take one of fp32, "),
         ({"budget": "KL low"}, "got 'KL low'"),
