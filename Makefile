@@ -43,6 +43,8 @@ export override PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # glibc hands the memory of every large tensor back to the system and takes it anew, page by page: a fifth of a pass.
 export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
+# Above that threshold, as for the logits of 262,144 tokens: pages of 2 MiB, where the system has them.
+export THP_MEM_ALLOC_ENABLE ?= 1
 # A thread that waits for others looks so often before it sleeps: enough for most waits, little where cores are shared.
 ifndef OMP_WAIT_POLICY
 export GOMP_SPINCOUNT ?= 10000

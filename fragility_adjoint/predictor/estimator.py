@@ -211,16 +211,17 @@ class Adjoint:
         Returns for each window the target's norm, on the device; and with secant slopes the norm of the measured error
         and its products with the probes.
         """
+        signs: list[Tensor] = []  # the same ones at every point
         for point in self.points:
-            found = self._passes_at(point, windows)
+            found = self._passes_at(point, windows, signs)
         return found
 
-    def _passes_at(self, point: LowArithmetic, windows: Sequence[Window]) -> list[NormAndError]:
+    def _passes_at(self, point: LowArithmetic, windows: Sequence[Window], signs: list[Tensor]) -> list[NormAndError]:
         both = len(self.points) > 1  # kernels then count at the fp32 point alone, weights by the mean of the two
         self.recorder.shares = {"kernel": float(point.exact or not both), "weight": 0.5 if both else 1.0}
         found = side_by_side([partial(self._forward, point, window) for window in windows])
         finals, leaves = [final for final, _ in found], [leaf for _, own in found for leaf in own]
-        signs = [window.signs(final, self.probes) for window, final in zip(windows, finals)]
+        signs += [window.signs(final, self.probes) for window, final in zip(windows[len(signs) :], finals)]
         self._backward(finals, leaves, signs)
         return [self._norm_and_error(*each) for each in zip(windows, finals, signs)]
 

@@ -44,8 +44,8 @@ class RecomputedAttention(torch.autograd.Function):
         ctx.blockwise, ctx.record = blockwise, None
         if recorder is None:
             ctx.save_for_backward(query, key, value)
-            causal, scale = blockwise.causal, blockwise.scaling
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
+            mask, causal, scale = blockwise.mask, blockwise.causal, blockwise.scaling
+            return functional.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale)
         products = {"scores": "values", "softmax": "", "context": "values"}
         places = {name: recorder.kernel(name, product) for name, product in products.items()}
         record = recorder.bound_record()
@@ -207,6 +207,11 @@ def look_up_rows(
     return Lookup.apply(recorder, table, indices, padding_idx)
 
 
+def hides_keys(mask: Tensor) -> bool:
+    """True if ``mask`` (B, 1 or H, T, T_kv) says which keys are seen, and each query sees one (sliding windows)."""
+    return mask.dtype == torch.bool and mask.ndim == 4 and bool(mask.any(-1).all())
+
+
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -214,9 +219,12 @@ def scaled_dot_product_attention(
     """The same as ``torch.nn.functional.scaled_dot_product_attention``."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    if attn_mask is None and dropout_p == 0 and query.shape == key.shape == value.shape and query.ndim == 4:
+    alike = query.shape == key.shape == value.shape and query.ndim == 4
+    if attn_mask is not None and alike:
+        attn_mask = attn_mask.expand(len(query), -1, query.shape[2], -1) if attn_mask.ndim == 4 else attn_mask
+    if alike and dropout_p == 0 and (attn_mask is None or hides_keys(attn_mask)):
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        return RecomputedAttention.apply(None, BlockwiseAttention(scaling, None, is_causal), query, key, value)
+        return RecomputedAttention.apply(None, BlockwiseAttention(scaling, attn_mask, is_causal), query, key, value)
     return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 

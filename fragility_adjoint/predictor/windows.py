@@ -45,7 +45,8 @@ class Window:
     def signs(self, output: Tensor, probes: int) -> Tensor:
         """Random signs (P, 1, T or less, ...) for an ``output``, 0 outside of the scope."""
         generator = torch.Generator(output.device).manual_seed(self.seed)
-        return torch.stack([random_signs(output, generator) for _ in range(probes)]) * self.counted(output)
+        signs = torch.stack([random_signs(output, generator) for _ in range(probes)])
+        return signs.mul_(self.counted(output)) if self.scope.ndim else signs
 
 
 def windows_of(

@@ -349,6 +349,9 @@ def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny
     np.testing.assert_allclose(recomputed, plain, rtol=0.03, atol=1e-12)
 
 
+SLIDING = torch.ones(37, 37, dtype=torch.bool).tril().triu(-5)[None, None]  # each token sees itself and five before
+
+
 @pytest.mark.parametrize(("heads", "queries", "keys", "options"), [
     ((4, 4), 37, 37, {"is_causal": True}),
     ((4, 4), 37, 37, {"scale": 0.5}),
@@ -356,6 +359,9 @@ def test_recomputed_attention_is_eager_attention(format, window, tiny_gpt2, tiny
     ((2, 2), 5, 9, {}),
     ((2, 2), 5, 9, {"attn_mask": torch.arange(9)[None] < 7}),
     ((1, 1), 1, 1, {"is_causal": True}),
+    ((4, 2), 37, 37, {"attn_mask": SLIDING, "enable_gqa": True}),
+    ((4, 4), 37, 37, {"attn_mask": SLIDING.expand(3, 4, -1, -1) | torch.eye(37, dtype=torch.bool).fliplr()}),
+    ((4, 4), 37, 37, {"attn_mask": SLIDING & (torch.arange(37) > 0)}),
 ])  # fmt: skip
 def test_gradients_of_fused_attention(heads, queries, keys, options, monkeypatch):
     """Gradients agree with the library's in fp64; the context is the library's bit for bit."""
