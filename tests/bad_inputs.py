@@ -15,11 +15,11 @@ from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.experiments import e1, e2, e3, e5, outcomes, verify, x1, x1_plans
 from fragility_lab.inputs import loading, text
 from fragility_lab.paths import CHECKPOINTS
-from fragility_lab.pretraining import train
 from fragility_lab.reporting import reruns
 from fragility_lab.running import execute
 from fragility_numerics import formats
 from fragility_peers import rivals
+from fragility_pretraining import train
 from fragility_quantization import recipes, schemes
 
 GRID = {"model": "embedded", "data": "embedded", "precisions": ("bf16",), "lengths": (64,), "seeds": (0,), "windows": 4}

@@ -4,17 +4,14 @@ Contributions are squared errors of a target's output. The prediction is their s
 root of that.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import has_reference
-from fragility_adjoint.predictor.probes import over_probes
 from fragility_core.models.padding import without_padding
 from fragility_core.models.paths import final_hidden
-from fragility_numerics.internals import without_function_modes
 
 NEGLIGIBLE = 1e-12  # probability of a token
 AT_ONCE = 2**20  # logits: 4 MiB, which caches hold
@@ -76,42 +73,13 @@ def divergence(model: nn.Module, tokens: Tensor) -> Tensor:
     To second order, a change d of the logits changes the distribution by KL = d' (diag(p) - p p') d / 2, which is half
     the squared change of this output (Amari 2016, doi:10.1007/978-4-431-55978-8).
     """
+
+    def of(z: Tensor) -> Tensor:
+        p = distribution(z)
+        return p.sqrt() * (z - (p * z).sum(-1, keepdim=True))
+
     z = logits(model, tokens)
-    if not has_reference(z):
-        return Divergence.apply(z)
-    p = distribution(z)  # with secant slopes p is between two passes
-    return p.sqrt() * (z - (p * z).sum(-1, keepdim=True))
-
-
-class Divergence(torch.autograd.Function):
-    """``divergence`` of logits z, some rows after the other: a large vocabulary makes each step one of memory."""
-
-    @staticmethod
-    def forward(ctx, z: Tensor) -> Tensor:
-        output, p = (torch.empty_like(z, memory_format=torch.contiguous_format) for _ in range(2))
-        with without_function_modes():
-            for own, out, kept in rows_of(z, output, p):
-                kept.copy_(distribution(own))
-                torch.sub(own, (kept * own).sum(-1, keepdim=True), out=out).mul_(kept.sqrt())
-        ctx.save_for_backward(p)
-        return output
-
-    @staticmethod
-    @over_probes
-    def backward(ctx, gradient: Tensor):
-        (p,) = ctx.saved_tensors
-        to_z = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        for given, out in zip(gradient, to_z):
-            for kept, own, to in rows_of(p, given, out):
-                torch.mul(own, kept.sqrt(), out=to)
-                to.sub_(kept * to.sum(-1, keepdim=True))
-        return (to_z,)
-
-
-def rows_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows of ``tensors`` (..., V) after the other, as views."""
-    height = max(1, AT_ONCE // tensors[0].shape[-1])
-    return zip(*(x.flatten(0, -2).split(height) for x in tensors))
+    return torch.cat([of(rows) for rows in z.split(max(1, AT_ONCE // z.shape[-1]), 1)], 1)
 
 
 def log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 A *document* is the documentation of one source file, in source order. It consists of docstrings, long comments and long
 string constants, which also hold the help of C extensions. No file is imported or executed.
 
-``python -m fragility_lab.pretraining.corpus`` freezes the two embedded texts. The committed ones were made once, with
+``python -m fragility_pretraining.corpus`` freezes the two embedded texts. The committed ones were made once, with
 the CPython named in assets/README.md. Another CPython gives other texts.
 """
 

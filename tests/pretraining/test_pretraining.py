@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fragility_lab.pretraining import corpus, train
+from fragility_pretraining import corpus, train
 
 CODE = '''"""Module help, which is long enough to be kept as text."""
 
