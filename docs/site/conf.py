@@ -114,9 +114,17 @@ def with_preview(text: str, page: str) -> str:
 
 
 def on_site(text: str, page: str) -> str:
-    """The page that stands alone with the ``text``, with its links to files of the project where the site has them."""
+    """The page that stands alone with the ``text``, with links for the site, and one to its first page."""
     text = text.replace("../../docs/site/static/", "../../_static/").replace('"../../README.md"', '"../../index.html"')
-    return with_preview(re.sub(r'"(\.\./\.\./notebooks/[\w/]+)\.ipynb"', r'"\1.html"', text), page)
+    text = re.sub(r'"(\.\./\.\./notebooks/[\w/]+)\.ipynb"', r'"\1.html"', text)
+    if "/index.html" not in text:
+        text = re.sub(
+            r"(<body[^>]*>)",
+            r'\1\n<nav aria-label="Site"><a href="../../index.html">Front page</a></nav>',
+            text,
+            count=1,
+        )
+    return with_preview(text, page)
 
 
 def copy_pages(app, error) -> None:

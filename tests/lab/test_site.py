@@ -119,3 +119,11 @@ def test_the_finding_and_its_figure_are_those_of_the_tables():
 def test_the_picture_of_previews_has_the_shape_that_they_show():
     content = finding.PREVIEW.read_bytes()
     assert (int.from_bytes(content[16:20]), int.from_bytes(content[20:24])) == (1200, 630)
+
+
+def test_a_page_that_stands_alone_leads_to_the_first_page_of_the_site():
+    page = '<head><title>A</title></head><body class="b"><a href="../../README.md">r</a></body>'
+    assert '<a href="../../index.html">r</a>' in conf.on_site(page, "outputs/embedded/a.html")
+    found = conf.on_site(page.replace("README.md", "notebooks/e1.ipynb"), "outputs/embedded/a.html")
+    assert '<body class="b">\n<nav aria-label="Site"><a href="../../index.html">Front page</a></nav>' in found
+    assert 'href="../../notebooks/e1.html"' in found
