@@ -220,9 +220,10 @@ lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
 	$(PYTHON) -m jupyterlab --config=jupyter_server_config.py $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: docs
-docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md and README's findings from the tables in outputs
+docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md and the findings of README and site from the tables in outputs
 	$(PYTHON) -m fragility_lab.reporting.results
 	$(PYTHON) -m fragility_lab.reporting.results_sinks
+	$(PYTHON) docs/site/finding.py
 
 .PHONY: site
 site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API as one static website

@@ -22,7 +22,7 @@ from fragility_quantization.operands import weight_schemes
 DIGITS = 6  # significant digits of the numbers that a page carries
 # The site to keep that holds the roundings at each kind of place; scores can be kept alone, too.
 PARENTS = {"norm": "norms", "mlp": "mlp", "router": "mlp", "residual": "residual", "embedding": "embedding"}
-PARENTS |= {"head": "head"} | dict.fromkeys(ATTENTION, "attention")
+PARENTS |= {"head": "head"} | dict.fromkeys(sorted(ATTENTION), "attention")
 BUDGETS = 25  # of bits, along a curve
 MEASURES = {"hidden": "mismatch", "kl": "kl", "logprob": "logprob"}  # columns of ``comparison.compare`` by target
 

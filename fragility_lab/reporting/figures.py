@@ -177,7 +177,9 @@ def e2_transport(runs: pd.DataFrame) -> Axes:
     points = {"hue": "precision", "style": "window length", "s": 80}
     axes = sns.scatterplot(shown, x="no_transport_pearson", y="combined_pearson", ax=canvas(), **points)
     square(axes, min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)
-    return finished(axes, "Pearson of no_transport", "Pearson of combined", "E2: does transport help?")
+    return finished(
+        axes, "correlation without residual transport", "correlation of the score", "E2: does transport help?"
+    )
 
 
 @style()
@@ -203,15 +205,21 @@ def e2_windows(windows: pd.DataFrame) -> Axes:
 
 @style()
 def e2_trend(bins: pd.DataFrame) -> Axes:
-    """Mean mismatch over mean predicted risk in bins of equal count: one curve a format, and all windows together."""
-    axes = canvas(5.0, 3.6)
-    pooled, by_format = bins[bins.precision == "all"], bins[bins.precision != "all"]
-    sns.lineplot(by_format, x="combined", y="mismatch", hue="precision", style="precision", markers=True, ax=axes)
-    if by_format.precision.nunique() > 1:
-        hollow: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": "0.2", "markersize": 10}
-        axes.plot(pooled.combined, pooled.mismatch, "o", label="both together", **hollow)
-    labels = ("predicted risk (mean of bin)", "mismatch (mean of bin)", "E2: mismatch over predicted risk")
-    return finished(axes, *labels, log=True, inside=True)
+    """Mean mismatch over mean predicted risk: a point for each bin of equally many windows, by format and together."""
+    axes, several = canvas(5.6, 3.8), bins.precision.nunique() > 2
+    for colour, (name, rows) in zip(COLOURS, bins[bins.precision != "all"].groupby("precision")):
+        axes.scatter(rows.combined, rows.mismatch, s=45, color=[colour], label=name)
+        named(axes, name, tuple(rows.loc[rows.mismatch.idxmax(), ["combined", "mismatch"]]), (0, 9), color=colour)
+    both = bins[bins.precision == "all"] if several else bins[:0]
+    axes.scatter(both.combined, both.mismatch, s=130, facecolor="none", edgecolor="0.3")
+    axes.margins(0.12, 0.16)
+    title = "E2: does a higher score mean a larger error?" + "\n(rings: all formats together)" * several
+    return finished(axes, "score (mean of a bin)", "measured error (mean of a bin)", title, log=True)
+
+
+def named(axes: Axes, text: str, at: Any, offset: tuple[float, float], **how: Any) -> None:
+    """Write ``text`` beside the point ``at``, ``offset`` by points."""
+    axes.annotate(text, at, offset, textcoords="offset points", **{"ha": "center", "fontsize": "small"} | how)
 
 
 @style()

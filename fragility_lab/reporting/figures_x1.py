@@ -1,5 +1,7 @@
 """The figures of X1: tidy DataFrame in, matplotlib Axes out, as in ``figures``."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
@@ -89,37 +91,47 @@ def x1_sites(shares: pd.DataFrame) -> Axes:
     return finished(axes, "share of the predicted error variance", axes.get_ylabel(), "X1: where the error comes from")
 
 
-CHOOSERS = (
-    "adjoint", "greedy", "patching", "score", "first", "last", "random", "head and norms", "each kind of site",
-)  # fmt: skip
+CHOOSERS = {
+    "adjoint": "backward passes", "greedy": "backward passes, greedily", "patching": "measured effects of blocks",
+    "score": "the paper's score", "first": "the first", "last": "the last", "random": "at random",
+}  # fmt: skip
 
 
 @style()
 def x1_plans(plans: pd.DataFrame) -> Axes:
-    """Every plan, relative to none: measured over predicted mismatch, and measured mismatch over the price.
+    """The error that plans leave, a share of that without a plan: a panel a budget, a row a way to choose, one scale.
 
-    The price is the share of the model's products that the plan moves to fp32; means over runs, by chooser.
+    A dot is the mean over runs of what was measured, a line its range, a ring the mean prediction. A choice of kinds of
+    site has its operations in fp32 (millions a token). What backward passes choose is blue.
     """
     run = ["precision", "length", "seed"]
     none = plans[plans.chosen_by == "none"].set_index(run).measured.rename("none").reset_index()
     table = plans[plans.chosen_by != "none"].merge(none, on=run)
-    table = table.assign(chosen_by=table.chosen_by.replace({"each": "each kind of site"}))
-    table = table.assign(predicted=table.predicted / table.none, measured=table.measured / table.none)
-    present = [name for name in CHOOSERS if name in set(table.chosen_by)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
-    colours = dict(zip(CHOOSERS, COLOURS)) | {"random": "0.75", "each kind of site": "0.45"}
-    chosen = {"hue": "chosen_by", "hue_order": present, "palette": colours, "linewidth": 0}
-    sns.scatterplot(table, x="predicted", y="measured", s=14, alpha=0.6, legend=False, ax=left, **chosen)
-    left.axline((0, 0), slope=1, **DASHED)
-    left.set(xlim=(0, None), ylim=(0, None))
-    finished(left, "predicted mismatch, of that without a plan", "measured, of that without a plan", "predicted")
-    means = table.groupby(["chosen_by", "unit", "budget", "label"], as_index=False)[["flops", "measured"]].mean()
-    sns.scatterplot(
-        means.assign(flops=means.flops / 1e6), x="flops", y="measured", style="chosen_by", style_order=present, s=60,
-        alpha=0.85, ax=right, **chosen,
+    table = table.assign(
+        predicted=table.predicted / table.none, measured=table.measured / table.none, best=table.chosen_by == "adjoint",
+        row=table.chosen_by.map(CHOOSERS), kinds=[", ".join(sorted(label.split(", "))) for label in table.label],
     )  # fmt: skip
-    right.set(ylim=(0, None))
-    finished(right, "operations in fp32 (millions a token)", None, "price")
-    right.get_legend().set_title("chosen by")
-    figure.suptitle("X1: what a plan buys", fontsize="medium")
-    return left
+    sites = table[table.unit == "sites"]
+    sites = sites.assign(best=sites.groupby("kinds").best.transform("any")).query("chosen_by == 'each'")
+    flops = sites.groupby("kinds").flops.transform("mean") / 1e6
+    sites = sites.assign(row=[f"{kinds} ({count:.0f} M)" for kinds, count in zip(sites.kinds, flops)])
+    panels = [(f"{n} blocks in fp32, chosen by", rows) for n, rows in table[table.unit == "blocks"].groupby("budget")]
+    panels += [(f"kinds of site in fp32: {n}", rows) for n, rows in sites.groupby("budget")]
+    heights = [rows.row.nunique() + 1.5 for _, rows in panels]
+    size: dict[str, Any] = {"figsize": (7.4, 0.27 * sum(heights) + 0.8), "height_ratios": heights}
+    _, grid = plt.subplots(len(panels), sharex=True, squeeze=False, layout="constrained", **size)
+    for axes, (title, rows) in zip(grid.flat, panels):
+        by_row = rows.groupby("row")
+        found = (
+            by_row[["predicted", "measured"]].mean().join(by_row.measured.agg(["min", "max"])).join(by_row.best.any())
+        )
+        found = found.sort_values("measured")
+        colours, places = [COLOURS[0] if best else "0.45" for best in found.best], range(len(found))
+        axes.hlines(places, found["min"], found["max"], color=colours, linewidth=1.5, alpha=0.6)
+        axes.scatter(found.measured, places, s=36, color=colours, zorder=3)
+        axes.scatter(found.predicted, places, s=110, facecolor="none", edgecolor=colours)
+        axes.set_yticks(places, found.index, fontsize="small")
+        axes.set(xlim=(0, 1.1), ylim=(len(found) - 0.4, -0.6))
+        axes.set_title(title, fontsize="medium", loc="left")
+    grid[-1, 0].set_xlabel("error left, as a share of that without a plan (dot: measured, ring: predicted)")
+    return grid[0, 0]

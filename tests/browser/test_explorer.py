@@ -246,3 +246,64 @@ def test_a_change_is_drawn_at_once(browser):
             }).sort((a, b) => a - b)[5]"""
         )
     assert milliseconds <= 150
+
+
+def test_the_address_keeps_the_plan(browser, path):
+    """A reload loses nothing, a link restores everything in a fresh page, and a broken one is no error."""
+    with opened(browser, path) as page:
+        page.get_by_role("combobox", name="Error").select_option("kl")
+        toggle(page, "block 1")
+        toggle(page, "residual")
+        mark(page, "block 2, MLP").click()
+        page.wait_for_function("location.hash.includes('residual') && location.hash.includes('kl')")
+        page.wait_for_timeout(300)
+        first, said = page.url, page.locator(".px-say").text_content()
+        page.get_by_role("button", name="A scheme for every layer").click()
+        page.get_by_role("slider", name="Budget").fill("5")
+        page.wait_for_function("location.hash.includes('best=5')")
+        second, bits = page.url, value(page, "cost=bits")
+    for address in (
+        first,
+        second,
+        f"{path.as_uri()}#view=9&parts=77.x&error=no&at=1",
+        f"{path.as_uri()}#view=1&schemes=99",
+    ):
+        page, problems = browser.new_page(), []
+        page.on("pageerror", lambda error, problems=problems: problems.append(str(error)))
+        for _ in range(2):  # opened, and reloaded
+            page.goto(address)
+            page.reload()
+            if address == first:
+                expect_plan(page, blocks=[1], sites=["residual"])
+                assert page.get_by_role("combobox", name="Error").input_value() == "kl"
+                assert page.locator(".px-focus h3").text_content() == "block 2, MLP"
+                assert page.locator(".px-say").text_content() == said
+            elif address == second:
+                assert value(page, "cost=bits") == bits and page.get_by_role("slider").input_value() == "5"
+            else:
+                expect(page.locator(".px-say")).not_to_be_empty()
+        page.close()
+        assert problems == []
+
+
+def test_the_first_line_says_in_words_what_is_left(browser, path):
+    with opened(browser, path) as page:
+        line, nothing = page.locator(".px-say"), contributions()[0].keep().predicted
+        assert line.text_content().startswith("All of the model runs in bf16. The final state is off by ")
+        assert "+ 0 B" not in page.locator("body").text_content()
+        toggle(page, "block 1")
+        less = 100 * (1 - contributions()[0].keep(blocks=[1]).predicted / nothing)
+        assert line.text_content().startswith("With block 1 in fp32, the final state is off by ")
+        found = re.search(r": ([\d.]+)\N{NO-BREAK SPACE}% less than without a plan", line.text_content())
+        assert float(found[1]) == pytest.approx(less, rel=6e-3)
+
+
+def test_the_page_leads_on_and_fits_a_phone(browser):
+    with opened(browser, COMMITTED["explorer"], 390) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        for link in page.get_by_role("navigation").get_by_role("link").all():
+            assert (COMMITTED["explorer"].parent / link.get_attribute("href")).is_file()
+        for name in ("description", "twitter:card"):
+            assert page.locator(f"meta[name='{name}']").get_attribute("content")
+        image = page.locator("meta[property='og:image']").get_attribute("content")
+        assert (COMMITTED["explorer"].parent / image).is_file()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from accessibility import WIDTHS, serious
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from fragility_lab import paths
 
@@ -45,3 +45,37 @@ def test_every_page_of_the_site_can_be_used_by_everyone(page, site):
     assert len(files) > 20
     found = {str(file.relative_to(site)): violations(page, file, 900) for file in files}
     assert {file: problems for file, problems in found.items() if problems} == {}
+
+
+def test_every_page_has_a_description_and_a_preview_and_the_site_is_small(site):
+    files = [file for file in sorted(site.rglob("*.html")) if "_static" not in file.parts]
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        for tag in ('name="description"', 'property="og:title"', 'property="og:image"', 'name="twitter:card"'):
+            assert text.count(tag) == 1, (file, tag)
+        assert "Run all cells" not in text, file
+    assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 60e6
+
+
+def test_a_search_in_a_folder_shows_excerpts(page, site):
+    problems = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(f"{(site / 'search.html').as_uri()}?q=softmax")
+    found = page.locator("#search-results li")
+    expect(found.first).to_contain_text("Floating point, and how softmax")  # lessons before functions
+    expect(found.first.locator(".excerpt")).to_contain_text("softmax")
+    page.goto((site / "index.html").as_uri())
+    page.get_by_role("link", name="Learn").click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Floating point")
+    assert problems == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_front_page_fits_and_leads_on(page, site, width):
+    assert violations(page, site / "index.html", width) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("Try", "Learn", "Diagnose your model", "See an example"):
+        link = page.get_by_role("link", name=name, exact=True)
+        assert link.bounding_box()["y"] < (900 if width > 400 else 1100)
+        assert (site / link.get_attribute("href")).is_file()

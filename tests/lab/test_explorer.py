@@ -15,6 +15,7 @@ from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.predictor import Adjoint
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
+from fragility_lab.paths import ASSETS, OUTPUTS
 from fragility_quantization.quantized import lower
 
 
@@ -114,3 +115,11 @@ def test_component_stands_alone_and_escapes_what_it_holds():
     evil = [view | {"recipe": "</script><script>alert(1)</script>"} for view in views()]
     assert "alert(1)</script>" not in Component(*evil).html
     assert "block 1" in html.partition("<script")[0]  # read where no script runs
+
+
+def test_the_committed_page_is_made_by_the_committed_script_and_style():
+    page = (OUTPUTS / "embedded" / "explorer.html").read_text(encoding="utf-8")
+    for name in ("explorer.js", "explorer.css"):
+        assert (ASSETS / "explorer" / name).read_text(encoding="utf-8").strip() in page, (
+            "run `make explorer` and commit"
+        )

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 
 from fragility_lab.experiments import agreement, e1, e3
 from fragility_lab.paths import PROJECT
-from fragility_lab.reporting import figures, figures_e5
+from fragility_lab.reporting import figures, figures_e5, figures_x1, figures_x2
 from fragility_lessons import pictures
 from fragility_lessons.widgets import Explorer, slider
 
@@ -85,12 +85,14 @@ def test_windows_figure_shows_every_window_and_numbers_the_worst():
     assert [panel.get_title() for panel in axes.figure.axes] == ["bf16", "fp16"]
 
 
-def test_trend_figure_has_a_curve_a_format_and_all_windows():
+def test_trend_figure_has_points_a_format_and_all_windows_and_no_line():
     windows = pd.DataFrame({"precision": ["bf16", "fp16"] * 24, "overflow": False, "combined": np.arange(1.0, 49.0)})
-    axes = figures.e2_trend(agreement.trends(windows.assign(mismatch=windows.combined / 2)))
-    labelled = {line.get_label(): line for line in axes.get_lines()}
-    assert len(labelled["both together"].get_xdata()) == 12
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bf16", "fp16", "both together"]
+    bins = agreement.trends(windows.assign(mismatch=windows.combined / 2))
+    axes = figures.e2_trend(bins)
+    assert not axes.get_lines() and [text.get_text() for text in axes.texts] == ["bf16", "fp16"]
+    assert [len(points.get_offsets()) for points in axes.collections] == [12, 12, 12]
+    alone = figures.e2_trend(bins[bins.precision != "fp16"])
+    assert [len(points.get_offsets()) for points in alone.collections] == [12, 0]
 
 
 def test_written_figures_are_reproducible(runs, tmp_path):
@@ -137,24 +139,29 @@ def policies():
     )
 
 
-def test_e5_outcomes_shows_every_seed_and_the_means(policies):
+def test_e5_outcomes_shows_every_seed_and_the_means_and_joins_nothing(policies):
     axes = figures_e5.e5_outcomes(policies)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["none", "BGSS (released)"]
-    assert axes.get_xlabel() == "onsets (ratio 1.1)"
+    assert axes.get_xlabel() == "onsets (rises by 1.1 times)"
     *_, largest = axes.figure.axes
     assert [line.get_xdata().tolist() for line in largest.get_lines()] == [[5.0, 2.0], [7.0, 4.0]]  # seed by seed
+    assert {line.get_linestyle() for line in largest.get_lines()} == {"None"}
     assert largest.collections[0].get_offsets()[:, 0].tolist() == [6.0, 3.0]
+    assert [text.get_text() for text in largest.texts] == ["6", "3"]
     assert largest.get_xscale() == "log"
 
 
-def test_e5_looks_shows_an_interval_a_look_and_the_bound():
-    looks = {"runs": [8, 16] * 2, "mean": [1.0, 0.5, 2.0, 2.5], "low": 0.0, "high": 3.0, "bound": 0.0}
-    course = pd.DataFrame(looks | {"quantity": ["a"] * 2 + ["b"] * 2, "experiment": "E5", "smallest": 0.5})
-    first = figures_e5.e5_looks(course)
-    panels = [axes for axes in first.figure.axes if axes.get_visible()]
-    assert [axes.get_title() for axes in panels] == ["a", "b"]
-    assert first.lines[0].get_xydata().tolist() == [[8, 1], [16, 0.5]]
-    assert first.figure.get_supxlabel() == "number of seeds"
+def test_e5_looks_is_a_forest_with_a_row_a_claim_in_one_unit():
+    looks = {"runs": [8, 16] * 3, "mean": [1.0, 0.5, 2.0, 2.5, 9.0, 9.0], "low": 0.0, "high": 3.0, "bound": 0.0}
+    looks |= {"sd": [2.0, 0.5, 5.0, 5.0, 1.0, 1.0], "verdict": ["undecided", "holds"] * 3}
+    course = pd.DataFrame(
+        looks | {"quantity": [*"aabbcc"], "experiment": "E5", "smallest": [0.5] * 4 + [0.0] * 2}  # c has no row
+    )
+    axes = figures_e5.e5_looks(course)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+    assert [text.get_text() for text in axes.texts] == ["holds", "holds"]
+    assert axes.lines[0].get_xdata().tolist() == [2.0, 1.0] and axes.lines[2].get_xdata().tolist() == [0.4, 0.5]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(-1.0, 2.0), (-0.1, 0.2)]
 
 
 def test_e5_course_has_a_panel_a_policy_relative_to_none():
@@ -163,11 +170,57 @@ def test_e5_course_has_a_panel_a_policy_relative_to_none():
          "mismatch": [1.0, 2.0, 3.0, 4.0, 4.0, 2.0, 3.0, 6.0]}
     )  # fmt: skip
     axes = figures_e5.e5_course(steps)
-    assert axes.get_yscale() == "log" and axes.get_title() == "BGSS (released)"
+    assert axes.get_yscale() == "log" and axes.get_title(loc="left") == "BGSS (released)"
     np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), [(2 * 2 / 4) ** 0.5, (4 * 6 / 9) ** 0.5])
-    assert "over that of none" in axes.figure.get_supylabel()
+    assert "over that without a controller" in axes.figure.get_supylabel()
+    assert all(panel.get_visible() for panel in axes.figure.axes)  # no empty slot, whatever their number
     alone = figures_e5.e5_course(steps[steps.policy == "none"])
     np.testing.assert_allclose(alone.get_lines()[0].get_ydata(), [2.0, 3.0])
+
+
+def test_x1_plans_shows_measured_and_predicted_shares_of_no_plan_on_one_scale():
+    rows = [("none", "blocks", 0, "nothing", 4.0, 4.0), ("adjoint", "blocks", 2, "blocks 0, 1", 1.0, 1.2)]
+    rows += [("random", "blocks", 2, f"blocks {i}", 3.0, 2.0 + 2 * i) for i in (0, 1)]
+    rows += [("adjoint", "sites", 2, "mlp, norms", 2.0, 2.0), ("each", "sites", 2, "norms, mlp", 2.0, 2.0)]
+    plans = pd.DataFrame(rows, columns=["chosen_by", "unit", "budget", "label", "predicted", "measured"])
+    axes = figures_x1.x1_plans(plans.assign(precision="bf16", length=8, seed=0, flops=3e6))
+    blocks, sites = axes.figure.axes
+    assert [label.get_text() for label in blocks.get_yticklabels()] == ["backward passes", "at random"]
+    assert [label.get_text() for label in sites.get_yticklabels()] == ["mlp, norms (3 M)"]
+    lines, measured, predicted = blocks.collections
+    np.testing.assert_allclose(measured.get_offsets()[:, 0], [0.3, 0.75])
+    np.testing.assert_allclose(predicted.get_offsets()[:, 0], [0.25, 0.75])
+    np.testing.assert_allclose([path[:, 0] for path in lines.get_segments()], [[0.3, 0.3], [0.5, 1.0]])
+    assert blocks.get_xlim() == sites.get_xlim() and not blocks.get_legend()
+
+
+def test_x2_recipes_groups_rows_by_kind_and_writes_what_is_beyond_the_scale():
+    names = ["kv-int8", "bf16", "w3a16-g128", "mine", "w4a16-g128"]
+    rows = pd.DataFrame({"recipe": names, "quantity": "kl", "ratio": [1.05, 0.95, 6.66, 1.3, np.nan]})
+    axes = figures_x2.x2_recipes(
+        pd.concat([rows.assign(low=0.9, high=1.2), rows.assign(quantity="changed", low=1, high=1)])
+    )
+    order = ["bf16", "w3a16-g128", "w4a16-g128", "kv-int8", "mine"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == order
+    assert [panel.get_title() for panel in axes.figure.axes] == [
+        f"{name}\n2 of 4 within 10 %" for name in ("KL", "changed tokens")
+    ]
+    written = [text.get_text() for text in axes.texts]
+    assert written == ["6.7", "16-bit formats", "weights in integers", "cache of keys and values", "other"]
+    assert len({panel.get_xlim() for panel in axes.figure.axes}) == 1
+
+
+def test_x2_rivals_has_one_scale_and_names_lines_where_they_are_apart():
+    plans = pd.DataFrame(
+        {"ladder": ["a", "a", "b", "b"], "rival": "r", "bits": [4.0, 5.0, 8.0, 9.0], "rival_kl": [0.4, 0.2, 0.4, 0.4],
+         "ours": [0.4, 0.2, 0.4, 0.1], "oracle": [0.4, 0.1, 0.4, 0.1], "random": 0.5}
+    )  # fmt: skip
+    axes = figures_x2.x2_rivals(plans)
+    first, second = axes.figure.axes
+    assert [text.get_text() for text in first.texts] == ["best possible"]
+    assert [text.get_text() for text in second.texts] == ["library", "ours"]
+    np.testing.assert_allclose(sorted(first.lines[1].get_ydata()), [0.4, 0.8])
+    assert first.get_ylim() == second.get_ylim() and not axes.figure.legends
 
 
 @pytest.mark.parametrize(

@@ -455,7 +455,7 @@ def test_written_report_reads_tables_and_figures(tables, figures, tmp_path, monk
     (paths.output_folder("smoke", "figures") / "e2_trend.png").write_bytes(PIXEL)
     html = report.write("smoke").read_text(encoding="utf-8")
     (image,) = (given for tag, given in parsed(html).tags if tag == "img")
-    assert image["alt"].startswith("Curves on logarithmic axes: mean mismatch")
+    assert image["alt"].startswith("Points on logarithmic axes: mean mismatch")
     assert "was not run" not in html
     assert report.write("smoke").read_text(encoding="utf-8") == html
 

@@ -1,15 +1,31 @@
 """The website's table of contents and its check of links; `make site` builds it."""
 
+import importlib.util
 import json
 import re
 import sys
+from types import ModuleType
 
 import yaml
 
 from fragility_lab.paths import PROJECT
+from fragility_lab.reporting.results_sinks import present
 
 sys.path.append(str(PROJECT / "tools"))
 from check_links import dead_links
+
+SITE = PROJECT / "docs" / "site"
+
+
+def loaded(name: str) -> ModuleType:
+    """The module ``docs/site/<name>.py``, which is in no package."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", SITE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+conf, finding = loaded("conf"), loaded("finding")
 
 
 def write_page(folder, name: str, body: str) -> None:
@@ -39,8 +55,8 @@ def test_dead_links_are_found(tmp_path):
 
 
 def test_the_contents_have_every_page():
-    contents = (PROJECT / "docs" / "site" / "contents.md").read_text(encoding="utf-8")
-    patterns = [line for line in contents.splitlines() if re.fullmatch(r"[\w/*.]+", line)]
+    contents = (SITE / "contents.md").read_text(encoding="utf-8")
+    patterns = re.findall(r"^(?:[\w ]+<)?([\w/*.]+)>?$", contents, re.M)
     listed = {path.relative_to(PROJECT) for pattern in patterns for path in PROJECT.glob(f"{pattern}.*")}
     pages = [*PROJECT.glob("notebooks/*.ipynb"), *PROJECT.glob("notebooks/theory/*.ipynb"), *PROJECT.glob("docs/*.md")]
     assert {path.relative_to(PROJECT) for path in pages} <= listed
@@ -53,3 +69,61 @@ def test_workflow_and_container_call_targets_that_exist():
     commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
     for command in (*commands, container["postCreateCommand"]):
         assert re.search(rf"^{command.removeprefix('make ')}:", makefile, re.M), command
+
+
+def test_what_is_for_operators_comes_last_and_assets_are_left_out():
+    start, _, operators = (SITE / "contents.md").read_text(encoding="utf-8").partition(":caption: For operators")
+    assert "docs/clusters" in operators and ":caption:" not in operators
+    assert "clusters" not in start and "assets" not in start + operators
+
+
+def test_pages_of_the_front_page_and_the_navigation_exist():
+    templates = [(SITE / "templates" / name).read_text(encoding="utf-8") for name in ("landing.html", "pages.html")]
+    named = re.findall(r"pathto\('([^']+)'", templates[0]) + re.findall(r'\("([^"]+\.html)",', templates[1])
+    for name in set(named) - {"index.html", "README.html"}:
+        assert any((PROJECT / f"{name}{end}").is_file() for end in ("", ".md", ".ipynb")), name
+    for page in ("explorer", "report", "diagnosis"):
+        assert f"outputs/embedded/{page}.html" in named
+
+
+def test_no_page_asks_to_run_cells_where_nothing_runs():
+    for path in PROJECT.glob("notebooks/theory/*.ipynb"):
+        source = [path.read_text(encoding="utf-8")]
+        conf.prepare(None, f"notebooks/theory/{path.stem}", source)
+        assert "Run all" not in source[0] and json.loads(source[0])["cells"]
+
+
+def test_a_page_that_stands_alone_gets_a_preview_once(monkeypatch):
+    page = "<head><title>A &amp; B</title></head><body><p>It <b>says</b>\n what.</p></body>"
+    found = conf.with_preview(page, "outputs/embedded/a.html")
+    assert '<meta property="og:title" content="A &amp; B">' in found
+    assert '<meta name="description" content="It says what.">' in found
+    assert '<meta property="og:image" content="../../_static/preview.png">' in found
+    assert conf.with_preview(found, "outputs/embedded/a.html") == found
+    monkeypatch.setattr(conf, "html_baseurl", "https://example.org/site/")
+    assert 'content="https://example.org/site/_static/preview.png"' in conf.with_preview(
+        page, "outputs/embedded/a.html"
+    )
+
+
+def test_the_finding_and_its_figure_are_those_of_the_tables():
+    rows = finding.agreement(present())
+    assert finding.FINDING.read_text(encoding="utf-8") == finding.finding(rows), "run `make docs` and commit"
+    assert finding.FIGURE.read_bytes() == finding.saved(rows, "svg"), "run `make docs` and commit"
+    assert rows.real.sum() == 2 and (rows.predicted > rows.score + 0.3).all()  # README says: far above
+    moved = rows.assign(off=0.5, score=0.25)
+    assert "<strong>50\N{NO-BREAK SPACE}%</strong>" in finding.finding(moved)
+    assert finding.saved(moved, "svg") != finding.FIGURE.read_bytes()
+
+
+def test_the_picture_of_previews_has_the_shape_that_they_show():
+    content = finding.PREVIEW.read_bytes()
+    assert (int.from_bytes(content[16:20]), int.from_bytes(content[20:24])) == (1200, 630)
+
+
+def test_a_page_that_stands_alone_leads_to_the_first_page_of_the_site():
+    page = '<head><title>A</title></head><body class="b"><a href="../../README.md">r</a></body>'
+    assert '<a href="../../index.html">r</a>' in conf.on_site(page, "outputs/embedded/a.html")
+    found = conf.on_site(page.replace("README.md", "notebooks/e1.ipynb"), "outputs/embedded/a.html")
+    assert '<body class="b">\n<nav aria-label="Site"><a href="../../index.html">Front page</a></nav>' in found
+    assert 'href="../../notebooks/e1.html"' in found

@@ -13,6 +13,9 @@
     return n ? `${short(n)}\u00a0B` : "0\u00a0B";
   };
   const shown = (target, x) => (target.name === "hidden" ? percent(x) : `${short(x)}\u00a0nats`);
+  const saysError = (target) => (x) => ({
+    hidden: `the final state is off by ${shown(target, x)}`, kl: `the next-token distribution is off by ${shown(target, x)} of KL`,
+  })[target.name] ?? `the expected error is ${shown(target, x)}`;
   const capital = (text) => text[0].toUpperCase() + text.slice(1);
   const plural = (n, word) => `${n}\u00a0${word}${n === 1 ? "" : "s"}`;
   const inOrder = (rows) => {
@@ -119,8 +122,20 @@
         if (flag) flags[flag] = !flags[flag];
         else if (now && !now.fixed) set(parts(where), now.on !== true);
       },
-      cost: () => [["weights", parameterBytes(), `+ ${bytes(parameterBytes())} for weights`],
-        ["stream", streamBytes(), `+ ${bytes(streamBytes())} a token for the stream`]],
+      cost: () => [["weights", parameterBytes(), parameterBytes() ? `${bytes(parameterBytes())} more for weights` : "no more bytes for weights"],
+        ["stream", streamBytes(), streamBytes() ? `${bytes(streamBytes())} more a token, for the residual stream` : ""]],
+      sentence(target, says) {
+        const now = predict(target), all = predict(target, new Set(), {}), plan = describe();
+        if (plan === "nothing in fp32") return `All of the model runs in ${data.recipe}. ${capital(says(all))}.`;
+        const change = all > 0 && now < all ? `${percent(1 - now / all)} less than without a plan` : "no less than without a plan";
+        return `With ${plan}, ${says(now)}: ${change}.`;
+      },
+      text: () => ({ parts: [...kept].sort((a, b) => a - b).join("."), flags: Object.keys(flags).filter((name) => flags[name]).join(".") }),
+      restore(text) {
+        const parts = (text.get("parts") ?? "").split(".").filter(Boolean).map(Number), on = (text.get("flags") ?? "").split(".");
+        kept = new Set(parts.filter((part) => part in data.paths));
+        flags = { residual: on.includes("residual"), scores: on.includes("scores") };
+      },
       reset() { kept = new Set(); flags = { residual: false, scores: false }; },
       choose(target, unit, count) { [kept, flags] = best(target, unit, count); },
       curve: (target, unit) => Array.from({ length: most(target, unit) + 1 }, (_, n) => {
@@ -177,6 +192,16 @@
       },
       toggle(where) { const to = next(choice[at(where)[0]]); for (const g of at(where)) choice[g] = to; },
       cost: () => [["bits", bits(), `${short(bits())} bits a weight`], ["weights", bits() * data.entries / 8, `${bytes(bits() * data.entries / 8)} for these weights`]],
+      sentence(t, says) {
+        const now = predict(t), most = predict(t, smallest), of = `${short(bits())} bits a weight`;
+        if (choice.every((s, g) => s === smallest[g])) return `Every layer is in its smallest scheme (${of}). ${capital(says(most))}.`;
+        return `With ${of}, ${says(now)}: ${now < most ? percent(1 - now / most) : "no"} less than in the smallest schemes.`;
+      },
+      text: () => ({ schemes: choice.join("") }),
+      restore(text) {
+        const given = [...(text.get("schemes") ?? "")].map(Number);
+        if (given.length === choice.length && given.every((s) => s < data.schemes.length)) choice = given;
+      },
       reset() { choice = [...smallest]; },
       choose(_, unit, count) { choice = [...data.best[count]]; },
       curve: (t) => data.best.map((given) => ({ x: bits(given), y: predict(t, given) })),
@@ -231,7 +256,7 @@
     const plans = element("div", { class: "px-plans" });
     const side = element("div", { class: "px-side" }, focus, terms, curve, plans);
     root.querySelector(".px-static")?.remove();
-    root.append(element("div", { class: "px-bar" }, numbers, say), tabs, budget, element("div", { class: "px-body" }, model, side));
+    root.append(element("div", { class: "px-bar" }, say, numbers), tabs, budget, element("div", { class: "px-body" }, model, side));
 
     const rowName = (row) => (isBlock(row) ? `block ${row}` : words.rows[row].replace(/^the /, ""));
     const columnName = (column) => words.sites[column] ?? column;
@@ -353,7 +378,7 @@
       });
       const cost = view.cost().map(([name, value, text]) => element("dd", { "data-cost": name, "data-value": value }, text));
       numbers.replaceChildren(...parts, element("div", {}, element("dt", {}, "price"), ...cost));
-      say.textContent = `Plan: ${view.describe()}.`;
+      say.textContent = view.sentence(target, saysError(target));
     }
     function buildBudget() {
       const choose = (e) => { count = Number(e.target.value); view.choose(target, unit, count); update(); };
@@ -415,14 +440,43 @@
           element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows))));
     }
     function update() {
-      drawNumbers(); drawBudget(); drawCells(); drawSelection(); drawCurve(); drawPlans();
+      drawNumbers(); drawBudget(); drawCells(); drawSelection(); drawCurve(); drawPlans(); remember();
     }
+
+    // On a page that says so, the address holds the state: a link restores it, and a reload loses nothing.
+    const linked = Boolean(root.closest("[data-linked]"));
+    let due;
+    function remember() {
+      if (!linked) return;
+      clearTimeout(due);  // browsers refuse many changes of the address a second
+      due = setTimeout(() => {
+        const state = { view: made.indexOf(view), error: target.name, by: unit, best: count ?? "", at: place.join("."), ...view.text() };
+        const kept = Object.entries(state).filter(([, value]) => value !== "");
+        history.replaceState(null, "", `#${new URLSearchParams(kept)}`);
+      }, 150);
+    }
+    function restore() {
+      const text = new URLSearchParams(location.hash.slice(1));
+      if (!linked || !text.has("view")) return;
+      show(made[text.get("view")] ?? made[0]);
+      target = view.targets.find((each) => each.name === text.get("error")) ?? target;
+      unit = text.get("by") in view.units ? text.get("by") : unit;
+      view.restore(text);
+      const best = text.get("best"), at = (text.get("at") ?? "").split(".").map(Number);
+      count = best !== null && Number(best) <= view.most(target, unit) ? Number(best) : null;
+      buildBudget(); buildModel();
+      if (grid[at[0]]?.[at[1]]) place = at;
+      update();
+    }
+    addEventListener("hashchange", restore);
+
     function show(next) {
       view = next; target = view.targets[0]; unit = Object.keys(view.units)[0]; count = 0;
       tabs.replaceChildren(...(made.length > 1 ? made.map((each) => element("button", { type: "button", "aria-pressed": String(each === view), onclick: () => show(each) }, each.title)) : []));
       buildBudget(); buildModel(); update();
     }
     show(view);
+    restore();
   }
   for (const root of document.querySelectorAll(".plan-explorer:not([data-live])")) {
     root.setAttribute("data-live", "");
