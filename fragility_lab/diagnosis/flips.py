@@ -52,7 +52,7 @@ class Flips:
         shares = planned / prediction.windows.set_index("window").predicted
         return self.changed(shares**0.5 if prediction.target.squared else shares)
 
-    def chance(self, texts: int) -> float:
+    def chance(self, texts: float) -> float:
         """The standard deviation of the mean length of so many ``texts``: how far chance alone moves it.
 
         Each token changes with one probability, which makes the mean of predicted and measured length.

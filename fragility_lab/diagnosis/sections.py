@@ -38,8 +38,12 @@ NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # first word
 ALWAYS = ("format", "budget", "windows", "length", "attention", "probes", "seed")  # options in the page's command
 MANY = 24  # bars and rows that a page shows
 # Levels of the page: a KL divergence in nats a token, by its upper limit: a convention, no measurement.
-LARGE = 1e-1
-MEANING = {1e-3: "negligible", 1e-2: "small", LARGE: "noticeable", np.inf: "large"}
+MEANING = {"negligible": 1e-3, "small": 1e-2, "noticeable": 1e-1, "large": np.inf}
+
+
+def level_of(kl: float) -> str:
+    """The word of MEANING for a KL divergence; "large" if it is not finite."""
+    return next((word for word, limit in MEANING.items() if kl < limit), "large")
 
 
 def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
@@ -55,10 +59,8 @@ def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
     rows = diagnosis.measured if measured is None or measured.empty else measured  # none: the plan overflows in all
     left = pd.DataFrame() if rows is None else rows[~rows.window.isin(lost)]
     found = dict(left[["changed", "kl", "loss", "reference_loss"]].mean()) if len(left) else {}
-    limit, level = (
-        next((x for x in MEANING.items() if found["kl"] < x[0]), (0, "large")) if found else (0, "unmeasured")
-    )
-    known = {"lost": len(lost), "finite": len(left), "limit": min(limit, LARGE), "meaning": level, **found}
+    level = level_of(found["kl"]) if found else "unmeasured"
+    known = {"lost": len(lost), "finite": len(left), "meaning": level, **found}
     return known | {"level": "overflows" if lost else level}
 
 
@@ -159,6 +161,8 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
         "decoded": DECODED,
         "schemes": diagnosis.choices is not None,
         "helps": helps(diagnosis),
+        "limits": MEANING,
+        "after": level_of(known["protected"].kl.mean()) if known["protected"] is not None else "",
         "large": best is not None and best["mean"] > limit,
         "disagreement": disagreement(found["predicted"], best) if both else None,
     }

@@ -6,6 +6,7 @@ The same tables and figures give the same bytes.
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -120,7 +121,7 @@ def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
     return found
 
 
-def column(name: str, tables: Tables) -> dict[str, object]:
+def column(name: str, tables: Tables) -> dict[str, Any]:
     """One model in the strip of claims: its label, whether it is a toy, its tables, and verdicts by experiment.
 
     The first record of its runs says which model it is; without one its label is ``name``.

@@ -47,6 +47,7 @@ from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenize
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import ObservedPass, Ranges, by_token, compare, observe
 from fragility_lab.measurement.growth import Growth
+from fragility_lab.paths import OUTPUTS
 from fragility_lab.reporting.tables import percent, quantity
 from fragility_numerics.internals import attention_of
 from fragility_quantization.operands import linear_weights
@@ -650,6 +651,9 @@ def test_the_first_line_counts_windows_that_overflow(found):
     )  # fmt: skip
     assert first("not a number (0/0) in x")[1].startswith("bf16 gives no finite numbers in 1 of 3 windows")
     assert first("the gradient")[0] == "safe"
+    table.loc[1, "kl"] = float("inf")  # of probabilities alone
+    said = "bf16 gives no finite probabilities in 2 of 3 windows; in the others"
+    assert first("products in transformer.h.1")[1].startswith(said)
 
 
 def test_the_verdict_comes_first_then_the_picture_then_what_to_do(found):
@@ -657,6 +661,13 @@ def test_the_verdict_comes_first_then_the_picture_then_what_to_do(found):
     marks = ('class="banner', '<figure id="blocks">', "What to do", "The numbers")
     places = [html.index(mark) for mark in marks]
     assert places == sorted(places) and html.startswith('<div class="banner')
+
+
+@pytest.mark.parametrize("model", ["embedded", "embedded-llama"])
+def test_committed_pages_begin_with_a_verdict(model):
+    html = (OUTPUTS / model / "diagnosis.html").read_text(encoding="utf-8").partition("<body>")[2]
+    assert re.search(r"bf16 is safe here: one next token in \d+ changes, loss", html.partition("<img")[0])
+    assert html.index('class="banner safe"') < html.index('<figure id="blocks">') < html.index("What to do")
 
 
 def test_the_summary_says_what_its_numbers_mean(found):
