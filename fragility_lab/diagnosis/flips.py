@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
+from scipy import optimize
 from transformers import PreTrainedModel
 
 from fragility_adjoint.explain.changed_choices import Competition
@@ -50,6 +51,16 @@ class Flips:
             return None
         shares = planned / prediction.windows.set_index("window").predicted
         return self.changed(shares**0.5 if prediction.target.squared else shares)
+
+    def chance(self, texts: float) -> float:
+        """The standard deviation of the mean length of so many ``texts``: how far chance alone moves it.
+
+        Each token changes with one probability, which makes the mean of predicted and measured length.
+        """
+        known = [self.length] if self.measured_length is None else [self.length, self.measured_length]
+        steps, mean = np.arange(1, self.horizon + 1), np.mean(known)
+        keeps = optimize.brentq(lambda keeps: (keeps**steps).sum() - mean, 0, 1)
+        return float(np.sqrt(max(0, ((2 * steps - 1) * keeps**steps).sum() - mean**2) / texts))
 
 
 def find(

@@ -11,6 +11,7 @@ import transformers
 
 from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, coherence_summary, largest, shares
 from fragility_lab.diagnosis.explore import explorer
+from fragility_lab.diagnosis.flips import DECODED
 from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import (
     TARGETS,
@@ -36,22 +37,38 @@ from fragility_quantization.recipes import get_recipe
 NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # first words of failures that are no overflow
 ALWAYS = ("format", "budget", "windows", "length", "attention", "probes", "seed")  # options in the page's command
 MANY = 24  # bars and rows that a page shows
-# What this page calls a KL divergence in nats a token, by its upper limit: a convention, no measurement.
-MEANING = {1e-3: "negligible", 1e-2: "small", 1e-1: "noticeable", np.inf: "large"}
+# Levels of the page: a KL divergence in nats a token, by its upper limit: a convention, no measurement.
+MEANING = {"negligible": 1e-3, "small": 1e-2, "noticeable": 1e-1, "large": np.inf}
 
 
-def verdict(measured: pd.DataFrame) -> str:
-    """A verdict in words on what rounding does to the model, from rows of ``comparison.compare``."""
-    kl, loss, exact = measured.kl.mean(), measured.loss.mean(), measured.reference_loss.mean()
-    if not np.isfinite([kl, loss, exact]).all():
-        return "The low-precision pass gives no finite probabilities."
-    limit, word = next((limit, word) for limit, word in MEANING.items() if kl < limit)
-    meaning = f"above {max(x for x in MEANING if np.isfinite(x)):g}" if np.isinf(limit) else f"below {limit:g}"
-    change = f"{'raises' if loss > exact else 'lowers'} the loss of {exact:.4f} nats a token by {abs(loss - exact):.2g}"
-    return (
-        f"Rounding {change} ({abs(loss / exact - 1):.2%}), and moves the next-token distribution by a KL divergence of "
-        f"{nats(kl)} nats, {kl / exact:.2%} of the loss. This page calls a divergence {meaning} nats {word}."
-    )
+def level_of(kl: float) -> str:
+    """The word of MEANING for a KL divergence; "large" if it is not finite."""
+    return next((word for word, limit in MEANING.items() if kl < limit), "large")
+
+
+def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
+    """How much rounding matters: a level of MEANING, "overflows" or "unmeasured", and the numbers that say so.
+
+    ``lost`` counts the windows without finite numbers, ``finite`` the others among the rows of ``measured``.
+    """
+    windows = pd.DataFrame() if diagnosis.prediction is None else diagnosis.prediction.windows
+    lost = {*windows.window[~windows.overflow.isin(["", "the gradient"])]} if len(windows) else set()
+    if diagnosis.measured is not None:
+        finite = np.isfinite(diagnosis.measured[["mismatch", "kl", "loss", "reference_loss"]]).all(axis=1)
+        lost |= {*diagnosis.measured.window[~finite]}
+    rows = diagnosis.measured if measured is None or measured.empty else measured  # none: the plan overflows in all
+    left = pd.DataFrame() if rows is None else rows[~rows.window.isin(lost)]
+    found = dict(left[["changed", "kl", "loss", "reference_loss"]].mean()) if len(left) else {}
+    level = level_of(found["kl"]) if found else "unmeasured"
+    known = {"lost": len(lost), "finite": len(left), "meaning": level, **found}
+    return known | {"level": "overflows" if lost else level}
+
+
+def setting(diagnosis: Diagnosis) -> str:
+    """What the numbers of the page hold for: format, attention and windows."""
+    request, attention = diagnosis.request, {"sdpa": "fused attention (sdpa)", "eager": "eager attention"}
+    windows = f"{request.windows} window{'s' * (request.windows > 1)} of {request.length} tokens"
+    return ", ".join(filter(None, (request.described, attention.get(diagnosis.attention), windows)))
 
 
 def command(request: Request, results: str) -> str:
@@ -87,7 +104,6 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
         by_site = shares(contributions, "site")
         by_site = by_site.rename(SITE_NAMES)[by_site.to_numpy() > 1e-4]
         found["sites"] = uri(figures_diagnosis.shares(by_site, "rounded in"))
-        found["blocks"] = uri(figures_diagnosis.shares(block_shares(contributions).head(4 * MANY), "block"))
     if diagnosis.drift is not None:
         named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
         curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
@@ -109,6 +125,7 @@ def common(diagnosis: Diagnosis, results: str) -> dict:
     return {
         "request": request,
         "format": request.described,
+        "setting": setting(diagnosis),
         "found": diagnosis,
         "plan": diagnosis.plan,
         "stored": recipe.kernels.name,
@@ -127,18 +144,25 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
     measured, found, limit = known["measured"], known["means"], TARGETS[diagnosis.request.measured_in][2]
     measures = measured is not None and len(measured) > 0
     best = found.get("measured", found.get("predicted"))
-    windows = None if diagnosis.prediction is None else diagnosis.prediction.windows
+    windows = None if diagnosis.prediction is None else diagnosis.prediction.windows.query("overflow != ''")
     both = measures and "predicted" in found
+    by_block = None if diagnosis.contributions is None else block_shares(diagnosis.contributions)
     still = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
     return {
-        "verdict": verdict(measured) if measures else "",
-        "overflowing": [] if windows is None else windows[windows.overflow != ""],
+        "headline": headline(diagnosis, measured),
+        "blocks": None if by_block is None else uri(figures_diagnosis.shares(by_block.head(4 * MANY), "block")),
+        "by_block": by_block,
+        "by_site": None if by_block is None else shares(made(diagnosis.contributions), "site").rename(SITE_NAMES),
+        "overflowing": [] if windows is None else windows,
         "leave_range": windows is not None and not windows.overflow.str.startswith(NO_OVERFLOW).all(),
         "still_overflowing": still,
         **of_mending(diagnosis),
         "effects": effects(measured, known["protected"]) if measures else [],
+        "decoded": DECODED,
         "schemes": diagnosis.choices is not None,
         "helps": helps(diagnosis),
+        "limits": MEANING,
+        "after": level_of(known["protected"].kl.mean()) if known["protected"] is not None else "",
         "large": best is not None and best["mean"] > limit,
         "disagreement": disagreement(found["predicted"], best) if both else None,
     }

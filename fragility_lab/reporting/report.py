@@ -6,6 +6,7 @@ The same tables and figures give the same bytes.
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -13,8 +14,8 @@ from fragility_lab import paths
 from fragility_lab.inputs.names import EMBEDDED, embedded_checkpoints
 from fragility_lab.paths import CUSTOM
 from fragility_lab.reporting.html import data_uri, template
-from fragility_lab.reporting.tables import cells, duration, number, policy_summary, shown
-from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, compare
+from fragility_lab.reporting.tables import Tables, cells, duration, number, policy_summary, shown
+from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, VERDICTS, compare
 from fragility_lab.running.execute import defaults, notebook_path, profile_names, profile_values
 from fragility_lab.running.files import write_whole
 from fragility_lab.running.provenance import asked
@@ -26,6 +27,10 @@ EXPERIMENTS = {
     "E3": ("e3_patching", "e3_runs"),
     "E5": ("e5_mitigation", "e5_runs"),
 }
+LABELS = {
+    "embedded": "GPT-2, 3 M", "embedded-llama": "Llama, 3 M",
+    "smollm2-135m": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M",
+}  # fmt: skip
 VERSIONS = ("python", "torch", "transformers", "datasets", "tokenizers", "numpy", "scipy", "pandas", "platform", "code")
 
 
@@ -116,17 +121,36 @@ def stopped(tables: dict[str, pd.DataFrame]) -> list[str]:
     return found
 
 
+def column(name: str, tables: Tables) -> dict[str, Any]:
+    """One model in the strip of claims: its label, whether it is a toy, its tables, and verdicts by experiment.
+
+    The first record of its runs says which model it is; without one its label is ``name``.
+    """
+    recorded = [tables[key].model.iloc[0] for key in ("e2_records", "e3_records", "e5_records") if key in tables]
+    model = Path(recorded[0]).stem if recorded else ""
+    comparison = compare(tables)
+    return {
+        "label": LABELS.get(model, [*recorded, name][0]).replace(",", ""),
+        "kind": ("toy" if model in embedded_checkpoints() else "real") if recorded else "",
+        "tables": tables,
+        "claims": comparison[comparison.claim != ""].groupby("experiment", sort=False),
+        "shown": shown(comparison).set_index(["experiment", "quantity"]),
+    }
+
+
 def page(
     profile: str, tables: dict[str, pd.DataFrame], figures: Path, others: Mapping[str, dict[str, pd.DataFrame]] = {}
 ) -> str:
     """The report of ``tables`` and of the PNGs in the folder ``figures`` as HTML.
 
-    ``others`` are the tables of other checkpoints by name. Each gets a column beside E2's and E3's numbers.
+    ``others`` are the tables of other models by name. Each gets a column in the strip and beside E2's and E3's numbers.
     """
     comparison = compare(tables)
     records = {name: tables[key] for name in EXPERIMENTS if (key := f"{name.lower()}_records") in tables}
     provenances = pd.DataFrame([provenance(name, found) for name, found in records.items()])
     recorded = pd.concat(records) if records else pd.DataFrame()
+    strip = {name: column(name, found) for name, found in ({profile: tables} | dict(others)).items()}
+    claims = pd.concat([each["claims"].obj for each in strip.values()])
     return template("report/page.html.jinja", number=number, cells=cells).render(
         profile=profile,
         command=command(profile, records.get("E2"), asked().get("profile")),
@@ -137,7 +161,9 @@ def page(
         versions={name: listed(recorded[name]) for name in VERSIONS if name in recorded},
         sentences=sentences(comparison),
         comparison=shown(comparison).groupby("experiment", sort=False),
-        others={name: shown(compare(found)).set_index(["experiment", "quantity"]) for name, found in others.items()},
+        strip=[*strip.values()],
+        counts={verdict: int((claims.verdict == verdict).sum()) for verdict in VERDICTS},
+        others={name: strip[name] for name in others},
         stopped=stopped(tables),
         policy_summary=policy_summary,
         image=lambda name: data_uri(path.read_bytes()) if (path := figures / f"{name}.png").is_file() else None,
@@ -148,8 +174,8 @@ def page(
 def write(profile: str) -> Path:
     """Write ``outputs/<profile>/report.html`` from the files in that folder, and return its path."""
     path = paths.output_folder(profile) / "report.html"
-    checkpoints = embedded_checkpoints() if profile in embedded_checkpoints() else []
-    others = {name: read_tables(name) for name in checkpoints if name != profile and (paths.OUTPUTS / name).is_dir()}
+    models = LABELS if profile in embedded_checkpoints() else ()
+    others = {name: read_tables(name) for name in models if name != profile and (paths.OUTPUTS / name).is_dir()}
     html = page(profile, read_tables(profile), paths.output_folder(profile, "figures"), others)
     write_whole(path, html)
     return path

@@ -7,11 +7,10 @@ import pandas as pd
 from fragility_lab.inputs.fetched import MODELS
 from fragility_lab.paths import OUTPUTS
 from fragility_lab.reporting.claims import E2, E3
-from fragility_lab.reporting.report import read_tables
+from fragility_lab.reporting.report import LABELS, read_tables
 from fragility_lab.reporting.tables import Tables, number, shown
 from fragility_lab.reporting.verdicts import compare
 
-LABELS = {"smollm2-135m": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
 CLOSE = (0.9, 1.1)  # predicted over measured KL
 EMPTY = pd.DataFrame(columns=["recipe", "quantity", "measured", "ratio", "overall"])  # a table that is not there
 

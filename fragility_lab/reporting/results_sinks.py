@@ -12,13 +12,12 @@ from matplotlib.axes import Axes
 
 from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.reporting.figures import figure_of, save_figure, style
-from fragility_lab.reporting.report import read_tables
+from fragility_lab.reporting.report import LABELS, read_tables
 from fragility_lab.reporting.results import filled, intervals
-from fragility_lab.reporting.results_real import LABELS
 from fragility_lab.reporting.tables import Tables, number
 
 PAGE = PROJECT / "docs" / "sinks.md"
-MODELS = {"embedded": "GPT-2, 3 M", "embedded-llama": "Llama, 3 M"} | LABELS
+MODELS = LABELS
 FIRST = 4  # positions that the signals "..._rest" leave out: ``experiments.sinks.FIRST``
 SIGNALS = {
     "combined": "the paper's score", "no_transport": "without transport", "transport_only": "transport alone",

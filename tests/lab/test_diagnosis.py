@@ -47,6 +47,7 @@ from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenize
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import ObservedPass, Ranges, by_token, compare, observe
 from fragility_lab.measurement.growth import Growth
+from fragility_lab.paths import OUTPUTS
 from fragility_lab.reporting.tables import percent, quantity
 from fragility_numerics.internals import attention_of
 from fragility_quantization.operands import linear_weights
@@ -590,14 +591,125 @@ def test_a_plan_that_did_not_help_is_not_recommended(found, found_page):
     assert means.helps(found) and "did not help" not in found_page
 
 
-def test_the_verdict_says_what_the_numbers_mean(found):
+def first_line(found) -> tuple[str, str]:
+    """The level and the words of the coloured verdict."""
+    level, words = re.search(
+        r'<div class="banner (\w+)"><strong>.*?</span>(.*?)</strong>', part(found, "summary")
+    ).groups()
+    return level, " ".join(words.replace("\xa0", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        (
+            {"kl": 5e-4, "changed": 1 / 33, "loss": 4.002}, "safe",
+            "bf16 is safe here: one next token in 33 changes, loss +0.05 %.",
+        ),
+        (
+            {"kl": 5e-3, "changed": 0.0, "loss": 4.0}, "safe",
+            "bf16 is safe here: no next token of 120 changes, loss unchanged.",
+        ),
+        (
+            {"kl": 0.05, "changed": 0.125, "loss": 3.9}, "noticeable",
+            "bf16 makes a noticeable difference here: one next token in 8 changes, loss −2.50 %.",
+        ),
+        (
+            {"kl": 0.5, "changed": 0.6, "loss": 5.0}, "large",
+            "bf16 makes a large difference here: 60.0 % of the next tokens change, loss +25.00 %.",
+        ),
+        ({"kl": float("nan")}, "overflows", "bf16 gives no finite probabilities in 3 of 3 windows."),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_how_much_rounding_matters(found, change, level, words):
+    assert first_line(replace(found, measured=found.measured.assign(reference_loss=4.0, **change))) == (level, words)
+
+
+def test_the_first_line_of_other_requests(found):
+    table = found.measured.assign(kl=5e-4, changed=0.25, loss=4.0, reference_loss=4.0)
+    weights = replace(found, request=replace(found.request, weights_only=True), measured=table)
+    assert first_line(weights)[1] == "Weights in bf16 are safe here: one next token in 4 changes, loss unchanged."
+    given = replace(found.request, format="given", reference_model="its/original")
+    assert first_line(replace(weights, request=given))[1].startswith("These rounded weights are safe here: ")
+    blind = replace(found, measured=None, protected=None, flips=None)
+    assert first_line(blind) == ("unmeasured", "bf16 is not measured against fp32 here.")
+    assert first_line(replace(blind, pending=["measurement"]))[1] == "bf16 is not measured against fp32 yet."
+    assert "safe" not in part(blind, "summary") and "A plan is not known." in part(replace(blind, plan=None), "summary")
+
+
+def test_the_first_line_counts_windows_that_overflow(found):
+    """Not those whose gradient alone is lost; what is measured is of the others."""
+    table = found.measured.assign(kl=5e-4, changed=[1.0, 0.25, 0.25], loss=4.0, reference_loss=4.0)
+
+    def first(overflow: str) -> tuple[str, str]:
+        windows = found.prediction.windows.assign(overflow=[overflow, "", ""])
+        return first_line(replace(found, measured=table, prediction=replace(found.prediction, windows=windows)))
+
+    level, words = first("products in transformer.h.1")
+    assert (level, words) == (
+        "overflows", "bf16 overflows in 1 of 3 windows; in the others one next token in 4 changes, loss unchanged."
+    )  # fmt: skip
+    assert first("not a number (0/0) in x")[1].startswith("bf16 gives no finite numbers in 1 of 3 windows")
+    assert first("the gradient")[0] == "safe"
+    table.loc[1, "kl"] = float("inf")  # of probabilities alone
+    said = "bf16 gives no finite probabilities in 2 of 3 windows; in the others"
+    assert first("products in transformer.h.1")[1].startswith(said)
+
+
+def test_the_verdict_comes_first_then_the_picture_then_what_to_do(found):
+    html = part(found, "summary")
+    marks = ('class="banner', '<figure id="blocks">', "What to do", "The numbers")
+    places = [html.index(mark) for mark in marks]
+    assert places == sorted(places) and html.startswith('<div class="banner')
+
+
+@pytest.mark.parametrize("model", ["embedded", "embedded-llama"])
+def test_committed_pages_begin_with_a_verdict(model):
+    html = (OUTPUTS / model / "diagnosis.html").read_text(encoding="utf-8").partition("<body>")[2]
+    assert re.search(r"bf16 is safe here: one next token in \d+ changes, loss", html.partition("<img")[0])
+    assert html.index('class="banner safe"') < html.index('<figure id="blocks">') < html.index("What to do")
+
+
+def test_the_summary_says_what_its_numbers_mean(found):
     table = found.measured.assign(kl=0.05, loss=4.1, reference_loss=4.0)
-    assert sections.verdict(table).startswith(
-        "Rounding raises the loss of 4.0000 nats a token by 0.1 (2.50%), and moves the next-token distribution by a KL "
-        "divergence of 0.05 nats, 1.25% of the loss. This page calls a divergence below 0.1 nats noticeable."
+    said = part(replace(found, measured=table), "summary").replace("\xa0", " ")
+    assert (
+        "Rounding raises the loss of 4.0000 nats a token by 0.1 (2.50 %), and moves the next-token distribution by a "
+        "KL divergence of 0.05 nats, 1.25 % of the loss.</b> This page calls a divergence below 0.1 nats noticeable."
+    ) in said
+    large = part(replace(found, measured=table.assign(kl=0.5)), "summary")
+    assert "This page calls a divergence above 0.1 nats large." in large
+
+
+def test_a_mismatch_has_its_setting_beside_it(found):
+    setting = (
+        f"bf16, {'fused attention (sdpa)' if found.attention == 'sdpa' else 'eager attention'}, 3 windows of 40 tokens"
     )
-    assert sections.verdict(table.assign(kl=0.5)).endswith("This page calls a divergence above 0.1 nats large.")
-    assert "no finite" in sections.verdict(table.assign(kl=float("nan")))
+    html = part(found, "summary")
+    assert f"</b>, for {setting}." in html and "in the same setting" in html
+    assert setting in part(found, "tokens") and setting in part(found, "explore")
+    assert "eager attention" in part(replace(found, attention="eager"), "tokens")
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [(11.0, "chance suffices"), (0.0, "do not act in proportion"), (19.9, "This page does not know why")],
+)
+def test_a_length_that_the_prediction_misses_is_explained(found, measured, said):
+    flips = replace(found.flips, horizon=20, length=10.0 if measured < 19 else 1.0, measured_length=measured)
+    exponents = Growth(2.0, 1.9, 2.1) if "proportion" in said else None
+    html = part(replace(found, flips=flips, growth=exponents), "summary")
+    assert said in html and f"and did so for {measured:.1f}" in html
+
+
+def test_chance_moves_the_mean_of_many_texts_less(found):
+    flips = replace(found.flips, horizon=64, length=30.0, measured_length=None)
+    assert flips.chance(8) == pytest.approx(flips.chance(2) / 2)
+    keeps = np.random.default_rng(0).random((20000, 64)) > 1 / 40
+    lengths = np.cumprod(keeps, 1).sum(1)
+    assert replace(flips, length=lengths.mean()).chance(1) == pytest.approx(lengths.std(), rel=0.05)
+    assert replace(flips, length=64.0).chance(2) == pytest.approx(0, abs=1e-3)
+    assert replace(flips, length=0.0).chance(2) == pytest.approx(0, abs=1e-3)
 
 
 # --- The page -----------------------------------------------------------------------------------

@@ -502,3 +502,83 @@ def test_results_of_a_model_of_ones_own_have_a_report(tables, figures):
 @pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (258, "4 min 18 s"), (7500, "2 h 5 min")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+# --- The first screen -----------------------------------------------------------------------------
+
+COMMITTED = paths.OUTPUTS / "embedded" / "report.html"
+WORDS = 1500  # on the page before anything is unfolded
+TERMS = {"score", "mismatch", "window", "windows", "transport", "kernel", "probe", "probes", "bf16", "fp32"}
+
+
+class Visible(Reader):
+    """The words of a page with everything folded."""
+
+    def handle_data(self, data):
+        folded = [name for name in self.open if name in ("details", "summary")]
+        if "style" not in self.open and "title" not in self.open and folded in ([], ["details", "summary"]):
+            self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def committed() -> str:
+    return COMMITTED.read_text(encoding="utf-8")
+
+
+def words_of(html: str) -> list[str]:
+    """The words that show before anything is unfolded."""
+    reader = Visible()
+    reader.feed(html)
+    return "".join(reader.text).split()
+
+
+def strip_of(html: str) -> dict[str, list[list[str]]]:
+    """The verdicts and claims of the strip's cells: by question, one list per cell."""
+    rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", html.partition("strip")[2], re.S)[:5]
+    cells = {question.partition(" <span")[0]: re.findall(r"<td.*?</td>", row, re.S) for question, row in rows}
+    return {key: [re.findall(r'aria-label="(.*?)"', cell) for cell in row] for key, row in cells.items()}
+
+
+def test_few_words_show_before_anything_is_unfolded(html, committed):
+    for each in (html, committed):
+        assert 200 < len(words_of(each)) <= WORDS < len("".join(parsed(each).text).split())
+
+
+def test_the_first_sentence_has_no_term_of_the_project(committed):
+    first = committed.partition('<p class="lead">')[2].partition(". ")[0]
+    assert len(first.split()) > 10 and not TERMS & {*re.findall(r"\w+", first.lower())}
+
+
+def test_every_cell_of_the_strip_agrees_with_the_tables(committed):
+    strip = strip_of(committed)
+    models = {name: report.read_tables(name) for name in report.LABELS}
+    wanted = {name: compare(tables) for name, tables in models.items()}
+    for experiment, cells in zip(("E1", "E2", "E3", "E5", "E5, six actions"), strip.values(), strict=True):
+        for cell, rows in zip(cells, wanted.values()):
+            rows = rows[(rows.experiment == experiment) & (rows.claim != "")]
+            shown = [label.replace("&#39;", "'") for label in cell]
+            assert shown == [f"{row.verdict}: {row.claim}" for row in rows.itertuples()]
+        assert len(cells) == (1 if experiment == "E1" else len(models))
+    verdicts = [label.partition(":")[0] for cells in strip.values() for cell in cells for label in cell]
+    for verdict, words in ((HOLDS, "support the paper"), (FAILS, "contradict it"), (UNDECIDED, "are undecided")):
+        assert f"{verdicts.count(verdict)} {words}" in " ".join(words_of(committed))
+    assert {*verdicts} <= {*VERDICTS}
+
+
+def test_the_strip_says_which_models_are_toys(committed, html):
+    head = committed.partition('<table class="strip">')[2].partition("</thead>")[0]
+    kinds = re.findall(r'class="kind (\w+)">\1</span>', head)
+    assert kinds == ["toy", "toy", "real", "real"]
+    assert "SmolLM2 135M" in head and html.count('class="kind toy"') == 1
+
+
+def test_a_model_of_ones_own_is_no_toy(tables):
+    tables["e2_records"] = records().assign(model="my/gpt2")
+    assert [report.column("mine", tables)[name] for name in ("label", "kind")] == ["my/gpt2", "real"]
+    assert [report.column("mine", {})[name] for name in ("label", "kind")] == ["mine", ""]
+
+
+def test_a_verdict_comes_first_in_a_row_of_the_comparison(committed):
+    rows = re.findall(r'<tr><th scope="row">[^<]*<small>.*?</tr>', committed, re.S)
+    assert len(rows) == 38
+    assert all('<b class="verdict' in re.findall(r"<td.*?</td>", row, re.S)[0] for row in rows)
