@@ -211,6 +211,10 @@ test-large: $(ENVIRONMENT)  ## diagnose a model of 1 B parameters within 2.5 GB 
 notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and store clean outputs
 	$(PYTHON) -m fragility_lab.running.refresh
 
+.PHONY: shipped
+shipped: $(ENVIRONMENT)  ## what the lessons show without computing it, again: fragility_lab/assets/lessons
+	$(PYTHON) -m fragility_lessons.shipping
+
 .PHONY: bench
 bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
 	$(PYTHON) -m fragility_lab.experiments.bench

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fragility_lab.explorer import build
 from fragility_lab.explorer.component import Component
+from fragility_lessons import shipped
 from fragility_lessons.coding import coding
 from fragility_lessons.pictures import Picture, finish, panels
 from fragility_lessons.widgets import exercises
@@ -20,7 +20,6 @@ from fragility_numerics.formats import get_format
 EXERCISES = exercises("adjoint_predictor")
 FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2")
 DRAWS, MOST = 400, 64
-WINDOWS, LENGTH = 4, 64
 
 
 # --- Squares add up ------------------------------------------------------------------------------
@@ -144,6 +143,5 @@ CODING = coding("adjoint_predictor", lambda g, errors: torch.linalg.vector_norm(
 
 @cache
 def live() -> Component:
-    """The explorer of plans for the embedded checkpoint, over a few windows."""
-    model, windows = build.embedded(WINDOWS, LENGTH)
-    return Component(build.keeping(model, windows), build.choosing(model, windows))
+    """The explorer of plans for the embedded checkpoint, from the shipped predictions and measurements."""
+    return Component(*shipped.views())

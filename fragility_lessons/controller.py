@@ -192,7 +192,7 @@ def released(run: str) -> pd.DataFrame:
 def playground(
     step: int, precision: int, risk: float, dominance: float, target: float, budget: int, cooldown: int, run: str
 ) -> Picture:
-    """Left: the gate that stops each block at every inspection, and the release's actions. Right: one inspection.
+    """First panel: the gate that stops each block, by inspection, and the release's actions. Second: one inspection.
 
     ``risk`` and ``dominance`` are the logarithms to base 10 of the thresholds. ``cooldown`` counts inspections.
     """
@@ -217,6 +217,21 @@ def playground(
         + ", ".join(f"{name}: {count}" for name, count in zip(STOPS, counts))
         + f". The released controller acts {len(acted)} times."
     )
+
+
+START = {"step": 128, "precision": 11, "risk": 3.2, "dominance": -2.1, "target": 0.5, "budget": 2, "cooldown": 10}
+FREE = START | {"risk": 0.0, "dominance": -4.0}  # both thresholds as low as they go
+TOUR: dict[str, dict[str, Any]] = {
+    "1: as recorded": START,
+    "2: no thresholds": FREE,
+    "3: fp32": FREE | {"precision": 24},
+    "4: finer than fp32": FREE | {"precision": 27},
+}
+
+
+def tour(stop: str) -> Picture:
+    """``playground`` of the steady run at one of the stops of TOUR."""
+    return playground(run="steady", **TOUR[stop])
 
 
 def _cells(axes: Axes, shades: np.ndarray, width: float = 1) -> None:

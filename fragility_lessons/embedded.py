@@ -12,6 +12,7 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 from torch.func import jvp, vjp
 
+from fragility_core import theory
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
@@ -57,6 +58,21 @@ def sites() -> pd.DataFrame:
     layers = observed()
     each = [layers[["layer"]].assign(site=site, variance=layers[f"variance_{site}"]) for site in (1, 2)]
     return pd.concat(each, ignore_index=True)
+
+
+def matrix_readings() -> pd.DataFrame:
+    """M_LN at the first LayerNorm of each block of the embedded checkpoint, by row and with the mean variance."""
+    rows = []
+    for block, (x, *_), _ in calls():
+        norms = theory.layernorm_norms(x, block.ln_1.weight, block.ln_1.eps)
+        inputs = {"row by row": norms, "mean variance": norms._replace(variance=norms.variance.mean())}
+        rows.append(
+            {
+                name: theory.layernorm_magnitude(n.gamma_max, n.variance, block.ln_1.eps, n.input_norm).norm().item()
+                for name, n in inputs.items()
+            }
+        )
+    return pd.DataFrame(rows).rename_axis("block")
 
 
 def downstream(layer: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:

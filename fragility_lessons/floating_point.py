@@ -1,4 +1,7 @@
-"""Notebook 1: the numbers of a format, the error of rounding to them, and the errors that softmax passes on."""
+"""Notebook 1: the numbers of a format, the error of rounding to them, and the errors that softmax passes on.
+
+``bits`` has the fields of a number and the table of formats.
+"""
 
 import math
 from functools import cache
@@ -19,6 +22,31 @@ from fragility_numerics.formats import FORMATS, Format, get_format
 
 EXERCISES = exercises("floating_point")
 ROWS, KEYS = 400, 16
+
+
+# --- A failure --------------------------------------------------------------------------------
+
+WORDS = {"mat": 1.7, "cat": 0.0}  # the scores of two keys, up to the offset
+
+
+def stored_scores(offset: float, format: str) -> Tensor:
+    """The scores of WORDS with an offset, as a format stores them, in fp64."""
+    return get_format(format).round(torch.tensor(list(WORDS.values())) + offset).double()
+
+
+def failure(offset: float) -> Picture:
+    """The probability of the better word, by format, if scores are stored with an ``offset`` that should not matter."""
+    names = ("fp32", *LOW)
+    scores = [stored_scores(offset, name) for name in names]
+    shares = [pair.softmax(0)[0].item() for pair in scores]
+    (axes,) = panels(8.2, height=3.4, right=0.4)
+    axes.bar(names, shares, color=["C0" if abs(share - shares[0]) < 0.02 else "C3" for share in shares], width=0.6)
+    for place, (share, pair) in enumerate(zip(shares, scores)):
+        axes.text(place, share + 0.03, "{:g} and {:g}".format(*pair.tolist()), ha="center", fontsize="small")
+    axes.axhline(torch.tensor(list(WORDS.values())).softmax(0)[0].item(), **LIMIT)
+    finish(axes, "the scores are stored in", "probability of “mat”", "above each bar: the stored scores", ylim=(0, 1.2))
+    told = ", ".join(f"{name} {share:.0%}" for name, share in zip(names, shares))
+    return [axes], f"{offset:g} added to both scores; “mat” gets: {told}"
 
 
 # --- The grid ---------------------------------------------------------------------------------
@@ -55,7 +83,7 @@ def relative_errors(x: np.ndarray, format: Format) -> np.ndarray:
 
 
 def neighbours(x: float, format: str) -> Picture:
-    """Left: ``x`` among the numbers of ``format``. Right: relative error of rounding around 1, in units of u."""
+    """First panel: ``x`` among the numbers of ``format``. Second: relative error around 1, in units of u."""
     chosen = get_format(format)
     unit, step, nearest = chosen.unit_roundoff, spacing(x, chosen), float(rounded(x, chosen))
     grid = all_numbers(format)
@@ -138,7 +166,7 @@ def row_sensitivity(p: Tensor) -> Tensor:
 
 
 def margins(margin: float, rivals: int) -> Picture:
-    """Left: the probabilities. Right: ||J(p)||_2 over the margin."""
+    """First panel: the probabilities. Second: ||J(p)||_2 over the margin."""
     p = one_against_many(margin, rivals)
     sweep = torch.linspace(-6, 8, 113, dtype=torch.float64)
     here = row_sensitivity(p).item()

@@ -2,39 +2,18 @@
 
 from functools import cache
 
-import numpy as np
 import pandas as pd
 
-from fragility_lab.experiments.constants import (
-    CONSTANTS,
-    a_priori_constants,
-    bound_slack,
-    constant_values,
-    measure_constants,
-)
+from fragility_lessons import shipped
 from fragility_lessons.pictures import FORMATS, SMALL_BESIDE, Picture, finish, panels, strength
-
-# The largest dimensions in the sample (``kernel_samples``). A priori constants grow with the dimensions.
-LARGEST = {"keys": 64, "head_width": 128, "features": 768}
 
 
 @cache
 def constants() -> pd.DataFrame:
     """The constants of the emulated kernels by name and format, measured and a priori."""
-    columns = {}
-    for name in FORMATS:
-        found = measure_constants(name, execution="emulated")
-        columns[name, "measured"] = constant_values(found)
-        columns[name, "a priori"] = a_priori_constants(name, **LARGEST)
-    return pd.DataFrame(columns).loc[list(CONSTANTS)]
-
-
-@cache
-def slack_rows(format: str) -> pd.DataFrame:
-    """``bound_slack`` of the emulated kernels with the a priori constants."""
-    known = a_priori_constants(format, **LARGEST)
-    rows = bound_slack(format, execution="emulated", constants=known)
-    return rows.assign(statement=rows.statement.replace(STATEMENTS))
+    kinds = ["measured", "a priori"]
+    table = shipped.constants().set_index(["constant", "format"])[kinds].unstack("format", sort=False)
+    return table.swaplevel(axis=1)[[(name, kind) for name in FORMATS for kind in kinds]]
 
 
 # The statements of the table (``bound_slack``) and the names that readers see.
@@ -51,8 +30,22 @@ STATEMENTS = {
 @cache
 def slack_quantiles(format: str) -> pd.DataFrame:
     """Quantiles of the slack, one column for each statement; infinite for draws without any error."""
-    grouped = slack_rows(format).groupby("statement").slack
-    return grouped.quantile(np.linspace(0, 1, 301), interpolation="lower").unstack("statement")
+    table = shipped.slack_quantiles()
+    wide = table[table.format == format].pivot(index="share", columns="statement", values="slack")
+    return wide.rename(columns=STATEMENTS)
+
+
+@cache
+def summary() -> pd.DataFrame:
+    """``summarize_slack`` by statement and format, with the statements' names that readers see."""
+    table = shipped.slack_summary().replace({"statement": STATEMENTS})
+    return table.drop(columns="execution").set_index(["statement", "format"])
+
+
+def medians() -> pd.DataFrame:
+    """The median slack of each statement, one column for each format."""
+    table = summary()["median"].unstack("format", sort=False)[list(FORMATS)]
+    return table.map("{:.2g}".format).rename_axis(columns=None)
 
 
 def statements(exponent: float, statement: str, format: str) -> Picture:
@@ -65,10 +58,9 @@ def statements(exponent: float, statement: str, format: str) -> Picture:
     axes.axvline(1, color="C3", linewidth=2)
     labels = ("bound / observed error", "share of draws", f"{format}: the slack of the statements")
     finish(axes, *labels, "x", SMALL_BESIDE, xlim=(0.3, 1e6), ylim=(0, 1))
-    rows = slack_rows(format)
-    chosen = rows.slack[rows.statement == statement]
+    own, here = quantiles[statement], summary().loc[statement, format]
     return [axes], (
-        f"{format}, {statement}: {(chosen <= 10**exponent).mean():.0%} of {len(chosen)} draws have a bound at most "
-        f"{10**exponent:.3g} times the error, {np.isinf(chosen).mean():.0%} have no error at all; of the others the "
-        f"smallest slack is {chosen.min():.3g}, the median {chosen[np.isfinite(chosen)].median():.3g}"
+        f"{format}, {statement}: {(own <= 10**exponent).mean():.0%} of {here.draws:.0f} draws have a bound at most "
+        f"{10**exponent:.3g} times the error, {here.exact:.0%} have no error at all; of the others the "
+        f"smallest slack is {here.smallest:.3g}, the median {here['median']:.3g}"
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_lessons import embedded, pictures
+from fragility_lessons import pictures, shipped
 from fragility_lessons.coding import coding
 from fragility_lessons.pictures import FORMATS as FORMATS
 from fragility_lessons.pictures import LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
@@ -22,11 +22,26 @@ DRAWS = 4
 EPSILONS = 10 ** np.linspace(-8, 1, 13)
 
 
+# --- A failure --------------------------------------------------------------------------------
+
+ROW = torch.tensor([100.2, 100.4, 99.9, 100.1])
+
+
+def failure(format: str = "bf16", epsilons: tuple[float, float] = (1e-5, 1.0)) -> pd.DataFrame:
+    """ROW and its LayerNorm, before and after the row is stored in a ``format``, for each of ``epsilons``."""
+    rows, gamma = {"x": ROW.double(), "stored": get_format(format).round(ROW).double()}, torch.ones(len(ROW)).double()
+    columns = {(f"the row, exact and in {format}", name): x for name, x in rows.items()}
+    for epsilon in epsilons:
+        for name, x in zip(("Z", "Z, stored"), rows.values()):
+            columns[f"ε = {epsilon:g}", name] = theory.layernorm_path(x, gamma, epsilon)
+    return pd.DataFrame({name: values.numpy() for name, values in columns.items()}).round(2).rename_axis("feature")
+
+
 # --- The factor -------------------------------------------------------------------------------
 
 
 def factor(variance_exponent: float, epsilon_exponent: float) -> Picture:
-    """Left: f(epsilon) and its two limits. Right: output, error bound and their quotient over epsilon."""
+    """First panel: f(epsilon) and its two limits. Second: output, error bound and their quotient over epsilon."""
     variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
     epsilons = np.geomspace(1e-8, 1e4, 49)
     here = theory.layernorm_factor(variance, epsilon)
@@ -74,7 +89,7 @@ def sweep(variance: float, offset: float, format: str, rounded: str) -> pd.DataF
 
 
 def rounding(variance_exponent: float, offset: float, epsilon_exponent: float, format: str, rounded: str) -> Picture:
-    """Error of LayerNorm and its bound over epsilon: left absolute, right relative to the output."""
+    """Error of LayerNorm and its bound over epsilon, absolute and relative to the output."""
     variance, epsilon = 10**variance_exponent, 10**epsilon_exponent
     table = sweep(variance, offset, format, rounded)
     here = errors(drawn(variance, offset, DRAWS), torch.ones(FEATURES), epsilon, format, rounded).mean()
@@ -108,7 +123,7 @@ def looseness(share_exponent: float, offset: float, spread: float, format: str) 
 
 def gate(epsilon: float, d_model: int, format: str) -> pd.DataFrame:
     """The LayerNorm sites of the embedded checkpoint and their rho_LN, as if they were ``d_model`` wide."""
-    sites = embedded.sites()
+    sites = shipped.sites()
     ratio = theory.layernorm_ratio(sites.variance, epsilon, d_model, get_format(format).unit_roundoff)
     return sites.assign(ratio=ratio)
 
@@ -161,18 +176,3 @@ def two_rows(loudness_exponent: float, epsilon_exponent: float, format: str, rou
         f"{format}, rounded: {rounded}, loud row ±{here['loudness']:.3g}, ε = {epsilon:.2g}: error "
         f"{here['observed']:.2g}, bound row by row {here['bound']:.2g}, with the mean variance {mean:.2g} ({verdict})"
     )
-
-
-def matrix_readings() -> pd.DataFrame:
-    """M_LN at the first LayerNorm of each block of the embedded checkpoint, by row and with the mean variance."""
-    rows = []
-    for block, (x, *_), _ in embedded.calls():
-        norms = theory.layernorm_norms(x, block.ln_1.weight, block.ln_1.eps)
-        inputs = {"row by row": norms, "mean variance": norms._replace(variance=norms.variance.mean())}
-        rows.append(
-            {
-                name: theory.layernorm_magnitude(n.gamma_max, n.variance, block.ln_1.eps, n.input_norm).norm().item()
-                for name, n in inputs.items()
-            }
-        )
-    return pd.DataFrame(rows).rename_axis("block")

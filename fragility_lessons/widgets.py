@@ -22,6 +22,7 @@ from fragility_lessons.coding import listed
 
 LABEL = {"description_width": "14em"}
 WIDE = {"width": "min(100%, 38em)"}
+ATTEMPTS = 2
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 
 # ipywidgets names neither its sliders nor its toggles to a screen reader. Each new picture lends them their labels.
@@ -32,7 +33,10 @@ for (const e of this.closest('.explorer')?.querySelectorAll('[role=slider], .wid
     if (e.role !== 'slider') e.setAttribute('aria-pressed', e.classList.contains('mod-active'));
 }""")
 # ipywidgets marks the panels of a kernel that is gone with the class jupyter-widgets-disconnected.
-LOST = """<style>.lost { display: none } .jupyter-widgets-disconnected > .lost { display: block }
+# Nor has a question or a picture a grey bar for its folded code above it; View > Expand Selected Code shows the code.
+LOST = """<style>.jp-CodeCell:has(.exercise, .explorer) .jp-InputPlaceholder { display: none }
+.exercise .widget-radio-box label { height: auto; white-space: normal }
+.lost { display: none } .jupyter-widgets-disconnected > .lost { display: block }
 .jupyter-widgets-disconnected > .picture { opacity: 0.4 }</style>
 <p role="alert"><b>The kernel that drew this was restarted or shut down. Run this cell again.</b></p>"""
 
@@ -139,17 +143,22 @@ class Exercise:
             return html.escape(f"{error}.")
 
     def panel(self) -> VBox:
-        """Question, field, button and the hidden answer."""
+        """Question, field, button and the answer, which opens after a right answer or ATTEMPTS wrong ones."""
         field = (
-            RadioButtons(options=self.options, value=None, layout={"width": "max-content"})
+            RadioButtons(options=self.options, value=None, layout={"width": "max-content", "max_width": "100%"})
             if self.options
             else Text(description="Answer", placeholder="0.01, 1e-2, 1/100 or 1 %", continuous_update=False)
         )
         button = ipywidgets.Button(description="Check", tooltip="Check the answer")
-        verdict = HTML().add_class("verdict")
+        verdict, answer, wrong = HTML().add_class("verdict"), HTMLMath(self._details()), set()
 
         def check(_=None) -> None:
-            verdict.value = f'<p role="status">{self.verdict(field.value)}</p>'
+            told = self.verdict(field.value)
+            verdict.value = f'<p role="status">{told}</p>'
+            if told.startswith("Not yet."):
+                wrong.add(field.value)
+            if told == "Right." or len(wrong) >= ATTEMPTS:
+                answer.value = self._details(" open")
 
         def forget(_) -> None:
             verdict.value = ""
@@ -157,10 +166,10 @@ class Exercise:
         button.on_click(check)
         field.observe(forget if self.options else check, names="value")  # Enter in a text field checks too
         row = HBox([field, button], layout=ROW)
-        return _panel("exercise", HTMLMath(self.question), row, verdict, HTMLMath(self._details()))
+        return _panel("exercise", HTMLMath(self.question), row, verdict, answer)
 
-    def _details(self) -> str:
-        return f"<details><summary>Show the answer</summary><p>{self.explanation}</p></details>"
+    def _details(self, attribute: str = "") -> str:
+        return f"<details{attribute}><summary>Show the answer</summary><p>{self.explanation}</p></details>"
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         options = f"<ul>{''.join(f'<li>{option}</li>' for option in self.options)}</ul>" if self.options else ""

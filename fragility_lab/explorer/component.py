@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 
-from fragility_lab.explorer.terms import PARENTS
 from fragility_lab.paths import ASSETS
 from fragility_lab.reporting.html import template
 from fragility_lab.reporting.tables import percent
@@ -21,7 +20,7 @@ TARGETS = {
     "flips": "change of the margin",
 }
 KEPT = {"norms": "the norms", "attention": "the attention", "mlp": "the MLP"}
-WORDS = {"sites": SITES, "rows": ROWS, "targets": TARGETS, "parents": PARENTS, "kept": KEPT}
+WORDS = {"sites": SITES, "rows": ROWS, "targets": TARGETS, "kept": KEPT}
 
 
 def share_of_rows(view: dict) -> list[tuple[str, str]]:
@@ -45,8 +44,9 @@ class Component:
     def html(self) -> str:
         """The component, to be placed once or several times on any page."""
         css, script = ((ASSETS / "explorer" / f"explorer.{kind}").read_text("utf-8") for kind in ("css", "js"))
-        data = json.dumps({"views": self.views, "words": WORDS}, ensure_ascii=False, separators=(",", ":"))
         kept = [view for view in self.views if view["kind"] == "keep"]
+        words = WORDS | {"parents": kept[0]["parents"] if kept else {}}
+        data = json.dumps({"views": self.views, "words": words}, ensure_ascii=False, separators=(",", ":"))
         shares = [(f"Share of the squared error in {view['recipe']}", share_of_rows(view)) for view in kept]
         data = data.replace("<", "\\u003c")
         return template("explorer/component.html.jinja").render(css=css, script=script, data=data, shares=shares)

@@ -110,6 +110,10 @@ LESSONS = [
     name for name in ALL if name.startswith(("theory/1", "theory/2", "theory/3", "theory/4", "theory/5", "theory/7"))
 ]
 MOST_WORDS = 80
+NO_BAR = r"\A(?:\w+\.EXERCISES\[|Explorer\(|bits\.Bits\(|\w+\.(?:live|failure|formats_table|medians)\(\)|from |import )"
+SIDES = re.compile(
+    r"\b(?:left|right) (?:picture|panel|one)\b|\b(?:Left|Right):|\((?:left|right)\)|\bon the (?:left|right)[.:]"
+)
 
 
 def is_written_by_the_student(cell) -> bool:
@@ -122,12 +126,14 @@ def shown(cell) -> bool:
 
 
 def words(source: str) -> int:
-    """Words of Markdown, between white space; a formula counts as one."""
-    return len(re.sub(r"\$\$.*?\$\$|\$[^$]*\$", "formula", source, flags=re.S).split())
+    """Words of Markdown, between white space; a formula counts as one, and of what is folded away only the summary."""
+    unfolded = re.sub(r"<details>\s*<summary>(.*?)</summary>.*?</details>", r"\1", source, flags=re.S)
+    return len(re.sub(r"\$\$.*?\$\$|\$[^$]*\$", "formula", unfolded, flags=re.S).split())
 
 
-def test_a_formula_counts_as_one_word():
+def test_a_formula_counts_as_one_word_and_what_is_folded_does_not_count():
     assert words("So $a + b$, and\n\n$$c = d + e$$\n\n**end**") == 5
+    assert words("Begin\n<details><summary>Step one</summary>\n\nmany words\n\n</details>\nend") == 4
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -148,9 +154,35 @@ def test_code_is_folded_but_for_what_the_student_writes(name):
     assert len(opened) == 1 and is_written_by_the_student(opened[0])
     for cell in cells:
         if cell is not opened[0]:
-            assert cell.metadata["jupyter"] == {"source_hidden": True} and "hide-input" in cell.metadata["tags"]
+            assert cell.metadata["jupyter"] == {"source_hidden": True}
+            # On the site, a check can be unfolded. A question or a picture has no bar above it.
+            told = "hide-input" if not re.search(NO_BAR, cell.source, re.M) else "remove-input"
+            assert told in cell.metadata["tags"], cell.source[:60]
     assert opened[0].outputs[0].text.startswith("Not yet. Hint: ")
     assert opened[0].metadata["mystnb"] == {"remove_code_source": False}, "slides show what the student writes"
+
+
+def test_panels_are_first_and_second_since_narrow_pages_stack_them():
+    texts = [(PROJECT / "fragility_lab/assets/exercises.yaml").read_text(encoding="utf-8")]
+    for name in ALL:
+        if name.startswith("theory/"):
+            cells = nbformat.read(notebook_path(name), as_version=4).cells
+            texts += [cell.source for cell in cells if cell.cell_type == "markdown"]
+    assert SIDES.search("In the right picture") and SIDES.search("Left: the numbers")
+    assert [found[0] for text in texts if (found := SIDES.search(" ".join(text.split())))] == []
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_answers_of_a_lesson_differ(name):
+    cells = nbformat.read(notebook_path(name), as_version=4).cells
+    asked = [found for cell in cells if (found := re.fullmatch(r"(\w+)\.EXERCISES\[(\d+)\]", cell.source))]
+    assert [int(found[2]) for found in asked] == list(dict.fromkeys(int(found[2]) for found in asked))
+    assert len(asked) == len(exercises(asked[0][1])), "every exercise is asked once"
+    if name.startswith(("theory/1", "theory/3", "theory/5")):
+        answers = [exercises(found[1])[int(found[2])].solution for found in asked]
+        assert len(set(map(str, answers))) == len(answers) and not {"0", "none", "none of these"} & set(
+            map(str, answers)
+        )
 
 
 @pytest.mark.parametrize("name", LESSONS)

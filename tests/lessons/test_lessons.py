@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 matplotlib.use("Agg")
 
 from fragility_core import theory
-from fragility_lessons import adjoint_predictor, attention_error, floating_point, residual_depth
+from fragility_lessons import adjoint_predictor, attention_error, bits, floating_point, residual_depth
 from fragility_lessons.attention_error import DRAWS, KEYS, WIDTH
 from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
@@ -25,6 +25,63 @@ some = settings(max_examples=30)
 def positive_numbers(name: str) -> np.ndarray:
     """Every positive finite number of a format, ascending."""
     return floating_point.all_numbers(name)[floating_point.all_numbers(name) > 0]
+
+
+# --- 1: bits ------------------------------------------------------------------------------------
+
+
+def read_back(bits_of: str, lowest: int) -> float:
+    """The value of "sign exponent fraction", by the definition of a normal or subnormal number."""
+    sign, exponent, fraction = bits_of.split()
+    normal = "1" in exponent
+    significand = normal + int(fraction, 2) / 2 ** len(fraction)
+    return (-1) ** int(sign) * significand * 2.0 ** (lowest + (int(exponent, 2) - 1 if normal else 0))
+
+
+@pytest.mark.parametrize("name", bits.NAMES)
+@given(x=st.floats(-6, 6, width=32))
+@some
+def test_bits_stand_for_the_rounded_number(name, x):
+    format = get_format(name)
+    assert read_back(bits.pattern(x, format), bits.widths(format).lowest) == format.round(torch.tensor(x)).item()
+
+
+@pytest.mark.parametrize(("dtype", "integer", "name"), [
+    (torch.float32, torch.int32, "fp32"), (torch.bfloat16, torch.int16, "bf16"), (torch.float16, torch.int16, "fp16"),
+    (torch.float8_e4m3fn, torch.uint8, "fp8_e4m3"), (torch.float8_e5m2, torch.uint8, "fp8_e5m2"),
+])  # fmt: skip
+@pytest.mark.parametrize("x", [5.3, -0.1, 0.0, 1e-7, 400.0])
+def test_bits_are_those_in_memory(dtype, integer, name, x):
+    memory = torch.tensor([x]).to(dtype).view(integer).item() % 2 ** get_format(name).bits
+    assert bits.pattern(x, get_format(name)).replace(" ", "") == f"{memory:0{get_format(name).bits}b}"
+
+
+def test_an_overflow_has_the_bits_of_infinity():
+    assert bits.pattern(-1e6, get_format("fp16")) == "1 11111 0000000000"
+
+
+def test_table_of_formats_is_that_of_the_library():
+    table = bits.formats_table()
+    assert list(table.index) == list(bits.NAMES)
+    assert table.loc["fp8_e4m3"].tolist() == ["1 + 4 + 3", "448", "0.016", 4, "0.062"]
+    for name, row in table.iterrows():
+        used = sum(map(int, row["bits"].split(" + ")))
+        assert used == (19 if name == "tf32" else get_format(name).bits)
+
+
+def test_picture_of_bits_says_the_same_without_its_script():
+    picture = bits.Bits(5.3, "fp8_e4m3")
+    assert picture.told() == "bits 0 1001 011, value 5.5, relative error 0.0377."
+    static = picture._repr_mimebundle_()["text/html"]
+    assert picture.told() in static and '"exponent": 4, "fraction": 3, "lowest": -6' in static
+
+
+def test_the_failure_is_a_tie():
+    shares = {name: floating_point.stored_scores(299, name).softmax(0)[0].item() for name in ("fp32", "fp16", "bf16")}
+    assert shares["bf16"] == 0.5 and min(shares["fp32"], shares["fp16"]) > 0.84
+    assert floating_point.stored_scores(299, "bf16").tolist() == [300, 300]
+    _, readout = floating_point.failure(299)
+    assert "bf16 50%" in readout and "fp16 85%" in readout
 
 
 # --- 1: floating point and softmax --------------------------------------------------------------
@@ -219,14 +276,14 @@ HALVES = {"target": 0.5, "epsilon_min": 1e-5, "epsilon_max": 1e-2}
 
 # The answers that the library can compute, by lesson and by the place of the exercise in it.
 SOLUTIONS = {
-    ("floating_point", 3): lambda: floating_point.spacing(300, get_format("bf16")),
-    ("floating_point", 5): lambda: floating_point.row_sensitivity(torch.tensor([0.8, 0.2])),
+    ("floating_point", 0): lambda: floating_point.rounded(9.4, get_format("fp8_e4m3")),
+    ("floating_point", 4): lambda: floating_point.spacing(300, get_format("bf16")),
     ("floating_point", 6): lambda: math.hypot(101, 99) / math.hypot(1, -1),
     ("attention_error", 4): lambda: math.log(64),
     ("attention_error", 6): lambda: 1 / get_format("fp8_e5m2").unit_roundoff,
-    ("layernorm_epsilon", 4): lambda: theory.layernorm_factor(0.04, 0.0),
-    ("layernorm_epsilon", 5): lambda: theory.layernorm_ratio(10.0, 1e-5, 768, 2**-11),
-    ("layernorm_epsilon", 6): lambda: 2 * (64 * 128) ** 0.5,
+    ("layernorm_epsilon", 0): lambda: floating_point.spacing(100, get_format("bf16")),
+    ("layernorm_epsilon", 5): lambda: theory.layernorm_factor(0.04, 0.0),
+    ("layernorm_epsilon", 6): lambda: theory.layernorm_ratio(10.0, 1e-5, 768, 2**-11),
     ("residual_depth", 2): lambda: torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2),
     ("residual_depth", 4): lambda: torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2),
     ("residual_depth", 5): lambda: 2**10 / residual_depth.course("rotation", 1.0, 10).worst.iloc[-1],

@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.predictor import Adjoint
 from fragility_lab.explorer import build
-from fragility_lessons import adjoint_predictor
+from fragility_lessons import adjoint_predictor, shipping
 from fragility_quantization.quantized import lower
 
 
@@ -77,7 +77,7 @@ def test_the_panel_shows_the_numbers_of_the_toy():
 
 @pytest.fixture(scope="module")
 def known():
-    model, windows = build.embedded(adjoint_predictor.WINDOWS, adjoint_predictor.LENGTH)
+    model, windows = build.embedded(shipping.WINDOWS, shipping.LENGTH)
     return Contributions(model, Adjoint(lower(model, "bf16"), model, 2, gradients="low")(windows))
 
 
@@ -91,6 +91,22 @@ def test_live_picture_has_both_views_and_measured_plans(known):
     keep, choose = adjoint_predictor.live().views
     assert (keep["kind"], choose["kind"]) == ("keep", "choose")
     assert [target["name"] for target in keep["targets"]] == ["hidden", "kl"]
-    assert keep["measured"][0]["predicted"]["hidden"] == pytest.approx(known.keep().predicted, rel=1e-9)
+    assert keep["measured"][0]["predicted"]["hidden"] == pytest.approx(known.keep().predicted, rel=0.02)
     for plan in keep["measured"]:
         assert 0.85 < plan["predicted"]["hidden"] / plan["found"]["hidden"] < 1.15, plan["label"]
+
+
+def test_shipped_predictions_are_those_of_the_model(known):
+    """Sums round in another order on another CPU, which moves single roundings and hardly their squares' sum."""
+    keep = adjoint_predictor.live().views[0]
+    assert len(keep["measured"]) == len(list(build.plans_of(known)))
+    for shown, plan in zip(keep["measured"], build.plans_of(known)):
+        assert shown["label"] == plan.label
+        assert shown["predicted"]["hidden"] == pytest.approx(plan.predicted, rel=0.02)
+
+
+def test_a_shipped_measurement_is_that_of_the_model(known):
+    model, windows = build.embedded(shipping.WINDOWS, shipping.LENGTH)
+    plan, shown = known.plan(2, "blocks"), adjoint_predictor.live().views[0]["measured"][1]
+    found = build.Evaluator(model, windows).measure(build.apply(model, plan)).mismatch.mean()
+    assert shown["found"]["hidden"] == pytest.approx(found, rel=0.1)

@@ -1,6 +1,7 @@
 """Notebook 5: the recorded runs, the frozen formula on them, and what stops which block."""
 
 import json
+import re
 from dataclasses import replace
 
 import matplotlib
@@ -270,3 +271,18 @@ def test_what_the_exercises_say_of_the_runs():
     ratio = whole.groupby("layer").layernorm_ratio.min()
     assert 30 < ratio[0] < 40 and (ratio[1:] > 17_000).all()
     assert (stops(24) != 6).all()  # fp32: nothing is raised
+
+
+def counted(readout: str) -> dict[str, int]:
+    """How many inspections ended at each gate, as a readout of the playground tells."""
+    told = readout.split("inspections of a block: ")[1]
+    return {gate: int(re.search(rf"{re.escape(gate)}: (\d+)", told)[1]) for gate in controller.STOPS}
+
+
+def test_the_stops_of_the_tour_show_what_the_notebook_says():
+    recorded, free, fp32, finer = (counted(controller.tour(stop)[1]) for stop in controller.TOUR)
+    regime, total = "ρ_LN ≥ 1", sum(recorded.values())
+    assert recorded["G < τ_G"] + recorded["φ < τ_φ"] > 0.9 * total  # hardly any block passes both
+    assert free[regime] == total
+    assert fp32[regime] == 11 * total / 12 and fp32["at its target"] == total / 12  # block 0
+    assert [each["raised"] > 0 for each in (recorded, free, fp32, finer)] == [False, False, False, True]

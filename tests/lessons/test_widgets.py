@@ -6,6 +6,7 @@ import html
 import math
 import re
 import time
+from dataclasses import replace
 from functools import cache
 
 import matplotlib
@@ -177,6 +178,29 @@ def test_check_button_tells_the_verdict(exercise, right):
     assert verdict.value == '<p role="status">Right.</p>'
 
 
+OPEN = "<details open><summary>Show the answer</summary>"
+
+
+@pytest.mark.parametrize(("exercise", "right", "wrong"), [(NUMBER, "1/8", ("1", "2")), (CHOICE, "c", ("a", "b"))])
+def test_the_explanation_opens_after_an_answer(exercise, right, wrong):
+    exercise = replace(exercise, options=("a", "b", "c"), solution="c") if exercise.options else exercise
+    panel = exercise.panel()
+    field, button = panel.children[1].children
+    button.click()
+    assert not panel.children[3].value.startswith(OPEN)  # no answer yet
+    field.value = wrong[0]
+    for _ in range(3):
+        button.click()
+    assert not panel.children[3].value.startswith(OPEN)  # one wrong answer gets a hint, however often it is checked
+    field.value = wrong[1]
+    button.click()
+    assert panel.children[3].value.startswith(OPEN)
+    second = exercise.panel()
+    second.children[1].children[0].value = right
+    second.children[1].children[1].click()
+    assert second.children[3].value.startswith(OPEN)
+
+
 def test_a_verdict_goes_when_the_choice_changes():
     panel = CHOICE.panel()
     field, button = panel.children[1].children
@@ -211,6 +235,11 @@ TEACHING = [name for name in notebook_names() if name.startswith("theory/")]
 MILLISECONDS = 150
 
 
+SECONDS: dict[str, list[float]] = {}  # of the cells of a notebook that ran
+AT_ONCE = ("theory/1", "theory/3", "theory/7")
+MOST_SECONDS = 3
+
+
 @cache
 def run_notebook(name: str) -> tuple[list[Explorer], list[Exercise]]:
     """The explorers and exercises that the code cells of the notebook ``name`` end with."""
@@ -218,11 +247,12 @@ def run_notebook(name: str) -> tuple[list[Explorer], list[Exercise]]:
     for cell in nbformat.read(notebook_path(name), as_version=4).cells:
         if cell.cell_type != "code":
             continue
-        body = ast.parse(cell.source).body
+        body, before = ast.parse(cell.source).body, time.process_time()
         last = body.pop() if isinstance(body[-1], ast.Expr) else None
         exec(compile(ast.Module(body, []), name, "exec"), scope)
         if last:
             shown.append(eval(compile(ast.Expression(last.value), name, "eval"), scope))
+        SECONDS.setdefault(name, []).append(time.process_time() - before)
     return [x for x in shown if isinstance(x, Explorer)], [x for x in shown if isinstance(x, Exercise)]
 
 
@@ -265,6 +295,13 @@ def test_notebooks_controls_work_at_their_ends(name, monkeypatch):
                 undrawn.setattr(explorer, "redraw", lambda: None)
                 control.value = start[name]
         explorer.picture.value = picture
+
+
+@pytest.mark.parametrize("name", [name for name in TEACHING if name.startswith(AT_ONCE)])
+def test_no_cell_makes_a_student_wait(name):
+    """Seconds of one processor; what takes longer is shipped (``shipped``)."""
+    run_notebook(name)
+    assert len(SECONDS[name]) > 10 and max(SECONDS[name]) < MOST_SECONDS, SECONDS[name]
 
 
 @pytest.mark.parametrize("name", TEACHING)

@@ -245,7 +245,7 @@
     };
     let view = made[0], target = view.targets[0], unit = Object.keys(view.units)[0], count = 0, place = [0, 0], grid = [];
 
-    const numbers = element("dl", { class: "px-numbers" });
+    const numbers = element("div", { class: "px-numbers" });  // no dl: notebooks and sites float its parts
     const say = element("p", { class: "px-say", role: "status" });
     const tabs = element("div", { class: "px-tabs", role: "group", "aria-label": "What a plan decides" });
     const budget = element("div", { class: "px-budget" });
@@ -372,12 +372,12 @@
     function drawNumbers() {
       const parts = view.targets.map((t) => {
         const value = view.predict(t), base = view.base(t);
-        return element("div", {}, element("dt", {}, `predicted ${words.targets[t.name] ?? t.name}`),
-          element("dd", { "data-target": t.name, "data-value": value }, shown(t, value)),
-          element("dd", { class: "px-note" }, `${shown(t, base)} ${view.marks ? "without a plan" : "in the smallest schemes"}`));
+        return element("div", {}, element("span", { class: "px-label" }, `predicted ${words.targets[t.name] ?? t.name}`),
+          element("span", { "data-target": t.name, "data-value": value }, shown(t, value)),
+          element("span", { class: "px-note" }, `${shown(t, base)} ${view.marks ? "without a plan" : "in the smallest schemes"}`));
       });
-      const cost = view.cost().map(([name, value, text]) => element("dd", { "data-cost": name, "data-value": value }, text));
-      numbers.replaceChildren(...parts, element("div", {}, element("dt", {}, "price"), ...cost));
+      const cost = view.cost().map(([name, value, text]) => element("span", { "data-cost": name, "data-value": value }, text));
+      numbers.replaceChildren(...parts, element("div", {}, element("span", { class: "px-label" }, "price"), ...cost));
       say.textContent = view.sentence(target, saysError(target));
     }
     function buildBudget() {
