@@ -57,9 +57,9 @@ def formats_table() -> pd.DataFrame:
     rows = []
     for format in map(get_format, NAMES):
         parts = widths(format)
-        row = {"bits": f"1 + {parts.exponent} + {parts.fraction}"}
-        row |= {"largest": f"{format.largest:.3g}", "smallest normal": f"{format.smallest_normal:.2g}"}
-        rows.append(row | {"t": format.significand, "unit roundoff u": f"{format.unit_roundoff:.2g}"})
+        row = {"bits": f"1+{parts.exponent}+{parts.fraction}", "t": format.significand}
+        row |= {"unit roundoff u": f"{format.unit_roundoff:.2g}", "largest": f"{format.largest:.3g}"}
+        rows.append(row | {"smallest normal": f"{format.smallest_normal:.2g}"})
     return pd.DataFrame(rows, index=list(NAMES))
 
 

@@ -35,7 +35,8 @@ for (const e of this.closest('.explorer')?.querySelectorAll('[role=slider], .wid
 # ipywidgets marks the panels of a kernel that is gone with the class jupyter-widgets-disconnected.
 # Nor has a question or a picture a grey bar for its folded code above it; View > Expand Selected Code shows the code.
 LOST = """<style>.jp-CodeCell:has(.exercise, .explorer) .jp-InputPlaceholder { display: none }
-.exercise .widget-radio-box label { height: auto; white-space: normal }
+.exercise .widget-radio-box label { display: flex; flex-direction: row-reverse; justify-content: flex-end }
+.exercise .widget-radio-box label { align-items: center; height: auto; white-space: normal }
 .lost { display: none } .jupyter-widgets-disconnected > .lost { display: block }
 .jupyter-widgets-disconnected > .picture { opacity: 0.4 }</style>
 <p role="alert"><b>The kernel that drew this was restarted or shut down. Run this cell again.</b></p>"""
