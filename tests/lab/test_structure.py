@@ -16,7 +16,7 @@ BUDGETS = {  # lines
     "fragility_core": 3339,
     "fragility_quantization": 1630,
     "fragility_adjoint": 5684,
-    "fragility_lab": 12450,
+    "fragility_lab": 12650,
     "fragility_lessons": 2342,
     "fragility_engines": 3810,
     "fragility_peers": 870,
