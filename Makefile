@@ -15,6 +15,7 @@ WITH =
 LOG =
 AGAINST =
 RECIPE =
+PROMPT =
 URL =
 ENGINE =
 WINDOWS =
@@ -31,7 +32,7 @@ $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIA
         $(eval $(if $(filter command%,$(origin $(name))),export override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
-export PROFILE MODEL DATA SEED STEPS WITH LOG AGAINST RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER
+export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 # SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
@@ -140,6 +141,10 @@ diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MOD
 .PHONY: explorer
 explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the embedded model, without Python
 	@$(PYTHON) -m fragility_lab.explorer.build
+
+.PHONY: sentence
+sentence: $(ENVIRONMENT)  ## a text (PROMPT=) written on by MODEL= in fp32, bf16, fp8 and int4: which words change, and why
+	@$(PYTHON) -m fragility_lab.explorer.continued $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
 .PHONY: compare
 compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LOG=) against MODEL= by RECIPE=, or AGAINST= a log

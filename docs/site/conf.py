@@ -12,6 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
+from jinja2 import Environment
+
 SITE = Path(__file__).parent
 PROJECT = SITE.parents[1]
 BARS = re.compile(r"(``.*?``)|\|", re.S)  # a literal, or a bar: |x| is a norm in docstrings, to Sphinx a substitution
@@ -37,7 +39,19 @@ html_theme = "sphinx_book_theme"
 html_title = project
 html_theme_options = {"show_toc_level": 1, "navbar_persistent": [], "use_download_button": False}
 html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "pages.html", "sbt-sidebar-nav.html"]}
-html_context = {"default_mode": "auto"}
+PARTS_OF_SENTENCE = ("sentence.css", "sentence.js", "component.html.jinja")
+
+
+def broken_sentence() -> str:
+    """The component of ``fragility_lab.explorer.sentence``, whose package is not installed here."""
+    folder = PROJECT / "fragility_lab" / "assets" / "sentence"
+    data = (folder / "smollm2-135m.json").read_text(encoding="utf-8")
+    css, script, source = ((folder / name).read_text(encoding="utf-8") for name in PARTS_OF_SENTENCE)
+    shown = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+    return shown.render(css=css, script=script, data=data.replace("<", "\\u003c"), text=json.loads(data)["texts"][0])
+
+
+html_context = {"default_mode": "auto", "broken_sentence": broken_sentence()}
 html_baseurl = os.environ.get("SITE_URL", "")
 html_copy_source = html_show_copyright = False
 
