@@ -120,7 +120,10 @@ def x2_rivals(table: pd.DataFrame) -> Axes:
         col_wrap=min(3, shown.panel.nunique()), height=2.2, aspect=1.3, facet_kws={"sharex": False},
     )  # fmt: skip
     for who, upper, lower, label in LABELS:
-        at = shares.loc[(shares[upper] / shares[lower]).idxmax()]
+        ratio = (shares[upper] / shares[lower]).dropna()
+        if ratio.empty:  # no plans were chosen so
+            continue
+        at = shares.loc[ratio.idxmax()]
         named(grid.axes_dict[at.panel], label, (at.bits, at[who]), (-4, -17), color=LINES[who], ha="right")
     grid.set(yscale="log").set_titles("{col_name}", size="x-small").refline(y=1, **DASHED)
     grid.set_axis_labels("bits a weight", "share of random's KL")
