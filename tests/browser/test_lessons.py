@@ -51,7 +51,7 @@ def expect_idle(page: Page) -> None:
 
 def open_notebook(page: Page, lab, name: str) -> None:
     page.goto(lab.address(f"lab/tree/notebooks/{name}.ipynb"))
-    expect(page.locator(".jp-CodeCell").first).to_be_visible(timeout=ENOUGH)
+    expect(page.locator(".jp-CodeCell:visible").first).to_be_visible(timeout=ENOUGH)
     expect_idle(page)
 
 
@@ -281,7 +281,7 @@ def test_panels_stack_on_a_narrow_page(page, lab):
     open_notebook(page, lab, f"theory/{EXPLORER}")
     for width, stacked in ((1400, False), (900, True)):
         page.set_viewport_size({"width": width, "height": 1000})
-        figure = page.locator(".jp-OutputArea-output:has(.readout)").first
+        figure = page.locator(".jp-OutputArea-output:has(.readout)").filter(has=page.locator("img >> nth=1")).first
         figure.scroll_into_view_if_needed()
         left, right = (image.bounding_box() for image in figure.locator("img").all())
         assert (right["y"] >= left["y"] + left["height"]) == stacked
@@ -306,7 +306,7 @@ def test_start_page_opens_first_and_leads_to_notebooks_and_outputs(page, lab):
     expect_idle(page)
     page.screenshot(path=PICTURES / "start.png")
     link.click()
-    expect(page.locator(".jp-CodeCell").first).to_be_visible(timeout=ENOUGH)
+    expect(page.locator(".jp-CodeCell:visible").first).to_be_visible(timeout=ENOUGH)
     expect_idle(page)
     page.goto(lab.address("lab/tree/outputs/embedded/tables"))
     expect(page.locator(".jp-DirListing-itemName").first).to_be_visible(timeout=ENOUGH)
