@@ -58,14 +58,14 @@ def snippet(request: Request, plan: Plan, attention: str) -> str:
 
 
 def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:
-    """One row per scheme, the smallest first: its name, the number, share of weights and names of its layers."""
+    """One row per scheme that has layers, the smallest first: its name, their number, share of weights and names."""
     given, rows = dict(plan.layers), []
     given |= {path: "fp32" for group in choices.groups for path in group if any(within(path, m) for m in plan.modules)}
     for name in choices.names:
         groups = [i for i, group in enumerate(choices.groups) if given.get(group[0], choices.kernels) == name]
-        paths = [path for i in groups for path in choices.groups[i]]
-        share = choices.bits[groups, -1].sum() / choices.bits[:, -1].sum()
-        rows.append([name, str(len(paths)), percent(share), named(paths, MANY) or "none"])
+        if paths := [path for i in groups for path in choices.groups[i]]:
+            share = choices.bits[groups, -1].sum() / choices.bits[:, -1].sum()
+            rows.append([name, str(len(paths)), percent(share), named(paths, MANY)])
     return rows
 
 

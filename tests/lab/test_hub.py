@@ -19,16 +19,16 @@ from fragility_lab.paths import CHECKPOINTS
 ROWS = 60
 
 # Loads the model or the text and prints what it is or the error. Every line of stdin asks for one of them, with an
-# empty cache or the one there is.
+# empty cache or the one there is, and a hub that may be silent for so many seconds.
 CLIENT = """
 import shutil, sys
 from datasets.config import HF_CACHE_HOME
 from fragility_lab.inputs import hub
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows
-hub.TIMEOUT = 1
 for line in sys.stdin:
-    what, cache = line.split()
+    what, cache, patience = line.split()
+    hub.TIMEOUT = int(patience)
     hub.snapshot.cache_clear()
     if cache != "keep":
         shutil.rmtree(HF_CACHE_HOME, ignore_errors=True)
@@ -56,7 +56,7 @@ def ask(tmp_path_factory, reference_model_path):
     with serving(folder) as (address, server):
         offline = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"}
         environ = {name: value for name, value in os.environ.items() if name not in offline}
-        environ |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
+        environ |= {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "60"}
         piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", CLIENT], env=environ, **piped) as client:
             yield answering(client, server, home)
@@ -69,7 +69,8 @@ def answering(client: subprocess.Popen, server: type[Hub], home: Path) -> Callab
     def answer(behaviour: str, what: str = "model", cache: str = "empty") -> str:
         server.behaviour = behaviour
         server.asked.clear()
-        client.stdin.write(f"{what} {cache}\n")
+        patience = 1 if behaviour == "silent" else 60  # a busy machine answers late
+        client.stdin.write(f"{what} {cache} {patience}\n")
         client.stdin.flush()
         return client.stdout.readline().strip()
 
