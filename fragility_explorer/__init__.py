@@ -1,0 +1,1 @@
+"""Interactive views of results and models, on top of the lab."""
