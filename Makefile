@@ -24,6 +24,7 @@ TOP =
 WITHIN =
 STALE =
 SCHEDULER =
+FOLDER =
 # The names of all that the command line gives: `make diagnose` finds its options among them.
 export FRAGILITY_GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(filter command%,$(origin $(name))),$(name))))
 # A dollar sign in a value of the command line or the environment is no variable or function of make. Commands see both.
@@ -32,7 +33,7 @@ $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIA
         $(eval $(if $(filter command%,$(origin $(name))),export override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
-export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER
+export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER FOLDER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 # SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
@@ -201,7 +202,7 @@ browser: $(ENVIRONMENT)  ## install what test-browser needs, or say what is miss
 	$(PYTHON) tests/browser/prepare.py
 
 .PHONY: test-browser
-test-browser: browser  ## use the teaching notebooks in a real JupyterLab and Chromium
+test-browser: browser .site/installed  ## use the teaching notebooks in a real JupyterLab and Chromium
 	$(PYTHON) -m pytest tests/browser
 
 .PHONY: test-peers
@@ -219,6 +220,14 @@ notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and
 .PHONY: shipped
 shipped: $(ENVIRONMENT)  ## what the lessons show without computing it, again: fragility_lab/assets/lessons
 	$(PYTHON) -m fragility_lessons.shipping
+
+.PHONY: exercises
+exercises: $(ENVIRONMENT)  ## outputs/exercises: the lessons' exercises to print, and their solutions apart
+	@$(PYTHON) docs/site/exercise_sheets.py
+
+.PHONY: answers
+answers: $(ENVIRONMENT)  ## students' answers in FOLDER= (their saved files or notebooks) as one table
+	@$(PYTHON) -m fragility_lessons.collected "$$FOLDER"
 
 .PHONY: bench
 bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation

@@ -1,10 +1,42 @@
-"""JupyterLab for this project (``make lab``): it opens the start page and saves notebooks clean."""
+"""JupyterLab for this project (``make lab``): it opens the start page and saves notebooks clean.
+
+Its own notebooks are trusted from the start, so that what needs no kernel is alive in them: bits, questions, explorers.
+A page may ask JupyterLab for its notebooks: a question keeps the answer in the one that it stands in.
+"""
 
 from pathlib import Path
 
-from fragility_lab.running.refresh import before_saving
+import nbformat
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
+from nbformat.sign import NotebookNotary
+
+from fragility_lab.running.refresh import PYTHON, before_saving
+
+PROJECT = Path(__file__).parent
+
+
+class Contents(AsyncLargeFileManager):
+    """Files as they are, and notebooks with what JupyterLab adds to clean ones: else it takes them for changed."""
+
+    async def get(self, *arguments, **options):
+        model = await super().get(*arguments, **options)
+        if model["type"] == "notebook" and model["content"]:
+            metadata = model["content"]["metadata"]
+            if metadata.get("kernelspec") == PYTHON:
+                kernel = {"display_name": get_kernel_dict()["display_name"], "language": "python", "name": "python3"}
+                metadata |= {"kernelspec": kernel, "language_info": IPythonKernel.language_info}
+        return model
+
 
 c = get_config()  # noqa: F821 (Jupyter defines it)
-c.ServerApp.root_dir = str(Path(__file__).parent)
+c.ServerApp.root_dir = str(PROJECT)
+c.ServerApp.contents_manager_class = Contents
 c.LabApp.default_url = "/lab/tree/notebooks/start.ipynb"
+c.LabApp.expose_app_in_browser = True
 c.ContentsManager.pre_save_hook = before_saving
+
+for notebook in sorted((PROJECT / "notebooks").rglob("*.ipynb")):
+    if ".ipynb_checkpoints" not in notebook.parts:
+        NotebookNotary().sign(nbformat.read(notebook, as_version=4))

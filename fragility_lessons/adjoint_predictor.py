@@ -13,8 +13,8 @@ import torch
 from fragility_lab.explorer.component import Component
 from fragility_lessons import shipped
 from fragility_lessons.coding import coding
+from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import Picture, finish, panels
-from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 
 EXERCISES = exercises("adjoint_predictor")

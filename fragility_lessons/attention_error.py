@@ -17,9 +17,9 @@ from fragility_core import theory
 from fragility_core.theory import AttentionNorms
 from fragility_lessons import pictures
 from fragility_lessons.coding import coding
+from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import BESIDE, FORMATS, LIMIT, TWO_COLUMNS, Picture, finish, panels, strength
 from fragility_lessons.rows import standard_normal
-from fragility_lessons.widgets import exercises
 from fragility_numerics.emulation import Emulation
 from fragility_numerics.formats import get_format
 

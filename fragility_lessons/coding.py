@@ -23,13 +23,14 @@ class Coding:
 
     ``reference`` is the library's function, and ``cases`` are arguments to try. ``solution`` is a worked answer as
     source. ``mistakes`` are changes of its text, each under the hint for a student who makes the same mistake.
-    ``returns`` says what the function is to return.
+    ``task`` says what it computes, as HTML, and ``returns`` what it is to return.
     """
 
     reference: Callable
     cases: Sequence[tuple]
     solution: str
     mistakes: Mapping[str, Mapping[str, str]]
+    task: str = ""
     returns: str = "return one number"
 
     def written(self, hint: str = "") -> Callable:

@@ -15,8 +15,8 @@ from fragility_core.bgss.printed import PrintedBGSS
 from fragility_lab.reporting.figures import COLOURS, Axes, figure_of
 from fragility_lessons import record
 from fragility_lessons.coding import coding
+from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels
-from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 
 EXERCISES = exercises("controller")

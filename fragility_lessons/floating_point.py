@@ -15,9 +15,9 @@ from torch import Tensor
 from fragility_core import theory
 from fragility_lab.reporting.figures import figure_of
 from fragility_lessons.coding import coding
+from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import BESIDE, LIMIT, Picture, finish, panels, strength
 from fragility_lessons.pictures import FORMATS as LOW
-from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import FORMATS, Format, get_format
 
 EXERCISES = exercises("floating_point")

@@ -10,10 +10,10 @@ from torch import Tensor
 from fragility_core import theory
 from fragility_lessons import pictures, shipped
 from fragility_lessons.coding import coding
+from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import FORMATS as FORMATS
 from fragility_lessons.pictures import LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
 from fragility_lessons.rows import FEATURES, drawn, errors, ladder, mean_variance, uneven_gamma
-from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 
 EXERCISES = exercises("layernorm_epsilon")

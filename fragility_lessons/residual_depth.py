@@ -14,9 +14,9 @@ from fragility_core import theory
 from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lessons import embedded
 from fragility_lessons.coding import coding
+from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels, strength
 from fragility_lessons.rows import standard_normal
-from fragility_lessons.widgets import exercises
 
 EXERCISES = exercises("residual_depth")
 GAINS = torch.linspace(0, 1.5, 31, dtype=torch.float64)

@@ -23,8 +23,8 @@ from fragility_lab.reporting.figures import figure_of
 from fragility_lessons import embedded
 from fragility_lessons.coding import coding
 from fragility_lessons.controller import raised
+from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import TWO_COLUMNS, Picture, finish, panels
-from fragility_lessons.widgets import exercises
 from fragility_numerics.formats import get_format
 from fragility_numerics.lowering import lower
 

@@ -115,31 +115,35 @@ def labels_reached_by_tab(page: Page, explorer: Locator) -> set[str]:
 
 
 def answer(exercise: Locator) -> None:
-    """A check gives a hint, and the answer stays hidden until asked for."""
-    verdict, solution = exercise.get_by_role("status"), exercise.locator("details p")
+    """A check gives a hint, and the explanation stays hidden until then."""
+    verdict, explanation = exercise.get_by_role("status"), exercise.locator("details p")
     exercise.get_by_role("button", name="Check").click()
     expect(verdict).to_have_text("Answer first.")
+    expect(explanation).to_be_hidden()
     if exercise.get_by_role("textbox").count():
         exercise.get_by_role("textbox").fill("-12345")
         exercise.get_by_role("textbox").press("Enter")
         expect(verdict).to_contain_text("Not yet. Hint: ")
+        exercise.locator("summary").click()
     else:
-        exercise.get_by_role("radio").first.check()
-        expect(verdict).to_have_count(0)  # that of the last choice is gone
-    expect(solution).to_be_hidden()
-    exercise.locator("summary").click()
-    expect(solution).to_be_visible()
+        for choice in exercise.get_by_role("radio").all():
+            choice.check()
+            expect(verdict).to_have_text("")  # that of the last choice is gone
+            exercise.get_by_role("button", name="Check").click()
+        expect(verdict).to_contain_text(re.compile("Right|Not yet"))
+    expect(explanation).to_be_visible()
 
 
 def expect_static(page: Page, name: str) -> None:
-    """Without live widgets: every figure is there, with words for it and numbers, and every answer is folded away."""
+    """Without a run: every figure is there, with words for it and numbers, and every question may be answered."""
     source = notebook_path(name).read_text()
     readouts = page.locator(".jp-OutputArea-output .readout")
     expect(readouts).to_have_count(source.count('"Explorer('), timeout=ENOUGH)
-    answers = page.locator(".jp-OutputArea-output details p")
-    expect(answers).to_have_count(source.count(".EXERCISES["), timeout=ENOUGH)
-    for solution in answers.all():
-        expect(solution).to_be_hidden()
+    asked = page.locator('.jp-OutputArea-output > * > [data-kind="question"]')
+    expect(asked).to_have_count(source.count(".EXERCISES["), timeout=ENOUGH)
+    for exercise in asked.all():
+        expect(exercise.get_by_role("button", name="Check")).to_be_visible()
+    expect(page.locator(".jp-InputPlaceholder:visible")).to_have_count(0)  # no bars for folded code
     images = page.locator(".jp-OutputArea-output img").all()
     assert len(images) >= source.count('"Explorer(')
     for image in images:
@@ -166,9 +170,13 @@ def test_notebook(page, lab, name):
         labels = explorer.locator("label.widget-label:visible").all_text_contents()
         assert labels and labels_reached_by_tab(page, explorer) == set(labels)
         explorer.screenshot(path=PICTURES / f"{name}_figure_{number}.png")
-    for number, exercise in enumerate(page.locator(".exercise").all(), 1):
+    questions = page.locator('[data-kind="question"]')
+    for number, exercise in enumerate(questions.all(), 1):
         answer(exercise)
         exercise.screenshot(path=PICTURES / f"{name}_exercise_{number}.png")
+    progress = page.locator('[data-kind="progress"]')
+    expect(progress).to_contain_text(f"{questions.count()} of {questions.count()} answered")
+    progress.screenshot(path=PICTURES / f"{name}_progress.png")
     # Recorded only, because other work on the machine counts too. test_widgets limits the kernel's part.
     (PICTURES / f"{name}_latencies.csv").write_text("\n".join(latencies) + "\n")
 

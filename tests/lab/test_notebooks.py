@@ -11,7 +11,7 @@ from fragility_lab import paths
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.paths import NOTEBOOKS, PROJECT
 from fragility_lab.running.execute import notebook_names, notebook_path
-from fragility_lessons.widgets import exercises
+from fragility_lessons.exercises import exercises
 
 ALL = notebook_names()
 
@@ -110,7 +110,9 @@ LESSONS = [
     name for name in ALL if name.startswith(("theory/1", "theory/2", "theory/3", "theory/4", "theory/5", "theory/7"))
 ]
 MOST_WORDS = 80
-NO_BAR = r"\A(?:\w+\.EXERCISES\[|Explorer\(|bits\.Bits\(|\w+\.(?:live|failure|formats_table|medians)\(\)|from |import )"
+NO_BAR = (
+    r"\A(?:\w+\.EXERCISES[.\[]|Explorer\(|bits\.Bits\(|\w+\.(?:live|failure|formats_table|medians)\(\)|from |import )"
+)
 SIDES = re.compile(
     r"\b(?:left|right) (?:picture|panel|one)\b|\b(?:Left|Right):|\((?:left|right)\)|\bon the (?:left|right)[.:]"
 )

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from fragility_core import theory
 from fragility_lessons import adjoint_predictor, attention_error, bits, floating_point, residual_depth
 from fragility_lessons.attention_error import DRAWS, KEYS, WIDTH
-from fragility_lessons.widgets import exercises
+from fragility_lessons.exercises import exercises
 from fragility_numerics.formats import get_format
 
 formats = st.sampled_from(floating_point.LOW)

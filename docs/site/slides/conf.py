@@ -1,7 +1,16 @@
 """How ``make slides`` turns the lessons into slides (Sphinx with reveal.js).
 
-A section is a slide. Code is left out, except the functions that students write.
+A slide has one idea: some text with one picture, or one question. Code is left out, except the functions that students
+write. Notes for the speaker are those of ``notes.yaml``; press S to see them.
 """
+
+import html
+import re
+from pathlib import Path
+
+import yaml
+from docutils import nodes
+from sphinx_revealjs.nodes import revealjs_break
 
 project = "Numerical fragility in Transformers"
 extensions = ["myst_nb", "sphinx-mathjax-offline", "sphinx_revealjs"]
@@ -20,6 +29,85 @@ suppress_warnings = ["myst.xref_missing", "toc.not_included"]  # other pages are
 revealjs_style_theme = "white"
 revealjs_static_path = ["_static"]
 revealjs_css_files = ["slides.css"]
+revealjs_script_plugins = [{"name": "RevealNotes", "src": "revealjs/plugin/notes/notes.js"}]
 revealjs_script_conf = {
-    "hash": True, "slideNumber": "c/t", "center": False, "width": 1280, "height": 800, "margin": 0.05,
+    "hash": True, "slideNumber": "c/t", "center": False, "width": 1280, "height": 720, "margin": 0.03,
 }  # fmt: skip
+
+LINES = 13  # of text on a slide, by a rough count
+BESIDE_PICTURE = 6  # of them that leave room for a picture or a question
+WIDTH = 90  # of a line in letters
+NOTES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8"))
+
+
+def is_shown(node) -> bool:
+    """Whether ``node`` is a cell with a picture, a table or a question."""
+    return "cell" in node.get("classes", []) and bool(node.children)
+
+
+def lines(node) -> float:
+    """The height of a text in lines, roughly; what is folded away has one."""
+    if node.tagname in ("raw", "comment", "target"):
+        return 1.5 if "<summary" in node.astext() else 0
+    if node.tagname == "math_block":
+        return 3
+    if node.tagname in ("table", "bullet_list", "enumerated_list"):
+        rows = list(node.findall(lambda part: part.tagname in ("row", "list_item")))
+        return sum(max(1, len(row.astext()) / WIDTH) * 1.4 for row in rows)
+    return len(node.astext()) / WIDTH + 1
+
+
+def blocks(children: list) -> list[list]:
+    """The ``children`` of a section, those together that cannot be parted: what is folded away."""
+    found, depth = [], 0
+    for node in children:
+        if depth:
+            found[-1].append(node)
+        else:
+            found.append([node])
+        if node.tagname == "raw":
+            depth += node.astext().count("<details") - node.astext().count("</details")
+    return found
+
+
+def slides(children: list) -> list[list]:
+    """The ``children`` of a section by slide: a picture or a question ends one."""
+    made, height = [[]], 0.0
+    for block in blocks(children):
+        picture = any(map(is_shown, block))
+        tall = lines(block[0]) if not picture else 0.0
+        if made[-1] and (height > BESIDE_PICTURE if picture else height + tall > LINES):
+            made.append([])
+            height = 0.0
+        made[-1] += block
+        height = LINES if picture else height + tall
+    return made
+
+
+def aside(lesson: str, title: str) -> list:
+    """What a lecturer says, asks, and how long it takes, where ``notes.yaml`` has it."""
+    note = NOTES.get(lesson, {}).get(title)
+    if note is None:
+        return []
+    parts = [f"<p>{note['minutes']} minutes. {html.escape(note['say'])}</p>"]
+    parts += [f"<p><b>Ask:</b> {html.escape(note['ask'])}</p>"] if "ask" in note else []
+    return [nodes.raw("", f'<aside class="notes">{"".join(parts)}</aside>', format="html")]
+
+
+def split(app, document) -> None:
+    """One idea a slide, each with its section's notes. What follows a section's subsections is theirs."""
+    lesson = Path(app.env.docname).name
+    for section in list(document.findall(nodes.section)):
+        title, *children = section.children
+        own = [child for child in children if not isinstance(child, nodes.section)]
+        first, *more = slides(own)
+        notes = aside(lesson, re.sub(r"\s+", " ", title.astext()))
+        made = [title, *notes, *first]
+        for slide in more:
+            made += [revealjs_break(), *[note.deepcopy() for note in notes], *slide]
+        section.children = []
+        section.extend([*made, *(child for child in children if isinstance(child, nodes.section))])
+
+
+def setup(app) -> None:
+    app.connect("doctree-read", split)
