@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "fragility_quantization": 1630,
     "fragility_adjoint": 5684,
     "fragility_lab": 12650,
-    "fragility_lessons": 2629,
+    "fragility_lessons": 2869,
     "fragility_engines": 3810,
     "fragility_peers": 870,
     "fragility_pretraining": 397,
