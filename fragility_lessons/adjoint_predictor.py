@@ -39,7 +39,7 @@ def errors(alike: float) -> np.ndarray:
 
 
 def squares(count: int, alike: float) -> Picture:
-    """Left: sums of random errors, one line a draw. Right: the root mean square of the sums over their number."""
+    """First panel: sums of random errors, one line a draw. Second: their root mean square over their number."""
     sums, numbers = errors(alike).cumsum(1), np.arange(1, MOST + 1)
     measured = np.sqrt((sums**2).mean(0))
     walks, growth = panels(here=count)
@@ -107,7 +107,7 @@ def toy_errors(x: float, format: str) -> pd.DataFrame:
 
 
 def by_hand(x: float, format: str) -> Picture:
-    """Left: gradient times error of every result, for one input. Right: measured errors of inputs near it."""
+    """First panel: gradient times error of every result, for one input. Second: measured errors of inputs near it."""
     table = toy_errors(x, format)
     _, local = toy(np.array(x), rounding(format))
     slopes = gradients(np.array(x))

@@ -146,7 +146,7 @@ def sweep(value_exponent: int, format: str) -> pd.DataFrame:
 
 
 def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> Picture:
-    """Left: error and bound over the margin. Right: the terms in the bracket of the bound."""
+    """First panel: error and bound over the margin. Second: the terms in the bracket of the bound."""
     table = sweep(value_exponent, format)
     observed, bound = MEASURES[measure]
     mean = table.groupby("margin").mean()

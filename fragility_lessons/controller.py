@@ -52,7 +52,7 @@ def first_step() -> pd.DataFrame:
 
 
 def frozen(block: int, exponent: float) -> Picture:
-    """Left: M_LN of ``block`` over epsilon. Right: the share by which epsilon 10^``exponent`` lowers each block's G."""
+    """First panel: M_LN of ``block`` over epsilon. Second: the share of each block's G that 10^``exponent`` takes."""
     rows, epsilon = first_step(), 10.0**exponent
     table = raised(rows, epsilon).assign(share=lambda t: t.reduction / rows.risk)
     own, here = rows.iloc[[block]], table.iloc[block]
@@ -84,7 +84,7 @@ def frozen(block: int, exponent: float) -> Picture:
 
 
 def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> Picture:
-    """Left: epsilon after the printed update, over the variance. Right: rho_LN before and after the update."""
+    """First panel: epsilon after the printed update, over the variance. Second: rho_LN before and after the update."""
     rows = first_step()
     width, unit, cap = int(rows.d_model.iloc[0]), 2.0**-precision, 10.0**cap_exponent
     variance = 10.0 ** np.append(np.linspace(-6, 3, 91), variance_exponent)  # the last is the chosen one
@@ -190,7 +190,14 @@ def released(run: str) -> pd.DataFrame:
 
 
 def playground(
-    step: int, precision: int, risk: float, dominance: float, target: float, budget: int, cooldown: int, run: str
+    step: int,
+    precision: int,
+    risk: float,
+    dominance: float,
+    budget: int,
+    run: str,
+    target: float = 0.5,
+    cooldown: int = 10,
 ) -> Picture:
     """First panel: the gate that stops each block, by inspection, and the release's actions. Second: one inspection.
 
@@ -219,7 +226,7 @@ def playground(
     )
 
 
-START = {"step": 128, "precision": 11, "risk": 3.2, "dominance": -2.1, "target": 0.5, "budget": 2, "cooldown": 10}
+START = {"step": 128, "precision": 11, "risk": 3.2, "dominance": -2.1, "budget": 2}
 FREE = START | {"risk": 0.0, "dominance": -4.0}  # both thresholds as low as they go
 TOUR: dict[str, dict[str, Any]] = {
     "1: as recorded": START,

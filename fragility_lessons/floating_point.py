@@ -39,12 +39,18 @@ def failure(offset: float) -> Picture:
     names = ("fp32", *LOW)
     scores = [stored_scores(offset, name) for name in names]
     shares = [pair.softmax(0)[0].item() for pair in scores]
-    (axes,) = panels(8.2, height=3.4, right=0.4)
-    axes.bar(names, shares, color=["C0" if abs(share - shares[0]) < 0.02 else "C3" for share in shares], width=0.6)
+    (axes,) = panels(8.2, height=3.6, right=0.4)
+    figure_of(axes).subplots_adjust(bottom=0.24)
+    axes.bar(
+        [name.replace("_", "\n") for name in names],
+        shares,
+        color=["C0" if abs(share - shares[0]) < 0.02 else "C3" for share in shares],
+        width=0.6,
+    )
     for place, (share, pair) in enumerate(zip(shares, scores)):
-        axes.text(place, share + 0.03, "{:g} and {:g}".format(*pair.tolist()), ha="center", fontsize="small")
+        axes.text(place, share + 0.03, "{:g}\n{:g}".format(*pair.tolist()), ha="center", va="bottom", fontsize="small")
     axes.axhline(torch.tensor(list(WORDS.values())).softmax(0)[0].item(), **LIMIT)
-    finish(axes, "the scores are stored in", "probability of “mat”", "above each bar: the stored scores", ylim=(0, 1.2))
+    finish(axes, "the scores are stored in", "probability of “mat”", "above each bar: the stored scores", ylim=(0, 1.3))
     told = ", ".join(f"{name} {share:.0%}" for name, share in zip(names, shares))
     return [axes], f"{offset:g} added to both scores; “mat” gets: {told}"
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from ipywidgets import Text, ValueWidget
 from matplotlib.axes import Axes
 from torch import Tensor
 
@@ -14,8 +13,8 @@ from fragility_core.surrogates.monitor import Monitor
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lab.measurement.comparison import block_outputs
 from fragility_lessons import embedded, window
+from fragility_lessons.explorers import Control, Figure
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels
-from fragility_lessons.widgets import LABEL, WIDE, buttons, choice
 from fragility_numerics.formats import get_format
 
 MOST = 64  # tokens: a pass over them takes a fraction of a second
@@ -54,41 +53,21 @@ def errors(text: str, format: str) -> np.ndarray:
     return (norms(states - reference, dim=-1) / norms(reference, dim=-1)).numpy()
 
 
-def controls() -> dict[str, ValueWidget]:
-    """The controls: a field for the text, a button for each of its tokens, and a menu of formats."""
-    text = Text(START, description="your text", continuous_update=False, style=LABEL, layout=WIDE)
-    token = buttons("token", _numbered(START), start=0, width="auto")
-
-    def read(_change) -> None:
-        token.options = _numbered(text.value)
-        token.index = 0 if token.options else None
-
-    text.observe(read, names="value")  # before the picture is drawn, which observes it too
-    return {"text": text, "token": token, "format": choice("format", window.FORMATS, "bf16")}
-
-
-def _numbered(text: str) -> list[tuple[str, int]]:
-    # ipywidgets tells buttons apart by their text, so equal tokens get their number.
-    return [(f"{place} {word}", place) for place, word in enumerate(words(text))]
-
-
 @lru_cache(maxsize=2)
 def everything(text: str, format: str) -> Axes:
     """The error of all tokens after every block, drawn once for all choices of a token."""
     shares = errors(text, format)
     layers, count = shares.shape
     (axes,) = panels(4.8, height=3.8)
-    axes.grid(False)
-    axes.imshow(np.log10(shares), cmap="YlOrBr", aspect="auto", origin="lower")
+    edges = np.arange(count + 1) - 0.5, np.arange(layers + 1) - 0.5
+    axes.pcolormesh(*edges, np.log10(shares), cmap="YlOrBr")
     ticks: dict[str, Any] = {"xticks": range(0, count, max(1, count // 6)), "yticks": range(0, layers, 2)}
     finish(axes, "token", "after block", "error of every token (dark: large)", **ticks)
     return axes
 
 
-def depth(text: str, token: int | None, format: str) -> Picture:
-    """Left: the error of all tokens after every block. Right: the error of ``token``, in the band of all tokens."""
-    if token is None:
-        return [], "There is no text yet. Type a few words, and press Enter."
+def depth(text: str, token: int, format: str) -> Picture:
+    """First panel: the error of all tokens after every block. Second: that of ``token``, in the band of all tokens."""
     shares, unit, here = errors(text, format), get_format(format).unit_roundoff, words(text)[token]
     layers, count = shares.shape
     (single,) = panels(4.8, height=3.8)
@@ -104,3 +83,16 @@ def depth(text: str, token: int | None, format: str) -> Picture:
         f"{format}, token {token} “{here}”: off by {shares[0, token]:.2g} after block 0 and by {shares[-1, token]:.2g} "
         f"at the end, the error of rank {rank} among {count} tokens.{cut}"
     )
+
+
+def explorer(text: str = START) -> Figure:
+    """The errors of a reader's text, with a button for each of its tokens. Raises ValueError if there is none."""
+    if not words(text):
+        raise ValueError("there is no text yet: write a few words between the quotation marks")
+    tokens = [f"{place} {word}" for place, word in enumerate(words(text))]
+
+    def draw(token: str, format: str) -> Picture:
+        return depth(text, tokens.index(token), format)
+
+    formats = Control("menu", "format", window.FORMATS, "bf16")
+    return Figure(draw, {"token": Control("buttons", "token", tokens, tokens[0]), "format": formats})

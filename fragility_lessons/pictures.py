@@ -1,6 +1,5 @@
 """The parts that pictures of all lessons share: panels, scales, labels and legends, and the slack of a bound."""
 
-from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -24,17 +23,13 @@ RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 TWO_COLUMNS = {"frameon": False, "fontsize": "small", "loc": "upper right", "ncols": 2}
 
 
-@lru_cache(maxsize=4)
 @style()
-def svg(axes: Axes) -> bytes:
-    """The figure of ``axes`` as SVG, the same bytes for the same data. The browser's fonts draw its text.
-
-    The SVG of an Axes is kept, since a lesson that returns the same Axes again has changed nothing in it.
-    """
+def svg(axes: Axes) -> str:
+    """The figure of ``axes`` as SVG, the same for the same data. The browser's fonts draw its text."""
     buffer = BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fragility"}):
         figure_of(axes).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
+    return buffer.getvalue().decode("utf-8")
 
 
 def alternative_text(axes: Axes) -> str:
@@ -48,9 +43,8 @@ def alternative_text(axes: Axes) -> str:
 def panels(*widths: float, height: float = 3.6, right: float = 0.25, here: float | None = None) -> list[Axes]:
     """One Axes for each of ``widths`` (by default 4.8 twice), in figures of their own, which narrow pages stack.
 
-    Widths, ``height`` and the margin ``right`` are in inches. A line marks ``here``, the value of a control. Pyplot
-    does not know the figures, so that callbacks leave none open. Margins are fixed, since a layout engine takes longer
-    than the drawing.
+    Widths, ``height`` and the margin ``right`` are in inches. A line marks ``here``, the value of a control. Margins
+    are fixed, since a layout engine takes longer than the drawing.
     """
     row = []
     for width in widths or (4.8, 4.8):
@@ -96,7 +90,7 @@ def strength(chosen: bool) -> dict[str, Any]:
 
 
 def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> Picture:
-    """Left: a histogram of bound over observed error. Right: the mean factor that each step of the proof loses.
+    """First panel: a histogram of bound over observed error. Second: the mean factor that each step of the proof loses.
 
     Each column of ``ladder`` bounds the column before it; the first is the observed error, the last the bound.
     ``draws`` is the plural noun for its rows.

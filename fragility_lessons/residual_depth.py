@@ -82,7 +82,7 @@ CODING = coding("residual_depth", lambda rho: theory.downstream_transport(torch.
 
 
 def one_block(rho: float, kind: str) -> Picture:
-    """Left: singular values of I + J. Right: condition number and its bound over rho."""
+    """First panel: singular values of I + J. Second: condition number and its bound over rho."""
     unit = jacobians(kind, 1.0, 1)[0]
     low, high = theory.residual_singular_value_bounds(rho)
     here, sweep = singular_values(rho * unit), singular_values(GAINS[:, None, None] * unit)
@@ -108,7 +108,7 @@ def one_block(rho: float, kind: str) -> Picture:
 
 
 def depth(rho: float, blocks: int, kind: str) -> Picture:
-    """Left: growth of an error over depth, and prod (1 + rho). Right: condition number, its bound, its substitute."""
+    """First panel: growth of an error over depth, and prod (1 + rho). Second: condition number, bound, substitute."""
     table = course(kind, rho, 48)
     here = table[table.blocks == blocks].iloc[0]
     growth, conditions = panels(height=3.8, here=blocks)
@@ -144,7 +144,7 @@ def factors() -> pd.DataFrame:
 
 
 def checkpoint(layer: int, estimator: str) -> Picture:
-    """Left: rho of every block by three estimators. Right: growth of an error of a block, estimated and measured."""
+    """First panel: rho of every block by three estimators. Second: growth of an error, estimated and measured."""
     rho, table = estimates(), factors()
     here = table.loc[layer]
     gain, growth = panels(height=4.0, here=layer)

@@ -1,9 +1,12 @@
 """The computation of the results that ``shipped`` reads.
 
-``make shipped`` (``python -m fragility_lessons.shipping``) does it again, in about five minutes on two CPU cores.
+``make shipped`` (``python -m fragility_lessons.shipping``) does it again, in about ten minutes on two CPU cores. With
+names of explorers or lessons, such as ``controller``, it draws the pictures of these alone.
 """
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from fragility_lab.experiments.constants import (
 from fragility_lab.explorer import build
 from fragility_lab.running.files import write_whole
 from fragility_lessons import embedded
+from fragility_lessons.explorers import Explorer, listed
 from fragility_lessons.pictures import FORMATS
 from fragility_lessons.shipped import FOLDER, KERNELS, PLANS, QUANTILES, READINGS, SITES, SUMMARY
 
@@ -75,5 +79,14 @@ def write(folder: Path = FOLDER) -> None:
     summary.to_csv(folder / SUMMARY.name, index=False, float_format="%.7g")
 
 
+def draw(names: Sequence[str] = ()) -> None:
+    """Draw the pictures of all explorers, or of those whose names begin with one of ``names``."""
+    for name in listed():
+        if not names or name.startswith(tuple(names)):
+            Explorer(name).write()
+
+
 if __name__ == "__main__":
-    write()
+    if not sys.argv[1:]:
+        write()
+    draw(sys.argv[1:])

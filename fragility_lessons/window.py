@@ -130,7 +130,7 @@ def text(block: int, format: str) -> Picture:
 
 
 def profile(block: int, format: str) -> Picture:
-    """Left: the terms of M over the blocks. Right: the error of the hidden state, measured and predicted."""
+    """First panel: the terms of M over the blocks. Second: the error of the hidden state, measured and predicted."""
     here = passed(format)
     row = here.layers.iloc[block]
     terms, drift = panels(height=3.8, here=block)
@@ -171,7 +171,7 @@ def formulas(row: pd.Series, final_norm: float, unit_roundoff: float) -> list[st
 
 
 def block_score(block: int, format: str) -> Picture:
-    """Left: G of every block. Right: the formulas of ``block`` with their numbers."""
+    """First panel: G of every block. Second: the formulas of ``block`` with their numbers."""
     here = passed(format)
     row, risk = here.layers.iloc[block], here.layers.risk
     bars, page = panels(3.2, 6.8, height=3.8)
@@ -235,7 +235,7 @@ def raised_epsilons() -> pd.DataFrame:
 
 
 def epsilon(block: int, exponent: int, format: str) -> Picture:
-    """Left: frozen G and measured mismatch over epsilon in ``block``. Right: the change of the output itself."""
+    """First panel: frozen G and measured mismatch over epsilon in ``block``. Second: the change of the output."""
     layers, real = passed(format).layers, raised_epsilons().loc[block]
     row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent
     frozen = 1 - raised(row, np.array(EPSILONS)).reduction / row.risk

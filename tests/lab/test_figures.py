@@ -16,7 +16,7 @@ from fragility_lab.experiments import agreement, e1, e3
 from fragility_lab.paths import PROJECT
 from fragility_lab.reporting import figures, figures_e5, figures_x1, figures_x2
 from fragility_lessons import pictures
-from fragility_lessons.widgets import Explorer, slider
+from fragility_lessons.explorers import Control, Figure
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,8 @@ def test_explorers_draw_in_the_style_of_the_figures():
     def draw(x):
         return pictures.panels(), str(matplotlib.rcParams["axes.edgecolor"])
 
-    assert Explorer(draw, x=slider("x", 0, 1, 1, 0)).drawn()[1] == figures.STYLE["axes.edgecolor"]
+    figure = Figure(draw, {"x": Control("slider", "x", [0, 1], 0)})
+    assert figure.drawn(figure.start)[1] == figures.STYLE["axes.edgecolor"]
 
 
 @pytest.mark.parametrize("sweep", ["attention", "layernorm", "residual"])

@@ -128,13 +128,15 @@ def shown(cell) -> bool:
 
 
 def words(source: str) -> int:
-    """Words of Markdown, between white space; a formula counts as one, and of what is folded away only the summary."""
+    """Words of Markdown, between white space; a formula is one, and what is folded away or a definition counts not."""
     unfolded = re.sub(r"<details>\s*<summary>(.*?)</summary>.*?</details>", r"\1", source, flags=re.S)
+    unfolded = re.sub(r'<abbr title="[^"]*">(.*?)</abbr>', r"\1", unfolded, flags=re.S)
     return len(re.sub(r"\$\$.*?\$\$|\$[^$]*\$", "formula", unfolded, flags=re.S).split())
 
 
 def test_a_formula_counts_as_one_word_and_what_is_folded_does_not_count():
     assert words("So $a + b$, and\n\n$$c = d + e$$\n\n**end**") == 5
+    assert words('the <abbr title="σ²: how far rows vary">variance</abbr> $v$') == 3
     assert words("Begin\n<details><summary>Step one</summary>\n\nmany words\n\n</details>\nend") == 4
 
 

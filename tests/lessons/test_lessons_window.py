@@ -14,7 +14,6 @@ from fragility_core.models.blocks import blocks
 from fragility_core.surrogates.shadow import set_epsilons
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
 from fragility_lessons import embedded, own_text, pictures, window
-from fragility_lessons.widgets import Explorer
 from fragility_numerics.formats import get_format
 
 FORMATS = pytest.mark.parametrize("format", window.FORMATS)
@@ -191,32 +190,27 @@ def test_errors_of_a_text_are_those_of_the_window_for_its_text():
     assert own_text.words(text) == [window.readable(word) for word in window.words()]
 
 
-def test_a_new_text_brings_its_tokens_and_its_picture():
-    explorer = Explorer(own_text.depth, **own_text.controls())
-    text, token = explorer.controls["text"], explorer.controls["token"]
-    token.value = 5
-    text.value = "Split the string at spaces."
-    assert [label.partition(" ")[2] for label, _ in token.options] == own_text.words(text.value) and token.value == 0
-    text.value = "the the the"
-    assert len({label for label, _ in token.options}) == len(token.options) >= 3
-    text.value = "Split the string at spaces."
-    assert f"token 0 “{own_text.words(text.value)[0]}”" in explorer.picture.value
-    token.value = 2
-    expected = own_text.errors(text.value, "bf16")[:, 2]
-    assert f"off by {expected[0]:.2g} after block 0 and by {expected[-1]:.2g} at the end" in explorer.picture.value
-    (_, single), _ = own_text.depth(text.value, 2, "bf16")
+def test_a_new_text_brings_its_tokens_and_its_pictures():
+    text = "Split the string at spaces."
+    figure = own_text.explorer(text)
+    tokens = figure.controls["token"].values
+    assert [label.partition(" ")[2] for label in tokens] == own_text.words(text)
+    expected = own_text.errors(text, "bf16")[:, 2]
+    (_, single), told = figure.draw(token=tokens[2], format="bf16")
+    assert f"off by {expected[0]:.2g} after block 0 and by {expected[-1]:.2g} at the end" in told
     np.testing.assert_array_equal(single.lines[1].get_ydata(), expected)
+    assert f"token 0 “{own_text.words(text)[0]}”" in figure._repr_mimebundle_()["text/plain"]
+
+
+def test_equal_tokens_have_buttons_of_their_own():
+    tokens = own_text.explorer("the the the").controls["token"].values
+    assert len(set(tokens)) == len(tokens) >= 3
 
 
 @pytest.mark.parametrize("blank", ["", "  \n "])
-def test_an_empty_text_is_told_and_the_next_one_is_shown(blank):
-    explorer = Explorer(own_text.depth, **own_text.controls())
-    text, token = explorer.controls["text"], explorer.controls["token"]
-    text.value = blank
-    assert "There is no text yet. Type a few words, and press Enter." in explorer.picture.value
-    assert not token.options and "<img" not in explorer.picture.value
-    text.value = "again"
-    assert token.value == 0 and explorer.picture.value.count("<img") == 2
+def test_an_empty_text_is_told(blank):
+    with pytest.raises(ValueError, match="write a few words between the quotation marks"):
+        own_text.explorer(blank)
 
 
 def test_a_long_text_is_cut_and_told():

@@ -8,11 +8,12 @@ import pytest
 
 from fragility_lab.experiments.constants import summarize_slack
 from fragility_lessons import shipped, shipping
+from fragility_lessons.explorers import Explorer, listed
 from fragility_lessons.pictures import FORMATS
 
 # Sums round in another order on another CPU. Single draws move by a few roundings, quantiles of thousands hardly.
 CLOSE = 0.05
-ROOM = 2**20  # bytes
+ROOM = 2 * 10**6  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,10 @@ def bf16():
 
 
 def test_files_are_small_and_have_every_format():
-    files = {path.name: path.stat().st_size for path in shipped.FOLDER.iterdir()}
+    files = {path.name: path.stat().st_size for path in shipped.FOLDER.rglob("*.*")}
+    drawn = {f"{name}.json.gz" for name in listed()}
     tables = (shipped.KERNELS, shipped.QUANTILES, shipped.SUMMARY, shipped.SITES, shipped.READINGS)
-    assert files.keys() == {path.name for path in (shipped.PLANS, *tables)}
+    assert files.keys() == {path.name for path in (shipped.PLANS, *tables)} | drawn
     assert sum(files.values()) < ROOM
     for table in (shipped.constants(), shipped.slack_quantiles(), shipped.slack_summary()):
         assert set(table.format) == set(FORMATS)
@@ -79,3 +81,12 @@ def test_writing_leaves_all_files(tmp_path, monkeypatch):
     for path in (shipped.KERNELS, shipped.SUMMARY, shipped.QUANTILES, shipped.SITES, shipped.READINGS):
         assert (tmp_path / "lessons" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "lessons" / "plans.json").read_text() == '[{"kind":"keep"}]\n'
+
+
+def test_names_choose_what_is_drawn(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Explorer, "write", lambda explorer: drawn.append(explorer.file.name.split(".")[1]))
+    shipping.draw(["controller", "residual_depth.depth"])
+    assert drawn == ["depth", "frozen", "update", "tour", "playground"]
+    shipping.draw()
+    assert len(drawn) == 5 + len(listed())

@@ -1,0 +1,51 @@
+"""The teaching notebooks show their pictures and questions within the time allowed."""
+
+import ast
+import time
+from functools import cache
+
+import nbformat
+import pytest
+from IPython.display import HTML
+
+from fragility_lab.running.execute import notebook_names, notebook_path
+from fragility_lessons.exercises import Exercise
+from fragility_lessons.explorers import Figure
+
+TEACHING = [name for name in notebook_names() if name.startswith("theory/")]
+SECONDS: dict[str, list[float]] = {}  # of the cells of a notebook that ran
+AT_ONCE = ("theory/1", "theory/2", "theory/3", "theory/5", "theory/7")
+MOST_SECONDS = 3
+
+
+@cache
+def run_notebook(name: str) -> tuple[list[Figure], list[Exercise]]:
+    """The figures and exercises that the code cells of the notebook ``name`` end with; the last shows progress."""
+    shown, scope = [], {}
+    for cell in nbformat.read(notebook_path(name), as_version=4).cells:
+        if cell.cell_type != "code":
+            continue
+        body, before = ast.parse(cell.source).body, time.process_time()
+        last = body.pop() if isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), name, "exec"), scope)
+        if last:
+            shown.append(eval(compile(ast.Expression(last.value), name, "eval"), scope))
+            if isinstance(shown[-1], Figure):
+                assert "nan" not in shown[-1]._repr_mimebundle_()["text/plain"]
+        SECONDS.setdefault(name, []).append(time.process_time() - before)
+    assert sum(isinstance(x, HTML) and 'data-kind="progress"' in x.data for x in shown) == 1
+    return [x for x in shown if isinstance(x, Figure)], [x for x in shown if isinstance(x, Exercise)]
+
+
+@pytest.mark.parametrize("name", TEACHING)
+def test_notebooks_show_figures_and_exercises(name):
+    figures, exercises = run_notebook(name)
+    assert len(figures) >= 2
+    assert 5 <= len(exercises) <= 7
+
+
+@pytest.mark.parametrize("name", [name for name in TEACHING if name.startswith(AT_ONCE)])
+def test_no_cell_makes_a_student_wait(name):
+    """Seconds of one processor; what takes longer is shipped (``shipped``)."""
+    run_notebook(name)
+    assert len(SECONDS[name]) > 10 and max(SECONDS[name]) < MOST_SECONDS, SECONDS[name]
