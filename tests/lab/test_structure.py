@@ -18,7 +18,7 @@ BUDGETS = {  # lines
     "fragility_adjoint": 5684,
     "fragility_lab": 12650,
     "fragility_explorer": 560,
-    "fragility_lessons": 2900,
+    "fragility_lessons": 2994,
     "fragility_engines": 3810,
     "fragility_peers": 870,
     "fragility_pretraining": 397,
