@@ -17,6 +17,7 @@ from fragility_explorer.tables import (
     columns,
     committed,
     signal_table,
+    values,
 )
 from fragility_explorer.words import SIGNALS, in_words
 from fragility_lab.reporting.tables import number
@@ -41,6 +42,14 @@ SWEEPS: dict[str, tuple[str, str, list[str], list[str], list[str]]] = {  # title
     "layernorm": ("LayerNorm", "epsilon", [], ["epsilon"], ["measured", "theory"]),
     "residual": ("Residual", "rho", [], ["rho", "bound"], ["measured", "gap", "bound"]),
 }
+PRECISE = (
+    "mismatch",
+    "combined",
+    "adjoint",
+    "spearman",
+    "pairwise_accuracy",
+    "base_mismatch",
+)  # the others have three digits
 NOT_SHIPPED = "Its text is from WikiText-2, which is not part of this project."
 RINGED = "Windows with a ring have their tokens and blocks, too."
 
@@ -75,9 +84,16 @@ def windows_of(profile: str, rows: pd.DataFrame, names: tuple[str, ...]) -> dict
     """Choices and columns of the windows ``rows`` of a checkpoint, and what is said of their texts."""
     found = chosen_by(rows, RUN)
     overflow = {"repeated": [[int(over), len([*same])] for over, same in groupby(rows.overflow)]}
-    found["columns"] |= {"window": rows.window.tolist(), "overflow": overflow}
-    found["columns"] |= columns(rows, names)
+    found["columns"] |= {"window": _windows(rows.window.tolist()), "overflow": overflow}
+    precise = {name: values(rows[name], 4 if name in PRECISE else 3) for name in names}
+    found["columns"] |= precise
     return found | ({"begun": True} if shipped(profile) else {"place": NOT_SHIPPED})
+
+
+def _windows(numbers: list[int]) -> list[int] | dict[str, Any]:
+    """The ``numbers`` of windows, or how many a run has where each run counts from 0."""
+    counted = {"counted": max(numbers) + 1, "rows": len(numbers)}
+    return counted if numbers == [i % counted["counted"] for i in range(len(numbers))] else numbers
 
 
 def looked_into(profile: str, rows: pd.DataFrame, series: tuple[str, ...]) -> dict[int, Any]:
@@ -139,7 +155,11 @@ def e2() -> dict[str, Any]:
             if kept == all_of
             else f"The tables keep {kept} of the {all_of} windows of each run. The claims are about all."
         )
-        known: dict[str, Any] = {"x": list(names), "y": ["mismatch"], "details": looked_into(profile, rows, tuple(TERMS))}
+        known: dict[str, Any] = {
+            "x": list(names),
+            "y": ["mismatch"],
+            "details": looked_into(profile, rows, tuple(TERMS)),
+        }
         known |= {"summaries": run_summaries(tables["e2_runs"], f" of {all_of} windows")}
         known |= {"name": NAMES[profile], "claims": claims(tables["e2_claims"]), "note": note}
         models.append(known | windows_of(profile, rows, ("mismatch", *names)))

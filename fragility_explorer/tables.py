@@ -32,19 +32,20 @@ def committed(*names: str) -> dict[str, Tables]:
     return found
 
 
-def rounded(values: Any, places: int = 3) -> list[float]:
-    """``values`` with so many significant digits."""
-    return [float(f"{value:.{places}g}") for value in values]
+def rounded(values: Iterable[float], places: int = 3) -> list[float]:
+    """``values`` with so many significant digits; whole ones as integers, which are shorter."""
+    short = (float(f"{value:.{places}g}") for value in values)
+    return [int(value) if value.is_integer() else value for value in short]
 
 
-def values(column: Iterable[Any]) -> list[Any] | dict[str, Any]:
-    """A column with four significant digits or more, None for what is missing or not finite.
+def values(column: Iterable[Any], digits: int = 4) -> dict[str, Any]:
+    """A column with so many significant ``digits`` or more, None for what is missing or not finite.
 
     Numbers are whole multiples ``of`` a ``power`` of ten, which is the shortest way to write many of one size.
     """
     numbers = np.asarray([*column], dtype="float64")
     finite = numbers[np.isfinite(numbers) & (numbers != 0)]
-    power = math.floor(math.log10(abs(finite).min())) - 3 if len(finite) else 0
+    power = math.floor(math.log10(abs(finite).min())) + 1 - digits if len(finite) else 0
     whole = [round(value / 10.0**power) if math.isfinite(value) else None for value in numbers]
     return {"power": power, "of": whole}
 
@@ -74,7 +75,7 @@ def chosen_by(rows: pd.DataFrame, keys: Sequence[str], whole: bool = True) -> di
 
 def claims(compared: pd.DataFrame) -> dict[str, Any] | None:
     """The table of the claims in ``compared``, a table of ``verdicts.compare``; None if there is none."""
-    rows = shown(compared[compared.claim.fillna("") != ""].fillna({"remark": "", "paper_runs": float("nan")}))
+    rows = shown(compared[compared.claim.notna() & (compared.claim != "")])
     if rows.empty:
         return None
     told = [[row.claim, row.here, row.paper, row.verdict] for row in rows.itertuples()]

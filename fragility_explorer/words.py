@@ -31,13 +31,16 @@ def _value(value: object) -> object:
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
     """``rows`` with columns, names of signals and names of policies in words."""
-    rows = rows.rename(columns=in_words, index=_value).rename_axis(index=in_words, columns=in_words)
+    rows = rows.rename(columns=in_words, index=_value)
+    for axis in (rows.index, rows.columns):
+        axis.names = [name and in_words(name) for name in axis.names]
     return rows.apply(lambda column: column.map(_value) if column.dtype in ("object", "str") else column)
 
 
 def verdicts(compared: pd.DataFrame, profile: str) -> pd.DataFrame:
     """The claims of ``compared`` beside this run, in columns that fit. A smoke run judges no claim, and says so."""
-    rows = brief(compared)[["paper", "here", "interval", "verdict", "remark"]]
-    if profile == "smoke":
-        rows.loc[rows.verdict.fillna("") != "", "remark"] = SMOKE
+    rows = brief(compared).drop(columns=["difference", "remark"])
+    remarks = [SMOKE] * len(rows) if profile == "smoke" else brief(compared).remark.fillna("")
+    told = zip(rows.verdict.fillna(""), remarks)
+    rows["verdict"] = [f"{verdict}: {remark}" if verdict and remark else verdict for verdict, remark in told]
     return rows.rename(lambda name: re.sub(r"\b(combined|no_transport)\b", lambda found: SIGNALS[found[0]], name))

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from fragility_explorer import tables, windows, words
+from fragility_explorer import passes, tables, windows, words
 from fragility_explorer.passes import RUN, shipped
 from fragility_explorer.results import EXPERIMENTS, Results
 from fragility_lab import paths
@@ -25,6 +25,8 @@ def unpacked(column: list | dict) -> list:
     """A column as the script reads it."""
     if isinstance(column, dict) and "of" in column:
         return [None if whole is None else float(f"{whole}e{column['power']}") for whole in column["of"]]
+    if isinstance(column, dict) and "counted" in column:
+        return [place % column["counted"] for place in range(column["rows"])]
     if isinstance(column, dict):
         return [value for value, times in column["repeated"] for _ in range(times)]
     return column
@@ -55,7 +57,11 @@ def test_windows_are_those_of_the_tables(pictures):
             assert rows.overflow.astype(bool).tolist() == table.overflow.tolist()
             for name in ("mismatch", *model["x"]):
                 finite = np.isfinite(table[name])
-                np.testing.assert_allclose(rows[name][finite].astype(float), table[name][finite], rtol=6e-4)
+                np.testing.assert_allclose(
+                    rows[name][finite].astype(float),
+                    table[name][finite],
+                    rtol=6e-3 if name not in passes.PRECISE else 6e-4,
+                )
 
 
 def test_correlations_of_the_points_are_those_of_the_runs(pictures):
@@ -180,8 +186,9 @@ def test_columns_and_signals_are_in_words():
 
 
 def test_a_smoke_run_judges_no_claim():
-    compared = read_tables("embedded")["e2_claims"].fillna({"claim": "", "verdict": "", "remark": ""})
+    compared = read_tables("embedded")["e2_claims"].astype(object).fillna("")
     shown = words.verdicts(compared, "smoke")
-    assert set(shown.remark[shown.verdict != ""]) == {words.SMOKE}
-    assert words.SMOKE not in set(words.verdicts(compared, "embedded").remark)
+    judged = shown.verdict[compared.claim.to_numpy() != ""]
+    assert len(judged) == 7 and judged.str.endswith(words.SMOKE).all()
+    assert not words.verdicts(compared, "embedded").verdict.str.contains(words.SMOKE).any()
     assert not re.search("combined|no_transport", " ".join(shown.index))

@@ -72,8 +72,9 @@
   function mount(root) {
     const data = JSON.parse(root.querySelector("script[type='application/json']").textContent);
     for (const { columns } of data.models)
-      for (const [key, { power, of, repeated }] of Object.entries(columns)) {
+      for (const [key, { power, of, repeated, counted, rows }] of Object.entries(columns)) {
         if (of) columns[key] = of.map((whole) => (whole === null ? null : Number(`${whole}e${power}`)));
+        if (counted) columns[key] = Array.from({ length: rows }, (_, i) => i % counted);
         if (repeated) columns[key] = repeated.flatMap(([value, times]) => Array(times).fill(value));
       }
     const id = `rx${serial++}`, state = { model: 0, chosen: {}, x: null, y: null, point: null, block: 0, token: 0 };
@@ -108,7 +109,7 @@
       const own = `${id}${label.replace(/\W/g, "")}`;
       const select = element("select", { id: own, onchange: () => { choose(select.value); update(); root.querySelector(`#${own}`)?.focus(); } },
         options.map(([value, text]) => element("option", { value, ...(value === chosen ? { selected: "" } : {}) }, text)));
-      return element("label", { for: own }, `${label} `, select);
+      return element("span", { class: "rx-field" }, element("label", { for: own }, label), select);
     }
     function drawChoices() {
       tabs.replaceChildren(...(data.models.length < 2 ? [] : data.models.map((each, i) => element("button", {
