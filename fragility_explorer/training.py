@@ -66,13 +66,8 @@ def _paired(runs: pd.DataFrame) -> dict[str, Any]:
     found["columns"] |= columns(named, order)
     means = {str(place): _means(wide[name][present], order) for place, name in enumerate(outcomes)}
     names = [f"seed {seed}" for seed in rows.seed]
-    return found | {
-        "x": order[-2::-1] + order[-1:],
-        "y": order[::-1],
-        "names": names,
-        "summaries": means,
-        "diagonal": True,
-    }
+    shown = {"x": order[-2::-1] + order[-1:], "y": order[::-1], "diagonal": True}
+    return found | shown | {"names": names, "summaries": means}
 
 
 def _means(of_policies: pd.DataFrame, names: list[str]) -> dict[str, Any]:

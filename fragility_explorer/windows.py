@@ -36,7 +36,7 @@ from fragility_quantization.quantized import lower
 CHECKPOINTS = ("embedded", "embedded-llama")
 CHOSEN_BY = ("embedded", "bf16")
 TOKENS = 64  # of a window, from its beginning
-BEGINNING = 48  # characters of the text of any other window
+BEGINNING = 40  # characters of the text of any other window
 STEPS = 36  # of a token's error on its scale: one digit of base 36
 PRECISIONS = ("bf16", "fp16")
 TERMS = ("attention_term", "layernorm_term", "remainder_term", "risk")

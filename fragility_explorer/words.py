@@ -21,7 +21,7 @@ def in_words(name: object) -> str:
     known = KNOWN["columns"] | SIGNALS | MEASURES
     of, _, what = str(name).rpartition("_")
     if name in known or not of or what not in MEASURES | ERROR:
-        return known.get(str(name), str(name).replace("_", " "))
+        return known.get(str(name)) or VALUES.get(str(name), str(name).replace("_", " "))
     return f"{(MEASURES | ERROR)[what]}, {in_words(of)}"
 
 

@@ -57,11 +57,8 @@ def test_windows_are_those_of_the_tables(pictures):
             assert rows.overflow.astype(bool).tolist() == table.overflow.tolist()
             for name in ("mismatch", *model["x"]):
                 finite = np.isfinite(table[name])
-                np.testing.assert_allclose(
-                    rows[name][finite].astype(float),
-                    table[name][finite],
-                    rtol=6e-3 if name not in passes.PRECISE else 6e-4,
-                )
+                near = 6e-5 if name in passes.PRECISE else 6e-3
+                np.testing.assert_allclose(rows[name][finite].astype(float), table[name][finite], rtol=near)
 
 
 def test_correlations_of_the_points_are_those_of_the_runs(pictures):
@@ -74,7 +71,7 @@ def test_correlations_of_the_points_are_those_of_the_runs(pictures):
     for run in runs.itertuples():
         of = points.get_group((run.precision, f"{run.length} tokens", f"seed {run.seed}"))
         assert np.corrcoef(of.combined, of.mismatch)[0, 1] == pytest.approx(run.combined_pearson, abs=5e-4)
-        assert spearmanr(of.combined, of.mismatch).statistic == pytest.approx(run.combined_spearman, abs=2e-3)
+        assert spearmanr(of.combined, of.mismatch).statistic == pytest.approx(run.combined_spearman, abs=1e-3)
         place = "|".join(
             str(choice["values"].index(value))
             for choice, value in zip(model["choices"], (run.precision, f"{run.length} tokens", f"seed {run.seed}"))

@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "fragility_quantization": 1630,
     "fragility_adjoint": 5684,
     "fragility_lab": 12349,
-    "fragility_explorer": 1040,
+    "fragility_explorer": 1023,
     "fragility_lessons": 2629,
     "fragility_engines": 3810,
     "fragility_peers": 870,
