@@ -141,11 +141,11 @@ diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MOD
 
 .PHONY: explorer
 explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the embedded model, without Python
-	@$(PYTHON) -m fragility_lab.explorer.build
+	@$(PYTHON) -m fragility_explorer.build
 
 .PHONY: sentence
 sentence: $(ENVIRONMENT)  ## a text (PROMPT=) written on by MODEL= in fp32, bf16, fp8 and int4: which words change, and why
-	@$(PYTHON) -m fragility_lab.explorer.continued $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
+	@$(PYTHON) -m fragility_explorer.continued $${MODEL:+--model "$$MODEL"} $${PROMPT:+--prompt "$$PROMPT"}
 
 .PHONY: compare
 compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LOG=) against MODEL= by RECIPE=, or AGAINST= a log
@@ -218,8 +218,9 @@ notebooks: $(ENVIRONMENT)  ## run every notebook with its committed defaults and
 	$(PYTHON) -m fragility_lab.running.refresh
 
 .PHONY: shipped
-shipped: $(ENVIRONMENT)  ## what the lessons show without computing it, again: fragility_lab/assets/lessons
+shipped: $(ENVIRONMENT)  ## what lessons and results show without computing it, again: assets/lessons, assets/results_explorer
 	$(PYTHON) -m fragility_lessons.shipping
+	$(PYTHON) -m fragility_explorer.windows
 
 .PHONY: exercises
 exercises: $(ENVIRONMENT)  ## outputs/exercises: the lessons' exercises to print, and their solutions apart

@@ -20,7 +20,7 @@ from fragility_lab.experiments.constants import (
     measure_constants,
     summarize_slack,
 )
-from fragility_lab.explorer import build
+from fragility_explorer import build
 from fragility_lab.running.files import write_whole
 from fragility_lessons import embedded
 from fragility_lessons.explorers import Explorer, listed

@@ -1,5 +1,4 @@
 """A picture of a model in which a reader tries plans: the parts that a plan keeps, its gain, and its cost.
 
-``terms`` makes the data, ``component`` the HTML with its script, ``build`` a page of its own (``make explorer``). And a
-text that low precision breaks: ``continued`` makes the data (``make sentence``), ``sentence`` the HTML.
+``terms`` makes the data, ``component`` the HTML with its script.
 """

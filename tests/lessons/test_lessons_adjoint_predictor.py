@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.predictor import Adjoint
-from fragility_lab.explorer import build
+from fragility_explorer import build
 from fragility_lessons import adjoint_predictor, shipping
 from fragility_quantization.quantized import lower
 

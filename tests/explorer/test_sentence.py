@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_core.models.paths import block_paths
-from fragility_lab.explorer.continued import PROMPTS, continued, next_token, written
-from fragility_lab.explorer.continued import RECIPES as SHIPPED
-from fragility_lab.explorer.sentence import DATA, Sentence
+from fragility_explorer.continued import PROMPTS, continued, next_token, written
+from fragility_explorer.continued import RECIPES as SHIPPED
+from fragility_explorer.sentence import DATA, Sentence
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_quantization.quantized import lower
 

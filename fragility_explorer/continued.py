@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from fragility_adjoint.mixed_precision import Contributions, apply
 from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_explorer.sentence import DATA, Sentence
 from fragility_lab import paths
 from fragility_lab.explorer.component import SITES
-from fragility_lab.explorer.sentence import DATA, Sentence
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.fetched import MODELS, fetched
 from fragility_lab.inputs.names import EMBEDDED
@@ -156,7 +156,7 @@ def page(texts: Sequence[dict[str, Any]], model: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Continue a text by a model in fp32 and in low precision, and write a page; or the shipped data again."""
-    parser = argparse.ArgumentParser(prog="python -m fragility_lab.explorer.continued", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fragility_explorer.continued", description=main.__doc__)
     parser.add_argument("--model", default=SHIPPED, help="one that make real fetches, a hub name or a path")
     parser.add_argument("--prompt", help="how the text begins")
     given = parser.parse_args(arguments)

@@ -1,0 +1,33 @@
+"""The committed results of an experiment as a picture in which a reader chooses, as HTML that stands alone."""
+
+import json
+from typing import Any
+
+from fragility_explorer import passes, recipes, training
+from fragility_lab.paths import ASSETS
+from fragility_lab.reporting.html import template
+
+EXPERIMENTS = {
+    "E1": passes.e1, "E2": passes.e2, "E3": passes.e3, "E5": training.policies, "E5 seeds": training.seeds,
+    "X1": passes.x1, "X2": recipes.x2,
+}  # fmt: skip
+
+
+class Results:
+    """The committed results of an ``experiment``, one of EXPERIMENTS; in a notebook, the value of a cell."""
+
+    def __init__(self, experiment: str):
+        self.experiment = experiment
+        self.data: dict[str, Any] = EXPERIMENTS[experiment]()
+
+    @property
+    def html(self) -> str:
+        """The component, to be placed once or several times on any page."""
+        folder = ASSETS / "results_explorer"
+        css, script = ((folder / f"results_explorer.{kind}").read_text("utf-8") for kind in ("css", "js"))
+        data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+        shown = template("results_explorer/component.html.jinja")
+        return shown.render(css=css, script=script, data=data, models=self.data["models"])
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
+        return {"text/html": self.html, "text/plain": f"the committed results of {self.experiment}"}
