@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from fragility_explorer import build
 from fragility_lab.experiments.constants import (
     CONSTANTS,
     a_priori_constants,
@@ -20,7 +21,6 @@ from fragility_lab.experiments.constants import (
     measure_constants,
     summarize_slack,
 )
-from fragility_explorer import build
 from fragility_lab.running.files import write_whole
 from fragility_lessons import embedded
 from fragility_lessons.explorers import Explorer, listed

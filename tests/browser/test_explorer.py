@@ -10,8 +10,8 @@ from explored import choices, contributions, views
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from fragility_adjoint.mixed_precision.bits import Choice
-from fragility_lab import paths
 from fragility_explorer.build import page as explorer_page
+from fragility_lab import paths
 from fragility_lab.explorer.component import Component
 from fragility_lab.explorer.terms import BUDGETS
 
