@@ -243,6 +243,7 @@ docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md and the findings o
 	$(PYTHON) -m fragility_lab.reporting.results
 	$(PYTHON) -m fragility_lab.reporting.results_sinks
 	$(PYTHON) docs/site/finding.py
+	$(PYTHON) docs/site/sentence.py
 
 .PHONY: site
 site: .site/installed  ## outputs/site: README, docs, notebooks, pages and API as one static website

@@ -15,6 +15,7 @@ from fragility_lab import paths
 from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
+from fragility_lab.explorer.sentence import Sentence
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 from fragility_lab.reporting.html import template
@@ -68,7 +69,11 @@ def page(component: Component, windows: int = WINDOWS, length: int = LENGTH) -> 
     """The page with ``component`` as HTML."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return template("explorer/page.html.jinja").render(
-        component=component.html, windows=windows, length=length, made=f"Made by make explorer with {versions}."
+        component=component.html,
+        sentence=Sentence.shipped().html,
+        windows=windows,
+        length=length,
+        made=f"Made by make explorer with {versions}.",
     )
 
 

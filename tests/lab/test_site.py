@@ -1,5 +1,6 @@
 """The website's table of contents and its check of links; `make site` builds it."""
 
+import html
 import importlib.util
 import json
 import re
@@ -127,3 +128,17 @@ def test_a_page_that_stands_alone_leads_to_the_first_page_of_the_site():
     found = conf.on_site(page.replace("README.md", "notebooks/e1.ipynb"), "outputs/embedded/a.html")
     assert '<body class="b">\n<nav aria-label="Site"><a href="../../index.html">Front page</a></nav>' in found
     assert 'href="../../notebooks/e1.html"' in found
+
+
+def test_the_picture_of_the_broken_sentence_is_that_of_the_data():
+    sentence = loaded("sentence")
+    data = json.loads(sentence.DATA.read_text("utf-8"))
+    drawn = sentence.figure(**data)
+    assert sentence.FIGURE.read_text(encoding="utf-8") == drawn, "run `make docs` and commit"
+    text = data["texts"][0]
+    for row in [{"words": text["words"]}, *text["recipes"]]:
+        lines = [re.sub("<[^>]*>", "", line) for line in sentence.lines_of(text, row["words"])]
+        assert html.unescape(" ".join(lines)) == " ".join("".join(row["words"]).split())
+        first = re.findall('<tspan class="first">(.*?)</tspan>', "".join(sentence.lines_of(text, row["words"])))
+        parted = [b for a, b in zip(text["words"], row["words"]) if a != b]
+        assert [html.unescape(word) for word in first] == [word.strip() for word in parted[:1]]
