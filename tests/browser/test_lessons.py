@@ -123,7 +123,7 @@ def labels_reached_by_tab(page: Page, explorer: Locator) -> set[str]:
 
 def answer(exercise: Locator) -> None:
     """A check gives a hint, and the explanation stays hidden until then."""
-    verdict, explanation = exercise.get_by_role("status"), exercise.locator("details p")
+    verdict, explanation = exercise.locator(".le-verdict"), exercise.locator("details p")
     exercise.get_by_role("button", name="Check").click()
     expect(verdict).to_have_text("Answer first.")
     expect(explanation).to_be_hidden()
@@ -146,7 +146,7 @@ def expect_static(page: Page, name: str) -> None:
     source = notebook_path(name).read_text()
     readouts = page.locator(".jp-OutputArea-output .readout")
     expect(readouts).to_have_count(figures_of(name), timeout=ENOUGH)
-    asked = page.locator('.jp-OutputArea-output > * > [data-kind="question"]')
+    asked = page.locator('[data-kind="question"]:not([data-kind="progress"] *)')
     expect(asked).to_have_count(source.count(".EXERCISES["), timeout=ENOUGH)
     for exercise in asked.all():
         expect(exercise.get_by_role("button", name="Check")).to_be_visible()
