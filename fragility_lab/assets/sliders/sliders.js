@@ -131,13 +131,15 @@
       ...(legend.length ? [element("ul", { class: "sliders-legend" }, ...(frame.scale ? [element("li", {}, frame.scale)] : []), ...legend)] : []), element("div", wide, svg));
   }
 
+  const KEYS = { "data-lm-suppress-shortcuts": "true" };  // else JupyterLab takes the arrow keys of what has the focus
+
   function control(given, id, changed) {
     const label = element("label", { for: id }, given.label);
     if (given.kind === "menu")
-      return [label, element("select", { id, onchange: (event) => changed(event.target.selectedIndex) },
+      return [label, element("select", { id, ...KEYS, onchange: (event) => changed(event.target.selectedIndex) },
         ...given.values.map((text, k) => element("option", k === given.start ? { selected: "" } : {}, text)))];
     if (given.kind === "buttons") {
-      const made = given.values.map((text, k) => element("button", { type: "button", "aria-pressed": String(k === given.start), onclick: () => {
+      const made = given.values.map((text, k) => element("button", { type: "button", ...KEYS, "aria-pressed": String(k === given.start), onclick: () => {
         made.forEach((button, other) => button.setAttribute("aria-pressed", String(other === k)));
         changed(k);
       } }, text));
@@ -145,7 +147,7 @@
     }
     const shown = element("output", { for: id }, given.values[given.start]);
     return [label, element("span", { class: "sliders-range" }, element("input", {
-      id, type: "range", min: 0, max: given.values.length - 1, step: 1, value: given.start, "aria-valuetext": given.values[given.start],
+      id, ...KEYS, type: "range", min: 0, max: given.values.length - 1, step: 1, value: given.start, "aria-valuetext": given.values[given.start],
       oninput: (event) => {
         shown.textContent = given.values[event.target.value];
         event.target.setAttribute("aria-valuetext", shown.textContent);
