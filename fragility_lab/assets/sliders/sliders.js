@@ -114,7 +114,7 @@
       const table = element("table", {}, element("tbody", {}, ...frame.rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))));
       return element("figure", { style: `max-width: ${frame.width}px` }, ...head, table);
     }
-    const bare = frame.bare, outer = Math.max(Math.min(frame.width, room), needed(frame, marks)), lines = Math.max(1, ...frame.x.ticks.map(([, text]) => text.split("\n").length));
+    const bare = frame.bare, outer = Math.max(Math.min(0.96 * frame.width, room), needed(frame, marks)), lines = Math.max(1, ...frame.x.ticks.map(([, text]) => text.split("\n").length));
     const left = bare ? 4 : frame.y.ticks.length || frame.y.label ? LEFT : 8, below = bare ? 4 : BOTTOM + 14 * (lines - 1) - (frame.x.label ? 0 : 16);
     const inner = outer - left - (bare ? 4 : RIGHT), height = frame.square ? (frame.height * inner) / (frame.width - 1.1 * 96) : Math.min(frame.height, Math.max(0.62 * inner, 230));
     const number = (v) => Math.round(10 * v) / 10, X = (v) => number(left + (inner * v) / SIZE), Y = (v) => number(TOP + height - (height * v) / SIZE);
