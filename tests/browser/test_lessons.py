@@ -192,7 +192,7 @@ def test_a_text_of_ones_own_is_read(page, lab):
     run_all(page)
     cell = page.locator(".jp-CodeCell:has-text('own_text.explorer')").last
     explorer = cell.locator(".sliders[data-picture]")
-    for text, tokens in (("Join the words.", 4), ("word " * 99, 64)):
+    for text, tokens in (("Join the words.", 6), ("word " * 99, 64)):
         cell.locator(".cm-content").click()
         page.keyboard.press("Control+a")
         page.keyboard.insert_text(f'own_text.explorer("{text}")')
@@ -296,6 +296,7 @@ def test_panels_stack_on_a_narrow_page(page, lab):
         page.set_viewport_size({"width": width, "height": 1000})
         figure = page.locator(".sliders-row:has(figure + figure)").first
         figure.scroll_into_view_if_needed()
+        page.wait_for_timeout(1000)  # the panels are drawn again for the new width
         first, second = (panel.bounding_box() for panel in figure.locator("figure").all())
         assert (second["y"] >= first["y"] + first["height"]) == stacked
         assert min(first["width"], second["width"]) > 400

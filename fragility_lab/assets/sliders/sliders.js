@@ -114,7 +114,7 @@
       const table = element("table", {}, element("tbody", {}, ...frame.rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))));
       return element("figure", { style: `max-width: ${frame.width}px` }, ...head, table);
     }
-    const bare = frame.bare, outer = Math.max(Math.min(frame.width, room), needed(frame, marks)), lines = Math.max(1, ...frame.x.ticks.map(([, text]) => text.split("\n").length));
+    const bare = frame.bare, outer = Math.max(Math.min(0.96 * frame.width, room), needed(frame, marks)), lines = Math.max(1, ...frame.x.ticks.map(([, text]) => text.split("\n").length));
     const left = bare ? 4 : frame.y.ticks.length || frame.y.label ? LEFT : 8, below = bare ? 4 : BOTTOM + 14 * (lines - 1) - (frame.x.label ? 0 : 16);
     const inner = outer - left - (bare ? 4 : RIGHT), height = frame.square ? (frame.height * inner) / (frame.width - 1.1 * 96) : Math.min(frame.height, Math.max(0.62 * inner, 230));
     const number = (v) => Math.round(10 * v) / 10, X = (v) => number(left + (inner * v) / SIZE), Y = (v) => number(TOP + height - (height * v) / SIZE);
@@ -131,13 +131,15 @@
       ...(legend.length ? [element("ul", { class: "sliders-legend" }, ...(frame.scale ? [element("li", {}, frame.scale)] : []), ...legend)] : []), element("div", wide, svg));
   }
 
+  const KEYS = { "data-lm-suppress-shortcuts": "true" };  // else JupyterLab takes the arrow keys of what has the focus
+
   function control(given, id, changed) {
     const label = element("label", { for: id }, given.label);
     if (given.kind === "menu")
-      return [label, element("select", { id, onchange: (event) => changed(event.target.selectedIndex) },
+      return [label, element("select", { id, ...KEYS, onchange: (event) => changed(event.target.selectedIndex) },
         ...given.values.map((text, k) => element("option", k === given.start ? { selected: "" } : {}, text)))];
     if (given.kind === "buttons") {
-      const made = given.values.map((text, k) => element("button", { type: "button", "aria-pressed": String(k === given.start), onclick: () => {
+      const made = given.values.map((text, k) => element("button", { type: "button", ...KEYS, "aria-pressed": String(k === given.start), onclick: () => {
         made.forEach((button, other) => button.setAttribute("aria-pressed", String(other === k)));
         changed(k);
       } }, text));
@@ -145,7 +147,7 @@
     }
     const shown = element("output", { for: id }, given.values[given.start]);
     return [label, element("span", { class: "sliders-range" }, element("input", {
-      id, type: "range", min: 0, max: given.values.length - 1, step: 1, value: given.start, "aria-valuetext": given.values[given.start],
+      id, ...KEYS, type: "range", min: 0, max: given.values.length - 1, step: 1, value: given.start, "aria-valuetext": given.values[given.start],
       oninput: (event) => {
         shown.textContent = given.values[event.target.value];
         event.target.setAttribute("aria-valuetext", shown.textContent);
