@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from fragility_lab.explorer.sentence import Sentence
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -15,7 +16,6 @@ from fragility_lab import paths
 from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
-from fragility_lab.explorer.sentence import Sentence
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 from fragility_lab.reporting.html import template

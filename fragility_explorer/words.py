@@ -13,7 +13,7 @@ KNOWN: dict[str, dict[str, str]] = yaml.safe_load((ASSETS / "words.yaml").read_t
 SIGNALS, MEASURES = KNOWN["signals"], KNOWN["measures"]
 VALUES = SIGNALS | POLICY_NAMES | KNOWN["values"]
 ERROR = {"error": "standard error", "sd": "sd"}
-SMOKE = "a few short windows judge no claim"
+SMOKE = "a smoke run judges no claim"
 
 
 def in_words(name: object) -> str:

@@ -19,7 +19,7 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from fragility_lab.reporting.html import data_uri
 from fragility_lab.running.files import write_whole
@@ -115,7 +115,8 @@ def plain_log_ticks(axis: Axis) -> None:
         subs: tuple[int, ...] = (1,)
     else:
         subs = (1, 2, 5) if inside((1, 2, 5)) >= 2 else tuple(range(1, 10))
-    axis.set_major_locator(LogLocator(subs=subs))
+    # LogLocator alone would fill a narrow range with long numbers.
+    axis.set_major_locator(LogLocator(subs=subs) if inside(subs) >= 2 or len(subs) < 9 else MaxNLocator(3))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 

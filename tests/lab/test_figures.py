@@ -238,3 +238,13 @@ def test_ticks_of_logarithms_are_few_but_two(low, high, shown):
     axes.set(xscale="log", xlim=(low, high))
     figures.plain_log_ticks(axes.xaxis)
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(shown)
+
+
+def test_a_narrow_logarithmic_axis_has_few_ticks():
+    for low, high in ((0.0008, 0.00089), (0.00138, 0.00222)):
+        axes = plt.figure().subplots()
+        axes.set(xscale="log", xlim=(low, high))
+        figures.plain_log_ticks(axes.xaxis)
+        shown = [tick for tick in axes.xaxis.get_major_locator()() if low <= tick <= high]
+        assert 2 <= len(shown) <= 4
+        plt.close(axes.figure)
