@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from fragility_lab.explorer.sentence import Sentence
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
 from fragility_adjoint.predictor import Adjoint
+from fragility_explorer.sentence import Sentence
 from fragility_lab import paths
 from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.explorer import terms
