@@ -93,9 +93,10 @@ class Job:
 
     def _read(self, stream: IO[str]) -> None:
         """Take from ``stream`` what it says; a bar's carriage return ends a line, too."""
-        for line in stream:
-            if self._takes(line.strip(), stream is self.process.stderr):
-                self.changed()
+        with stream:
+            for line in stream:
+                if self._takes(line.strip(), stream is self.process.stderr):
+                    self.changed()
 
     def _takes(self, line: str, error: bool) -> bool:
         """True if ``line`` says something new."""

@@ -37,7 +37,7 @@ def runs():
 
 
 def test_importing_and_drawing_leave_the_settings_of_matplotlib_alone(runs):
-    imports = "import fragility_lab.reporting.figures_x1, fragility_lab.diagnosis.page, fragility_lessons.widgets"
+    imports = "import fragility_lab.reporting.figures_x1, fragility_lab.diagnosis.page, fragility_lessons.explorers"
     code = f"import matplotlib.pyplot as p; p.gcf(); before = dict(p.rcParams); {imports}; assert p.rcParams == before"
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)  # gcf chooses a backend
     before = matplotlib.rcParams.copy()
