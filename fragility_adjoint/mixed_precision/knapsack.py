@@ -1,6 +1,8 @@
 """The best decisions under a budget: a mixed-integer linear program, solved exactly."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,10 +122,24 @@ class Knapsack:
             limits.append(LinearConstraint(amounts[None] / scale, ub=budget / scale + 1e-12))
         whole = np.arange(len(costs)) < len(self.errors)
         costs = SCALE * costs / max(np.abs(costs).max(initial=0), 1e-300)
-        found = milp(costs, integrality=whole, bounds=Bounds(0, 1), constraints=limits, options=LIMITS)
+        with silenced():
+            found = milp(costs, integrality=whole, bounds=Bounds(0, 1), constraints=limits, options=LIMITS)
         if found.x is None:
             raise ValueError(f"no choice keeps the budget of {unit:g}: {found.message}")
         return found.x[: len(self.errors)] > 0.5
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """A context in which nothing reaches the process's stdout: HiGHS writes lines of its own there, unasked."""
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def matrix(rows: Sequence[dict[int, float]], width: int) -> coo_array:

@@ -1,5 +1,6 @@
 """The knapsack against all choices: schemes, parts that overlap, storage that is shared, parts that need others."""
 
+import os
 from itertools import product
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fragility_adjoint.mixed_precision import knapsack
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
 
 
@@ -67,3 +69,18 @@ def test_by_hand():
     assert known.least_size(0.5).tolist() == [False, True, False]
     with pytest.raises(ValueError, match="no choice keeps the budget of -1"):
         known.least_error(-1.0)
+
+
+def test_what_the_solver_prints_does_not_reach_a_reader(capfd, monkeypatch):
+    def talkative(*args, **options):
+        os.write(1, b"HighsMipSolverData\n")
+        return solve(*args, **options)
+
+    solve = knapsack.milp
+    monkeypatch.setattr(knapsack, "milp", talkative)
+    known = Knapsack(
+        np.array([3.0, 1.0]), np.array([1.0, 2.0]), np.zeros(0), np.zeros((2, 0), bool), alternatives=[[0, 1]]
+    )
+    assert known.least_error(2.0).tolist() == [False, True]
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"

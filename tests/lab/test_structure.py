@@ -15,7 +15,7 @@ BUDGETS = {  # lines
     "fragility_numerics": 1346,
     "fragility_core": 3339,
     "fragility_quantization": 1630,
-    "fragility_adjoint": 5684,
+    "fragility_adjoint": 5700,
     "fragility_lab": 12295,
     "fragility_explorer": 1564,
     "fragility_lessons": 2994,
