@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fragility_adjoint.predictor import Adjoint
-from fragility_core.models.paths import block_paths, final_hidden
+from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.patching import Patching, patch_effects
@@ -26,6 +26,7 @@ from fragility_explorer.tables import FOLDER, HIGHEST, LOWEST, rounded
 from fragility_lab.experiments import e2, e3
 from fragility_lab.inputs.checkpoints import load_tokenizer
 from fragility_lab.inputs.loading import Inputs
+from fragility_lab.measurement.comparison import block_outputs
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.running.execute import profile_values
 from fragility_lab.running.files import write_whole
@@ -73,26 +74,6 @@ def token_errors(states: Tensor, exact: Tensor) -> np.ndarray:
     return (torch.linalg.vector_norm(states.float() - exact.float(), dim=-1) / norms).numpy()
 
 
-class Recorded:
-    """The states after every block of ``model`` in the passes inside of ``with``, in order."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.modules = [model.get_submodule(path) for path in block_paths(model)]
-
-    def __enter__(self) -> list[Tensor]:
-        states: list[Tensor] = []
-
-        def keep(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            states.append((output[0] if isinstance(output, tuple) else output).detach())
-
-        self.hooks = [module.register_forward_hook(keep) for module in self.modules]
-        return states
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-
 class Inside:
     """What happens in windows of E2's runs of ``precision`` on the embedded checkpoint ``model``."""
 
@@ -110,9 +91,9 @@ class Inside:
         size = max(1, self.grid.batch_tokens // length)
         first, place = window // size * size, window % size
         batch = tokens[first : first + size]  # E2's own: other batches round otherwise
-        with torch.no_grad(), Recorded(self.inputs.model) as exact:
+        with torch.no_grad(), block_outputs(self.inputs.model) as exact:
             final = final_hidden(self.inputs.model, batch)
-        with Recorded(self.monitor.model) as states:
+        with block_outputs(self.monitor.model) as states:
             observed = self.monitor(batch, final)
         layers, windows = score(observed.layers, observed.windows, self.roundoff)
         terms = layers[layers.window == place]

@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "fragility_quantization": 1630,
     "fragility_adjoint": 5700,
     "fragility_lab": 12295,
-    "fragility_explorer": 1564,
+    "fragility_explorer": 1545,
     "fragility_lessons": 2994,
     "fragility_engines": 3810,
     "fragility_peers": 870,
