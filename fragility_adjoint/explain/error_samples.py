@@ -54,7 +54,7 @@ class RandomSigns:
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
-        error = rounded.weighted_error(path, rounded.tensors[path].detach().float()).error(...)
+        error = rounded.weighted_error(path, rounded.in_fp32(path)).error(...)
         return leaf + with_random_signs(error, self.generator)
 
 
@@ -70,7 +70,7 @@ class ScaledErrors:
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
-        return self._between(leaf, rounded.tensors[path].detach().float())
+        return self._between(leaf, rounded.in_fp32(path))
 
     def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
         """A share of the way; an overflow, and a mask of -inf, are there at every share but none."""

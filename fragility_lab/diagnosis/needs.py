@@ -133,9 +133,9 @@ def activations(request: Request, model: PreTrainedModel) -> tuple[int, int]:
 
 
 def memory(request: Request, model: PreTrainedModel) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, one in fp32 for each end, and those of ``activations``."""
+    """Bytes beyond the fp32 model: two copies in the format, one in fp32, and those of ``activations``."""
     parameters = sum(p.numel() for p in model.parameters())
-    return parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request)) + sum(activations(request, model))
+    return parameters * (2 * stored_dtype(request).itemsize + 4) + sum(activations(request, model))
 
 
 def whole(request: Request, model: PreTrainedModel) -> int:

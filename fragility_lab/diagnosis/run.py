@@ -66,8 +66,9 @@ class Work:
     def realisations(self) -> ErrorSamples:
         """Passes, with drawn errors, of the model without a plan; those of the estimator if it has the fp32 end."""
         known = self.estimator
+        ends_in_fp32 = known.points[-1].exact
         return ErrorSamples(
-            known if known.points[-1].exact else predictor.Adjoint(self.low, self.model, gradients="fp32")
+            known if ends_in_fp32 else predictor.Adjoint(self.low, self.model, gradients="fp32", beside=known)
         )
 
     @property
@@ -191,8 +192,8 @@ def choose_tokens(work: Work) -> None:
 def add_up_signs(work: Work) -> None:
     """Find errors that act together. With secant slopes, if memory allows, they add up to the measured error."""
     secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
-    target, gradients = work.request.measured_in, "secant" if secants else "low"
-    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, target=target, gradients=gradients)
+    known = {"target": work.request.measured_in, "gradients": "secant" if secants else "low", "beside": work.estimator}
+    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, **known)
     work.found.coherence = coherence(estimator, progress(work.groups, desc="errors that act together"))
 
 
