@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.internals import mark_stored, stored_as
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters
 from fragility_adjoint.predictor.recorder import local_error, stochastic_error
 from fragility_core.models.paths import within
 from fragility_numerics.formats import NumberFormat
+from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.operands import operands_by_storage
 
 Result = TypeVar("Result")

@@ -288,6 +288,18 @@ class Choices:
         return pd.DataFrame(rows).drop_duplicates(ignore_index=True)
 
 
+def choices_beside(
+    recipe: Recipe, model: nn.Module, found: Mapping[str, Prediction], tokens: Tensor, keep: Iterable[str] = ()
+) -> Choices:  # fmt: skip
+    """The ``Choices`` from the predictions ``found``, without windows that overflow in some recipe.
+
+    Groups are the ``chosen_groups`` beside ``recipe``; the first of ``tokens`` (B, T) must reach every layer.
+    """
+    finite = set.intersection(*(prediction.finite for prediction in found.values()))
+    found = {name: prediction.of(finite) for name, prediction in found.items()}
+    return Choices(model, found, chosen_groups(model, tokens[:1], recipe), keep)
+
+
 def identities(places: pd.DataFrame) -> pd.MultiIndex:
     """Keys of ``places`` that hold in predictions for several recipes, in which their numbers may differ."""
     key = [places.module, places.name, places.kind]

@@ -10,7 +10,7 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_adjoint.mixed_precision.bits import Choices, chosen_groups, predictions
+from fragility_adjoint.mixed_precision.bits import Choices, choices_beside, predictions
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
 from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.export import Export, to_json
@@ -131,9 +131,7 @@ class Errors:
         asked = schemes_beside(own.name)
         others = predictions(self.model, [r for r in asked if r.name != own.name], self.tokens, target, **self.how)
         found = {own.name: self.prediction, **others} if asked[0].name == own.name else others
-        finite = set.intersection(*(each.finite for each in found.values()))
-        found = {name: each.of(finite) for name, each in found.items()}
-        return Choices(self.model, found, chosen_groups(self.model, self.tokens[:1], own))
+        return choices_beside(own, self.model, found, self.tokens)
 
 
 def predict(

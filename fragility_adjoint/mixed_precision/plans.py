@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
-from fragility_adjoint.offload.offloaded import parameter_copy, widen
 from fragility_core.models.paths import (
     block_paths,
     branch_paths,
@@ -30,6 +29,7 @@ from fragility_core.models.paths import (
 from fragility_numerics.attention import FP32_SCORES, set_attention
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.nested import map_tensors, tensors
+from fragility_offload.offloaded import parameter_copy, widen
 from fragility_quantization.cache import unrounded
 from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.quantized import Quantized, lower

@@ -20,8 +20,6 @@ from fragility_adjoint.internals import (
     refused_by_vmap,
     without_vmap_fallback,
 )
-from fragility_adjoint.offload.lockstep import side_by_side
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow, with_overflows
@@ -40,6 +38,8 @@ from fragility_numerics.internals import attention_of, replace_forward, without_
 from fragility_numerics.lookup import elementwise_modules
 from fragility_numerics.lowering import LowPrecision, require_low, sharing_copy
 from fragility_numerics.nested import map_tensors
+from fragility_offload.lockstep import side_by_side
+from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.quantized import recipe_of
 
 NormAndError = tuple[Tensor, Tensor | None]  # of a window's output, see ``Adjoint._passes``
