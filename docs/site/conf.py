@@ -64,6 +64,7 @@ API = (
     "fragility_numerics",
     "fragility_adjoint",
     "fragility_quantization",
+    "fragility_exports",
     "fragility_offload",
     "fragility_gguf",
 )

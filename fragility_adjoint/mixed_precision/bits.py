@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, storage, stored_parameters
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
 from fragility_core.models.paths import within
+from fragility_exports.plan import Plan
 from fragility_quantization.gguf_tensors import group_bits, tensor_groups
 from fragility_quantization.operands import linear_weights, owner
 from fragility_quantization.quantized import lower

@@ -15,10 +15,11 @@ from torch import nn
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import structure
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.mixed_precision.plans import Plan, require_modules
+from fragility_adjoint.mixed_precision.plans import require_modules
 from fragility_adjoint.mixed_precision.structure import Structure
 from fragility_adjoint.predictor.sites import COLUMNS
 from fragility_core.models.paths import embedding_paths, head_paths, is_norm, outermost, within
+from fragility_exports.plan import Plan
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 # The last kernel counts as exact if its squared error is below this share of that of the kernel before it. A second

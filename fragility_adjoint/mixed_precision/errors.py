@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from fragility_adjoint.mixed_precision.bits import Choices, choices_beside, predictions
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
 from fragility_adjoint.mixed_precision.contributions import Contributions
-from fragility_adjoint.mixed_precision.export import Export, to_json
-from fragility_adjoint.mixed_precision.export_gguf import LIBRARIES
-from fragility_adjoint.mixed_precision.plans import Plan, apply
+from fragility_adjoint.mixed_precision.plans import apply
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_core.models.padding import as_windows
+from fragility_exports.libraries import Export
+from fragility_exports.llama_cpp import LIBRARIES
+from fragility_exports.plan import Plan, to_json
 from fragility_quantization.quantized import Quantized, lower
 from fragility_quantization.recipes import Recipe, get_recipe
 from fragility_quantization.static_scales import calibrated, needs_calibration

@@ -22,7 +22,7 @@ RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy",
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
 # Imports that the numbers of a run depend on, but for those of modules that check inputs or read models in parts.
 FOLLOWED = (
-    "fragility_adjoint.", "fragility_quantization.", "fragility_offload.", "fragility_gguf.",
+    "fragility_adjoint.", "fragility_quantization.", "fragility_exports.", "fragility_offload.", "fragility_gguf.",
     "fragility_engines.referees.", "fragility_lab.experiments.", "fragility_lab.inputs.", "fragility_lab.measurement.",
 )  # fmt: skip
 ENDS = ("fragility_lab.inputs.offloaded",)

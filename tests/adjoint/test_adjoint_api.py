@@ -11,7 +11,8 @@ from tiny import TINY, random_gpt2, random_tokens
 import fragility_adjoint
 from fragility_adjoint import Adjoint, Choices, Contributions, fused_layers, lower, predict, predictions
 from fragility_adjoint.mixed_precision.budget import parse_budget
-from fragility_adjoint.mixed_precision.export import compressed_tensors, from_json
+from fragility_exports.libraries import compressed_tensors
+from fragility_exports.plan import from_json
 
 
 @pytest.fixture(scope="module")
