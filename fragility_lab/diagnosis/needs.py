@@ -133,9 +133,12 @@ def activations(request: Request, model: PreTrainedModel) -> tuple[int, int]:
 
 
 def memory(request: Request, model: PreTrainedModel) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, one in fp32, and those of ``activations``."""
-    parameters = sum(p.numel() for p in model.parameters())
-    return parameters * (2 * stored_dtype(request).itemsize + 4) + sum(activations(request, model))
+    """Bytes beyond the fp32 model: two copies in the format, one in fp32, and those of ``activations``.
+
+    A choice among schemes has another copy in fp32, of the scheme that is predicted.
+    """
+    parameters, wide = sum(p.numel() for p in model.parameters()), 4 * (1 + request.mixes)
+    return parameters * (2 * stored_dtype(request).itemsize + wide) + sum(activations(request, model))
 
 
 def whole(request: Request, model: PreTrainedModel) -> int:
