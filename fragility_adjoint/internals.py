@@ -24,8 +24,6 @@ PRIVATE = {
     "torch._C._functorch._set_vmap_fallback_enabled": "a kernel that cannot be computed at once shall be refused",
     "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack": "kernels on such gradients are ordinary ones",
     "transformers.PreTrainedModel._can_set_attn_implementation": "whether a model calls the attention interface",
-    "transformers.PreTrainedModel._init_weights": "fills the buffers that no checkpoint holds",
-    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that no model needs",
 }
 require(PRIVATE)
 
@@ -36,36 +34,6 @@ base_of = attrgetter("_base")  # of a view
 def can_set_attention(model: Any) -> bool:
     """True if ``model`` calls transformers' attention interface, and so can be set to another attention."""
     return hasattr(model, "_can_set_attn_implementation") and model._can_set_attn_implementation()
-
-
-def is_ignored(model: nn.Module, name: str) -> bool:
-    """True if ``from_pretrained`` takes no notice of a tensor called ``name`` that ``model`` does not have."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-@torch.no_grad()
-def fill_buffers(model: Any, device_of: Callable[[str], torch.device]) -> None:
-    """Compute the buffers of a model of transformers on "meta" that no checkpoint holds, as ``from_pretrained`` does.
-
-    ``device_of`` gives the device of a buffer by its path. Raises ValueError for a floating buffer that the model's own
-    class leaves empty.
-    """
-    saved = model.state_dict().keys()
-    unsaved = [(*path.rpartition("."), x) for path, x in model.named_buffers() if path not in saved]
-    for owner, dot, name, x in unsaved:
-        filling = torch.nan if x.is_floating_point() else 0
-        empty = torch.full(x.shape, filling, dtype=x.dtype, device=device_of(owner + dot + name))
-        model.get_submodule(owner).register_buffer(name, empty, persistent=False)
-    for owner in {owner for owner, *_ in unsaved}:
-        steps = owner.split(".") if owner else []
-        above = (model.get_submodule(".".join(steps[:depth])) for depth in range(len(steps), -1, -1))
-        next(m for m in above if hasattr(m, "_init_weights"))._init_weights(model.get_submodule(owner))
-    for owner, dot, name, _ in unsaved:
-        if getattr(model.get_submodule(owner), name).isnan().any():
-            raise ValueError(
-                f"a class must fill its buffers, but {type(model).__name__} leaves {owner}{dot}{name} empty"
-            )
 
 
 functorch: Any = torch._C._functorch  # its type has not all of its functions

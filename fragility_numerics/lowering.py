@@ -217,12 +217,12 @@ def require_weights_in_place(model: nn.Module) -> None:
     if hooks and any(source_of(parameter) is not None for parameter in model.parameters()):
         raise ValueError(
             "a streamed model must be opened on its devices, but accelerate has spread this one afterwards: give the "
-            "places of its modules to fragility_adjoint.offload.files.open_offloaded"
+            "places of its modules to fragility_offload.files.open_offloaded"
         )
     if any(getattr(hook, "offload", False) for hook in hooks):
         raise ValueError(
             "weights must stay on their devices, but accelerate has put some on the CPU or the disk: load the model "
-            "with a device_map of GPUs alone, or streamed (fragility_adjoint.offload.files.open_offloaded)"
+            "with a device_map of GPUs alone, or streamed (fragility_offload.files.open_offloaded)"
         )
 
 

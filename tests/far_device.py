@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fragility_adjoint.offload.lockstep import Passes
+from fragility_offload.lockstep import Passes
 
 CPU, FAR, FARTHER = map(torch.device, ("cpu", "meta", "meta:1"))
 aten = torch.ops.aten

@@ -59,7 +59,15 @@ nb_execution_mode = "off"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 4
 
-API = ("fragility_core", "fragility_numerics", "fragility_adjoint", "fragility_quantization")
+API = (
+    "fragility_core",
+    "fragility_numerics",
+    "fragility_adjoint",
+    "fragility_quantization",
+    "fragility_exports",
+    "fragility_offload",
+    "fragility_gguf",
+)
 autoapi_dirs = [str(PROJECT / name) for name in API]
 autoapi_options = ["members", "show-module-summary"]
 autoapi_add_toctree_entry = False

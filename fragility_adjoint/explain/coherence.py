@@ -139,8 +139,8 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
     tables, measured, first = [], [], 0
     for tokens in map(torch.atleast_2d, windows):
         prediction = adjoint(tokens, seeds=[adjoint.seed + first + number for number in range(len(tokens))])
-        finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
-        rows = prediction.contributions[prediction.contributions.window.isin(finite.window)]
+        known = prediction.of(prediction.finite)
+        rows, finite = known.contributions, known.windows
         norm = rows.window.map(finite.set_index("window").norm)
         tables.append(rows.assign(window=rows.window + first, c2=rows.c2 / norm**2, signed=rows.signed / norm))
         measured.append(finite)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.internals import mark_stored, stored_as
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters
 from fragility_adjoint.predictor.recorder import local_error, stochastic_error
 from fragility_core.models.paths import within
 from fragility_numerics.formats import NumberFormat
+from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.operands import operands_by_storage
 
 Result = TypeVar("Result")
@@ -54,7 +54,7 @@ class RandomSigns:
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
-        error = rounded.weighted_error(path, rounded.tensors[path].detach().float()).error(...)
+        error = rounded.weighted_error(path, rounded.in_fp32(path)).error(...)
         return leaf + with_random_signs(error, self.generator)
 
 
@@ -70,7 +70,7 @@ class ScaledErrors:
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
-        return self._between(leaf, rounded.tensors[path].detach().float())
+        return self._between(leaf, rounded.in_fp32(path))
 
     def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
         """A share of the way; an overflow, and a mask of -inf, are there at every share but none."""

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, storage, stored_parameters
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
 from fragility_core.models.paths import within
+from fragility_exports.plan import Plan
 from fragility_quantization.gguf_tensors import group_bits, tensor_groups
 from fragility_quantization.operands import linear_weights, owner
 from fragility_quantization.quantized import lower
@@ -109,7 +109,7 @@ class Choices:
             raise ValueError(
                 f"recipes to choose from must have kernels in one format, got {', '.join(sorted(kernels))}"
             )
-        if not all(np.isfinite(prediction.windows.predicted).all() for prediction in found.values()):
+        if not all(len(prediction.finite) == len(prediction.windows) for prediction in found.values()):
             raise ValueError("a choice of schemes needs finite predictions, but some window overflows: leave it out")
         self.groups, (self.kernels,) = list(groups), kernels
         first = next(iter(found.values()))
@@ -279,13 +279,27 @@ class Choices:
         mixed = self._known.priced(replace(kept, format=self.kernels, layers=layers, label=label), known=False)
         return replace(mixed, predicted=float(self.predict(choice).mean()))
 
+    def best(self, count: int) -> list[Choice]:
+        """The choices of ``within_bits`` for ``count`` budgets, from the smallest scheme's bits to the largest's."""
+        budgets = np.linspace(self.least_bits, self.bits.max(1).sum() / self.weights, count)
+        return list(dict.fromkeys(self.within_bits(float(budget) * (1 + 1e-9)) for budget in budgets))
+
     def curve(self, count: int = 25) -> pd.DataFrame:
-        """The best predicted error for ``count`` budgets from the smallest scheme's bits to the largest's."""
-        rows = []
-        for budget in np.linspace(self.least_bits, self.bits.max(1).sum() / self.weights, count):
-            choice = self.within_bits(float(budget) * (1 + 1e-9))
-            rows.append({"bits": self.mean_bits(choice), "predicted": float(self.predict(choice).mean())})
-        return pd.DataFrame(rows).drop_duplicates(ignore_index=True)
+        """Bits a weight and predicted error of the ``best`` choices."""
+        rows = [(self.mean_bits(choice), float(self.predict(choice).mean())) for choice in self.best(count)]
+        return pd.DataFrame(rows, columns=["bits", "predicted"]).drop_duplicates(ignore_index=True)
+
+
+def choices_beside(
+    recipe: Recipe, model: nn.Module, found: Mapping[str, Prediction], tokens: Tensor, keep: Iterable[str] = ()
+) -> Choices:  # fmt: skip
+    """The ``Choices`` from the predictions ``found``, without windows that overflow in some recipe.
+
+    Groups are the ``chosen_groups`` beside ``recipe``; the first of ``tokens`` (B, T) must reach every layer.
+    """
+    finite = set.intersection(*(prediction.finite for prediction in found.values()))
+    found = {name: prediction.of(finite) for name, prediction in found.items()}
+    return Choices(model, found, chosen_groups(model, tokens[:1], recipe), keep)
 
 
 def identities(places: pd.DataFrame) -> pd.MultiIndex:

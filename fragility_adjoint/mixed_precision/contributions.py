@@ -15,10 +15,11 @@ from torch import nn
 from fragility_adjoint import predictor
 from fragility_adjoint.mixed_precision import structure
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.mixed_precision.plans import Plan, require_modules
+from fragility_adjoint.mixed_precision.plans import require_modules
 from fragility_adjoint.mixed_precision.structure import Structure
 from fragility_adjoint.predictor.sites import COLUMNS
 from fragility_core.models.paths import embedding_paths, head_paths, is_norm, outermost, within
+from fragility_exports.plan import Plan
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 # The last kernel counts as exact if its squared error is below this share of that of the kernel before it. A second
@@ -46,7 +47,8 @@ class Contributions:
             raise ValueError(f"a plan needs the fp32 model that was lowered, got {', '.join(sorted(map(str, dtypes)))}")
         self.model, self.recipe, self.length = model, prediction.recipe, prediction.length
         self.target = prediction.target
-        finite = prediction.windows[np.isfinite(prediction.windows.predicted)]
+        known = prediction.of(prediction.finite)
+        self.rows, finite = known.contributions, known.windows
         if finite.empty:
             places = ", ".join(sorted(set(prediction.windows.overflow)))
             raise ValueError(
@@ -54,7 +56,6 @@ class Contributions:
                 f"first in {places}: choose a format of wider range, such as bf16"
             )
         self.windows = finite.reset_index(drop=True)
-        self.rows = prediction.contributions[prediction.contributions.window.isin(finite.window)]
         places = self.rows[["place", *COLUMNS]].drop_duplicates("place").sort_values("place")
         self.structure = Structure(model, places.reset_index(drop=True), prediction.ran)
         squares = self.rows.c2 / self.rows.window.map(finite.set_index("window").norm ** 2)

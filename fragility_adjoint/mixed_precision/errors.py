@@ -10,14 +10,15 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_adjoint.mixed_precision.bits import Choices, chosen_groups, predictions
+from fragility_adjoint.mixed_precision.bits import Choices, choices_beside, predictions
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
 from fragility_adjoint.mixed_precision.contributions import Contributions
-from fragility_adjoint.mixed_precision.export import Export, to_json
-from fragility_adjoint.mixed_precision.export_gguf import LIBRARIES
-from fragility_adjoint.mixed_precision.plans import Plan, apply
+from fragility_adjoint.mixed_precision.plans import apply
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_core.models.padding import as_windows
+from fragility_exports.libraries import Export
+from fragility_exports.llama_cpp import LIBRARIES
+from fragility_exports.plan import Plan, to_json
 from fragility_quantization.quantized import Quantized, lower
 from fragility_quantization.recipes import Recipe, get_recipe
 from fragility_quantization.static_scales import calibrated, needs_calibration
@@ -131,9 +132,7 @@ class Errors:
         asked = schemes_beside(own.name)
         others = predictions(self.model, [r for r in asked if r.name != own.name], self.tokens, target, **self.how)
         found = {own.name: self.prediction, **others} if asked[0].name == own.name else others
-        finite = set.intersection(*(each.finite for each in found.values()))
-        found = {name: each.of(finite) for name, each in found.items()}
-        return Choices(self.model, found, chosen_groups(self.model, self.tokens[:1], own))
+        return choices_beside(own, self.model, found, self.tokens)
 
 
 def predict(

@@ -1,4 +1,4 @@
-"""Plans, and how to apply one: a low-precision model in which chosen parts compute in fp32.
+"""How to apply a plan: a low-precision model in which chosen parts compute in fp32.
 
 Hooks cast tensors where a kept part begins and ends. Type promotion does the rest, natively and emulated: a kernel with
 an fp32 operand gives fp32. Hooks are partial functions of a module, so that a protected model can be pickled.
@@ -6,7 +6,7 @@ an fp32 operand gives fp32. Hooks are partial functions of a module, so that a p
 
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
-from fragility_adjoint.offload.offloaded import parameter_copy, widen
 from fragility_core.models.paths import (
     block_paths,
     branch_paths,
@@ -27,69 +26,20 @@ from fragility_core.models.paths import (
     outermost,
     within,
 )
+from fragility_exports.plan import Plan
 from fragility_numerics.attention import FP32_SCORES, set_attention
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.nested import map_tensors, tensors
+from fragility_offload.offloaded import parameter_copy, widen
 from fragility_quantization.cache import unrounded
 from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.quantized import Quantized, lower
-from fragility_quantization.recipes import Operands, Recipe, get_recipe
+from fragility_quantization.recipes import Operands
 from fragility_quantization.static_scales import calibrated
 
 NOISE = 1e-6  # relative error of a kept module that is none of rounding, at most
 
 Low = TypeVar("Low", bound=LowPrecision)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The parts to keep in fp32 in a model that otherwise computes in ``format``, the name of a recipe.
-
-    - ``layers``: paths of linear layers that have the operands of another recipe, each with the recipe's name.
-    - ``modules``: paths of modules that are kept whole.
-    - ``residual``: the residual stream is fp32. Embeddings and residual additions give fp32, norms read it (with
-      rounded weights), and branches compute in the format.
-    - ``scores``: attention computes query times key and the softmax in fp32.
-    - ``weights_only``: only the weights of the model are in the format, and all kernels compute in fp32.
-
-    The other fields say what the plan does. ``label`` names it. ``predicted`` is the expected mismatch, mean over the
-    windows of the prediction. The price is ``parameter_bytes`` more for parameters, ``activation_bytes`` more per token
-    for the residual stream, and ``flops`` per token that move from the format to fp32 (``structure.flops``).
-    Raises ValueError for values of other types. Modules inside of others are kept with them.
-    """
-
-    format: str
-    modules: tuple[str, ...] = ()
-    residual: bool = False
-    scores: bool = False
-    label: str = "nothing"
-    predicted: float | None = None
-    parameter_bytes: int = 0
-    activation_bytes: int = 0
-    flops: int = 0
-    weights_only: bool = False
-    layers: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe called ``format``, with the ``layers``."""
-        recipe = get_recipe(self.format)
-        return replace(recipe, layers=dict(recipe.layers) | {p: get_recipe(name).linear for p, name in self.layers})
-
-    def __post_init__(self):
-        if not isinstance(self.format, str):
-            raise ValueError(f"the format of a plan must be the name of a recipe, got {self.format!r}")
-        for name in ("residual", "scores", "weights_only"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not (isinstance(self.modules, tuple) and all(isinstance(path, str) for path in self.modules)):
-            raise ValueError(
-                f"the modules of a plan must be a tuple of paths, got {self.modules!r}: such as "
-                '("model.layers.3",); Contributions.keep(blocks=[3]) takes numbers of blocks'
-            )
-        pairs = self.layers if isinstance(self.layers, tuple) else (None,)
-        if not all(isinstance(pair, tuple) and [*map(type, pair)] == [str, str] for pair in pairs):
-            raise ValueError(f"the layers of a plan must be pairs of a path and a recipe's name, got {self.layers!r}")
 
 
 def cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:

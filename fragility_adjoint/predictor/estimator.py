@@ -20,8 +20,6 @@ from fragility_adjoint.internals import (
     refused_by_vmap,
     without_vmap_fallback,
 )
-from fragility_adjoint.offload.lockstep import side_by_side
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_adjoint.predictor import recomputed
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow, with_overflows
@@ -40,6 +38,8 @@ from fragility_numerics.internals import attention_of, replace_forward, without_
 from fragility_numerics.lookup import elementwise_modules
 from fragility_numerics.lowering import LowPrecision, require_low, sharing_copy
 from fragility_numerics.nested import map_tensors
+from fragility_offload.lockstep import side_by_side
+from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.quantized import recipe_of
 
 NormAndError = tuple[Tensor, Tensor | None]  # of a window's output, see ``Adjoint._passes``
@@ -57,6 +57,7 @@ class Adjoint:
     def __init__(
         self, low: LowPrecision, reference: nn.Module | None = None, probes: int = 1, seed: int = 0,
         target: str | Target | Output = "hidden", gradients: str = "auto",
+        beside: "Adjoint | None" = None,
     ):  # fmt: skip
         """``low`` is the model as it runs, with the attention that it is set to.
 
@@ -76,9 +77,12 @@ class Adjoint:
         the measured error. This takes several times as long, and keeps all values of both passes. "auto" is "both" with
         a reference and rounding to nearest, and else "low".
 
+        ``beside`` is another estimator for the same ``low``, with which this one shares the fp32 copies of weights.
+
         Raises TypeError for a model that was not lowered. Raises ValueError for a recipe that rounds no results (fp32,
         tf32), for a model without parameters in the format, for fewer than one probe, for a reference that is not in
-        fp32 or has other parameters, for gradients at a point that is not there, and for secants of a streamed model.
+        fp32 or has other parameters, for gradients at a point that is not there, for secants of a streamed model, and
+        for an estimator ``beside`` of another model or of weights that have changed since it read them.
         """
         require_low(low)
         recipe = recipe_of(low)
@@ -112,6 +116,7 @@ class Adjoint:
         self._stream = Stream(self.model, rounded, self.recorder) if is_offloaded(self.model) else None
         stays = rounded.tensors if self._stream is None else self._stream.staying
         kept = stays if self._stream is None else []
+        rounded.kept = {path: rounded.in_fp32(path) for path in kept} if beside is None else beside.shared(low)
         start = torch.zeros((), requires_grad=True)
         self._weights = AsRead.apply(start, *(p for path, p in rounded.parameters.items() if path in stays))
         stochastic = low.execution == "stochastic"
@@ -146,6 +151,20 @@ class Adjoint:
         for module in elementwise_modules(self.model):
             replace_forward(module, recomputed.Activation(self.low, self.recorder, module))
 
+    def shared(self, low: LowPrecision) -> dict[str, Tensor]:
+        """The fp32 copies of weights by path, for another estimator of ``low``; raises ValueError for another model."""
+        if low.model is not self.low.model:
+            raise ValueError("estimators share the weights of one low-precision model, got two models: lower it once")
+        self._require_unchanged()
+        return self.rounded.kept
+
+    def _require_unchanged(self) -> None:
+        try:
+            _ = self._weights.grad_fn.saved_tensors
+        except RuntimeError:
+            changed = "a prediction needs the weights as they were read, but they changed: make another Adjoint"
+            raise ValueError(changed) from None
+
     @property
     def knows_signs(self) -> bool:
         """True if errors are those that rounding makes, with their signs; False if some have an expected size alone."""
@@ -169,11 +188,7 @@ class Adjoint:
         """
         if any(module.training for module in self.model.modules()):
             raise ValueError("a prediction needs the model in eval mode, got training mode: call model.eval()")
-        try:
-            _ = self._weights.grad_fn.saved_tensors
-        except RuntimeError:
-            changed = "a prediction needs the weights as they were read, but they changed: make another Adjoint"
-            raise ValueError(changed) from None
+        self._require_unchanged()
         with self.lock, torch.inference_mode(False):
             self.recorder.rewind()  # a prediction before may have been interrupted
             windows = windows_of(tokens, self.seed, seeds, counted, attention_mask)

@@ -57,6 +57,7 @@ class RoundedParameters:
         self.buffers = {} if low.weights_only else {path: x for path, x in model.named_buffers() if x.dtype == dtype}
         self.tensors = self.parameters | self.buffers
         self.exact = None if reference is None else exact_tensors(reference, self.tensors)
+        self.kept: dict[str, Tensor] = {}  # what ``in_fp32`` gives, by path
         for path in filter(self.watched, self.tensors):
             recorder.weight(path)  # numbers the places in this order
 
@@ -74,6 +75,10 @@ class RoundedParameters:
         """True if rounding the tensor at ``path`` contributes to the error."""
         stays_fp32 = not (self.operands(path) or self.weights_only or self.recipe.kernels.name != "fp32")
         return (self.is_low(path) or self.exact is not None) and not stays_fp32
+
+    def in_fp32(self, path: str) -> Tensor:
+        """The entries of the tensor at ``path`` in fp32, without a gradient: those ``kept``, or a copy made now."""
+        return self.kept[path] if path in self.kept else self.tensors[path].detach().float()
 
     def weighted_error(self, path: str, rounded: Tensor) -> "WeightedError":
         """The function that weighs the local error of the tensor at ``path``; its low entries are ``rounded``."""
@@ -94,7 +99,7 @@ class RoundedParameters:
         made = {}
         with self.read(paths := list(paths)):
             for path in paths:
-                rounded = self.tensors[path].detach().float()  # for fp32 ones, too: the model's own have no gradient
+                rounded = self.in_fp32(path)
                 leaf = ((self.exact or {})[path] if at_reference else rounded).detach()
                 if self.watched(path):
                     leaf.requires_grad_()

@@ -4,9 +4,9 @@ The forward pass runs each part as the whole pass does, and keeps only what ente
 again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth. The
 kernels are those of the whole pass, in the same order, so that all numbers are the same.
 
-Several windows share what is read. Their forward passes run side by side (``offload.lockstep``). One backward pass goes
-through all of them. The nth part of every window has a result that the next part of all windows takes, and so goes back
-after it: autograd comes to the same part of every window before it comes to the next one.
+Several windows share what is read. Their forward passes run side by side (``fragility_offload.lockstep``). One backward
+pass goes through all of them. The nth part of every window has a result that the next part of all windows takes, and so
+goes back after it: autograd comes to the same part of every window before it comes to the next one.
 """
 
 import copy
@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from fragility_adjoint.internals import copy_marks, entering, is_stream
-from fragility_adjoint.offload.lockstep import LastRead, barrier
-from fragility_adjoint.offload.offloaded import parts
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters, WeightedError
 from fragility_adjoint.predictor.probes import backward, over_probes
@@ -31,6 +29,8 @@ from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_numerics.internals import replace_forward, without_function_modes
 from fragility_numerics.modes import current_function_mode
 from fragility_numerics.nested import map_tensors, tensors
+from fragility_offload.lockstep import LastRead, barrier
+from fragility_offload.offloaded import parts
 
 
 class TensorUses:

@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fragility_adjoint.mixed_precision.bits import Choices, chosen_groups, predictions
-from fragility_adjoint.mixed_precision.export_gguf import llama_quantize
-from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_adjoint.mixed_precision.structure import stored_parameters
 from fragility_engines.environment import environment
 from fragility_engines.llama_cpp.files import require_llama, shuffled, write_gguf
+from fragility_exports.llama_cpp import llama_quantize
+from fragility_exports.plan import Plan
 from fragility_lab import paths
 from fragility_lab.inputs.loading import load, require_at_least
 from fragility_lab.measurement.comparison import by_token

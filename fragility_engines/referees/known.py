@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_engines.referees.worker import RUNNERS
+from fragility_exports.plan import Plan
 
 PACKAGES = tuple(package for _, package in RUNNERS.values())
 

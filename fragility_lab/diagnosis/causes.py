@@ -5,6 +5,7 @@ from scipy import stats
 
 from fragility_adjoint.explain.coherence import GROUPS, MATTERS, Coherence
 from fragility_adjoint.mixed_precision import Contributions
+from fragility_lab.diagnosis.means import estimate
 from fragility_lab.reporting.tables import number, percent
 
 SITE_NAMES = {
@@ -41,9 +42,7 @@ def block_shares(contributions: Contributions) -> pd.Series:
 def interval(found: tuple[float, float], windows: int) -> str:
     """A ratio with its 95 % interval, Student's, from its standard error over ``windows``."""
     ratio, half = found[0], found[1] * stats.t.isf(0.025, windows - 1)
-    return number(ratio, ".2f") + (
-        f" ({number(ratio - half, '.2f')} to {number(ratio + half, '.2f')})" if windows > 1 else ""
-    )
+    return estimate({"mean": ratio, "low": ratio - half, "high": ratio + half}, lambda x: number(x, ".2f"))
 
 
 def coherence_summary(coherence: Coherence) -> dict[str, object]:

@@ -11,7 +11,7 @@ from fragility_adjoint import predictor
 from fragility_adjoint.explain.coherence import Coherence
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choice, Choices
-from fragility_adjoint.mixed_precision.export import Export
+from fragility_exports.libraries import Export
 from fragility_lab.diagnosis.flips import Flips
 from fragility_lab.diagnosis.remedy import Remedy
 from fragility_lab.diagnosis.request import Request

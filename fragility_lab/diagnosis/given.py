@@ -1,12 +1,10 @@
 """A model whose weights somebody else has rounded, and the fp32 model that it was made from."""
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_lab.inputs import checkpoints
-from fragility_lab.inputs.offloaded import load_offloaded, on_meta
+from fragility_lab.inputs.offloaded import load_beside, on_meta
 from fragility_numerics.presence import entries
 
 
@@ -50,14 +48,9 @@ def require_same_tokens(model: str, reference: str) -> None:
         )
 
 
-def load_rounded(name: str, original: nn.Module) -> PreTrainedModel:
-    """Load the fp32 model ``name`` on the device or devices of ``original``; it is offloaded if ``original`` is.
-
-    Raises the errors of ``inputs.checkpoints.load_model``, and ValueError if all weights are those of ``original``.
-    """
-    device = getattr(original, "hf_device_map", None) or str(next(original.parameters()).device)
-    load = load_offloaded if is_offloaded(original) else checkpoints.load_model
-    rounded = load(name, device, AutoModelForCausalLM)
+def load_rounded(name: str, original: PreTrainedModel) -> PreTrainedModel:
+    """The model ``name`` by ``load_beside``; raises its errors, and ValueError for the weights of ``original``."""
+    rounded = load_beside(original, name)
     pairs = zip(rounded.parameters(), original.parameters(), strict=True)
     if all(torch.equal(entries(a), entries(b)) for a, b in pairs):
         raise ValueError(

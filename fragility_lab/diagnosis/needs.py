@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_adjoint.offload.offloaded import is_offloaded, parts
 from fragility_core.models.paths import block_paths
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.timing import REPEATS, Timing, ends, seconds, timed
@@ -22,6 +21,7 @@ from fragility_lab.reporting.tables import duration, quantity
 from fragility_lab.running.threads import on_free_cores
 from fragility_numerics.internals import attention_of
 from fragility_numerics.presence import loaded as read
+from fragility_offload.offloaded import is_offloaded, parts
 from fragility_quantization.recipes import get_recipe
 
 ONCE = 9  # reads of a streamed model that do not depend on the windows: checks, timing, the forecast itself
@@ -133,9 +133,12 @@ def activations(request: Request, model: PreTrainedModel) -> tuple[int, int]:
 
 
 def memory(request: Request, model: PreTrainedModel) -> int:
-    """Bytes beyond the fp32 model: two copies in the format, one in fp32 for each end, and those of ``activations``."""
-    parameters = sum(p.numel() for p in model.parameters())
-    return parameters * (2 * stored_dtype(request).itemsize + 4 * ends(request)) + sum(activations(request, model))
+    """Bytes beyond the fp32 model: two copies in the format, one in fp32, and those of ``activations``.
+
+    A choice among schemes has another copy in fp32, of the scheme that is predicted.
+    """
+    parameters, wide = sum(p.numel() for p in model.parameters()), 4 * (1 + request.mixes)
+    return parameters * (2 * stored_dtype(request).itemsize + wide) + sum(activations(request, model))
 
 
 def whole(request: Request, model: PreTrainedModel) -> int:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fragility_adjoint.mixed_precision.export import Export
-from fragility_adjoint.mixed_precision.export_gguf import LIBRARIES
+from fragility_exports.libraries import Export
+from fragility_exports.llama_cpp import LIBRARIES
 from fragility_lab import paths
 from fragility_lab.diagnosis.bulk import of_bulk
 from fragility_lab.diagnosis.found import Diagnosis, Failure

@@ -7,13 +7,13 @@ import pandas as pd
 from torch import Tensor
 
 from fragility_adjoint import predictor
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.steady import steady
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import compare, numbered, observe_each
 from fragility_lab.running.environment import progress
 from fragility_numerics.lowering import LowPrecision
+from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.quantized import Quantized, as_prequantized, lower
 from fragility_quantization.recipes import get_recipe
 from fragility_quantization.static_scales import calibrated

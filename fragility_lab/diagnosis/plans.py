@@ -7,9 +7,9 @@ from torch import nn
 
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choices
-from fragility_adjoint.mixed_precision.export import Export, named
-from fragility_adjoint.mixed_precision.export_gguf import LIBRARIES, libraries_for
 from fragility_core.models.paths import within
+from fragility_exports.libraries import Export, named
+from fragility_exports.llama_cpp import LIBRARIES, libraries_for
 from fragility_lab import paths
 from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import TARGETS, helps, in_unit, writer

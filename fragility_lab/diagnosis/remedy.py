@@ -1,9 +1,7 @@
 """The remedy of an overflow: plans are run from cheap to dear, until one brings all windows back into the range."""
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow
 from fragility_core.models.paths import block_of, hidden_and_logits, is_norm, within
 from fragility_numerics.formats import get_format
-from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.lowering import LowPrecision, sharing_copy
 from fragility_numerics.nested import tensors
 from fragility_quantization.quantized import Quantized, lower
 from fragility_quantization.recipes import Recipe
@@ -210,7 +208,7 @@ def raised_epsilon(
     norms = [p for p, module in model.named_modules() if is_norm(module)]
     if path not in norms:
         return None
-    raised = copy.deepcopy(model, {id(p): p for p in chain(model.parameters(), model.buffers())})
+    raised = sharing_copy(model)
     for name in EPSILONS:
         for module in map(raised.get_submodule, norms):
             if 0 < (getattr(module, name, None) or 0) < least:

@@ -13,9 +13,8 @@ from fragility_adjoint import predictor
 from fragility_adjoint.explain.coherence import coherence
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision import Contributions, apply
-from fragility_adjoint.mixed_precision.bits import Choice, Choices, chosen_groups
+from fragility_adjoint.mixed_precision.bits import Choice, Choices, choices_beside
 from fragility_adjoint.mixed_precision.plans import protect
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure, made
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
@@ -33,6 +32,7 @@ from fragility_lab.running.environment import progress
 from fragility_lab.running.threads import on_free_cores
 from fragility_numerics.internals import attention_of
 from fragility_numerics.lowering import sharing_copy
+from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.quantized import Quantized, as_prequantized, lower
 from fragility_quantization.static_scales import calibrated, needs_calibration
 
@@ -66,9 +66,9 @@ class Work:
     def realisations(self) -> ErrorSamples:
         """Passes, with drawn errors, of the model without a plan; those of the estimator if it has the fp32 end."""
         known = self.estimator
-        return ErrorSamples(
-            known if known.points[-1].exact else predictor.Adjoint(self.low, self.model, gradients="fp32")
-        )
+        if not known.points[-1].exact:
+            known = predictor.Adjoint(self.low, self.model, gradients="fp32", beside=known)
+        return ErrorSamples(known)
 
     @property
     def finite_windows(self) -> dict[int, Tensor]:
@@ -192,8 +192,10 @@ def add_up_signs(work: Work) -> None:
     """Find errors that act together. With secant slopes, if memory allows, they add up to the measured error."""
     secants = work.whole and work.found.referenced and secants_fit(work.request, work.model)
     target, gradients = work.request.measured_in, "secant" if secants else "low"
-    estimator = predictor.Adjoint(work.low, work.model, work.request.probes, target=target, gradients=gradients)
-    work.found.coherence = coherence(estimator, progress(work.groups, desc="errors that act together"))
+    known = predictor.Adjoint(
+        work.low, work.model, work.request.probes, target=target, gradients=gradients, beside=work.estimator
+    )
+    work.found.coherence = coherence(known, progress(work.groups, desc="errors that act together"))
 
 
 def halve_errors(work: Work) -> None:
@@ -288,9 +290,7 @@ def chosen_from(
         if recipe.rounds and recipe.name not in found:
             low = lower(model, calibrated(model, recipe, tokens))
             found[recipe.name] = predict(estimator(low, model, request.probes, request.measured_in), groups)
-    finite = set.intersection(*(prediction.finite for prediction in found.values()))
-    found = {name: prediction.of(finite) for name, prediction in found.items()}
-    return Choices(model, found, chosen_groups(model, tokens[:1], first.recipe), keep)
+    return choices_beside(first.recipe, model, found, tokens, keep)
 
 
 def mixed_choice(request: Request, choices: Choices) -> Choice:

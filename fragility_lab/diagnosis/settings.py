@@ -8,11 +8,10 @@ from typing import Any
 
 import pandas as pd
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from fragility_adjoint.offload.offloaded import is_offloaded
-from fragility_lab.inputs.checkpoints import load_config, load_model
-from fragility_lab.inputs.offloaded import load_offloaded
+from fragility_lab.inputs.checkpoints import load_config
+from fragility_lab.inputs.offloaded import load_beside
 from fragility_lab.measurement.comparison import compare, observe_each
 
 # Entries of a configuration that no pass in evaluation mode reads. All others count, those of the future as well.
@@ -77,9 +76,7 @@ def require_same_settings(name: str, reference: str, original: PreTrainedModel, 
 
 def effect(name: str, reference: str, original: PreTrainedModel, windows: Tensor) -> pd.DataFrame:
     """The table of ``comparison.compare`` for the weights of ``reference`` with the configuration of ``name``."""
-    load = load_offloaded if is_offloaded(original) else load_model
-    device = getattr(original, "hf_device_map", None) or str(next(original.parameters()).device)
-    other = load(reference, device, AutoModelForCausalLM, load_config(name))
+    other = load_beside(original, reference, load_config(name))
     other.set_attn_implementation(original.config._attn_implementation)
     passes = zip(observe_each(other, windows), observe_each(original, windows), windows.split(1))
     return pd.concat([compare(*one)[0] for one in passes], ignore_index=True)

@@ -73,9 +73,9 @@ def greedy_texts(evaluator: Evaluator, count: int) -> list[tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def random_mixture(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+def random_mixture(config: PreTrainedConfig) -> PreTrainedModel:
     """A mixture of experts whose random matrices keep the norm of vectors."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -83,16 +83,16 @@ def random_mixture(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def expert_table(recipes: Sequence[str], windows: int, length: int = 64, draws: int = 1) -> pd.DataFrame:
+def expert_table(recipes: Sequence[str], windows: int) -> pd.DataFrame:
     """One row per mixture of MIXTURES and recipe: the share of choices of experts that change, over random tokens."""
     generator, rows = torch.Generator().manual_seed(1), []
-    tokens = torch.randint(1, SIZES["vocab_size"], (windows, length), generator=generator)
+    tokens = torch.randint(1, SIZES["vocab_size"], (windows, 64), generator=generator)
     for config in MIXTURES:
         model = random_mixture(config)
         for name in progress(recipes, desc=f"experts of {config.model_type}"):
             low, realisations = realised(model, name)
             found = [changed_choices(low, model, window).double().mean() for window in tokens.split(1)]
-            known = [predicted_choices(realisations, window, draws).mean() for window in tokens.split(1)]
+            known = [predicted_choices(realisations, window, draws=1).mean() for window in tokens.split(1)]
             shares = (np.array([float(share) for share in each]) for each in (known, found))
             rows.append({"model": config.model_type} | row(name, "experts", *shares))
     return pd.DataFrame(rows)

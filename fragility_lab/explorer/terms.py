@@ -195,12 +195,6 @@ def keeping(known: Sequence[Contributions], measured: MeasuredPlans[Plan] = ()) 
     }
 
 
-def best_choices(known: Choices, count: int = BUDGETS) -> list[Choice]:
-    """The best choices for the budgets of ``Choices.curve``."""
-    budgets = np.linspace(known.least_bits, known.bits.max(1).sum() / known.weights, count)
-    return list(dict.fromkeys(known.within_bits(float(budget) * (1 + 1e-9)) for budget in budgets))
-
-
 def choosing(known: Choices, measured: MeasuredPlans[Choice] = ()) -> dict[str, object]:
     """The view in which every group of linear layers gets a scheme, and nothing else is kept in fp32.
 
@@ -222,7 +216,7 @@ def choosing(known: Choices, measured: MeasuredPlans[Choice] = ()) -> dict[str, 
         "bits": rounded(known.bits.astype(float)),
         "entries": known.weights,
         "targets": [target_of(known) | {"errors": rounded(known.errors), "rest": rounded(known.others)}],
-        "best": [list(choice.schemes) for choice in best_choices(known)],
+        "best": [list(choice.schemes) for choice in known.best(BUDGETS)],
         "measured": [
             {"label": f"{known.mean_bits(choice):.2f} bits", "choice": list(choice.schemes), "found": dict(found)}
             for choice, found in measured

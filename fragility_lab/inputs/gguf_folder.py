@@ -19,8 +19,9 @@ from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fragility_lab.inputs.gguf_config import ROPE_FACTORS, configuration
-from fragility_lab.inputs.gguf_header import Header, read_header
+import fragility_gguf
+from fragility_gguf.configuration import ROPE_FACTORS, configuration
+from fragility_gguf.header import Header, read_header
 from fragility_lab.inputs.stored import require_described_weights
 
 # How tokenizers of bytes split text, by llama.cpp's names: into GPT-2's words, and those that split each digit as well.
@@ -28,7 +29,7 @@ from fragility_lab.inputs.stored import require_described_weights
 WORDS = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 DAY = 24 * 3600  # seconds
-SOURCES = [Path(__file__).with_name(name) for name in ("gguf_folder.py", "gguf_config.py", "gguf_header.py")]
+SOURCES = [Path(__file__), *sorted(Path(fragility_gguf.__file__).parent.glob("*.py"))]
 
 
 def cache() -> Path:
@@ -41,7 +42,7 @@ def converted(file: str | Path, part: str) -> str:
 
     The folder is made if there is none for this file, this code and these versions; it appears whole or not at all.
     Older folders of the file are removed then, unless somebody has used them within a day.
-    Raises the errors of ``gguf_header.read_header`` and ``gguf_config.configuration``.
+    Raises the errors of ``header.read_header`` and ``configuration.configuration``.
     """
     header = read_header(file)
     place, stat = str(header.file.resolve()), header.file.stat()

@@ -8,10 +8,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from fragility_adjoint.offload.files import Checkpoint, Device, open_offloaded
-from fragility_lab.inputs.checkpoints import default_device, load_config, located, require_exact_products
+from fragility_lab.inputs.checkpoints import default_device, load_config, load_model, located, require_exact_products
 from fragility_lab.inputs.names import Wanted, local
 from fragility_lab.inputs.stored import require_described_weights, require_numbers, weight_files
+from fragility_offload.files import Checkpoint, Device, open_offloaded
+from fragility_offload.offloaded import is_offloaded
 
 UNREADABLE = (OSError, ValueError, SafetensorError)  # what files raise that do not hold the model
 
@@ -65,7 +66,7 @@ def load_offloaded(
     name: str, device: Device | Mapping[str, Device] | None = None, auto_class: type = AutoModelForCausalLM,
     config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The fp32 model ``name`` as an offloaded one (``offload.offloaded``), on one ``device`` or on several by module.
+    """The fp32 model ``name`` as an offloaded one (``fragility_offload``), on one ``device`` or on several by module.
 
     ``config`` is the model's own unless given.
 
@@ -75,3 +76,13 @@ def load_offloaded(
     made, checkpoint = fitted(name, auto_class, config)
     with Wanted("model", name, *UNREADABLE):
         return open_offloaded(made, checkpoint, default_device() if device is None else device)
+
+
+def load_beside(original: PreTrainedModel, name: str, config: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """The fp32 model ``name`` with its head, on the device or devices of ``original``, and offloaded if that is.
+
+    ``config`` is the model's own unless given. Raises the errors of ``checkpoints.load_model``.
+    """
+    device: Any = getattr(original, "hf_device_map", None) or str(next(original.parameters()).device)
+    load = load_offloaded if is_offloaded(original) else load_model
+    return load(name, device, AutoModelForCausalLM, config)

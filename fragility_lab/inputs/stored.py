@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fragility_lab.inputs.gguf_header import read_header
+from fragility_gguf.header import read_header
 from fragility_lab.inputs.names import Wanted, local, shortened
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

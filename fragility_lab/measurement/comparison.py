@@ -13,8 +13,6 @@ from scipy import stats
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_adjoint.offload.lockstep import side_by_side
-from fragility_adjoint.offload.offloaded import is_offloaded
 from fragility_core.models.padding import groups, padded
 from fragility_core.models.paths import block_paths, forward_hook, hidden_and_logits
 from fragility_core.surrogates.observation import in_order
@@ -22,6 +20,8 @@ from fragility_core.theory import mismatch
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.nested import tensors, together
 from fragility_numerics.presence import entries
+from fragility_offload.lockstep import side_by_side
+from fragility_offload.offloaded import is_offloaded
 
 Result = TypeVar("Result")
 AT_ONCE = 2**19  # logits that are compared at once: 4 MiB in fp64, which caches hold

@@ -22,8 +22,8 @@ RECORDED = ("torch", "transformers", "datasets", "tokenizers", "numpy", "scipy",
 NUMERICAL = ("torch", "transformers", "numpy", "scipy", "pandas")  # a run's inputs have a digest of their own
 # Imports that the numbers of a run depend on, but for those of modules that check inputs or read models in parts.
 FOLLOWED = (
-    "fragility_adjoint.", "fragility_quantization.", "fragility_engines.referees.",
-    "fragility_lab.experiments.", "fragility_lab.inputs.", "fragility_lab.measurement.",
+    "fragility_adjoint.", "fragility_quantization.", "fragility_exports.", "fragility_offload.", "fragility_gguf.",
+    "fragility_engines.referees.", "fragility_lab.experiments.", "fragility_lab.inputs.", "fragility_lab.measurement.",
 )  # fmt: skip
 ENDS = ("fragility_lab.inputs.offloaded",)
 TERMINAL = "FRAGILITY_TERMINAL"  # in the environment of kernels whose stderr is a terminal's
@@ -57,9 +57,9 @@ def named_scheduler() -> str:
 def code_digest(kind: type) -> str:
     """Twelve hexadecimal digits of the code that the numbers of a run depend on.
 
-    ``kind`` is the class of the run's specification. Code that counts: its module, the modules of experiments, inputs
-    fragility_adjoint and fragility_quantization that it imports directly or through others, and all of fragility_core
-    and fragility_numerics. Comments, docstrings and layout do not count.
+    ``kind`` is the class of the run's specification. Code that counts: its module, the modules of FOLLOWED that it
+    imports directly or through others, and all of fragility_core and fragility_numerics. Comments, docstrings and
+    layout do not count.
     """
     found = {"": Path(inspect.getfile(kind))}
     waiting = [""]

@@ -11,7 +11,8 @@ from tiny import TINY, random_gpt2, random_tokens
 import fragility_adjoint
 from fragility_adjoint import Adjoint, Choices, Contributions, fused_layers, lower, predict, predictions
 from fragility_adjoint.mixed_precision.budget import parse_budget
-from fragility_adjoint.mixed_precision.export import compressed_tensors, from_json
+from fragility_exports.libraries import compressed_tensors
+from fragility_exports.plan import from_json
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,29 @@ def test_gradients_are_taken_at_both_ends_where_there_are_two(known):
         assert c2.equals(want)
     with pytest.raises(ValueError, match="gradients must be auto or taken at one of low, fp32, both, secant, got 'up'"):
         Adjoint(low, model, gradients="up")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "w4a16-g32"])
+def test_estimators_beside_one_another_share_the_fp32_copies_of_weights(recipe):
+    model, tokens = random_gpt2(TINY), random_tokens(2, 12)
+    low = lower(model, recipe)
+    first = Adjoint(low, model, 2)
+    assert {*first.rounded.kept} == {*first.rounded.tensors}
+    for gradients in ("low", "fp32", "both", "secant"):
+        known = Adjoint(low, model, 2, target="kl", gradients=gradients, beside=first)
+        alone = Adjoint(low, model, 2, target="kl", gradients=gradients)(tokens)
+        first(tokens)  # passes of one leave those of the other alone
+        assert known.rounded.kept is first.rounded.kept
+        pd.testing.assert_frame_equal(known(tokens).contributions, alone.contributions, check_exact=True)
+        for parameter, leaf in known.points[0].parameters.weights.items():
+            other = first.points[-1 if gradients == "fp32" else 0].parameters.weights[parameter]
+            assert leaf is not other and leaf.data_ptr() == other.data_ptr()
+    with pytest.raises(ValueError, match="share the weights of one low-precision model, got two models: lower it once"):
+        Adjoint(lower(model, recipe), model, beside=first)
+    with torch.no_grad():
+        low.model.get_parameter("transformer.h.0.mlp.c_fc.weight").mul_(2)
+    with pytest.raises(ValueError, match="needs the weights as they were read, but they changed"):
+        Adjoint(low, model, beside=first)
 
 
 @pytest.mark.parametrize("target", ["kl", "hidden"])

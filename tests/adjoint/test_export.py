@@ -14,9 +14,10 @@ import torch
 from tiny import TINY, random_gpt2
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fragility_adjoint.mixed_precision import Plan, export
-from fragility_adjoint.mixed_precision.export import EXPORTS, from_json, layers_of, to_json, untouched
-from fragility_adjoint.mixed_precision.export_gguf import is_gguf, libraries_for, llama_quantize
+from fragility_exports import libraries as export
+from fragility_exports.libraries import EXPORTS, layers_of, untouched
+from fragility_exports.llama_cpp import is_gguf, libraries_for, llama_quantize
+from fragility_exports.plan import Plan, from_json, to_json
 from fragility_numerics.formats import get_format
 from fragility_quantization.operands import Operands
 from fragility_quantization.recipes import RECIPES

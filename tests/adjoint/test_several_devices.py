@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM
 from fragility_adjoint.explain.changed_choices import next_tokens
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision import Contributions, apply
-from fragility_adjoint.offload.files import device_of
-from fragility_adjoint.offload.offloaded import offloaded_parameter
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates.monitor import Monitor
@@ -27,6 +25,8 @@ from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
 from fragility_lab.measurement.comparison import observe_each
 from fragility_numerics.presence import source_of
+from fragility_offload.files import device_of
+from fragility_offload.offloaded import offloaded_parameter
 from fragility_quantization.quantized import lower
 
 EXECUTIONS = [

@@ -30,9 +30,6 @@ from transformers import (
 )
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
-from fragility_adjoint.offload.files import Checkpoint, open_offloaded
-from fragility_adjoint.offload.lockstep import barrier, side_by_side
-from fragility_adjoint.offload.offloaded import is_offloaded, load_when_running, offloaded_parameter, parts
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
@@ -44,6 +41,9 @@ from fragility_lab.measurement.comparison import observe_each
 from fragility_lab.paths import CHECKPOINTS
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_numerics.presence import entries, loaded, source_of
+from fragility_offload.files import Checkpoint, open_offloaded
+from fragility_offload.lockstep import barrier, side_by_side
+from fragility_offload.offloaded import is_offloaded, load_when_running, offloaded_parameter, parts
 from fragility_quantization.quantized import lower
 
 BASE = {

@@ -19,11 +19,11 @@ from tiny import random_model
 from transformers import LlamaConfig
 
 from fragility_adjoint.mixed_precision import Plan
-from fragility_adjoint.mixed_precision.export_gguf import llama_quantize
 from fragility_core.models.paths import embedding_paths, head_paths
 from fragility_engines.environment import ENVIRONMENT
 from fragility_engines.llama_cpp import plans as gguf_plans
 from fragility_engines.llama_cpp.files import write_gguf
+from fragility_exports.llama_cpp import llama_quantize
 from fragility_quantization.ggml import MIXES, TYPES, WEIGHTS
 from fragility_quantization.gguf_mixes import tensor_names
 from fragility_quantization.operands import linear_weights, owner, row_width, with_known_layers

@@ -12,12 +12,12 @@ from test_suspects import LLAMA
 from tiny import random_model, random_tokens, tiny_inputs
 from transformers import LlamaConfig
 
-from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_engines.referees import figures
 from fragility_engines.referees.judged import Court, last_error, untied
 from fragility_engines.referees.known import REFEREES, Referee
 from fragility_engines.referees.runs import Referees, RefereeSpec, asked, get_referee, versions
 from fragility_engines.referees.worker import RUNNERS, carry_out, installed
+from fragility_exports.plan import Plan
 from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.running.engine import complete
 from fragility_quantization.quantized import lower

@@ -34,10 +34,10 @@ from transformers import (
 )
 
 from fragility_adjoint.mixed_precision import Plan
-from fragility_adjoint.mixed_precision.export import EXPORTS
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
+from fragility_exports.libraries import EXPORTS
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.diagnosis import causes, explore, means, needs, page, plans, sections, timing

@@ -83,8 +83,8 @@ CODE = {
     "fragility_adjoint/predictor/estimator.py": "from fragility_adjoint.predictor import parameters\n",
     "fragility_adjoint/predictor/parameters.py": "Y = 1\n",
     "fragility_adjoint/mixed_precision/plans.py": "Y = 1\n",
-    "fragility_adjoint/offload/files.py": "Y = 1\n",
-    "fragility_lab/inputs/offloaded.py": "from fragility_adjoint.offload import files\n",
+    "fragility_offload/files.py": "Y = 1\n",
+    "fragility_lab/inputs/offloaded.py": "from fragility_offload import files\n",
     "fragility_lab/experiments/patching.py": (
         "from fragility_lab.inputs import offloaded, text\nimport fragility_lab.reporting\n"
         "from fragility_adjoint.predictor import estimator\n"

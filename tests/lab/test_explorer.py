@@ -95,10 +95,14 @@ def test_best_plans_are_those_of_the_library(target):
         assert known.keep(sites=names).predicted == known.plan(count, "sites").predicted
 
 
-def test_best_choices_are_those_of_the_curve():
+def test_best_choices_are_those_within_budgets_of_bits_and_those_of_the_curve():
     known = choices()
     curve = known.curve(terms.BUDGETS)
-    found = terms.best_choices(known)
+    found = known.best(terms.BUDGETS)
+    most = known.bits.max(1).sum() / known.weights
+    within = [known.within_bits(bits * (1 + 1e-9)) for bits in np.linspace(known.least_bits, most, terms.BUDGETS)]
+    assert found == list(dict.fromkeys(within)) and len(found) > 2
+    assert views()[1]["best"] == [list(choice.schemes) for choice in found]
     assert [known.mean_bits(choice) for choice in found] == pytest.approx(curve.bits.tolist())
     assert [known.predict(choice).mean() for choice in found] == pytest.approx(curve.predicted.tolist())
 

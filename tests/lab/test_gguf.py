@@ -27,9 +27,9 @@ from transformers import (
     Starcoder2Config,
 )
 
+from fragility_gguf.header import read_header
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
 from fragility_lab.inputs.gguf_folder import converted
-from fragility_lab.inputs.gguf_header import read_header
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.offloaded import load_offloaded
 

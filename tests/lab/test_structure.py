@@ -1,4 +1,4 @@
-"""Ten packages and one direction: arithmetic, the paper, what goes beyond it, and what needs all of these."""
+"""Thirteen packages and one direction: arithmetic, the paper, what goes beyond it, and what needs all of these."""
 
 import ast
 import shutil
@@ -15,8 +15,11 @@ BUDGETS = {  # lines
     "fragility_numerics": 1346,
     "fragility_core": 3339,
     "fragility_quantization": 1630,
-    "fragility_adjoint": 5700,
-    "fragility_lab": 12295,
+    "fragility_exports": 394,
+    "fragility_offload": 452,
+    "fragility_adjoint": 4911,
+    "fragility_gguf": 336,
+    "fragility_lab": 11956,
     "fragility_explorer": 1545,
     "fragility_lessons": 2994,
     "fragility_engines": 3810,
@@ -24,7 +27,7 @@ BUDGETS = {  # lines
     "fragility_pretraining": 397,
 }
 PACKAGES = tuple(BUDGETS)
-FOLDERS = {"fragility_core": 4, "fragility_adjoint": 4, "fragility_lab": 7}
+FOLDERS = {"fragility_core": 4, "fragility_adjoint": 3, "fragility_lab": 7}
 NEED_LAB = ("fragility_lab", "fragility_explorer", "fragility_lessons", "fragility_engines")
 NEED_LAB += ("fragility_peers", "fragility_pretraining")
 SOURCES = {
@@ -43,6 +46,7 @@ DECLARED = {
     "transformers",
     *sys.stdlib_module_names,
 }
+OPTIONAL = {"fragility_gguf": {"gguf"}}  # the extra of the same name
 
 
 def imported(name: str) -> set[str]:
@@ -65,7 +69,7 @@ GRAPH = {name: imported(name) for name in SOURCES}
 @pytest.mark.parametrize("name", [name for name in SOURCES if not name.startswith(NEED_LAB)])
 def test_a_package_imports_what_it_declares_and_none_above_it(name):
     package = name.split(".")[0]
-    allowed = DECLARED | {*PACKAGES[: PACKAGES.index(package) + 1]}
+    allowed = DECLARED | OPTIONAL.get(package, set()) | {*PACKAGES[: PACKAGES.index(package) + 1]}
     others = {target for target in GRAPH[name] if target.split(".")[0] not in allowed}
     assert not others, f"{name} imports {sorted(others)}"
 

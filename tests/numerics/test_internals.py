@@ -18,22 +18,24 @@ from fragility_numerics import internals, kernels
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_numerics.internals import PRIVATE, attention_of, private, restored_attention
 from fragility_numerics.nested import map_tensors, tensors
+from fragility_offload import internals as offloading
 
-TABLES = {Path(file.__file__): file.PRIVATE for file in (internals, beyond)}
+EVERY = PRIVATE | beyond.PRIVATE | offloading.PRIVATE
+TABLES = {Path(file.__file__): file.PRIVATE for file in (internals, beyond, offloading)}
 # Attributes that this project hides on tensors, and those that accelerate sets, which the packages do not need.
 HIDDEN = {"_stored_as", "_is_stream", "_reference", "_source", "_hf_hook"}
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
 
 
-@pytest.mark.parametrize("name", PRIVATE | beyond.PRIVATE)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_private_name_is_still_there(name):
     """If this fails, the message says what the project needs the name for."""
-    private(name, PRIVATE | beyond.PRIVATE)
+    private(name, EVERY)
 
 
 def test_few_private_names_of_torch_are_needed():
     """Before another one is added: is there a public way?"""
-    assert sum(name.startswith("torch.") for name in PRIVATE | beyond.PRIVATE) <= 14
+    assert sum(name.startswith("torch.") for name in EVERY) <= 14
 
 
 def test_a_name_that_is_gone_is_reported_with_its_use(monkeypatch):
@@ -77,7 +79,7 @@ def private_uses(tree: ast.AST) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-PACKAGES = ("fragility_numerics", "fragility_core", "fragility_quantization", "fragility_adjoint")
+PACKAGES = ("fragility_numerics", "fragility_core", "fragility_quantization", "fragility_offload", "fragility_adjoint")
 FILES = [path for package in PACKAGES for path in (PROJECT / package).rglob("*.py")]
 TREES = {path: ast.parse(path.read_text()) for path in sorted(FILES)}
 OWN = set.union(*(own_names(tree) for path, tree in TREES.items() if path not in TABLES))

@@ -31,7 +31,8 @@ from torchao.quantization.quantize_.common import _choose_quant_func_and_quantiz
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from fragility_adjoint.mixed_precision import Plan
-from fragility_adjoint.mixed_precision.export import (
+from fragility_core.models.paths import final_hidden
+from fragility_exports.libraries import (
     EXPORTS,
     arguments,
     compressed_tensors,
@@ -40,7 +41,6 @@ from fragility_adjoint.mixed_precision.export import (
     modules_to_not_convert,
     torchao,
 )
-from fragility_core.models.paths import final_hidden
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import RECIPES
 from fragility_quantization.schemes import RULES, Scheme

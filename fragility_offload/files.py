@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fragility_adjoint.internals import fill_buffers, is_ignored
-from fragility_adjoint.offload.offloaded import load_when_running, offloaded_parameter
 from fragility_core.models.paths import within
+from fragility_offload.internals import fill_buffers, is_ignored
+from fragility_offload.offloaded import load_when_running, offloaded_parameter
 
 Device = torch.device | str | int
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from fragility_lab.inputs.gguf_header import MODEL_TYPES, Header
+from fragility_gguf.header import MODEL_TYPES, Header
 
 # The fields of configurations, by the settings that give them; some configurations have names of their own.
 FIELDS = {

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import entering
-from fragility_adjoint.offload.lockstep import barrier
 from fragility_core.models.paths import block_paths
 from fragility_numerics.internals import replace_forward
+from fragility_numerics.nested import entering
 from fragility_numerics.presence import loaded, set_source, source_of
+from fragility_offload.lockstep import barrier
 
 M_MMAP_THRESHOLD = -3  # its number in malloc.h
 

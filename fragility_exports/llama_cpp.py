@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fragility_adjoint.mixed_precision.export import EXPORTS, Export, export, layers_of
-from fragility_adjoint.mixed_precision.plans import Plan
+from fragility_exports.libraries import EXPORTS, Export, export, layers_of
+from fragility_exports.plan import Plan
 from fragility_quantization.gguf_mixes import ends
 from fragility_quantization.gguf_tensors import stored_types
 from fragility_quantization.recipes import Operands, get_recipe

@@ -8,14 +8,14 @@ one, and compares the tensors bit for bit; docs/exports.md has the outcome for e
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fragility_adjoint.mixed_precision.plans import Plan
 from fragility_core.models.paths import head_paths, within
+from fragility_exports.plan import Plan
 from fragility_numerics.formats import Format, of_dtype
 from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.recipes import Operands
@@ -57,21 +57,6 @@ KINDS = {
         ("fp8_e4m3 fp8_e5m2 fp4_e2m1", *GROUPS, "floor ceil"), NVFP4,
     ),
 }  # fmt: skip
-
-
-def to_json(plan: Plan) -> str:
-    """``plan`` as text, which ``from_json`` reads."""
-    return json.dumps(asdict(plan), indent=2)
-
-
-def from_json(text: str) -> Plan:
-    """The plan that ``to_json`` wrote; raises ValueError for another text."""
-    try:
-        fields = json.loads(text)
-        modules, layers = tuple(fields.pop("modules")), tuple(map(tuple, fields.pop("layers")))
-        return Plan(modules=modules, layers=layers, **fields)
-    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as cause:
-        raise ValueError(f"a plan must be JSON that to_json wrote, got {text[:60]!r}") from cause
 
 
 def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:

@@ -1,0 +1,1 @@
+"""GGUF files: what their headers say, and the configurations of transformers that they describe."""
