@@ -14,13 +14,13 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1346,
     "fragility_core": 3339,
-    "fragility_quantization": 1630,
+    "fragility_quantization": 1618,
     "fragility_adjoint": 5700,
     "fragility_lab": 12295,
     "fragility_explorer": 1545,
     "fragility_lessons": 2994,
-    "fragility_engines": 3810,
-    "fragility_peers": 870,
+    "fragility_engines": 3830,
+    "fragility_peers": 861,
     "fragility_pretraining": 397,
 }
 PACKAGES = tuple(BUDGETS)
