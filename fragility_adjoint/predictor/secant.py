@@ -212,7 +212,7 @@ class SecantSlopes(TorchFunctionMode):
         if in_place(func) and not has_reference(args[0]):
             refer_to_copy(args[0])
         result = self._with_slopes(func, args, kwargs)  # first: ``func`` may change references in place
-        if func.__name__ in SELECTING and hasattr(result, "indices"):
+        if func.__name__ in SELECTING and not isinstance(result, Tensor):  # as max(x, y) is
             refer(result[0], same_entries(func.__name__, result.indices, args, kwargs))
             return result
         with torch.no_grad():

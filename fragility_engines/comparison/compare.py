@@ -56,7 +56,6 @@ def explained(
     A suspect that changes a number a little is tested over all tokens. Of the others, those that are most alike over
     few tokens are. Of a gap between two engines with these ``names``, slopes that are certain have an owner.
     """
-
     part, directed = screened(gap), Directions(model, sequences)
     found, inside = search(gap, part, suspects(model, facts), branches(model), directed)
     if not gap.two:

@@ -11,6 +11,7 @@ from fragility_quantization.recipes import Recipe
 
 CLIPPED = np.log(2)  # reinforcement learning clips ratios of probabilities outside of [1/2, 2], or of a narrower range
 TOPS = ("kl", "kl_rounding", "flip", "flip_rounding")
+FAR, ENOUGH = 4, 32  # times what rounding gives a sequence of so many tokens: it is no rounding
 NOTHING = 1e-12  # times the predicted square: as good as no change
 
 
@@ -31,7 +32,8 @@ class Gap:
 
     ``sequences`` has one row for each: its number of scored ``tokens``, and the ``observed`` and ``predicted`` mean
     squared change. ``sites`` has the share of the predicted square by kind of site. ``predictions`` are those of the
-    sequences that do not overflow. ``two`` is True if the reference is another engine.
+    sequences that do not overflow. ``two`` is True if the reference is another engine. ``repeated`` sequences of the
+    log have the tokens of others, and do not count: their roundings are no other draw.
     """
 
     recipe: Recipe
@@ -40,6 +42,7 @@ class Gap:
     sites: pd.Series
     predictions: tuple[Prediction, ...] = ()
     two: bool = False
+    repeated: int = 0
 
     @property
     def known(self) -> pd.DataFrame:
@@ -58,6 +61,14 @@ class Gap:
         mean, count = logs.mean(), len(logs)
         half = stats.t.ppf(0.975, count - 1) * logs.std(ddof=1) / count**0.5 if count > 1 else np.nan
         return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+
+    @property
+    def far(self) -> list[int]:
+        """The sequences whose own change is FAR beyond both their predicted and their emulated one."""
+        emulated = self.tokens.groupby("sequence").rounding.apply(lambda x: (x**2).mean())
+        table = self.known.set_index("sequence")
+        beyond = table.observed > FAR**2 * np.maximum(table.predicted, emulated[table.index])
+        return [int(number) for number in table.index[beyond & (table.tokens >= ENOUGH)]]
 
     @property
     def predicted(self) -> float:

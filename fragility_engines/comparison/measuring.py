@@ -134,7 +134,8 @@ def measure(
     model or the reference, or that all overflow, and the errors of ``lower`` and ``Adjoint``.
     """
     require_fitting(model.config, sequences)
-    chosen, pairs = get_recipe(recipe), paired(sequences, reference)
+    chosen, every = get_recipe(recipe), paired(sequences, reference)
+    pairs = [*{pair.each.tokens.tobytes(): pair for pair in reversed(every)}.values()][::-1]  # the first of each text
     yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
     rows, totals, shares, predictions = [], [], [], []
     for pair in pairs:
@@ -154,8 +155,9 @@ def measure(
             "make diagnose says what mends this, and RECIPE=bf16 has a wider range"
         )
     sites = pd.concat(shares, axis=1).sum(axis=1).sort_values(ascending=False)
-    inside = tuple(each for each in predictions if each.finite)
-    return Gap(chosen, pd.concat(rows, ignore_index=True), pd.DataFrame(totals), sites / sites.sum(), inside, two)
+    inside, repeated = tuple(each for each in predictions if each.finite), len(every) - len(pairs)
+    table, by_sequence = pd.concat(rows, ignore_index=True), pd.DataFrame(totals)
+    return Gap(chosen, table, by_sequence, sites / sites.sum(), inside, two, repeated)
 
 
 def expected(prediction: Prediction, twice: bool) -> tuple[float, pd.Series]:

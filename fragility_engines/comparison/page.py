@@ -21,8 +21,6 @@ NAMES = {
     "rms": "root mean square", "mean": "mean", "k1": "KL, estimate k1", "k3": "KL, estimate k3",
     "clipped": "tokens whose ratio leaves [1/2, 2]",
 }  # fmt: skip
-
-
 TOPS: list[tuple[str, str, Callable[[float], str]]] = [
     ("kl", "KL, at least (most probable tokens, all others as one)", lambda value: number(value, ".3g")),
     ("flip", "positions where another token is most probable", percent),

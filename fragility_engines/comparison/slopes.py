@@ -21,6 +21,7 @@ Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect ov
 
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
+EXACT = 0.95  # the same for another unit of the log
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
 INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
 SCREENED = 128  # tokens of each of two sequences, over which suspects are tried first, and branches
@@ -68,6 +69,8 @@ class Slope:
     @property
     def needed(self) -> float:
         """The share of the gap beyond rounding that this suspect must explain to be named as its cause."""
+        if self.suspect.unit != 1:  # nothing but rounding stays
+            return EXACT
         return INSIDE if self.suspect.branch else EXPLAINED
 
 

@@ -11,7 +11,9 @@ from fragility_engines.suspects.suspect import Suspect
 
 # Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
 MORE, LESS = 1.25, 0.8
+SHOWN = 8  # sequences in the line
 START, END = 16, 64  # tokens at the beginning and at the end of sequences
+GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
 FEW = 0.02  # of the tokens make half of the square
 
 KINDS = {
@@ -26,13 +28,15 @@ KINDS = {
 class Verdict:
     """The verdict of ``kind``, one of KINDS; ``cause`` is the suspect that explains the gap, if one does.
 
-    ``needed`` is the number of sequences of this length that would decide; it is known only for the kind "few".
+    ``needed`` is the number of sequences of this length that would decide; it is known only for the kind "few". ``far``
+    are the sequences that are more than rounding by themselves, where others are not.
     """
 
     kind: str
     ratio: tuple[float, float, float]
     cause: Slope | None = None
     needed: int | None = None
+    far: Sequence[int] = ()
 
     @property
     def line(self) -> str:
@@ -42,6 +46,8 @@ class Verdict:
         text = f"{KINDS[self.kind]}: the gap is {value:.2f} times the predicted one ({interval})"
         if self.kind == "few":
             text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""
+        if self.far:
+            text += f"; more than rounding by itself: sequence {', '.join(map(str, self.far))} of the log, from 0"
         if self.kind == "less":
             text += "; something runs in a wider format than the recipe says"
         if self.cause is not None:
@@ -58,10 +64,12 @@ def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
     """
     value, low, high = ratio = gap.ratio
     beyond = 1 - 1 / max(value, 1.0) ** 2  # the share of the square that rounding does not explain
+    gains = gap.tokens.change.mean() > GAIN
     named = [each for each in found if each.as_tested and each.share > each.needed * beyond]
+    named = [each for each in named if not (each.suspect.slope and gains)]
     cause = max(named, key=lambda each: each.share, default=None)
-    if low > MORE or cause is not None:
-        return Verdict("more", ratio, cause)
+    if low > MORE or cause is not None or gap.far:
+        return Verdict("more", ratio, cause, far=() if low > MORE else gap.far[:SHOWN])
     if high < LESS:
         return Verdict("less", ratio)
     if np.isnan(low):
@@ -77,8 +85,8 @@ def patterns(gap: Gap) -> dict[str, float]:
     """Numbers that tell kinds of excess apart, in units of the predicted RMS unless said otherwise.
 
     ``start`` and ``end`` are the RMS over the first START and the last END scored tokens of the sequences; ``mean`` is
-    the mean change; ``few`` the share of tokens that make half of the square; ``largest`` the share of the square that
-    one sequence makes, relative to an equal share.
+    the mean change; ``gain`` the same in nats; ``few`` the share of tokens that make half of the square; ``largest``
+    the share of the square that one sequence makes, relative to an equal share.
     """
     tokens, unit = gap.tokens, gap.predicted
     by = tokens.groupby("sequence")
@@ -91,7 +99,8 @@ def patterns(gap: Gap) -> dict[str, float]:
 
     return {
         "start": rms(by.head(START)), "end": rms(by.tail(END)), "mean": float(tokens.change.mean() / unit),
-        "few": half / len(squares), "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0,
+        "gain": float(tokens.change.mean()), "few": half / len(squares),
+        "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0,
     }  # fmt: skip
 
 
@@ -102,7 +111,12 @@ def described(found: dict[str, float]) -> list[str]:
         texts.append("The change is largest at the start of sequences: BOS, padding, or the template.")
     if found["end"] > 1.5 * found["start"] and found["end"] > MORE:
         texts.append("The change grows with the position: RoPE, a window of attention, or the cache.")
-    if abs(found["mean"]) > 0.5 and abs(found["mean"]) > 0.2 * max(found["start"], found["end"]):
+    if found["gain"] > GAIN:
+        text = (
+            f"The engine finds the tokens more probable than what it is held against, by {found['gain']:.2g} nats each"
+        )
+        texts.append(f"{text}: the log has other tokens than those that were scored, or this is another model.")
+    elif abs(found["mean"]) > 0.5 and abs(found["mean"]) > 0.2 * max(found["start"], found["end"]):
         texts.append("All log-probabilities move the same way: a temperature, scale or softcap, or worse weights.")
     if found["few"] < FEW:
         share = f"{found['few']:.1%} of the tokens"

@@ -1,15 +1,6 @@
 """Log-probabilities by token, as engines write them: JSON Lines, one sequence or one answer of a server a line.
 
-Each line has one of these forms (``READERS``):
-
-- plain: ``{"tokens": [1, 5, 9], "logprobs": [null, -2.3, -0.7]}``, where entry t is the natural logarithm of the
-  probability of token t after those before it;
-- vLLM's completions with ``prompt_logprobs`` and ``return_token_ids``;
-- SGLang's ``/generate`` with ``return_logprob`` and ``logprob_start_len`` 0;
-- llama.cpp's ``/completion`` with ``n_probs``, beside the tokens of the prompt as ``prompt``.
-
-All forms may have the most probable tokens at each position, too. In the plain form they are entries by token:
-``"top_logprobs": [null, {"5": -2.3, "17": -0.4}, {"9": -0.7}]``.
+docs/engines.md shows each of the forms (``READERS``).
 """
 
 import json
@@ -22,6 +13,7 @@ from typing import Any
 import numpy as np
 
 LARGEST = 1e-3  # a log-probability above 0 by no more than this is a rounded 0
+LEAST = -1e3  # what is below stands for a token that was masked or not scored: -9999, -1e9, -inf
 WHOLE = 1.01  # probabilities that add up to more are those of no distribution, however rounded
 Tops = tuple[dict[int, float] | None, ...]  # log-probabilities of the most probable tokens, by position
 
@@ -46,9 +38,6 @@ class Scored:
             )
         if len(self.tokens) < 2 or np.isnan(self.logprobs[1:]).all():
             raise ValueError(f"a sequence must have a token with a log-probability after the first, got {self.given}")
-        if np.isinf(self.logprobs).any():
-            at = int(np.flatnonzero(np.isinf(self.logprobs))[0])
-            raise ValueError(f"a log-probability must be finite, got {self.logprobs[at]} at token {at}")
         if (self.logprobs > LARGEST).any():
             at = int(np.nanargmax(self.logprobs))
             raise ValueError(
@@ -88,8 +77,12 @@ def scored(tokens: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any] =
         raise ValueError(f"tokens must be numbers of a vocabulary, got {shortened(strange[0])}")
     if strange := [value for value in logprobs if value is not None and type(value) not in (int, float)]:
         raise ValueError(f"logprobs must be numbers or null, got {shortened(strange[0])}")
-    if len(logprobs) == len(tokens) - 1:  # some leave the first entry out
+    if len(logprobs) == len(tokens) - 1 and logprobs[:1] != [None]:  # some leave the first entry out
         logprobs = [None, *logprobs]
+    for at, value in enumerate(logprobs):
+        if value is not None and not value >= LEAST:  # NaN, too
+            given = f"got {shortened(value)} at token {at}: write null where the engine gave none"
+            raise ValueError(f"a log-probability must be a number from {LEAST:g} to 0, {given}")
     if tops and len(tops) == len(tokens) - 1:
         tops = [None, *tops]
     found = np.array([math.nan if value is None else value for value in logprobs], dtype=np.float64)
@@ -200,6 +193,8 @@ def read(path: str | Path) -> list[Scored]:
                 continue
             try:
                 found += of_line(line.decode("utf-8-sig"))
+            except UnicodeDecodeError:
+                raise ValueError(f"{path}, line {number}: a log must be UTF-8, got {shortened(line)}") from None
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
@@ -209,9 +204,12 @@ def read(path: str | Path) -> list[Scored]:
 
 def of_line(text: str) -> list[Scored]:
     """The sequences of one line."""
-    line = json.loads(text)
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a line must be one whole JSON object, got {shortened(text)} ({error.msg})") from None
     if not isinstance(line, dict):
-        raise ValueError(f"a line must be an object, got {shortened(line)}")
+        raise ValueError(f"a line must be an object, one sequence or answer, got {shortened(line)}")
     return of_answer(line)
 
 
@@ -223,7 +221,7 @@ def of_answer(line: Mapping[str, Any]) -> list[Scored]:
     try:
         return [*reader(line)]
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{error!r} is not as its form says: {', '.join(READERS)}") from error
+        raise ValueError(f"a line must be as its form says (docs/engines.md), got {error!r}") from error
 
 
 def line_of(each: Scored, **more: Any) -> str:

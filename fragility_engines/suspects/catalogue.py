@@ -1,5 +1,6 @@
 """The catalogue of suspects that a model can have, given what a log and a tokenizer tell."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ def alignments() -> Iterator[Suspect]:
     yield Suspect("log-probabilities taken one position too early", look, ahead=-1)
     yield Suspect("log-probabilities written one token too late", look, late=1)
     yield Suspect("log-probabilities written one token too early", look, late=-1)
+    for base in (2, 10):
+        yield Suspect(f"a log in base {base}", "the unit of the log, which must be nats", unit=math.log(base))
 
 
 def windows(model: PreTrainedModel, longest: int) -> Iterator[Suspect]:

@@ -23,7 +23,8 @@ class Suspect:
 
     ``name`` says what differs, and ``mend`` what to look at. In the context of ``change`` the model has other settings.
     ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; of those before the first scored
-    one all but ``kept`` are left out, if given. ``temperature`` divides logits. Each token is scored ``ahead`` places
+    one all but ``kept`` are left out, if given. ``temperature`` divides logits, and ``unit``
+    log-probabilities. Each token is scored ``ahead`` places
     behind the one that is right, and log-probabilities stand ``late`` places after their own. A ``slope`` is a small
     change of a number, along which the gap may have any size. A ``branch`` of a block is left out, for whatever is
     wrong in it.
@@ -36,6 +37,7 @@ class Suspect:
     skip: int = 0
     kept: int | None = None
     temperature: float = 1.0
+    unit: float = 1.0
     ahead: int = 0
     late: int = 0
     slope: bool = False
@@ -70,7 +72,7 @@ def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int =
     prefix = suspect.prefix if skip or suspect.kept is None else ()
     seen = torch.cat([tokens.new_tensor(prefix), tokens[skip:]])
     with suspect.change(model):
-        found = logprobs(model, seen, suspect.temperature, suspect.ahead)
+        found = logprobs(model, seen, suspect.temperature, suspect.ahead) / suspect.unit
     found = found[len(prefix) :]
     found = torch.cat([found.new_full((skip,), torch.nan), found])
     if not suspect.late:

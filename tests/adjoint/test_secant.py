@@ -161,6 +161,15 @@ def test_what_is_selected_are_the_entries_of_low_precision(name):
     assert torch.equal(values, x.gather(-1, same).view(values.shape))
 
 
+def test_the_larger_of_two_and_the_largest_of_all_have_a_reference():
+    """``torch.max`` of two tensors, and of all entries, chooses no dimension, and returns no indices."""
+    x, y = paired((4, 6), seeded(0), 2.0), paired((4, 6), seeded(1), 2.0)
+    with SecantSlopes():
+        larger, largest = torch.max(x, y), torch.max(x)
+    assert torch.equal(reference_of(larger), reference_of(x).maximum(reference_of(y)))
+    assert torch.equal(reference_of(largest), reference_of(x).amax()) and torch.equal(largest, x.amax())
+
+
 def test_a_constant_that_is_written_to_gets_a_reference():
     """Also through a view, of which its base knows nothing."""
 

@@ -12,7 +12,7 @@ from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.measuring import AtPositions, measure
 from fragility_engines.comparison.slopes import Directions, Slope, slope, slope_of, slopes
-from fragility_engines.comparison.verdict import judge, patterns
+from fragility_engines.comparison.verdict import described, judge, patterns
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import Facts, suspects
 from fragility_engines.suspects.suspect import Suspect, logprobs
@@ -171,7 +171,7 @@ def made(observed, predicted, tokens=100):
     rows = [
         pd.DataFrame({
             "sequence": i, "position": np.arange(1, tokens + 1), "token": 5, "exact": -generator.random(tokens),
-            "change": np.sqrt(square) * generator.choice([-1.0, 1.0], tokens), "emulated": 0.0,
+            "change": np.sqrt(square) * generator.choice([-1.0, 1.0], tokens), "emulated": 0.0, "rounding": 1.0,
         })
         for i, square in enumerate(observed)
     ]  # fmt: skip
@@ -203,6 +203,41 @@ def test_the_verdict_follows_the_interval(observed, kind):
     verdict = judge(made(observed, [1.0] * len(observed)))
     assert verdict.kind == kind
     assert (verdict.needed is not None and verdict.needed > len(observed)) == (kind == "few")
+
+
+def test_a_sequence_far_beyond_rounding_is_more_whatever_the_others_are():
+    """One request with a fault, as by a wrong prefix in a cache, makes the interval wide; so does one window alone."""
+    verdict = judge(made([1.0, 400.0, 0.9, 1.1], [1.0] * 4))
+    assert verdict.kind == "more" and verdict.far == [1] and "by itself: sequence 1 of the log" in verdict.line
+    assert judge(made([400.0], [1.0])).kind == "more"
+    assert judge(made([400.0], [1.0], tokens=8)).kind == "few"  # so few tokens may be rare ones
+    emulated = made([400.0], [1.0])
+    emulated.tokens["rounding"] = 20.0  # where a pass of the recipe is as far off, the prediction was too small
+    assert judge(emulated).kind == "few"
+
+
+def test_texts_that_a_log_repeats_count_once(model, native):
+    whole = measure(model, native[:2])
+    gap = measure(model, [native[0], native[1], native[0], native[1]], reference=None)
+    assert gap.repeated == 2 and gap.ratio == whole.ratio and {*gap.tokens.sequence} == {0, 1}
+
+
+@pytest.mark.parametrize("base", [2, 10])
+def test_logs_in_another_base_are_named(model, native, base):
+    other = [Scored(each.tokens, each.logprobs / np.log(base)) for each in native]
+    gap = measure(model, other)
+    verdict = judge(gap, over_all(gap, model, other))
+    assert verdict.cause.suspect.name == f"a log in base {base}" and verdict.cause.share > 0.99
+
+
+def test_tokens_of_another_tokenizer_have_no_temperature_as_their_cause(model, native):
+    """The engine is sure of its text, and to the model other tokens are noise: any temperature above 1 fits that."""
+    generator = np.random.default_rng(1)
+    other = [Scored(generator.permutation(each.tokens), np.full(48, -0.5)) for each in native]
+    gap = measure(model, other)
+    verdict = judge(gap, over_all(gap, model, other))
+    assert verdict.kind == "more" and verdict.cause is None
+    assert any("this is another model" in text for text in described(patterns(gap)))
 
 
 def test_a_certain_suspect_makes_a_small_gap_more_than_rounding():

@@ -1,5 +1,6 @@
 """Logs of engines: every form gives the same sequence, and what is no log is refused by line."""
 
+import gzip
 import json
 import math
 
@@ -68,7 +69,7 @@ def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: Expecting"),
+        ("{", "one whole JSON object, got '{"),
         ("[1, 2]", "a line must be an object"),
         ({"text": "a"}, "one of logprobs, choices, meta_info, completion_probabilities"),
         ({"logprobs": VALUES}, "'tokens'"),
@@ -80,15 +81,20 @@ def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path)
         ({"tokens": [True, 2], "logprobs": [None, -1]}, "numbers of a vocabulary, got True"),
         ({"tokens": "ab", "logprobs": [None, -1]}, "tokens must be a list"),
         ({"tokens": [1, 2], "logprobs": [None, "-1"]}, "numbers or null, got '-1'"),
-        ('{"tokens": [1, 2], "logprobs": [null, -Infinity]}', "must be finite, got -inf at token 1"),
+        ('{"tokens": [1, 2], "logprobs": [null, -Infinity]}', "from -1000 to 0, got -inf at token 1: write null"),
+        ('{"tokens": [1, 2, 3], "logprobs": [null, -1, NaN]}', "from -1000 to 0, got nan at token 2: write null"),
+        ({"tokens": TOKENS, "logprobs": [None, -1, -9999.0, -1]}, "from -1000 to 0, got -9999.0 at token 2"),
+        ({"tokens": TOKENS, "logprobs": [None, -1, -1e300, -1]}, "got -1e+300 at token 2"),
+        ({"tokens": TOKENS, "logprobs": [None, -1, -(10**400), -1]}, "from -1000 to 0"),
+        ({"tokens": [*TOKENS, 5], "logprobs": VALUES}, "got 5 tokens, 4 entries"),
         ({"choices": [{"prompt_logprobs": [None]}]}, "return_token_ids"),
         ({"choices": [{"prompt_token_ids": [1, 2], "prompt_logprobs": [None]}]}, "got 1 for 2"),
         (
             {"choices": [{"prompt_token_ids": [1, 2], "prompt_logprobs": [None, {"5": {"logprob": -1}}]}]},
             "its token, 2",
         ),
-        ({"choices": 3}, "not as its form says"),
-        ({"meta_info": {"input_token_logprobs": [[-1.0]]}}, "not as its form says"),
+        ({"choices": 3}, "as its form says"),
+        ({"meta_info": {"input_token_logprobs": [[-1.0]]}}, "as its form says"),
         ({"prompt": "once", "completion_probabilities": []}, "the tokens of its prompt"),
     ],
 )
@@ -102,7 +108,10 @@ def test_a_line_that_is_no_log_is_refused_by_number(tmp_path, line, message):
 def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-16"))
-    with pytest.raises(ValueError, match="line 1: 'utf-8' codec"):
+    with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got"):
+        read(path)
+    path.write_bytes(gzip.compress(json.dumps(FORMS["plain"]).encode()))
+    with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got"):
         read(path)
     path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-8-sig"))
     assert read(path)[0].tokens.tolist() == TOKENS

@@ -14,7 +14,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1346,
     "fragility_core": 3339,
-    "fragility_quantization": 1630,
+    "fragility_quantization": 1618,
     "fragility_exports": 394,
     "fragility_offload": 452,
     "fragility_adjoint": 4911,
@@ -22,8 +22,8 @@ BUDGETS = {  # lines
     "fragility_lab": 11956,
     "fragility_explorer": 1545,
     "fragility_lessons": 2994,
-    "fragility_engines": 3810,
-    "fragility_peers": 870,
+    "fragility_engines": 3830,
+    "fragility_peers": 861,
     "fragility_pretraining": 397,
 }
 PACKAGES = tuple(BUDGETS)
