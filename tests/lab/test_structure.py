@@ -18,7 +18,7 @@ BUDGETS = {  # lines
     "fragility_adjoint": 5700,
     "fragility_lab": 12295,
     "fragility_explorer": 1545,
-    "fragility_lessons": 2994,
+    "fragility_lessons": 3080,
     "fragility_engines": 3810,
     "fragility_peers": 870,
     "fragility_pretraining": 397,
