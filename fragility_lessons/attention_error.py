@@ -18,6 +18,7 @@ from fragility_core.theory import AttentionNorms
 from fragility_lessons import pictures
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
+from fragility_lessons.floating_point import stored_scores
 from fragility_lessons.pictures import BESIDE, FORMATS, LIMIT, TWO_COLUMNS, Picture, finish, panels, strength
 from fragility_lessons.rows import standard_normal
 from fragility_numerics.emulation import Emulation
@@ -34,6 +35,20 @@ KEYS, WIDTH, DRAWS = 8, 24, 4  # of the heads below; dividing by sqrt(24) rounds
 CONSTANTS = {"c_softmax": 1.0, "c_gemm": 1.0, "c_gemm_out": 1.0}
 
 Head = tuple[Tensor, Tensor, Tensor]
+
+
+# --- A failure ---------------------------------------------------------------------------------
+
+
+def failure() -> pd.DataFrame:
+    """The head of notebook 1 (``floating_point.failure``) by format, with values 1 and -1."""
+    rows = {}
+    for name in ("fp32", *FORMATS):
+        scores = stored_scores(299.0, name)
+        first, second = scores.softmax(0).tolist()
+        told = {"stored scores": "{:g}, {:g}".format(*scores.tolist())}
+        rows[name] = told | {"probabilities": f"{first:.2f}, {second:.2f}", "output": f"{first - second:.2f}"}
+    return pd.DataFrame(rows).T
 
 
 # --- Errors and the bound -----------------------------------------------------------------------

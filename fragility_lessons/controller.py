@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_hex
 
 from fragility_core import theory
 from fragility_core.bgss import State, advance, get_policy, replay
@@ -16,6 +17,7 @@ from fragility_lab.reporting.figures import COLOURS, Axes, figure_of
 from fragility_lessons import record
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
+from fragility_lessons.explorers import Control, Formula
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels
 from fragility_numerics.formats import get_format
 
@@ -190,14 +192,7 @@ def released(run: str) -> pd.DataFrame:
 
 
 def playground(
-    step: int,
-    precision: int,
-    risk: float,
-    dominance: float,
-    budget: int,
-    run: str,
-    target: float = 0.5,
-    cooldown: int = 10,
+    precision: int, risk: float, dominance: float, target: float, cooldown: int, budget: int, step: int, run: str
 ) -> Picture:
     """First panel: the gate that stops each block, by inspection, and the release's actions. Second: one inspection.
 
@@ -226,7 +221,17 @@ def playground(
     )
 
 
-START = {"step": 128, "precision": 11, "risk": 3.2, "dominance": -2.1, "budget": 2}
+CONTROLS = {
+    "precision": Control.given("u = 2^-k, k (fp16: 11)", 11, range=[8, 30, 1]),
+    "risk": Control.given("log10 of τ_G", 3.2, range=[0.0, 5.0, 0.1]),
+    "dominance": Control.given("log10 of τ_φ", -2.1, range=[-4.0, 0.0, 0.1]),
+    "target": Control.given("target ρ*", 0.5, range=[0.05, 0.95, 0.05]),
+    "cooldown": Control.given("cooldown c, in inspections", 10, range=[0, 32, 1]),
+    "budget": Control.given("budget B", 2, range=[0, 12, 1]),
+    "step": Control.given("step t of the table", 128, range=[INTERVAL, 256, INTERVAL]),
+    "run": Control("menu", "recorded run", list(RUNS), "steady"),
+}
+START = {name: control.start for name, control in CONTROLS.items()}
 FREE = START | {"risk": 0.0, "dominance": -4.0}  # both thresholds as low as they go
 TOUR: dict[str, dict[str, Any]] = {
     "1: as recorded": START,
@@ -237,8 +242,26 @@ TOUR: dict[str, dict[str, Any]] = {
 
 
 def tour(stop: str) -> Picture:
-    """``playground`` of the steady run at one of the stops of TOUR."""
-    return playground(run="steady", **TOUR[stop])
+    """``playground`` at one of the stops of TOUR."""
+    return playground(**TOUR[stop])
+
+
+def course(rows: pd.DataFrame) -> dict[str, list]:
+    """The inspected steps of ``rows`` for the browser, (inspections, layers); ``ratio`` is rho_LN for u = 1."""
+    inspected = rows[(rows.step + 1) % INTERVAL == 0].assign(ratio=with_ratio(rows, 0).layernorm_ratio)
+    table = inspected.pivot(index="step", columns="layer")
+    return {name: table[name].to_numpy().tolist() for name in ("risk", "dominance", "ratio")}
+
+
+def free() -> Formula:
+    """``playground`` with every control free."""
+    acted = {run: (released(run)[["step", "layer"]] + [1, 0]).to_numpy().tolist() for run in RUNS}
+    shades = {"passed": PASSED, "failed": FAILED, "undecided": UNDECIDED}
+    data: dict[str, Any] = {name: to_hex(shade) for name, shade in shades.items()}
+    data |= {"names": list(STOPS), "colours": [to_hex(shade) for shade in STOPS.values()]}
+    data |= {"runs": {run: course(recorded(run)) | {"acted": acted[run]} for run in RUNS}}
+    data |= {"base": BASE, "cap": CAP, "interval": INTERVAL}
+    return Formula("controller", playground, CONTROLS, data)
 
 
 def _cells(axes: Axes, shades: np.ndarray, width: float = 1) -> None:

@@ -14,6 +14,7 @@ from torch.func import jvp, vjp
 
 from fragility_core import theory
 from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 from fragility_numerics.formats import get_format
@@ -130,6 +131,12 @@ def _branches(block: Any, *args, **kwargs) -> dict[str, Callable[[Tensor], Tenso
         "attention": lambda x: block.attn(block.ln_1(x), *args, **kwargs)[0],
         "mlp": lambda x: block.mlp(block.ln_2(x)),
     }
+
+
+def transport() -> pd.DataFrame:
+    """rho of every block by each of TRANSPORTS, with the columns of ``growth`` and ``along_input``."""
+    gains = pd.DataFrame({name: residual_transport(observed(), name) for name in TRANSPORTS})
+    return gains.rename_axis("layer").join(growth()).join(along_input())
 
 
 @cache

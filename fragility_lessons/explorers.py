@@ -1,4 +1,4 @@
-"""Pictures with controls that need no kernel: drawn once for every setting, and shown by the browser.
+"""Pictures with controls that need no kernel: drawn once for every setting, or by a formula in the browser.
 
 The picture of each setting is what the lesson's own function draws (``drawing``). Those of the lessons are shipped, and
 ``make shipped`` draws them again.
@@ -62,6 +62,8 @@ class Figure:
     numbers to read off.
     """
 
+    scripts: Sequence[str] = ("sliders",)
+
     def __init__(self, draw: Callable[..., pictures.Picture], controls: Mapping[str, Control]):
         self.draw, self.controls = draw, controls
 
@@ -112,7 +114,8 @@ class Figure:
         packed = self.packed()
         known = json.loads(gzip.decompress(packed))
         told = known["pictures"][self.settings().index(self.start)][0]
-        parts = {kind: (ASSET / f"sliders.{kind}").read_text("utf-8") for kind in ("css", "js")}
+        parts = {"css": (ASSET / "sliders.css").read_text("utf-8")}
+        parts["js"] = "".join((ASSET / f"{name}.js").read_text("utf-8") for name in self.scripts)
         parts |= {"data": base64.b64encode(packed).decode("ascii"), "still": _still(known["still"], told)}
         return {"text/html": template("sliders/component.html.jinja").render(parts), "text/plain": told}
 
@@ -135,6 +138,27 @@ class Explorer(Figure):
         """Draw all pictures, and ship them."""
         self.file.parent.mkdir(exist_ok=True)
         write_whole(self.file, super().packed())
+
+
+class Formula(Figure):
+    """A figure that the script ``assets/sliders/NAME.js`` computes in the browser, for any setting, from ``data``.
+
+    ``draw`` computes the same in Python, which gives the first picture, and what tests compare.
+    """
+
+    def __init__(self, name: str, draw: Callable[..., pictures.Picture], controls: Mapping[str, Control], data: Any):
+        super().__init__(draw, controls)
+        self.name, self.data, self.scripts = name, data, (name, "sliders")
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The first setting alone: too many for pictures of all."""
+        return [self.start]
+
+    def computed(self) -> dict[str, Any]:
+        known = super().computed() | {"formula": self.name, "data": self.data}
+        for described, (name, control) in zip(known["controls"], self.controls.items()):
+            described |= {"name": name, "given": list(control.values)}
+        return known
 
 
 @cache

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_core.surrogates.transport import TRANSPORTS, residual_transport
-from fragility_lessons import embedded
+from fragility_core.surrogates.transport import TRANSPORTS
+from fragility_lessons import shipped
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels, strength
@@ -134,13 +134,22 @@ MARKERS = dict(zip(TRANSPORTS, "osD"))
 
 def estimates() -> pd.DataFrame:
     """rho of every block of the embedded checkpoint on one window, one column for each estimator."""
-    return pd.DataFrame({name: residual_transport(embedded.observed(), name) for name in TRANSPORTS})
+    return shipped.transport()[list(TRANSPORTS)]
 
 
 def factors() -> pd.DataFrame:
     """prod_{k > l} (1 + rho_k) for every block l but the last by estimator, and the measured growth of errors."""
     transport = estimates().apply(lambda rho: theory.downstream_transport(torch.tensor(rho.to_numpy())).numpy())
-    return transport.join(embedded.growth(), how="right")
+    return transport.join(shipped.transport()[["worst", "rounding"]].dropna(), how="right")
+
+
+def failure() -> pd.DataFrame:
+    """The growth of bf16's error up to the end from a few blocks on: measured, and bounded by ``operator_norm``."""
+    here = factors().loc[[0, 5, 10]]
+    table = pd.DataFrame(
+        {"measured": here.rounding.map("{:.1f}".format), "bounded": here.operator_norm.map("{:.0e}".format)}
+    )
+    return table.rename_axis("rounded block")
 
 
 def checkpoint(layer: int, estimator: str) -> Picture:

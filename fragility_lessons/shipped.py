@@ -14,6 +14,7 @@ FOLDER = ASSETS / "lessons"
 PLANS, KERNELS = FOLDER / "plans.json", FOLDER / "kernel_constants.csv"
 QUANTILES, SUMMARY = FOLDER / "slack.parquet", FOLDER / "slack_summary.csv"
 SITES, READINGS = FOLDER / "layernorms.csv", FOLDER / "layernorm_readings.csv"
+TRANSPORT = FOLDER / "transport.csv"
 
 
 @cache
@@ -50,3 +51,9 @@ def sites() -> pd.DataFrame:
 def readings() -> pd.DataFrame:
     """``embedded.matrix_readings`` as shipped: M_LN of every block, by row and with the mean variance."""
     return pd.read_csv(READINGS, index_col="block")
+
+
+@cache
+def transport() -> pd.DataFrame:
+    """``embedded.transport`` as shipped: gains of every block, and how far an error grows behind it."""
+    return pd.read_csv(TRANSPORT, index_col="layer")

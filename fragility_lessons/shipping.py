@@ -25,7 +25,7 @@ from fragility_lab.running.files import write_whole
 from fragility_lessons import embedded
 from fragility_lessons.explorers import Explorer, listed
 from fragility_lessons.pictures import FORMATS
-from fragility_lessons.shipped import FOLDER, KERNELS, PLANS, QUANTILES, READINGS, SITES, SUMMARY
+from fragility_lessons.shipped import FOLDER, KERNELS, PLANS, QUANTILES, READINGS, SITES, SUMMARY, TRANSPORT
 
 # The largest dimensions in the sample (``kernel_samples``). A priori constants grow with the dimensions.
 LARGEST = {"keys": 64, "head_width": 128, "features": 768}
@@ -72,6 +72,7 @@ def write(folder: Path = FOLDER) -> None:
     write_whole(folder / PLANS.name, plans + "\n")
     embedded.sites().to_csv(folder / SITES.name, index=False, float_format="%.7g")
     embedded.matrix_readings().to_csv(folder / READINGS.name, float_format="%.7g")
+    embedded.transport().to_csv(folder / TRANSPORT.name, float_format="%.7g")
     constants = pd.concat(map(kernel_constants_of, FORMATS), ignore_index=True)
     constants.to_csv(folder / KERNELS.name, index=False, float_format="%.7g")
     quantiles, summary = slack_tables()

@@ -21,7 +21,7 @@ BUDGETS = {  # lines
     "fragility_gguf": 336,
     "fragility_lab": 11956,
     "fragility_explorer": 1545,
-    "fragility_lessons": 2994,
+    "fragility_lessons": 3080,
     "fragility_engines": 3830,
     "fragility_peers": 861,
     "fragility_pretraining": 397,

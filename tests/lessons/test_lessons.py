@@ -302,3 +302,10 @@ def test_answers_to_the_exercises_are_those_of_the_library():
     assert SOLUTIONS.keys() == {key for key, exercise in asked.items() if not exercise.options}
     for key, solution in SOLUTIONS.items():
         assert asked[key].solution == pytest.approx(float(solution()), rel=1e-5), key
+
+
+def test_the_output_is_lost_where_the_scores_become_equal():
+    shown = attention_error.failure()
+    outputs = {"fp32": 0.69, "fp16": 0.7, "bf16": 0, "fp8_e4m3": 0, "fp8_e5m2": 0}
+    assert shown.output.map(float).to_dict() == pytest.approx(outputs)
+    assert shown["stored scores"][["fp32", "bf16"]].tolist() == ["300.7, 299", "300, 300"]

@@ -14,7 +14,7 @@ from fragility_lessons.explorers import Figure
 
 TEACHING = [name for name in notebook_names() if name.startswith("theory/")]
 SECONDS: dict[str, list[float]] = {}  # of the cells of a notebook that ran
-AT_ONCE = ("theory/1", "theory/2", "theory/3", "theory/5", "theory/7")
+AT_ONCE = ("theory/1", "theory/2", "theory/3", "theory/4", "theory/5", "theory/7")
 MOST_SECONDS = 3  # on a free machine
 
 

@@ -2,6 +2,7 @@
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from drawn import many
@@ -13,7 +14,7 @@ matplotlib.use("Agg")
 
 from fragility_core import theory
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model
-from fragility_lessons import embedded, residual_depth
+from fragility_lessons import embedded, residual_depth, shipped
 
 kinds = st.sampled_from(list(residual_depth.KINDS))
 
@@ -133,6 +134,20 @@ def test_no_direction_grows_more_than_the_worst():
         norm, direction = pulled.norm(), torch.func.jvp(lambda x: through(x) - x, (x,), (pulled,))[1]
     assert norm - 1 <= worst * 1.01 and worst <= (1 + norm) * 1.01
     assert residual_depth.estimates().power_iteration[11] <= norm * 1.01, "the estimate is from below"
+
+
+def test_the_shipped_transport_is_that_of_the_checkpoint():
+    known, found = shipped.transport(), embedded.transport()
+    pd.testing.assert_frame_equal(known, found, rtol=0.05, atol=1e-5)  # the vanishing J x differ between machines
+    other = known.assign(release=1.2 * known.release)
+    with pytest.raises(AssertionError):
+        pd.testing.assert_frame_equal(other, found, rtol=0.05, atol=1e-5)
+
+
+def test_the_failure_is_that_of_the_table():
+    shown, factors = residual_depth.failure(), residual_depth.factors()
+    assert shown.measured.tolist() == [f"{factors.rounding[block]:.1f}" for block in shown.index]
+    assert (shown.bounded.astype(float) > 1000 * shown.measured.astype(float)).all()
 
 
 def test_what_the_estimators_say_and_what_happens():

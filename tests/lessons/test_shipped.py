@@ -13,7 +13,7 @@ from fragility_lessons.pictures import FORMATS
 
 # Sums round in another order on another CPU. Single draws move by a few roundings, quantiles of thousands hardly.
 CLOSE = 0.05
-ROOM = 2 * 10**6  # bytes
+ROOM = 2_500_000  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def bf16():
 def test_files_are_small_and_have_every_format():
     files = {path.name: path.stat().st_size for path in shipped.FOLDER.rglob("*.*")}
     drawn = {f"{name}.json.gz" for name in listed()}
-    tables = (shipped.KERNELS, shipped.QUANTILES, shipped.SUMMARY, shipped.SITES, shipped.READINGS)
+    tables = (shipped.KERNELS, shipped.QUANTILES, shipped.SUMMARY, shipped.SITES, shipped.READINGS, shipped.TRANSPORT)
     assert files.keys() == {path.name for path in (shipped.PLANS, *tables)} | drawn
     assert sum(files.values()) < ROOM
     for table in (shipped.constants(), shipped.slack_quantiles(), shipped.slack_summary()):
@@ -69,7 +69,7 @@ def test_shipped_constants_are_those_of_the_kernels():
 class Checkpoint:
     """Stands in for ``fragility_lessons.embedded``."""
 
-    sites, matrix_readings = shipped.sites, shipped.readings
+    sites, matrix_readings, transport = shipped.sites, shipped.readings, shipped.transport
 
 
 def test_writing_leaves_all_files(tmp_path, monkeypatch):
@@ -78,7 +78,8 @@ def test_writing_leaves_all_files(tmp_path, monkeypatch):
     monkeypatch.setattr(shipping, "embedded", Checkpoint)
     monkeypatch.setattr(shipping, "slack_tables", lambda: (shipped.slack_quantiles(), shipped.slack_summary()))
     shipping.write(tmp_path / "lessons")
-    for path in (shipped.KERNELS, shipped.SUMMARY, shipped.QUANTILES, shipped.SITES, shipped.READINGS):
+    tables = (shipped.KERNELS, shipped.SUMMARY, shipped.QUANTILES, shipped.SITES, shipped.READINGS, shipped.TRANSPORT)
+    for path in tables:
         assert (tmp_path / "lessons" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "lessons" / "plans.json").read_text() == '[{"kind":"keep"}]\n'
 
@@ -87,6 +88,6 @@ def test_names_choose_what_is_drawn(monkeypatch):
     drawn = []
     monkeypatch.setattr(Explorer, "write", lambda explorer: drawn.append(explorer.file.name.split(".")[1]))
     shipping.draw(["controller", "residual_depth.depth"])
-    assert drawn == ["depth", "frozen", "update", "tour", "playground"]
+    assert drawn == ["depth", "frozen", "update", "tour"]
     shipping.draw()
-    assert len(drawn) == 5 + len(listed())
+    assert len(drawn) == 4 + len(listed())

@@ -1,5 +1,5 @@
 "use strict";
-// Pictures that were computed once, one for each setting of the controls. No kernel is asked.
+// Pictures that were computed once, one for each setting of the controls, or that a formula computes. No kernel is asked.
 // fragility_lessons/drawing.py makes the data: coordinates are shares of the axes, in SIZE steps.
 
 (() => {
@@ -45,6 +45,7 @@
   const outlined = (look) => ({ fill: colour(look.fill), stroke: colour(look.edge), "stroke-width": look.edgeWidth, opacity: look.alpha });
 
   function drawMark(mark, pool, X, Y, width) {
+    const part = (given) => (typeof given === "number" ? pool[given] : given);  // pictures share parts
     if ("text" in mark) {
       const [x, y] = mark.at, lines = mark.text.split("\n"), end = X(x) + CHARACTER * Math.max(...lines.map((line) => line.length));
       if (mark.align === "start" && end > width && X(x) < width) return drawMark({ ...mark, align: "end", at: [SIZE, y] }, pool, X, Y, width);
@@ -52,14 +53,14 @@
         ...lines.map((line, k) => element("svg:tspan", { x: X(x), dy: k ? 14 : 0 }, line)))];
     }
     if ("cells" in mark) {
-      const fills = pool[mark.fills];
-      return pool[mark.cells].map(([x0, y0, x1, y1], k) => element("svg:rect", {
+      const fills = part(mark.fills);
+      return part(mark.cells).map(([x0, y0, x1, y1], k) => element("svg:rect", {
         x: X(Math.min(x0, x1)), y: Y(Math.max(y0, y1)), width: Math.abs(X(x1) - X(x0)), height: Math.abs(Y(y1) - Y(y0)), fill: fills[k % fills.length], opacity: mark.alpha }));
     }
     const path = (x, y) => x.map((each, k) => `${k ? "L" : "M"}${X(each)},${Y(y[k])}`).join("");
     if ("shapes" in mark)
-      return pool[mark.shapes].map(([fill, ...parts]) => element("svg:path", { d: parts.map(({ x, y }) => `${path(x, y)}Z`).join(""), fill, stroke: fill, "stroke-width": 0.5, "fill-rule": "evenodd", opacity: mark.alpha }));
-    const x = pool[mark.x], y = pool[mark.y];
+      return part(mark.shapes).map(([fill, ...parts]) => element("svg:path", { d: parts.map(({ x, y }) => `${path(x, y)}Z`).join(""), fill, stroke: fill, "stroke-width": 0.5, "fill-rule": "evenodd", opacity: mark.alpha }));
+    const x = part(mark.x), y = part(mark.y);
     return [
       ...(mark.dash ? [element("svg:path", { d: path(x, y), ...strokes(mark) })] : []),
       ...(mark.marker ? [element("svg:path", { d: x.map((each, k) => marker(mark, X(each), Y(y[k]))).join(""), ...outlined(mark) })] : []),
@@ -156,13 +157,15 @@
   }
 
   async function mount(root) {
-    const { controls, pool, pictures } = await unpacked(root.querySelector("script[type='text/plain']").textContent);
+    const { controls, pool, pictures, formula, data } = await unpacked(root.querySelector("script[type='text/plain']").textContent);
     const id = `sliders-${own}-${serial++}`, places = controls.map((each) => each.start), row = element("div", { class: "sliders-row" });
     const told = element("p", { class: "readout", "aria-live": "polite" });
+    const drawn = pictures.map(([words, ...panels]) => [words, ...panels.map(([frame, ...marks]) => [pool[frame], ...marks.map((mark) => pool[mark])])]);
+    const computed = () => globalThis.slidersFormulas[formula](data, Object.fromEntries(controls.map((each, k) => [each.name, each.given[places[k]]])), drawn[0].slice(1));
     function draw() {
-      const index = places.reduce((sum, place, k) => sum * controls[k].values.length + place, 0), [words, ...panels] = pictures[index];
+      const index = places.reduce((sum, place, k) => sum * controls[k].values.length + place, 0), [words, ...panels] = formula ? computed() : drawn[index];
       const room = Math.max(200, row.clientWidth || 460);
-      row.replaceChildren(...panels.map(([frame, ...marks]) => drawPanel(pool[frame], marks.map((mark) => pool[mark]), pool, room)));
+      row.replaceChildren(...panels.map(([frame, ...marks]) => drawPanel(frame, marks, pool, room)));
       told.textContent = words;
       root.dataset.picture = index;
     }
