@@ -187,13 +187,15 @@ def get_recipe(name: str | Recipe | NumberFormat | torch.dtype) -> Recipe:
     """The recipe called ``name``, or one whose kernels have a format or dtype; a recipe is returned as it is.
 
     "fp8-dynamic+kv-fp8" adds a cache to a recipe, and ``"fp8-dynamic@fp16"`` puts it beside kernels in another format
-    than its own. Raises ValueError for other names.
+    than its own. Raises ValueError for other names, and TypeError for what is neither.
     """
     if isinstance(name, Recipe):
         return name
     if isinstance(name, torch.dtype):
         name = of_dtype(name)
     if not isinstance(name, str):
+        if not hasattr(name, "compute_dtype"):
+            raise TypeError(f"a recipe must be a name, a Recipe, a format or a dtype, got a {type(name).__name__}")
         return RECIPES.get(name.name, Recipe(name.name, name))
     base, at, kernels = name.partition("@")
     parts = base.split("+")

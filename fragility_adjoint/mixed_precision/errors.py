@@ -144,7 +144,7 @@ def predict(
     ``tokens`` are windows (B, T) in any form of ``padding.as_windows``; ``target`` is one of ``targets.TARGETS``.
     Gradients are "auto" of ``Adjoint``, from ``probes`` random sign vectors. Raises the errors of ``lower`` and of it.
     """
-    windows, mask = as_windows(tokens, next(model.parameters()).device)
+    windows, mask = as_windows(tokens, model)
     chosen = get_recipe(recipe)
     if needs_calibration(chosen) and mask is not None:
         raise ValueError(f"static scales are measured over windows without padding, got a mask beside {chosen.name}")

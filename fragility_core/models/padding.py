@@ -3,6 +3,7 @@
 Positions count from a window's first token, as transformers' ``generate`` counts them in a batch with padding.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,14 @@ def spans(tokens: Tensor, attention_mask: Tensor) -> list[tuple[int, int]]:
     return found
 
 
-def as_windows(tokens: Any, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
-    """Windows (B, T) of token ids on ``device``, and their mask (B, T) if there is one.
+def as_windows(tokens: Any, model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Windows (B, T) of token ids on the device of ``model``, and their mask (B, T) if there is one.
 
-    ``tokens`` are a tensor (B, T) or (T,), lists of ids, or what a tokenizer returns, with its mask. Raises TypeError
-    for text, and ValueError for windows of several lengths without a mask.
+    ``tokens`` are a tensor (B, T) or (T,), lists of ids, or what a tokenizer returns, with its mask. Raises the errors
+    of ``require_loaded`` and ``require_tokens``, TypeError for text, and ValueError for several lengths without a mask.
     """
-    mask = None
+    require_loaded(model)
+    device, mask = next(model.parameters()).device, None
     if hasattr(tokens, "keys"):
         mask, tokens = tokens.get("attention_mask"), tokens["input_ids"]
     if isinstance(tokens, str) or (isinstance(tokens, Sequence) and any(isinstance(each, str) for each in tokens)):
@@ -79,7 +82,33 @@ def as_windows(tokens: Any, device: torch.device | str = "cpu") -> tuple[Tensor,
     mask = None if mask is None else torch.as_tensor(mask, device=device)
     if found.is_floating_point():
         raise TypeError(f"windows must be token ids, got numbers of {found.dtype}")
-    return (found[None], None if mask is None else mask[None]) if found.ndim == 1 else (found, mask)
+    found, mask = (found[None], None if mask is None else mask[None]) if found.ndim == 1 else (found, mask)
+    require_tokens(found, model)
+    return found, mask
+
+
+def require_loaded(model: object) -> None:
+    """Raises TypeError unless ``model`` is one of transformers, and ValueError if its weights are not loaded."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"a model of transformers is needed, got a {type(model).__name__}, {model!r:.60}: give what from_pretrained "
+            "returned (model._orig_mod of a compiled one, model.merge_and_unload() of one with adapters)"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("weights must be loaded, got a model on the meta device: load it with from_pretrained")
+
+
+def require_tokens(windows: Tensor, model: PreTrainedModel) -> None:
+    """Raises ValueError unless ``windows`` (B, T) have tokens of the vocabulary of ``model`` and fit its context."""
+    known = model.config.get_text_config()
+    context = getattr(known, "max_position_embeddings", None) or math.inf  # none where positions are relative
+    if windows.ndim != 2 or not windows.numel():
+        raise ValueError(f"windows must be (B, T) and not empty, got shape {tuple(windows.shape)}")
+    if windows.shape[1] > context:
+        raise ValueError(f"windows must fit the model's context, {context} tokens, got {windows.shape[1]}")
+    for token in (int(windows.min()), int(windows.max())):
+        if not 0 <= token < known.vocab_size:
+            raise ValueError(f"tokens must be in the model's vocabulary, 0 to {known.vocab_size - 1}, got {token}")
 
 
 def groups(tokens: Tensor, attention_mask: Tensor) -> list[Group]:

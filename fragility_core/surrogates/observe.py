@@ -29,7 +29,7 @@ def observe(
 
     Raises the errors of ``as_windows``, ``lowering.lower`` and ``Monitor``.
     """
-    windows, mask = as_windows(tokens, next(model.parameters()).device)
+    windows, mask = as_windows(tokens, model)
     low = lower(model, format, execution)
     monitor = Monitor(low, power_iteration=estimator.transport == "power_iteration")
     step = max(1, BATCH // windows.shape[1])

@@ -37,7 +37,8 @@ def test_observe_is_a_monitored_pass_scored(tiny_gpt2, tiny_tokens, monkeypatch)
 def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens):
     """A tensor, one window, lists, and what a tokenizer returns with its padding."""
     as_lists = tiny_tokens.tolist()
-    assert as_windows(as_lists)[0].equal(tiny_tokens) and as_windows(as_lists[0])[0].equal(tiny_tokens[:1])
+    assert as_windows(as_lists, tiny_gpt2)[0].equal(tiny_tokens)
+    assert as_windows(as_lists[0], tiny_gpt2)[0].equal(tiny_tokens[:1])
     mask = torch.ones_like(tiny_tokens)
     mask[0, -3:] = 0
     encoded = BatchEncoding({"input_ids": tiny_tokens, "attention_mask": mask})
@@ -54,12 +55,26 @@ def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens):
         (["some", "text"], TypeError, "windows must be token ids, got text, ['some', 'text']"),
         (torch.rand(2, 3), TypeError, "windows must be token ids, got numbers of torch.float32"),
         ([[1, 2], [3]], ValueError, "windows must have one length, or a mask for their padding"),
+        (torch.zeros(1, 0, dtype=torch.long), ValueError, "windows must be (B, T) and not empty, got shape (1, 0)"),
+        ([[[1, 2]]], ValueError, "windows must be (B, T) and not empty, got shape (1, 1, 2)"),
+        ([[1, 10**6]], ValueError, "tokens must be in the model's vocabulary, 0 to "),
+        ([[1, -1]], ValueError, "tokens must be in the model's vocabulary, 0 to "),
+        ([[1] * 5000], ValueError, "windows must fit the model's context, "),
     ],
 )
 def test_other_windows_are_refused(tiny_gpt2, tokens, error, line):
     with pytest.raises(error) as caught:
         observe(tiny_gpt2, tokens)
     assert str(caught.value).startswith(line)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile
+def test_what_is_no_loaded_model_is_refused(tiny_gpt2, tiny_tokens):
+    for given in ("gpt2", None, lower(tiny_gpt2, "bf16"), torch.compile(tiny_gpt2), torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match=f"a model of transformers is needed, got a {type(given).__name__}"):
+            observe(given, tiny_tokens)
+    with pytest.raises(ValueError, match="weights must be loaded, got a model on the meta device"):
+        observe(copy.deepcopy(tiny_gpt2).to("meta"), tiny_tokens)
 
 
 @pytest.mark.parametrize(("format", "execution"), [("bf16", "native"), ("bf16", "emulated"), ("fp8_e4m3", "emulated")])

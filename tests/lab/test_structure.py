@@ -13,8 +13,8 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
     "fragility_numerics": 1346,
-    "fragility_core": 3339,
-    "fragility_quantization": 1618,
+    "fragility_core": 3368,
+    "fragility_quantization": 1620,
     "fragility_exports": 394,
     "fragility_offload": 452,
     "fragility_adjoint": 4911,

@@ -762,6 +762,8 @@ def test_unknown_execution(tiny_gpt2):
 def test_unknown_format(tiny_gpt2):
     with pytest.raises(ValueError, match="a recipe must be known, got 'fp4'.*: take one of fp32, "):
         lower(tiny_gpt2, "fp4")
+    with pytest.raises(TypeError, match="a recipe must be a name, a Recipe, a format or a dtype, got a NoneType"):
+        lower(tiny_gpt2, None)
 
 
 @pytest.mark.parametrize("format", ["tf32", *FP8])
