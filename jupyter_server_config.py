@@ -1,9 +1,11 @@
 """JupyterLab for this project (``make lab``): it opens the start page and saves notebooks clean.
 
 Its own notebooks are trusted from the start, so that what needs no kernel is alive in them: bits, questions, explorers.
+Those that somebody else put beside them are not: their scripts wait until the reader trusts them.
 A page may ask JupyterLab for its notebooks: a question keeps the answer in the one that it stands in.
 """
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -15,6 +17,12 @@ from nbformat.sign import NotebookNotary
 from fragility_lab.running.refresh import PYTHON, before_saving
 
 PROJECT = Path(__file__).parent
+
+
+def own_notebooks(folder: Path) -> list[Path]:
+    """The project's own notebooks in ``folder``: the start page and those that it names."""
+    named = re.findall(r"\]\(([\w/]+\.ipynb)\)", (folder / "start.ipynb").read_text(encoding="utf-8"))
+    return sorted(folder / name for name in {"start.ipynb", *named} if (folder / name).is_file())
 
 
 class Contents(AsyncLargeFileManager):
@@ -37,6 +45,5 @@ c.LabApp.default_url = "/lab/tree/notebooks/start.ipynb"
 c.LabApp.expose_app_in_browser = True
 c.ContentsManager.pre_save_hook = before_saving
 
-for notebook in sorted((PROJECT / "notebooks").rglob("*.ipynb")):
-    if ".ipynb_checkpoints" not in notebook.parts:
-        NotebookNotary().sign(nbformat.read(notebook, as_version=4))
+for notebook in own_notebooks(PROJECT / "notebooks"):
+    NotebookNotary().sign(nbformat.read(notebook, as_version=4))

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.bits import Choices, fused_layers, predictions
 from fragility_adjoint.predictor import Adjoint
-from fragility_explorer.sentence import Sentence
 from fragility_lab import paths
 from fragility_lab.experiments.x2 import Evaluator
 from fragility_lab.explorer import terms
 from fragility_lab.explorer.component import Component
+from fragility_lab.explorer.sentence import Sentence
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.text import load_rows, select_windows, tokenize
 from fragility_lab.reporting.html import template

@@ -80,7 +80,7 @@ class Form:
         self.more = Button(description=MORE[0])
         self.command, self.status, self.shown = HTML(), HTML(), Output()
         self.rest = VBox([field.box for name, field in self.fields.items() if name not in FIRST])
-        self.rest.layout.display = "none"
+        self.rest.layout.display = self.shown.layout.display = "none"  # an output without a page is an empty frame
         self.panel = self._assembled()
         self.job: Job | None = None
         for name, field in self.fields.items():
@@ -153,7 +153,7 @@ class Form:
         """Start the diagnosis, unless one is running."""
         if self.request is None or (self.job is not None and self.job.running):
             return
-        self.shown.outputs = ()
+        self.shown.outputs, self.shown.layout.display = (), "none"
         self.job = Job(self.request, self.results, self.follow)
         self.follow()
 
@@ -173,6 +173,7 @@ class Form:
         if not job.running and job.written is not None and not self.shown.outputs:
             data = {"text/html": inline(job.written, "The diagnosis").data}
             self.shown.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
+            self.shown.layout.display = None
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         values = [(LABELS[name], text_of(value) or "none") for name, value in self.values.items()]

@@ -13,7 +13,9 @@ import numpy as np
 import pandas as pd
 
 from fragility_explorer import build
-from fragility_lab.experiments.constants import (
+from fragility_lab.running.files import write_whole
+from fragility_lessons import embedded
+from fragility_lessons.constants import (
     CONSTANTS,
     a_priori_constants,
     bound_slack,
@@ -21,8 +23,6 @@ from fragility_lab.experiments.constants import (
     measure_constants,
     summarize_slack,
 )
-from fragility_lab.running.files import write_whole
-from fragility_lessons import embedded
 from fragility_lessons.explorers import Explorer, listed
 from fragility_lessons.pictures import FORMATS
 from fragility_lessons.shipped import FOLDER, KERNELS, PLANS, QUANTILES, READINGS, SITES, SUMMARY, TRANSPORT

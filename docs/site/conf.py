@@ -43,7 +43,7 @@ PARTS_OF_SENTENCE = ("sentence.css", "sentence.js", "component.html.jinja")
 
 
 def broken_sentence() -> str:
-    """The component of ``fragility_explorer.sentence``, whose package is not installed here."""
+    """The component of ``fragility_lab.explorer.sentence``, whose package is not installed here."""
     folder = PROJECT / "fragility_lab" / "assets" / "sentence"
     data = (folder / "smollm2-135m.json").read_text(encoding="utf-8")
     css, script, source = ((folder / name).read_text(encoding="utf-8") for name in PARTS_OF_SENTENCE)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fragility_explorer.sentence import DATA
+from fragility_lab.explorer.sentence import DATA
 from fragility_lab.running.files import write_whole
 
 FIGURE = Path(__file__).parents[1] / "sentence.svg"

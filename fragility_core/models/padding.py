@@ -92,7 +92,7 @@ def require_loaded(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"a model of transformers is needed, got a {type(model).__name__}, {model!r:.60}: give what "
-            "from_pretrained returned (model._orig_mod of a compiled one, model.merge_and_unload() of one with adapters)"
+            "from_pretrained returned (model._orig_mod of a compiled one, model.merge_and_unload() of adapters)"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("weights must be loaded, got a model on the meta device: load it with from_pretrained")

@@ -10,7 +10,7 @@ larger side of the paper's inequality, to first order in u unless its docstring 
 The error model behind every bound (Section 4.1 (`subsec:setup`)): inputs are given exactly, and fl(a o b) =
 (a o b)(1 + delta) with |delta| <= u, with neither overflow nor underflow. The constants of the kernels (c_gemm,
 c'_gemm = ``c_gemm_out``, c_smx = ``c_softmax``, a_ln) depend on the machine.
-``fragility_lab.experiments.constants`` measures them.
+``fragility_lessons.constants`` measures them.
 
 Some statements do not hold as printed or need a reading. The docstrings of these functions say what holds instead, and
 ``tests/core/test_theory_readings.py`` has a counterexample for each: ``kappa_softmax``, ``gemm_error_bound``,

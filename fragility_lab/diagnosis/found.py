@@ -2,7 +2,7 @@
 
 import traceback
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -66,6 +66,7 @@ class Diagnosis:
     - ``remedy``: plans that were tried to bring back windows that overflow. ``mended``: the prediction of these windows
       with the plan that does, of mismatch for the target "hidden", else of KL, and columns of ``comparison.compare``.
     - ``choices``: the schemes among which a budget for schemes chose. ``choice``: the chosen ones.
+    - ``sentence``: a text continued in fp32 and in low precision (``sentence.broken``), or why there is none.
     - ``opening``: the tokens with which each window begins. ``attention``: the implementation that ran.
     """
 
@@ -99,10 +100,15 @@ class Diagnosis:
     growth: Growth | None = None
     remedy: Remedy | None = None
     mended: pd.DataFrame | None = None
+    sentence: dict[str, Any] | str | None = None
 
     def text(self, token: int) -> str:
         """The text of a ``token``, in quotes; its number where the tokenizer is not known."""
         return f"token {token}" if self.tokenizer is None else repr(self.tokenizer.decode(token))
+
+    def spelled(self, token: int) -> str:
+        """The text of a ``token`` among others; its number where the tokenizer is not known."""
+        return f" {token}" if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     @property
     def chooses_experts(self) -> bool:

@@ -23,6 +23,7 @@ from fragility_lab.diagnosis.sections import (
     of_summary,
     of_tokens,
 )
+from fragility_lab.diagnosis.sentence import of_sentence, title_of_sentence
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import template
 from fragility_lab.reporting.tables import number, percent
@@ -59,6 +60,7 @@ SECTIONS = (
     Section("explore", "Other plans", of_explorer, lambda d: d.contributions is not None),
     Section("words", "Words"),
     Section("run", "How this page was made", of_run),
+    Section("sentence", title_of_sentence, of_sentence, lambda d: d.sentence is not None, ("sentence",)),
 )  # fmt: skip
 
 

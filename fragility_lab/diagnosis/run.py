@@ -12,7 +12,7 @@ from torch import Tensor
 from fragility_adjoint import predictor
 from fragility_adjoint.explain.coherence import coherence
 from fragility_adjoint.explain.error_samples import ErrorSamples
-from fragility_adjoint.mixed_precision import Contributions, apply
+from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, choices_beside
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_lab.diagnosis import flips, remedy
@@ -21,6 +21,7 @@ from fragility_lab.diagnosis.needs import Forecast, secants_fit
 from fragility_lab.diagnosis.passes import estimator, low_model, measure, predict
 from fragility_lab.diagnosis.plans import exports
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.diagnosis.sentence import EXPLAINED, broken
 from fragility_lab.diagnosis.tails import origins
 from fragility_lab.diagnosis.tokens import COLUMNS, TOLD, errors_by_token
 from fragility_lab.inputs.loading import Inputs
@@ -78,6 +79,13 @@ class Work:
             return windows
         overflow = self.found.prediction.windows.set_index("window").overflow
         return {number: window for number, window in windows.items() if overflow[number] == ""}
+
+    def kept(self, plan: Plan) -> Quantized:
+        """The model in low precision with a ``plan``."""
+        if self.loaded.rounded is not None:
+            return protect(as_prequantized(sharing_copy(self.loaded.rounded)), self.model, plan)
+        calibrating = self.tokens if needs_calibration(plan.recipe) else None
+        return apply(self.model, plan, self.request.execution, calibrating)
 
 
 def predict_windows(work: Work) -> None:
@@ -150,12 +158,9 @@ def choose_plan(work: Work) -> None:
 
 def measure_plan(work: Work) -> None:
     """Measure every window with the plan."""
-    found, model, tokens, plan = work.found, work.model, work.tokens, made(work.found.plan)
-    if work.loaded.rounded is None:
-        kept = apply(model, plan, work.request.execution, tokens if needs_calibration(plan.recipe) else None)
-    else:
-        kept = protect(as_prequantized(sharing_copy(work.loaded.rounded)), model, plan)
-    found.protected, found.protected_drift = measure(kept, model, work.groups, "with the plan")
+    found = work.found
+    kept = work.kept(made(found.plan))
+    found.protected, found.protected_drift = measure(kept, work.model, work.groups, "with the plan")
 
 
 def compare_experts(work: Work) -> None:
@@ -204,6 +209,22 @@ def halve_errors(work: Work) -> None:
     found.growth = growth(work.realisations, work.model, work.tokens, found.measured, work.request.measured_in)
 
 
+def continue_text(work: Work) -> None:
+    """Continue the beginning of a window in fp32, in low precision, and with the plan, or say why not."""
+    found, windows = work.found, work.finite_windows
+    if not work.whole:
+        found.sentence = "This model is read from the disk for every pass, and a text takes many passes."
+    elif not found.referenced:
+        found.sentence = "No fp32 pass was run, so there is no text to compare with."
+    elif not windows:
+        found.sentence = f"Every window overflows in {work.request.described}, which leaves no numbers to choose words."
+    elif work.request.length < 2:
+        found.sentence = "Windows of one token leave nothing to continue."
+    else:
+        most = EXPLAINED if secants_fit(work.request, work.model) else 0
+        found.sentence = broken(found, work.model, windows, work.low, work.kept, most)
+
+
 @dataclass(frozen=True)
 class Step:
     """A step of the work: its ``name``, what it is ``doing`` in words, and the function that it runs.
@@ -239,6 +260,7 @@ STEPS = (
     Step("choices", "predicting changed choices", choose_tokens, ("by_token",)),
     Step("coherence", "finding errors that act together", add_up_signs, ("contributions",)),
     Step("growth", "halving every error", halve_errors, ("measured",), lambda work: work.whole),
+    Step("sentence", "continuing a text", continue_text),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fragility_lab.diagnosis.flips import DECODED
 from fragility_lab.diagnosis.passes import estimator, low_model
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.diagnosis.sentence import COUNT, MOST
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import compare, observe
 
@@ -73,6 +74,7 @@ class Timing(NamedTuple):
             "choices": min(DECODED, count) * self.measurement * (2.3 + 3.6 * probes),
             "coherence": 2.1 * prediction,
             "growth": 1.75 * passes,
+            "sentence": min(1, (MOST + COUNT) / request.length) * (1.5 * COUNT * self.measurement + 2 * self.estimate),
         }
 
 

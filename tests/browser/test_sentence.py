@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from test_explorer import opened
 
 from fragility_explorer.continued import page as sentence_page
-from fragility_explorer.sentence import DATA
+from fragility_lab.explorer.sentence import DATA
 
 TEXTS = json.loads(DATA.read_text("utf-8"))["texts"]
 

@@ -16,8 +16,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fragility_core import theory
-from fragility_lab.experiments.constants import a_priori_constants, attention_terms, gamma_n
-from fragility_lab.experiments.kernel_samples import (
+from fragility_lessons.constants import a_priori_constants, attention_terms, gamma_n
+from fragility_lessons.kernel_samples import (
     HEADS,
     arithmetic,
     draw_heads,

@@ -12,8 +12,8 @@ import torch
 from scipy.linalg import hadamard
 
 from fragility_core import theory
-from fragility_lab.experiments.constants import a_priori_constants
-from fragility_lab.experiments.kernel_samples import (
+from fragility_lessons.constants import a_priori_constants
+from fragility_lessons.kernel_samples import (
     arithmetic,
     observe_layernorm,
     run_attention,

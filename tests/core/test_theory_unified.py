@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.func import jacrev
 
 from fragility_core import theory
-from fragility_lab.experiments.constants import a_priori_constants
-from fragility_lab.experiments.kernel_samples import (
+from fragility_lessons.constants import a_priori_constants
+from fragility_lessons.kernel_samples import (
     arithmetic,
     draw_stacks,
     run_stack,

@@ -164,9 +164,10 @@ def test_the_button_runs_the_diagnosis_and_shows_its_page(results):
     page = OUTPUTS / "form-test-custom" / "diagnosis.html"
     assert "fp16" in page.read_text("utf-8")
     assert "../outputs/form-test-custom/diagnosis.html" in form.shown.outputs[0]["data"]["text/html"]
+    assert form.shown.layout.display is None
     everything = " ".join(told)
     first = everything.index("of additional memory")
-    assert first < everything.index("Step 1 of 11: predicting") < everything.index("Step 11 of 11: halving every error")
+    assert first < everything.index("Step 1 of 12: predicting") < everything.index("Step 12 of 12: continuing a text")
     assert "predicting: 1 of 1" in everything and "Executing" not in everything
 
 
@@ -176,6 +177,7 @@ def test_a_run_that_fails_says_why_and_leaves_the_form_usable(results):
     wait_until(lambda: not form.job.running)
     assert "the budget must be between 0 and the 12 blocks of the model, got 99" in form.status.value
     assert 'role="alert"' in form.status.value and form.shown.outputs == () and form.job.written is None
+    assert form.shown.layout.display == "none"
     assert not form.button.disabled and form.stopping.disabled
 
 

@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_core.models.paths import block_paths
-from fragility_explorer.continued import PROMPTS, continued, next_token, written
+from fragility_explorer.continued import PROMPTS, versions
 from fragility_explorer.continued import RECIPES as SHIPPED
-from fragility_explorer.sentence import DATA, Sentence
+from fragility_lab.explorer.continued import OVERFLOW, Version, continued, next_tokens, written
+from fragility_lab.explorer.sentence import DATA, Sentence
 from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_quantization.quantized import lower
 
@@ -23,7 +24,7 @@ def told():
     """The embedded checkpoint, its tokenizer, a prompt, and what follows it."""
     model, spell = load_model("embedded", "cpu", AutoModelForCausalLM), load_tokenizer("embedded")
     prompt = spell("The function returns", return_tensors="pt").input_ids
-    return model, spell, prompt, continued(model, spell, prompt, RECIPES, COUNT, most=2)
+    return model, spell, prompt, continued(model, spell.decode, prompt, COUNT, versions(model, RECIPES, most=2))
 
 
 def test_words_are_those_of_greedy_passes(told):
@@ -31,7 +32,7 @@ def test_words_are_those_of_greedy_passes(told):
     for name, words in [(None, found["words"]), *((each["name"], each["words"]) for each in found["recipes"])]:
         low, text = name and lower(model, name, "emulated"), prompt
         for word in words:
-            token = next_token(model, text, low)
+            (token,) = next_tokens(model, text, text.shape[1], low or None)
             assert spell.decode([token]) == word
             text = torch.cat([text, torch.tensor([[token]])], 1)
 
@@ -42,6 +43,11 @@ def test_changed_words_begin_where_the_texts_part(told):
     for each in found["recipes"]:
         parts = [place for place, pair in enumerate(zip(found["words"], each["words"])) if len({*pair}) > 1]
         assert [row["word"] for row in each["changed"]][:1] == parts[:1]
+
+
+def whole(model, prompt):
+    """The prompt and what fp32 writes after it."""
+    return torch.cat([prompt, torch.tensor([written(model, prompt, COUNT)])], 1)
 
 
 def causes(texts):
@@ -62,14 +68,15 @@ def test_causes_add_up_to_the_change_of_the_lead(told):
 
 def test_what_saves_a_word_saves_it(told):
     model, _, prompt, found = told
-    exact = written(model, prompt, COUNT)
+    exact = whole(model, prompt)
     tried = 0
     for name, row in causes([found]):
         end = prompt.shape[1] + row["word"]
         for saver in row["saved"]:
             if saver.startswith("block"):
                 plan = Plan(name, (block_paths(model)[int(saver.split()[1])],))
-                assert next_token(model, exact[:, :end], apply(model, plan, "emulated")) == exact[0, end]
+                low = apply(model, plan, "emulated")
+                assert next_tokens(low.model, exact[:, :end], end, low) == [exact[0, end]]
                 tried += 1
     assert tried or not any(row["saved"] for _, row in causes([found]))
 
@@ -78,9 +85,30 @@ def test_a_word_of_the_fp32_text_is_not_saved_by_nothing(told):
     """The test of a saver can fail: without a part in fp32 the word changes."""
     model, _, prompt, found = told
     name, row = causes([found])[0]
-    exact = written(model, prompt, COUNT)
+    exact = whole(model, prompt)
     end = prompt.shape[1] + row["word"]
-    assert next_token(model, exact[:, :end], apply(model, Plan(name), "emulated")) != exact[0, end]
+    low = apply(model, Plan(name), "emulated")
+    assert next_tokens(low.model, exact[:, :end], end, low) != [exact[0, end]]
+
+
+def test_places_that_share_a_pass_say_what_they_say_apart(told):
+    model, _, prompt, _ = told
+    low = lower(model, "w3a16-g128", "emulated")
+    text = whole(model, prompt)
+    together, apart = (Version("", low, lambda plan: low, 0, 0, each).said(text, prompt.shape[1]) for each in (0, 1))
+    assert len(together) == len(apart) == COUNT
+    assert sum(a != b for a, b in zip(together, apart)) <= 1  # sums in another order may turn two level words
+
+
+def test_a_text_ends_in_words_where_numbers_overflow(told):
+    model, spell, prompt, _ = told
+    low = lower(model, "fp16", "emulated")
+    with torch.no_grad():
+        low.model.get_output_embeddings().weight.fill_(torch.inf)
+    found = continued(model, spell.decode, prompt, 3, [Version("fp16", low, lambda plan: low, 2, 2)])
+    (only,) = found["recipes"]
+    assert only["words"] == [OVERFLOW] and [row["said"] for row in only["changed"]] == [OVERFLOW] * 3
+    assert len(found["words"]) == 3 and not any("fp32" in row for row in only["changed"])
 
 
 def test_shipped_data_are_small_and_agree_with_themselves():

@@ -95,9 +95,19 @@ def read(found: diagnosis.Diagnosis) -> str:
     assert not {name: failure.trace for name, failure in found.failed.items()}
     found.require_complete()
     parts = re.findall(r'<section aria-labelledby="(\w+)">', html)
-    assert {"summary", "tokens", "by_token", "where", "coherence", "range", "plan", "explore", "words", "run"} <= {
-        *parts
-    }
+    assert {
+        "summary",
+        "tokens",
+        "by_token",
+        "where",
+        "coherence",
+        "range",
+        "plan",
+        "explore",
+        "words",
+        "run",
+        "sentence",
+    } <= {*parts}
     figures = re.findall(r'<figure id="(\w+)">', html)
     assert {"sites", "blocks", "drift", "windows"} <= {*figures} and html.count("data:image/png;base64,") >= len(
         figures
@@ -113,6 +123,8 @@ def test_every_family_has_its_page(name, depth, format):
     found = diagnosed(model, format, windows=2 if depth == 2 or EVERYTHING else 1)
     read(found)
     assert found.plan is not None and found.measured is not None and found.protected is not None
+    without, with_plan = found.sentence["recipes"]
+    assert len(without["words"]) == len(found.sentence["words"]) == 4 and with_plan["name"] == "with the plan"
 
 
 def test_a_model_of_80_blocks():

@@ -1,10 +1,13 @@
 """Committed notebooks are clean: one kernel, no widget state, no machine in them, every code cell run."""
 
 import re
+import shutil
 
 import nbformat
 import pytest
 import torch
+from nbformat.sign import NotebookNotary
+from traitlets.config import PyFileConfigLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fragility_lab import paths
@@ -217,3 +220,22 @@ def test_a_lesson_takes_as_long_as_lecturers_are_told(name):
     first = nbformat.read(notebook_path(name), as_version=4).cells[0].source
     row = re.search(rf"{name}\.ipynb\) \| (\d+) \|", (PROJECT / "docs/teaching.md").read_text(encoding="utf-8"))
     assert f"About {row[1]} minutes." in first.replace("\n", " ")
+
+
+def test_make_lab_trusts_the_notebooks_of_the_start_page_alone(tmp_path, monkeypatch):
+    """What a student handed in beside them is not trusted: its scripts would run where the lecturer is logged in."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    project = tmp_path / "project"
+    shutil.copytree(PROJECT / "notebooks", project / "notebooks", ignore=shutil.ignore_patterns(".*", "profiles"))
+    shutil.copy(PROJECT / "jupyter_server_config.py", project)
+    lesson = project / "notebooks" / "theory" / "1_floating_point_and_softmax.ipynb"
+    handed_in = lesson.with_name("lesson_1_of_a_student.ipynb")
+    text = lesson.read_text(encoding="utf-8").replace("# ", "# My answers: ", 1)
+    handed_in.write_text(text, encoding="utf-8")
+    PyFileConfigLoader("jupyter_server_config.py", path=str(project)).load_config()
+    trusted = {
+        path.relative_to(project / "notebooks").with_suffix("").as_posix()
+        for path in (project / "notebooks").rglob("*.ipynb")
+        if NotebookNotary(data_dir=str(tmp_path / "data")).check_signature(nbformat.read(path, as_version=4))
+    }
+    assert trusted == {*ALL}

@@ -13,9 +13,9 @@ from tiny import embedded_windows
 matplotlib.use("Agg")
 
 from fragility_core import theory
-from fragility_lab.experiments.constants import CONSTANTS
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model
 from fragility_lessons import embedded, kernel_constants, layernorm_epsilon, rows, shipped
+from fragility_lessons.constants import CONSTANTS
 from fragility_numerics.formats import get_format
 
 exponents = st.floats(-3, 3)

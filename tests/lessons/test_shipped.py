@@ -6,8 +6,8 @@ The plans of notebook 7 are compared in test_lessons_adjoint_predictor.
 import numpy as np
 import pytest
 
-from fragility_lab.experiments.constants import summarize_slack
 from fragility_lessons import shipped, shipping
+from fragility_lessons.constants import summarize_slack
 from fragility_lessons.explorers import Explorer, listed
 from fragility_lessons.pictures import FORMATS
 

@@ -80,14 +80,14 @@
     const before = (current().prompt + joined(current().words.slice(0, change.word))).slice(-60);
     const where = make("p", {}, "… " + before.slice(before.indexOf(" ") + 1) + " ", make("b", {}, "?"));
     if (change.fp32 === undefined) {
-      return [where, make("p", {}, `fp32 says ${wanted}, ${recipe.name} says ${said}. Causes were computed for the first changed words only.`)];
+      return [where, make("p", {}, `fp32 says ${wanted}, ${recipe.name} says ${said}. Causes were computed for the first changed words only, and not where words are level or numbers overflow.`)];
     }
     const error = change.fp32 - change.low;
     const end = change.low ? `${said} wins by ${logits(change.low)}` : `the two are level: ${said} comes first in the vocabulary`;
     const lead = `In fp32 ${wanted} leads ${said} by ${logits(change.fp32)} logits. In ${recipe.name} all rounding errors together move this lead by ${logits(error)} logits, and ${end}.`;
     const saved = change.saved.length
       ? `Any one of these is enough to keep ${wanted}, if it computes in fp32: ${change.saved.join(", ")}. Each was run.`
-      : `No kind of kernel alone, and none of the four worst blocks alone, keeps ${wanted} when it computes in fp32. Each was run.`;
+      : `Of the ${change.tried} parts whose errors push most against ${wanted}, none alone keeps it by computing in fp32. Each was run.`;
     const charts = make("div", { class: "bs-charts" });
     charts.append(bars(largest(change.blocks, 9), "Error by block, in logits"), bars(largest(change.kinds, 9), "Error by kernel, in logits"));
     const note = make("p", { class: "bs-note" }, `Bars to the right push against ${wanted}, bars to the left for it. They add up to the whole error.`);

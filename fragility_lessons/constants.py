@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from fragility_core import theory
-from fragility_lab.experiments.kernel_samples import (
+from fragility_lessons.kernel_samples import (
     arithmetic,
     device_of,
     sample_attention,

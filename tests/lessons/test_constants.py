@@ -8,7 +8,7 @@ import torch
 from drawn import seeded
 
 from fragility_core import theory
-from fragility_lab.experiments.constants import (
+from fragility_lessons.constants import (
     CONSTANTS,
     a_priori_constants,
     attention_terms,
@@ -18,7 +18,7 @@ from fragility_lab.experiments.constants import (
     measure_constants,
     summarize_slack,
 )
-from fragility_lab.experiments.kernel_samples import (
+from fragility_lessons.kernel_samples import (
     ATTENTION_SHAPES,
     FEATURES,
     HEADS,

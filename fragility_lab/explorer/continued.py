@@ -1,0 +1,169 @@
+"""One text, continued in fp32 and in low precision: which words change, by what errors, and what would keep them."""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fragility_adjoint.mixed_precision import Contributions, Plan
+from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_lab.explorer.component import SITES
+from fragility_lab.running.environment import progress
+from fragility_numerics.lowering import LowPrecision
+
+KINDS = {"embedding": "embedding", "head": "head"} | SITES
+KEPT = {
+    "norms": "all norms", "residual": "the residual stream", "mlp": "all MLPs", "attention": "all attentions",
+    "scores": "all attention scores", "head": "the head",
+}  # fmt: skip
+OVERFLOW = " [not a number]"  # in place of a word where logits are not finite
+
+Words = list[int | None]  # tokens; None where logits are not finite
+
+
+@dataclass(frozen=True)
+class Version:
+    """The model in low precision, ``low``, by its ``name``; ``kept`` is what it becomes with a plan.
+
+    Of the words that it changes, the first ``most`` get their causes, and ``tried`` parts are kept, one at a time. A
+    pass that ends at a word makes other sums of the same numbers than one over the whole text, and these round
+    otherwise. If the places are ``apart``, each has a pass of its own, as in writing; else they share one.
+    """
+
+    name: str
+    low: LowPrecision
+    kept: Callable[[Plan], LowPrecision]
+    most: int
+    tried: int
+    apart: bool = False
+
+    def said(self, text: Tensor, start: int) -> Words:
+        """What the model says in each place of ``text`` (1, T) from ``start`` on."""
+        if not self.apart:
+            return next_tokens(self.low.model, text[:, :-1], start, self.low)
+        ends = range(start, text.shape[1])
+        return [next_tokens(self.low.model, text[:, :end], end, self.low)[0] for end in ends]
+
+
+@torch.no_grad()
+def next_tokens(model: PreTrainedModel, text: Tensor, start: int, low: LowPrecision | None = None) -> Words:
+    """The most probable tokens after the first ``start`` tokens of ``text`` (1, T), and after each further token.
+
+    The whole text is computed. A cache would make other sums of the same numbers, which round otherwise.
+    """
+    with nullcontext() if low is None else low.running():
+        logits = (model if low is None else low.model)(text, use_cache=False).logits[0, start - 1 :]
+    largest, tokens = logits.float().max(-1)
+    return [int(token) if top.isfinite() else None for top, token in zip(largest, tokens)]
+
+
+def written(model: PreTrainedModel, text: Tensor, count: int, low: LowPrecision | None = None) -> Words:
+    """The ``count`` tokens after ``text`` (1, T), each the most probable one; up to the first None."""
+    words: Words = []
+    while len(words) < count and None not in words:
+        own = torch.cat([text, text.new_tensor([words], dtype=text.dtype)], 1) if words else text
+        words += next_tokens(model, own, own.shape[1], low)
+    return words
+
+
+class Lead:
+    """The lead of token ``first`` over token ``second`` after the last token: the difference of their logits."""
+
+    def __init__(self, first: int, second: int):
+        self.pair = [first, second]
+
+    def __call__(self, model: nn.Module, text: Tensor) -> Tensor:
+        """The lead (1, 1, 1)."""
+        logits = model(text, use_cache=False).logits[:, -1:, :].float()
+        first, second = (logits[..., token] for token in self.pair)
+        return (first - second)[..., None]
+
+
+def shares(prediction: Prediction, error: float) -> dict[str, list[dict[str, Any]]]:
+    """What each block and each kind of kernel adds to the ``error`` of a lead, signed, in logits.
+
+    With secant slopes the contributions add up to the error, up to the sign of the one probe.
+    """
+    rows = prediction.contributions
+    sign = 1.0 if rows.signed.sum() * error >= 0 else -1.0
+    row = rows.layer.astype("string").fillna(rows.site.where(rows.site.isin(["embedding", "norm"]), "head"))
+    parts = {"blocks": rows.assign(part=row.replace("norm", "head")), "kinds": rows.assign(part=rows.site.map(KINDS))}
+    return {
+        name: [
+            {"name": str(part), "adds": round(sign * float(value), 5)}
+            for part, value in table.groupby("part", sort=False).signed.sum().items()
+        ]
+        for name, table in parts.items()
+    }
+
+
+def savers(
+    version: Version, known: Contributions, prediction: Prediction, exact: float, left: float, text: Tensor, wanted: int
+) -> list[str]:  # fmt: skip
+    """Of the parts whose errors push most against the token ``wanted`` after ``text`` (1, T): those enough to keep it.
+
+    Each was run with that part in fp32, one at a time.
+    """
+    signed = prediction.contributions.groupby("place").signed.sum().to_numpy()
+    signed = signed if signed.sum() * (exact - left) >= 0 else -signed
+    sites = [site for site in known.structure.sites if site not in ("embedding", "router")]
+    plans = {f"block {number}": known.unpriced(blocks=[number]) for number in range(len(known.structure.blocks))}
+    plans |= {KEPT.get(site, site): known.unpriced(sites=[site]) for site in sites}
+    gains = {name: signed[known.vanishing(plan)].sum() for name, plan in plans.items()}
+    best = sorted(gains, key=lambda name: -gains[name])[: version.tried]
+    start = text.shape[1]
+    kept = {name: version.kept(plans[name]) for name in best}
+    return [name for name, low in kept.items() if next_tokens(low.model, text, start, low) == [wanted]]
+
+
+def explained(model: PreTrainedModel, version: Version, text: Tensor, other: int) -> dict[str, Any]:
+    """Why ``version`` says the token ``other`` at the end of ``text`` (1, T), which ends as fp32 says.
+
+    Empty if the two tokens are level but for the order of sums, so that they change places without the end of the text.
+    """
+    wanted, before = int(text[0, -1]), text[:, :-1]
+    lead = Lead(wanted, other)
+    with torch.no_grad():
+        exact = float(lead(model, before))
+        with version.low.running():
+            left = float(lead(version.low.model, before))
+    if not exact >= 0 >= left:
+        return {}
+    prediction = Adjoint(version.low, model, target=lead, gradients="secant")(before)
+    found = shares(prediction, exact - left)
+    saved = savers(version, Contributions(model, prediction), prediction, exact, left, before, wanted)
+    return {"fp32": round(exact, 4), "low": round(left, 4), **found, "saved": saved, "tried": version.tried}
+
+
+def continued(
+    model: PreTrainedModel, spell: Callable[[int], str], prompt: Tensor, count: int, versions: Iterable[Version]
+) -> dict[str, Any]:  # fmt: skip
+    """The ``count`` tokens that ``model`` writes after ``prompt`` (1, T) in fp32 and as ``versions``, as plain data.
+
+    ``spell`` gives the text of a token. ``changed`` has every word of the fp32 text in whose place a version would have
+    said another one, the first few with their causes.
+    """
+    start = prompt.shape[1]
+
+    def spelled(words: Iterable[int | None]) -> list[str]:
+        return [OVERFLOW if token is None else spell(token) for token in words]
+
+    exact = written(model, prompt, count)
+    text, told = torch.cat([prompt, prompt.new_tensor([exact])], 1), []
+    for version in versions:
+        words = version.said(text, start)
+        changed = [place for place, word in enumerate(words) if word != exact[place]]
+        rows: list[dict[str, Any]] = [{"word": place, "said": spelled([words[place]])[0]} for place in changed]
+        for row in progress(rows[: version.most], desc=f"changed words in {version.name}"):
+            if (word := words[row["word"]]) is not None:
+                row |= explained(model, version, text[:, : start + row["word"] + 1], word)
+        own = words[: changed[0] + 1] if changed else words
+        if None not in own:
+            said = torch.cat([prompt, prompt.new_tensor([own])], 1)
+            own += written(version.low.model, said, count - len(own), version.low)
+        told.append({"name": version.name, "words": spelled(own), "changed": rows})
+    return {"words": spelled(exact), "recipes": told}
