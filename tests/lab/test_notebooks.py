@@ -114,7 +114,8 @@ LESSONS = [
 ]
 MOST_WORDS = 80
 NO_BAR = (
-    r"\A(?:\w+\.EXERCISES[.\[]|Explorer\(|bits\.Bits\(|\w+\.(?:live|failure|formats_table|medians)\(\)|from |import )"
+    r"\A(?:\w+\.EXERCISES[.\[]|Explorer\(|bits\.Bits\("
+    r"|\w+\.(?:live|failure|formats_table|free|medians)\(\)|from |import )"
 )
 SIDES = re.compile(
     r"\b(?:left|right) (?:picture|panel|one)\b|\b(?:Left|Right):|\((?:left|right)\)|\bon the (?:left|right)[.:]"
