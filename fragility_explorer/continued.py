@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     except (ValueError, OSError) as refused:
         sys.exit(f"make sentence: {refused}")
     texts = [
-        {"prompt": prompt} | continued(model, spell.decode, start, COUNT, versions(model))
+        {"prompt": prompt} | continued(model, lambda token: str(spell.decode([token])), start, COUNT, versions(model))
         for prompt, start in zip(prompts, tokens)
     ]
     if given.model == SHIPPED and not given.prompt:

@@ -1,4 +1,4 @@
-"""The data of the picture for X2: recipes, predicted and measured, and the layers of each."""
+"""The data of the pictures for X2: recipes and their layers, predicted and measured; and rivals' plans beside ours."""
 
 from typing import Any
 
@@ -15,6 +15,14 @@ WORDS = {
     "layer_predicted": "its share of the predicted KL", "layer_measured": "KL with this layer alone quantized",
 }  # fmt: skip
 AXES = {name: {"log": 1, "alike": "quantity"} for name in ("predicted", "measured")}
+
+BETTER = {"ours": "ours is better", "rival": "the rival's is better", "same": "the same KL", "open": "undecided"}
+PLANS = {
+    "rival_kl": "KL of the rival's plan", "ours": "KL of our plan", "oracle": "KL of the oracle's plan",
+    "random": "KL of random plans",
+}  # fmt: skip
+INTERVAL = {"difference_low": "95 % interval of it, from", "difference_high": "to"}
+LOG = {"log": 1, "alike": "kl"}
 
 
 def x2() -> dict[str, Any]:
@@ -57,3 +65,30 @@ def _within(rows: pd.DataFrame) -> dict[str, Any]:
         told.append([quantity, f"{near} of {len(of)}", f"{nearly} of {len(of)}", median])
     head = ["quantity", "recipes within 10 %", "recipes within a factor of two", "median of predicted over measured"]
     return {"head": head, "rows": told, "caption": "How near the predictions are"}
+
+
+def rivals() -> dict[str, Any]:
+    """X2's rivals: the measured KL of each library's plans, beside that of our plans at the same bits."""
+    models = []
+    for profile, tables in committed("x2_rivals").items():
+        rows = tables["x2_rivals"].assign(library=lambda rows: rows.ladder + ", " + rows.rival)
+        rows["outcome"] = rows.better.map(BETTER)
+        found = chosen_by(rows, ["library", "outcome"])
+        found["choices"][1]["first"] = None
+        found["columns"] |= columns(rows, ("bits", *PLANS, "predicted", "difference", *INTERVAL))
+        names = [f"{bits:.2f} bits" for bits in rows.bits]
+        known = {"name": NAMES[profile], "claims": _wins(rows), "names": names, "diagonal": True}
+        models.append(known | {"x": ["rival_kl", "oracle", "random", "bits"], "y": ["ours", "rival_kl"]} | found)
+    words = PLANS | INTERVAL | {
+        "predicted": "our plan, predicted", "difference": "ours less the rival's",
+        "library": "library and its method", "outcome": "outcome",
+    }  # fmt: skip
+    return described(models, words, point="plan", points="plans", axes=dict.fromkeys(PLANS, LOG))
+
+
+def _wins(rows: pd.DataFrame) -> dict[str, Any]:
+    """How often each of BETTER was found, by library."""
+    counts = pd.crosstab(rows.library, rows.better).reindex(columns=[*BETTER], fill_value=0)
+    told = [[library, *map(str, of)] for library, of in zip(counts.index, counts.to_numpy())]
+    total = f"Ours is better at {counts.ours.sum()} of {len(rows)} budgets, the rival's at {counts.rival.sum()}"
+    return {"head": ["library and its method", *BETTER.values()], "rows": told, "caption": total}

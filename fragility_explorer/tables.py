@@ -61,7 +61,8 @@ def choice(rows: pd.DataFrame, key: str, whole: bool = True) -> tuple[dict[str, 
     Rows of one value follow one another, so the column holds places and how often each is repeated.
     """
     possible = list(dict.fromkeys(rows[key]))
-    told = [FORMATS.get(key, "{}").format(in_words(value) if isinstance(value, str) else value) for value in possible]
+    named = {value: in_words(value) for value in possible if isinstance(value, str) and value.isidentifier()}
+    told = [FORMATS.get(key, "{}").format(named.get(value, value)) for value in possible]
     places = [possible.index(value) for value in rows[key]]
     repeated = [[place, len([*group])] for place, group in groupby(places)]
     return {"key": key, "values": told, "first": 0, "whole": whole}, {"repeated": repeated}

@@ -1,4 +1,4 @@
-"""The data of the picture for E5: what each policy achieved in each seed, and which blocks it protected."""
+"""The data of the pictures for E5: what each policy achieved in each seed, the blocks it protected, learning rates."""
 
 from typing import Any
 
@@ -75,3 +75,29 @@ def _means(of_policies: pd.DataFrame, names: list[str]) -> dict[str, Any]:
     rows = zip(names, of_policies.mean(), of_policies.std())
     told = [[name, number(mean, ".3g"), number(sd, ".2g")] for name, mean, sd in rows]
     return {"head": ["policy", "mean", "sd"], "keys": names, "rows": told, "caption": f"Over {len(of_policies)} seeds"}
+
+
+def rates() -> dict[str, Any]:
+    """E5's choice of a learning rate: what the trigger and the training did at each, without a controller."""
+    models = []
+    for tables in committed("e5_learning_rates").values():
+        rows = tables["e5_learning_rates"]
+        counted = rows[["fires_as_in_the_paper", "loss_falls", "ended"]].to_numpy()
+        told = [
+            [f"{row.learning_rate:g}", *(f"{n} of {row.runs}" for n in of)]
+            for row, of in zip(rows.itertuples(), counted)
+        ]
+        head = ["learning rate", "runs that fire as in the paper", "runs whose loss falls", "runs that ended early"]
+        y = ["onsets", "fires", "max_mismatch", "final_loss", "ratio"]
+        known: dict[str, Any] = {"name": "E5, learning rates", "line": True}
+        known |= {"claims": {"head": head, "rows": told, "caption": "What the runs did"}}
+        known |= {"names": [f"learning rate {rate:g}" for rate in rows.learning_rate]}
+        models.append(
+            known | {"x": ["learning_rate"], "y": y, "choices": [], "columns": columns(rows, ["learning_rate", *y])}
+        )
+    words = {
+        "learning_rate": "learning rate", "fires": "steps at which the trigger fires, mean", "onsets": "onsets, mean",
+        "ratio": "onset ratio for the wanted onsets",
+    }  # fmt: skip
+    axes = AXES | {"learning_rate": {"log": 1}}
+    return described(models, words, of="experiment", point="rate", points="rates", axes=axes)

@@ -17,7 +17,8 @@ from fragility_lab.reporting.report import read_tables
 from fragility_lab.running.execute import notebook_path
 
 KEPT = {"E1": "e1_controlled_sweeps", "E2": "e2_predictor", "E3": "e3_patching", "E5": "e5_mitigation"}
-KEPT |= {"E5 seeds": "e5_seeds", "X1": "x1_adjoint_predictor", "X2": "x2_recipes"}
+KEPT |= {"E5 seeds": "e5_seeds", "X1": "x1_adjoint_predictor", "X2": "x2_recipes", "X2 rivals": "x2_rivals"}
+KEPT |= {"E5 learning rates": "e5_learning_rate", "X3": "x3_engines", "X4": "x4_referees"}
 MOST = 400_000  # characters that a notebook's file may grow by
 
 
@@ -152,6 +153,35 @@ def test_recipes_and_seeds_are_those_of_the_tables(pictures):
     actions = read_tables("embedded")["e5_actions"]
     raised = [detail["blocks"]["raised"] for detail in pictures["E5"].data["models"][0]["details"].values()]
     assert sum(map(sum, raised)) == len(actions)
+
+
+def test_cases_of_x3_are_those_of_its_table(pictures):
+    for model, profile in zip(pictures["X3"].data["models"], ("embedded", "smollm2-135m")):
+        table, rows = read_tables(profile)["x3_engines"].query("rms > 0"), rows_of(model)
+        assert model["names"] == table.engine.tolist() and len(table) > 50
+        np.testing.assert_allclose(rows.measured, table.rms, rtol=6e-4)
+        np.testing.assert_allclose(rows.measured / rows.predicted, table.ratio, rtol=2e-3)
+        assert (rows.kind == "harmless").tolist() == table.harmless.tolist()
+        assert rows.cause.str.removeprefix("cause: ").tolist() == table.cause.fillna("none named").tolist()
+        right = [int(row[1].split(" of ")[0]) for row in model["claims"]["rows"]]
+        assert sum(right) == read_tables(profile)["x3_engines"].right.sum()
+
+
+def test_engines_rivals_and_rates_are_those_of_their_tables(pictures):
+    table = read_tables("embedded")["x4_referees"].query("quantity == 'kl' and predicted.notna()")
+    rows = rows_of(pictures["X4"].data["models"][0]).query("quantity == 'KL a token'")
+    np.testing.assert_allclose(rows.measured, table.measured, rtol=6e-4)
+    np.testing.assert_allclose(rows.predicted, table.predicted, rtol=6e-4)
+    for model, profile in zip(pictures["X2 rivals"].data["models"], ("embedded", "embedded-llama")):
+        table, rows = read_tables(profile)["x2_rivals"], rows_of(model)
+        np.testing.assert_allclose(rows.ours - rows.rival_kl, table.difference, atol=2e-4 * table.rival_kl.max())
+        assert rows.library.tolist() == (table.ladder + ", " + table.rival).tolist()
+        counts = np.array([[int(text) for text in row[1:]] for row in model["claims"]["rows"]])
+        assert counts.sum() == len(table) and counts[:, 0].sum() == (table.better == "ours").sum()
+    (model,) = pictures["E5 learning rates"].data["models"]
+    table, rows = read_tables("embedded")["e5_learning_rates"], rows_of(model)
+    np.testing.assert_allclose(rows.onsets, table.onsets, rtol=1e-3)
+    assert rows.learning_rate.tolist() == table.learning_rate.tolist()
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
