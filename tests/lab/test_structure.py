@@ -20,7 +20,7 @@ BUDGETS = {  # lines
     "fragility_adjoint": 4911,
     "fragility_gguf": 336,
     "fragility_lab": 11851,
-    "fragility_explorer": 1412,
+    "fragility_explorer": 1559,
     "fragility_lessons": 3500,
     "fragility_engines": 3830,
     "fragility_peers": 861,
