@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "fragility_quantization": 1630,
     "fragility_adjoint": 5700,
     "fragility_lab": 12190,
-    "fragility_explorer": 1412,
+    "fragility_explorer": 1559,
     "fragility_lessons": 3414,
     "fragility_engines": 3810,
     "fragility_peers": 870,
