@@ -75,7 +75,7 @@ def of_sentence(diagnosis: Diagnosis, known: dict) -> dict:
     """Values of the section with the text: the component, or why there is none."""
     told = diagnosis.sentence
     if not isinstance(told, dict):
-        return {"why": told}
+        return {"component": "", "why": told}
     text = {name: told[name] for name in ("prompt", "words", "recipes")}
     html = Sentence([text], diagnosis.request.model).html
     return {"component": html, "begun": told["begun"], "count": len(told["words"])}

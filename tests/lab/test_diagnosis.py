@@ -43,6 +43,7 @@ from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.diagnosis import causes, explore, means, needs, page, plans, sections, timing
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
+from fragility_lab.explorer.continued import written
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import ObservedPass, Ranges, by_token, compare, observe
@@ -311,11 +312,35 @@ def test_experts_that_change_are_counted_and_said(tmp_path):
     assert "This model chooses experts, and rounding changes" in part(found, "summary") and 0 <= found.flips.experts < 1
     blind = diagnosis.diagnose(replace(request, reference="no"), *diagnosis.load(request), ENOUGH)
     assert "This model chooses experts, and nothing was measured" in part(blind, "summary")
+    assert "No fp32 pass was run" in part(blind, "sentence")
 
 
 def test_changed_tokens_are_not_predicted_for_streamed_models():
     with pytest.raises(ValueError, match="the model is streamed, got TARGET=flips: use TARGET=kl, or FORM=whole"):
         diagnosis.load(replace(ASKED, target="flips", form="streamed"))
+
+
+def test_a_text_begins_where_rounding_changes_the_next_token(tiny_tokens):
+    """The text is that of the window, its continuation what greedy passes of both models write."""
+    model = random_gpt2(TINY)
+    found = diagnose(model, tiny_tokens, format="w3a16-g32", target="kl", budget="6 bits")
+    told, begun = found.sentence, found.sentence["begun"]
+    rows = found.by_token.measured.set_index(["window", "position"]).changed
+    assert begun.changed and rows[begun.window, begun.length - 1] == rows.max()
+    prompt = tiny_tokens[begun.window : begun.window + 1, : begun.length]
+    assert told["prompt"] == "".join(f" {token}" for token in prompt[0].tolist())
+    for low, words in ((None, told["words"]), (lower(model, "w3a16-g32"), told["recipes"][0]["words"])):
+        assert words == [f" {token}" for token in written(model if low is None else low.model, prompt, len(words), low)]
+    causes = [row for row in told["recipes"][0]["changed"] if "fp32" in row]
+    assert causes and all(row["fp32"] >= 0 >= row["low"] for row in causes)
+    html = part(found, "sentence")
+    assert "broken-sentence" in html and f"the first {begun.length} of window {begun.window}," in html
+
+
+def test_a_streamed_model_writes_no_text():
+    request = replace(ASKED, windows=1, length=8, form="streamed")
+    found = diagnosis.diagnose(request, *diagnosis.load(request), ENOUGH)
+    assert not found.failed and "read from the disk for every pass" in part(found, "sentence")
 
 
 def test_changed_tokens_are_a_target(tiny_tokens):
@@ -819,6 +844,7 @@ def test_page_of_a_model_that_overflows(tiny_tokens):
     assert "the stored weights of transformer.h.1.mlp.c_proj" in html and 'id="plan"' not in html
     assert found.remedy.plan is not None and found.remedy.plan.label in html
     assert found.mended.window.tolist() == [0, 1, 2] and not found.failed
+    assert "Every window overflows in fp16, which leaves no numbers to choose words." in part(found, "sentence")
     told = " ".join(html.split())
     for words, known in (("their mismatch is predicted", "predicted"), ("and measured", "mismatch")):
         assert f"{words} as <b>{' '.join(percent(found.mended[known].mean()).split())}" in told
