@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fragility_lab.diagnosis.flips import DECODED
 from fragility_lab.diagnosis.passes import estimator, low_model
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.sentence import COUNT, MOST
+from fragility_lab.diagnosis.sentence import MOST, count_in
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import compare, observe
 
@@ -63,7 +63,7 @@ class Timing(NamedTuple):
         bf16, with windows of 256 tokens and two probes. A diagnosis prints what its steps took beside the forecast.
         """
         prediction, passes, probes = self.making + count * self.estimate, count * self.measurement, request.probes
-        schemes = len(request.schemes) - 1 if request.mixes else 0
+        schemes, written = len(request.schemes) - 1 if request.mixes else 0, count_in(request.length)
         return {
             "prediction": prediction,
             "measurement": 1.5 * passes,
@@ -74,7 +74,8 @@ class Timing(NamedTuple):
             "choices": min(DECODED, count) * self.measurement * (2.3 + 3.6 * probes),
             "coherence": 2.1 * prediction,
             "growth": 1.75 * passes,
-            "sentence": min(1, (MOST + COUNT) / request.length) * (1.5 * COUNT * self.measurement + 2 * self.estimate),
+            "sentence": min(1, (MOST + written) / request.length)
+            * (1.5 * written * self.measurement + 2 * self.estimate),
         }
 
 

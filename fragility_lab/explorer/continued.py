@@ -158,7 +158,8 @@ def continued(
         words = version.said(text, start)
         changed = [place for place, word in enumerate(words) if word != exact[place]]
         rows: list[dict[str, Any]] = [{"word": place, "said": spelled([words[place]])[0]} for place in changed]
-        for row in progress(rows[: version.most], desc=f"changed words in {version.name}"):
+        told_of = rows[: version.most]
+        for row in progress(told_of, desc=f"changed words in {version.name}", disable=not told_of):
             if (word := words[row["word"]]) is not None:
                 row |= explained(model, version, text[:, : start + row["word"] + 1], word)
         own = words[: changed[0] + 1] if changed else words

@@ -192,7 +192,7 @@ def test_a_refusal_of_the_check_is_told_without_the_name_of_the_command(results)
 def test_a_budget_of_kl_passes_the_checks_of_the_run(results, capsys):
     request = replace(SMALL, format="w8a16-g128", budget="KL 0.5")
     job.main(["form-test-custom", json.dumps(asdict(request))])
-    assert "step 11 of 11" in capsys.readouterr().out
+    assert "step 12 of 12" in capsys.readouterr().out
     assert "KL 0.5" in (OUTPUTS / "form-test-custom" / "diagnosis.html").read_text("utf-8")
 
 
