@@ -16,7 +16,7 @@ BUDGETS = {  # lines
     "fragility_core": 3339,
     "fragility_quantization": 1630,
     "fragility_adjoint": 5700,
-    "fragility_lab": 12192,
+    "fragility_lab": 12202,
     "fragility_explorer": 1559,
     "fragility_lessons": 3414,
     "fragility_engines": 3810,
