@@ -80,12 +80,12 @@ class Work:
         overflow = self.found.prediction.windows.set_index("window").overflow
         return {number: window for number, window in windows.items() if overflow[number] == ""}
 
-    def kept(self, plan: Plan) -> Quantized:
-        """The model in low precision with a ``plan``."""
+    def kept(self, plan: Plan, execution: str = "") -> Quantized:
+        """The model in low precision with a ``plan``, computing as asked for unless another ``execution`` is given."""
         if self.loaded.rounded is not None:
             return protect(as_prequantized(sharing_copy(self.loaded.rounded)), self.model, plan)
         calibrating = self.tokens if needs_calibration(plan.recipe) else None
-        return apply(self.model, plan, self.request.execution, calibrating)
+        return apply(self.model, plan, execution or self.request.execution, calibrating)
 
 
 def predict_windows(work: Work) -> None:
@@ -222,7 +222,10 @@ def continue_text(work: Work) -> None:
         found.sentence = "Windows of one token leave nothing to continue."
     else:
         most = EXPLAINED if secants_fit(work.request, work.model) else 0
-        found.sentence = broken(found, work.model, windows, work.low, work.kept, most)
+        low, kept = work.low, work.kept
+        if low.execution == "native":  # the estimator rounds as emulation does: causes add up to the error of its pass
+            low, kept = lower(work.model, low.recipe, "emulated"), partial(work.kept, execution="emulated")
+        found.sentence = broken(found, work.model, windows, low, kept, most)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fragility_adjoint.mixed_precision import Plan
@@ -14,31 +16,37 @@ from fragility_numerics.lowering import LowPrecision
 
 COUNT = 12  # tokens that are written, half of a window at most
 LEAST, MOST = 8, 32  # tokens of the text's beginning
+SEARCHED = 8  # windows whose beginnings are tried, each by a pass of both models
 EXPLAINED = 1  # changed words that get their causes: the causes of one take longer than all words
 TRIED = 3  # parts that are kept, one at a time: each makes another model
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first ``length`` tokens of a ``window``; ``changed`` if a measured pass changes the token after them."""
+    """The first ``length`` tokens of a ``window``, and the ``margin`` in logits by which rounding changes the next one.
+
+    The margin is 0 where rounding does not change it.
+    """
 
     window: int
     length: int
-    changed: bool
+    margin: float
 
 
-def beginning(found: Diagnosis, windows: Mapping[int, Tensor]) -> Beginning:
-    """The shortest beginning of the ``windows`` (1, T) after which most passes change a token; or any, if none does."""
+@torch.no_grad()
+def beginning(model: Any, low: LowPrecision, windows: Mapping[int, Tensor]) -> Beginning:
+    """Of the beginnings of the first few ``windows`` (1, T): that after which ``low`` errs by the largest margin."""
     room = next(iter(windows.values())).shape[1]
     most = min(MOST, room - count_in(room))
-    if found.by_token is None or found.by_token.measured is None:
-        return Beginning(next(iter(windows)), most, False)
-    rows = found.by_token.measured
-    rows = rows[rows.position.between(min(LEAST, most) - 1, most - 1)]
-    first = rows.sort_values(["changed", "position"], ascending=[False, True], kind="stable").iloc[0]
-    if not first.changed:
-        return Beginning(int(first.window), most, False)
-    return Beginning(int(first.window), int(first.position) + 1, True)
+    least, found = min(LEAST, most), []
+    for number, window in islice(windows.items(), SEARCHED):
+        exact = model(window[:, :most], use_cache=False).logits[0, least - 1 :]
+        with low.running():
+            moved = low.model(window[:, :most], use_cache=False).logits[0, least - 1 :].float()
+        margins = moved.max(-1).values - moved.gather(-1, exact.argmax(-1, keepdim=True))[:, 0]
+        margin, place = margins.max(0)
+        found.append(Beginning(number, least + int(place), float(margin)))
+    return max(found, key=lambda each: each.margin)
 
 
 def count_in(room: int) -> int:
@@ -54,11 +62,11 @@ def broken(
 
     ``kept`` is ``low`` with a plan. The first ``most`` words that ``low`` changes get their causes.
     """
-    begun = beginning(found, windows)
+    begun = beginning(model, low, windows)
     window = windows[begun.window]
     versions = [Version(found.request.described, low, kept, most, TRIED)]
     if found.plan is not None:
-        versions.append(Version("with the plan", kept(found.plan), kept, 0, 0))
+        versions.append(Version("the plan", kept(found.plan), kept, 0, 0))
     told = continued(model, found.spelled, window[:, : begun.length], count_in(window.shape[1]), versions)
     text = "".join(map(found.spelled, window[0, : begun.length].tolist()))
     return {"prompt": text, "begun": begun, **told}

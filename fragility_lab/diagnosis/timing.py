@@ -75,7 +75,7 @@ class Timing(NamedTuple):
             "coherence": 2.1 * prediction,
             "growth": 1.75 * passes,
             "sentence": min(1, (MOST + written) / request.length)
-            * (1.5 * written * self.measurement + 2 * self.estimate),
+            * (2 * written * self.measurement + 2 * self.estimate),
         }
 
 

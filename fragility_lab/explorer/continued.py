@@ -71,14 +71,14 @@ def written(model: PreTrainedModel, text: Tensor, count: int, low: LowPrecision 
 
 
 class Lead:
-    """The lead of token ``first`` over token ``second`` after the last token: the difference of their logits."""
+    """The lead of token ``first`` over token ``second`` in a ``place``: the difference of their logits before it."""
 
-    def __init__(self, first: int, second: int):
-        self.pair = [first, second]
+    def __init__(self, first: int, second: int, place: int):
+        self.pair, self.place = [first, second], place
 
     def __call__(self, model: nn.Module, text: Tensor) -> Tensor:
         """The lead (1, 1, 1)."""
-        logits = model(text, use_cache=False).logits[:, -1:, :].float()
+        logits = model(text, use_cache=False).logits[:, self.place - 1 : self.place, :].float()
         first, second = (logits[..., token] for token in self.pair)
         return (first - second)[..., None]
 
@@ -102,31 +102,30 @@ def shares(prediction: Prediction, error: float) -> dict[str, list[dict[str, Any
 
 
 def savers(
-    version: Version, known: Contributions, prediction: Prediction, exact: float, left: float, text: Tensor, wanted: int
+    version: Version, known: Contributions, prediction: Prediction, error: float, text: Tensor, place: int, wanted: int
 ) -> list[str]:  # fmt: skip
-    """Of the parts whose errors push most against the token ``wanted`` after ``text`` (1, T): those enough to keep it.
+    """Of the parts whose errors push most against the token ``wanted`` in a ``place``: those enough to keep it.
 
-    Each was run with that part in fp32, one at a time.
+    Each was run over ``text`` (1, T) in fp32, one at a time.
     """
     signed = prediction.contributions.groupby("place").signed.sum().to_numpy()
-    signed = signed if signed.sum() * (exact - left) >= 0 else -signed
+    signed = signed if signed.sum() * error >= 0 else -signed
     sites = [site for site in known.structure.sites if site not in ("embedding", "router")]
     plans = {f"block {number}": known.unpriced(blocks=[number]) for number in range(len(known.structure.blocks))}
     plans |= {KEPT.get(site, site): known.unpriced(sites=[site]) for site in sites}
     gains = {name: signed[known.vanishing(plan)].sum() for name, plan in plans.items()}
     best = sorted(gains, key=lambda name: -gains[name])[: version.tried]
-    start = text.shape[1]
     kept = {name: version.kept(plans[name]) for name in best}
-    return [name for name, low in kept.items() if next_tokens(low.model, text, start, low) == [wanted]]
+    return [name for name, low in kept.items() if next_tokens(low.model, text, place, low)[0] == wanted]
 
 
-def explained(model: PreTrainedModel, version: Version, text: Tensor, other: int) -> dict[str, Any]:
-    """Why ``version`` says the token ``other`` at the end of ``text`` (1, T), which ends as fp32 says.
+def explained(model: PreTrainedModel, version: Version, text: Tensor, place: int, other: int) -> dict[str, Any]:
+    """Why ``version`` says the token ``other`` in a ``place`` of ``text`` (1, T), in which fp32 says the text's token.
 
-    Empty if the two tokens are level but for the order of sums, so that they change places without the end of the text.
+    The pass is that which said so. Empty if the tokens are level there, but for the order of sums in fp32.
     """
-    wanted, before = int(text[0, -1]), text[:, :-1]
-    lead = Lead(wanted, other)
+    wanted, before = int(text[0, place]), text[:, : place if version.apart else -1]
+    lead = Lead(wanted, other, place)
     with torch.no_grad():
         exact = float(lead(model, before))
         with version.low.running():
@@ -135,7 +134,7 @@ def explained(model: PreTrainedModel, version: Version, text: Tensor, other: int
         return {}
     prediction = Adjoint(version.low, model, target=lead, gradients="secant")(before)
     found = shares(prediction, exact - left)
-    saved = savers(version, Contributions(model, prediction), prediction, exact, left, before, wanted)
+    saved = savers(version, Contributions(model, prediction), prediction, exact - left, before, place, wanted)
     return {"fp32": round(exact, 4), "low": round(left, 4), **found, "saved": saved, "tried": version.tried}
 
 
@@ -161,7 +160,7 @@ def continued(
         told_of = rows[: version.most]
         for row in progress(told_of, desc=f"changed words in {version.name}", disable=not told_of):
             if (word := words[row["word"]]) is not None:
-                row |= explained(model, version, text[:, : start + row["word"] + 1], word)
+                row |= explained(model, version, text, start + row["word"], word)
         own = words[: changed[0] + 1] if changed else words
         if None not in own:
             said = torch.cat([prompt, prompt.new_tensor([own])], 1)

@@ -76,7 +76,7 @@ def expect_complete_run(page: Page) -> None:
 def figures_of(name: str) -> int:
     """The number of pictures with controls in a notebook."""
     source = notebook_path(name).read_text()
-    return source.count('"Explorer(') + source.count('"own_text.explorer(')
+    return sum(source.count(f'"{shown}(') for shown in ("Explorer", "own_text.explorer", "controller.free"))
 
 
 def expect_live(page: Page, name: str) -> None:

@@ -43,7 +43,7 @@ from fragility_lab.diagnosis import __main__ as make_diagnose
 from fragility_lab.diagnosis import causes, explore, means, needs, page, plans, sections, timing
 from fragility_lab.diagnosis.needs import Forecast, kept_by_blocks
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.explorer.continued import written
+from fragility_lab.explorer.continued import Lead, next_tokens, written
 from fragility_lab.inputs.checkpoints import EMBEDDED, load_model, load_tokenizer
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import ObservedPass, Ranges, by_token, compare, observe
@@ -325,14 +325,26 @@ def test_a_text_begins_where_rounding_changes_the_next_token(tiny_tokens):
     model = random_gpt2(TINY)
     found = diagnose(model, tiny_tokens, format="w3a16-g32", target="kl", budget="6 bits")
     told, begun = found.sentence, found.sentence["begun"]
-    rows = found.by_token.measured.set_index(["window", "position"]).changed
-    assert begun.changed and rows[begun.window, begun.length - 1] == rows.max()
+    low = lower(model, "w3a16-g32", "emulated")
+    assert begun.margin > 0
     prompt = tiny_tokens[begun.window : begun.window + 1, : begun.length]
     assert told["prompt"] == "".join(f" {token}" for token in prompt[0].tolist())
-    for low, words in ((None, told["words"]), (lower(model, "w3a16-g32"), told["recipes"][0]["words"])):
-        assert words == [f" {token}" for token in written(model if low is None else low.model, prompt, len(words), low)]
+    for of, words in ((None, told["words"]), (low, told["recipes"][0]["words"])):
+        assert words == [f" {token}" for token in written(model if of is None else low.model, prompt, len(words), of)]
+    first = told["recipes"][0]["changed"][0]
+    assert first["word"] == 0 and -first["low"] == pytest.approx(begun.margin, abs=1e-4)
+    for number, window in enumerate(tiny_tokens.split(1)):
+        for length in range(8, window.shape[1] // 2 + 1):
+            (wanted,), (said,) = (
+                next_tokens(m, window[:, :length], length, of) for m, of in ((model, None), (low.model, low))
+            )
+            with torch.no_grad(), low.running():
+                assert -float(Lead(wanted, said, length)(low.model, window)) <= begun.margin + 1e-4, (number, length)
     causes = [row for row in told["recipes"][0]["changed"] if "fp32" in row]
     assert causes and all(row["fp32"] >= 0 >= row["low"] for row in causes)
+    for parts in (part for row in causes for part in (row["blocks"], row["kinds"])):
+        moved = causes[0]["fp32"] - causes[0]["low"]
+        assert sum(each["adds"] for each in parts) == pytest.approx(moved, rel=0.01, abs=1e-3)
     html = part(found, "sentence")
     assert "broken-sentence" in html and f"the first {begun.length} of window {begun.window}," in html
 

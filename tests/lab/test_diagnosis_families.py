@@ -124,7 +124,7 @@ def test_every_family_has_its_page(name, depth, format):
     read(found)
     assert found.plan is not None and found.measured is not None and found.protected is not None
     without, with_plan = found.sentence["recipes"]
-    assert len(without["words"]) == len(found.sentence["words"]) == 4 and with_plan["name"] == "with the plan"
+    assert len(without["words"]) == len(found.sentence["words"]) == 4 and with_plan["name"] == "the plan"
 
 
 def test_a_model_of_80_blocks():
