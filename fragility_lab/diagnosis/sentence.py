@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fragility_adjoint.mixed_precision import Plan
 from fragility_lab.diagnosis.found import Diagnosis
@@ -34,7 +35,7 @@ class Beginning:
 
 
 @torch.no_grad()
-def beginning(model: Any, low: LowPrecision, windows: Mapping[int, Tensor]) -> Beginning:
+def beginning(model: PreTrainedModel, low: LowPrecision, windows: Mapping[int, Tensor]) -> Beginning:
     """Of the beginnings of the first few ``windows`` (1, T): that after which ``low`` errs by the largest margin."""
     room = next(iter(windows.values())).shape[1]
     most = min(MOST, room - count_in(room))
@@ -55,7 +56,7 @@ def count_in(room: int) -> int:
 
 
 def broken(
-    found: Diagnosis, model: Any, windows: Mapping[int, Tensor], low: LowPrecision,
+    found: Diagnosis, model: PreTrainedModel, windows: Mapping[int, Tensor], low: LowPrecision,
     kept: Callable[[Plan], LowPrecision], most: int = EXPLAINED,
 ) -> dict[str, Any]:  # fmt: skip
     """What ``model`` and ``low`` write after a beginning of the ``windows``, as ``continued`` tells it.
@@ -72,11 +73,14 @@ def broken(
     return {"prompt": text, "begun": begun, **told}
 
 
+def is_broken(told: dict[str, Any] | str | None) -> bool:
+    """True if a word changes in the text that is ``told``."""
+    return isinstance(told, dict) and any(each["words"] != told["words"] for each in told["recipes"])
+
+
 def title_of_sentence(diagnosis: Diagnosis) -> str:
-    """The title of the section: is a sentence broken?"""
-    told = diagnosis.sentence
-    changed = isinstance(told, dict) and any(each["words"] != told["words"] for each in told["recipes"])
-    return "One broken sentence" if changed else "One text, continued"
+    """The title of the section."""
+    return "One broken sentence" if is_broken(diagnosis.sentence) else "One text, continued"
 
 
 def of_sentence(diagnosis: Diagnosis, known: dict) -> dict:
@@ -86,4 +90,4 @@ def of_sentence(diagnosis: Diagnosis, known: dict) -> dict:
         return {"component": "", "why": told}
     text = {name: told[name] for name in ("prompt", "words", "recipes")}
     html = Sentence([text], diagnosis.request.model).html
-    return {"component": html, "begun": told["begun"], "count": len(told["words"])}
+    return {"component": html, "begun": told["begun"], "count": len(told["words"]), "changed": is_broken(told)}

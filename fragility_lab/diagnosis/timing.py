@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fragility_lab.diagnosis.flips import DECODED
 from fragility_lab.diagnosis.passes import estimator, low_model
 from fragility_lab.diagnosis.request import Request
-from fragility_lab.diagnosis.sentence import MOST, count_in
+from fragility_lab.diagnosis.sentence import MOST, SEARCHED, count_in
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import compare, observe
 
@@ -75,7 +75,7 @@ class Timing(NamedTuple):
             "coherence": 2.1 * prediction,
             "growth": 1.75 * passes,
             "sentence": min(1, (MOST + written) / request.length)
-            * (2 * written * self.measurement + 2 * self.estimate),
+            * ((2 * written + min(SEARCHED, count)) * self.measurement + 2 * self.estimate),
         }
 
 
