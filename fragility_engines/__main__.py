@@ -15,7 +15,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recipe", default="bf16", help="format or recipe that the engine is said to run")
     parser.add_argument("--against", default="", help="log of another engine, which stands in the place of fp32")
     parser.add_argument("--results", default="engines", help="folder in outputs for the page")
-    parser.add_argument("--probes", type=int, default=2, help="sign vectors that the prediction averages over")
     parser.add_argument("--seed", type=int, default=0, help="draws the sign vectors")
     asked = parser.parse_args(arguments)
     if not asked.log:
@@ -30,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
         from fragility_lab.running.files import write_whole
 
         require_folder_name(asked.results)
-        found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.probes, asked.seed)
+        found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.seed)
         written = page(found)
         path = paths.output_folder(asked.results) / "comparison.html"
         write_whole(path, written)

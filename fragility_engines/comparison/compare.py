@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.measuring import measure, require_fitting
@@ -28,7 +28,7 @@ LONGEST_PREAMBLE = 256  # tokens of a chat template
 HEAD = "lm_head.weight"
 
 
-def compare(log: str, model: str, recipe: str = "bf16", against: str = "", probes: int = 2, seed: int = 0) -> Compared:
+def compare(log: str, model: str, recipe: str = "bf16", against: str = "", seed: int = 0) -> Compared:
     """The comparison of the file ``log`` with ``model``, by name, and with what ``recipe`` must give.
 
     ``against`` is another engine's log of the same tokens, which stands in the place of the fp32 model. Raises the
@@ -39,25 +39,24 @@ def compare(log: str, model: str, recipe: str = "bf16", against: str = "", probe
     require_fitting(checkpoints.load_config(model), sequences)
     require_memory(model)
     loaded = checkpoints.load_model(model, auto_class=AutoModelForCausalLM)
-    gap = measure(loaded, sequences, recipe, probes, seed, reference)
+    directed = Directions(loaded, sequences, suspects(loaded, told(sequences, model)))
+    gap = measure(loaded, sequences, recipe, seed=seed, reference=reference, seen=directed.see)
     names = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")
-    found, inside = explained(gap, loaded, sequences, told(sequences, model), names)
+    found, inside = explained(gap, directed, names)
     verdict = judge(gap, [*found, *inside])
     wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
     return Compared(shown(log), shown(model), shown(against), gap, found, inside, verdict, wider)
 
 
 def explained(
-    gap: Gap, model: PreTrainedModel, sequences: Sequence[Scored], facts: Facts,
-    names: tuple[str, str] = ("LOG", "AGAINST"),
-) -> tuple[list[Slope], list[Slope]]:  # fmt: skip
-    """The slopes of suspects; and if none explains a gap that is more than rounding, those of branches.
+    gap: Gap, directed: Directions, names: tuple[str, str] = ("LOG", "AGAINST")
+) -> tuple[list[Slope], list[Slope]]:
+    """The slopes of the suspects of ``directed``; and if none explains a gap beyond rounding, those of branches.
 
-    A suspect that changes a number a little is tested over all tokens. Of the others, those that are most alike over
-    few tokens are. Of a gap between two engines with these ``names``, slopes that are certain have an owner.
+    Of a gap between two engines with these ``names``, slopes that are certain have an owner.
     """
-    part, directed = screened(gap), Directions(model, sequences)
-    found, inside = search(gap, part, suspects(model, facts), branches(model), directed)
+    part = screened(gap)
+    found, inside = search(gap, part, directed.tried, branches(directed.model), directed)
     if not gap.two:
         return found, inside
     whole, some = (

@@ -1,7 +1,8 @@
 """Measures a gap: passes in fp32 and in the recipe's numbers, and the prediction, for the tokens of a log."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -14,9 +15,12 @@ from fragility_adjoint.predictor.targets import Target, get_target
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.logs import tops
 from fragility_engines.logs.sequences import Scored
-from fragility_engines.suspects.suspect import log_sum
+from fragility_engines.suspects.suspect import log_sum, logits
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
+
+PROBES = 4  # of all sequences together: their scatter is far larger than that of probes
+Seen = Callable[[int, Tensor, Tensor], None]  # takes a sequence's number, its logits, and log_sum of them
 
 
 class AtPositions:
@@ -52,10 +56,18 @@ class Outputs:
 
 
 @torch.no_grad()
-def outputs(model: nn.Module, tokens: Tensor, asked: np.ndarray) -> Outputs:
-    """The outputs of one window (T,), with the log-probabilities of the tokens ``asked`` (T - 1, K), in fp64."""
-    z = model(tokens[None], use_cache=False).logits[0, :-1].float()
-    norm = log_sum(z)[:, None]
+def outputs(
+    model: nn.Module, tokens: Tensor, asked: np.ndarray, seen: Callable[[Tensor, Tensor], None] | None = None
+) -> Outputs:
+    """The outputs of one window (T,), with the log-probabilities of the tokens ``asked`` (T - 1, K), in fp64.
+
+    Logits (T, V) are shown to ``seen`` with their ``log_sum`` (T,).
+    """
+    z = logits(model, tokens)
+    norm = log_sum(z)
+    if seen is not None:
+        seen(z, norm)
+    z, norm = z[:-1], norm[:-1, None]
     places = torch.from_numpy(asked).to(z.device)
     own, others = (
         (z.gather(-1, index).double() - norm).cpu().numpy()
@@ -113,36 +125,41 @@ class Yardstick:
         self.positions.chosen = torch.from_numpy(rows)
         return self.adjoint(torch.from_numpy(each.tokens).to(self.device)[None])
 
-    def rows(self, pair: Pair) -> pd.DataFrame:
-        """The rows of ``Gap.tokens`` for a sequence."""
+    def rows(self, pair: Pair, seen: Seen | None) -> pd.DataFrame:
+        """The rows of ``Gap.tokens`` for a sequence, whose fp32 logits are shown to ``seen``."""
         tokens = torch.from_numpy(pair.each.tokens).to(self.device)
         asked, values = tops.table(pair.each)
-        fp32 = outputs(self.model, tokens, asked).at(pair.known)
+        shown = None if seen is None else partial(seen, pair.number)
+        fp32 = outputs(self.model, tokens, asked, shown).at(pair.known)
         with self.low.running():
             low = outputs(self.low.model, tokens, asked).at(pair.known)
         return pair.rows(fp32, low, asked, values)
 
 
 def measure(
-    model: PreTrainedModel, sequences: Sequence[Scored], recipe: str | Recipe = "bf16", probes: int = 2, seed: int = 0,
-    reference: Sequence[Scored] | None = None,
+    model: PreTrainedModel, sequences: Sequence[Scored], recipe: str | Recipe = "bf16", probes: int | None = None,
+    seed: int = 0, reference: Sequence[Scored] | None = None, seen: Seen | None = None,
 ) -> Gap:  # fmt: skip
     """The gap of ``sequences``, as an engine scored them, from the fp32 ``model``, beside what ``recipe`` must give.
 
     A ``reference`` is another engine's log of the same tokens, which also runs the recipe. The roundings of weights are
-    then the same on both sides, and those of kernels count twice. Raises ValueError for sequences that do not fit the
-    model or the reference, or that all overflow, and the errors of ``lower`` and ``Adjoint``.
+    then the same on both sides, and those of kernels count twice. Without ``probes`` for each sequence, all have PROBES
+    together, and one at least. The fp32 logits of each sequence are shown to ``seen``.
+
+    Raises ValueError for sequences that do not fit the model or the reference, or that all overflow, and the errors of
+    ``lower`` and ``Adjoint``.
     """
     require_fitting(model.config, sequences)
     chosen, every = get_recipe(recipe), paired(sequences, reference)
     pairs = [*{pair.each.tokens.tobytes(): pair for pair in reversed(every)}.values()][::-1]  # the first of each text
+    probes = -(-PROBES // len(pairs)) if probes is None else probes
     yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
     rows, totals, shares, predictions = [], [], [], []
     for pair in pairs:
         prediction = yardstick.predict(pair.each, pair.known)
         predictions.append(prediction)
         square, by_site = expected(prediction, twice=two)
-        table, count = yardstick.rows(pair), len(pair.known)
+        table, count = yardstick.rows(pair, seen), len(pair.known)
         observed = (table.change**2).mean()
         totals.append({"sequence": pair.number, "tokens": count, "observed": observed, "predicted": square})
         if np.isfinite(square):

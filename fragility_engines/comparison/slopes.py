@@ -11,21 +11,24 @@ import numpy as np
 import pandas as pd
 import torch
 from scipy import stats
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.logs.sequences import Scored
-from fragility_engines.suspects.suspect import Suspect, score
+from fragility_engines.suspects.suspect import Suspect, read, score
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
+DOUBT = 1e-3  # that rounding alone keeps a setting, which the engine has, below half of its size
 EXACT = 0.95  # the same for another unit of the log
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
 INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
-SCREENED = 128  # tokens of each of two sequences, over which suspects are tried first, and branches
-LIKELY = 10  # suspects that are tried over both; the others over the first of them alone
+SCREENED = 128  # consecutive tokens of each of two sequences, over which suspects are tried first, and branches
+ALIKE = 0.5  # of the largest excess of such tokens in a sequence: the first that have it are taken
+LIKELY = 10  # suspects at most that are tried over both; the others over the first of them alone
 BEST = 3  # suspects that are then tested over all tokens
 
 
@@ -66,6 +69,17 @@ class Slope:
         whole = self.suspect.slope or 0.5 < (abs(self.size) if self.two else self.size) < 1.5
         return self.suspect.branch or (self.certain and whole)
 
+    def undecided(self, times: float) -> bool:
+        """True if ``times`` as many tokens may make this slope certain; for branches always."""
+        if self.suspect.branch:
+            return True
+        units = int(self.units * times)
+        if units < 2 or not self.share > 0:
+            return False
+        if self.units > 1 and abs(self.size) + float(stats.t.isf(DOUBT, self.units - 1)) * self.error < 0.5:
+            return False  # the engine does not do it
+        return float(stats.t.isf(CHANCE, units - 1)) * self.error / times**0.5 < 1.5
+
     @property
     def needed(self) -> float:
         """The share of the gap beyond rounding that this suspect must explain to be named as its cause."""
@@ -86,11 +100,21 @@ def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> t
 
 
 class Directions:
-    """What suspects do in fp32 to the log-probabilities of ``sequences`` of a ``model``; each pass is run once."""
+    """What the suspects ``tried`` do in fp32 to the log-probabilities of ``sequences``; each pass is run once.
 
-    def __init__(self, model: PreTrainedModel, sequences: Sequence[Scored]):
-        self.model, self.sequences = model, sequences
+    Those that only read the logits of the ``model`` in another way need no pass of their own, if ``see`` sees these.
+    """
+
+    def __init__(self, model: PreTrainedModel, sequences: Sequence[Scored], tried: Sequence[Suspect] = ()):
+        self.model, self.sequences, self.tried = model, sequences, tried
         self.scores: dict[tuple[Suspect, int], np.ndarray] = {}
+
+    def see(self, number: int, z: Tensor, norm: Tensor) -> None:
+        """Read the logits ``z`` (T, V) of a sequence, whose ``log_sum`` is ``norm`` (T,)."""
+        tokens = torch.from_numpy(self.sequences[number].tokens)
+        for suspect in self.tried:
+            if suspect.same_pass:
+                self.scores[suspect, number] = read(z, tokens, suspect, norm).cpu().numpy()
 
     def __call__(self, gap: Gap, suspect: Suspect) -> np.ndarray:
         """The change of each token of ``gap`` (N,) by ``suspect``; NaN where it scores none."""
@@ -128,7 +152,11 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
 
 def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:
     """The ``slope`` of every suspect that is ``tried``, those that explain most first."""
-    found = [slope(gap, suspect, directed(gap, suspect)) for suspect in tried]
+    return ranked(slope(gap, suspect, directed(gap, suspect)) for suspect in tried)
+
+
+def ranked(found: Iterable[Slope]) -> list[Slope]:
+    """Slopes ``found``, those first that may be the cause, and of these those that explain most."""
     return sorted(found, key=lambda each: (each.as_tested, each.share), reverse=True)
 
 
@@ -146,16 +174,32 @@ def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Sl
 
 
 def screened(gap: Gap) -> Gap:
-    """The first SCREENED tokens of the two sequences whose observed square is largest beside the predicted one."""
+    """SCREENED tokens of each of the two sequences whose observed square is largest beside the predicted one.
+
+    A window of attention or the scaling of RoPE may leave the first tokens as they are. So the tokens are the first
+    that follow each other and have ALIKE of the largest excess in their sequence.
+    """
     excess = (gap.known.observed / gap.known.predicted).sort_values(ascending=False)
     chosen = gap.known.sequence[excess.index[:2]]
     rows = gap.tokens[gap.tokens.sequence.isin(chosen)]
-    rows = rows[rows.position < rows.groupby("sequence").position.transform("min") + SCREENED]
-    return replace(gap, tokens=rows)
+    return replace(gap, tokens=pd.concat([largest(own, gap.predicted) for _, own in rows.groupby("sequence")]))
 
 
-def likely(part: Gap, tried: Sequence[Suspect], directed: Directed) -> list[Slope]:
-    """The slopes over ``part`` of the LIKELY suspects that explain most of the sequence with the larger gap in it."""
+def largest(rows: pd.DataFrame, predicted: float) -> pd.DataFrame:
+    """The tokens of ``screened`` among the ``rows`` of one sequence; ``predicted`` is an RMS change."""
+    blocks = [own for _, own in rows.groupby((rows.position - rows.position.min()) // SCREENED)]
+    blocks = [own for own in blocks if len(own) >= CHUNK] or blocks[:1]
+    excess = [(own.change**2).mean() / ((own.rounding**2).mean() + predicted**2) for own in blocks]
+    return blocks[int(np.argmax(np.array(excess) >= ALIKE * max(excess)))]
+
+
+def likely(gap: Gap, part: Gap, tried: Sequence[Suspect], directed: Directed) -> list[Slope]:
+    """The slopes over ``part`` of the LIKELY suspects that explain most of the sequence with the larger gap in it.
+
+    Those that more tokens of ``gap`` could not decide are left out.
+    """
     squares = (part.tokens.change**2).groupby(part.tokens.sequence).sum()
     first = replace(part, tokens=part.tokens[part.tokens.sequence == squares.idxmax()])
-    return slopes(part, [each.suspect for each in slopes(first, tried, directed)[:LIKELY]], directed)
+    times = len(gap.tokens) / len(first.tokens)
+    some = [each.suspect for each in slopes(first, tried, directed) if each.undecided(times)]
+    return slopes(part, some[:LIKELY], directed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fragility_engines.comparison.gap import Gap
-from fragility_engines.comparison.slopes import BEST, Directed, Slope, likely, slopes
+from fragility_engines.comparison.slopes import BEST, Directed, Slope, likely, ranked, slopes
 from fragility_engines.suspects.suspect import Suspect
 
 # Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
@@ -132,13 +132,16 @@ def search(
     """The slopes of suspects that are ``tried``; and if none explains a gap beyond rounding, those ``inside``.
 
     ``directed`` gives directions. Suspects that change a number a little may be below the noise, and are tested over
-    all tokens of ``gap``. Of the others only the BEST over its ``part`` are, as what they do is either there or not.
-    ``inside`` are branches of blocks, tested over the part.
+    all tokens of ``gap``, as are those that need no pass. Of the others only the BEST over its ``part`` that all tokens
+    could decide are, as what they do is either there or not. ``inside`` are branches of blocks, tested over the part.
     """
-    settings = [suspect for suspect in tried if not suspect.slope]
-    best = [each.suspect for each in likely(part, settings, directed)[:BEST]]
-    found = slopes(gap, [*(suspect for suspect in tried if suspect.slope), *best], directed)
+    whole = [suspect for suspect in tried if suspect.slope or suspect.same_pass]
+    some = likely(gap, part, [suspect for suspect in tried if suspect not in whole], directed)
+    times = len(gap.tokens) / len(part.tokens)
+    best = [each for each in some if each.undecided(times)][:BEST]
+    decided = [each for each in some if each not in best]
+    found = ranked([*slopes(gap, [*whole, *(each.suspect for each in best)], directed), *decided])
     verdict = judge(gap, found)
     if verdict.kind != "more" or verdict.cause is not None:
         return found, []
-    return found, likely(part, inside, directed)
+    return found, likely(part, part, inside, directed)

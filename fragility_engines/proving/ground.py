@@ -38,12 +38,7 @@ class Ground:
     @cached_property
     def gap(self) -> Gap:
         """The gap of no engine: the prediction for bf16."""
-        return measure(self.model, self.sequences, "bf16")
-
-    @cached_property
-    def part(self) -> Gap:
-        """The tokens of ``gap`` over which suspects are tried first."""
-        return screened(self.gap)
+        return measure(self.model, self.sequences, "bf16", seen=self.directed.see)
 
     @cached_property
     def tried(self) -> list[Suspect]:
@@ -53,7 +48,7 @@ class Ground:
     @cached_property
     def directed(self) -> Directions:
         """Every suspect's direction; each is computed once."""
-        return Directions(self.model, self.sequences)
+        return Directions(self.model, self.sequences, self.tried)
 
     @cached_property
     def inside(self) -> list[Suspect]:
@@ -68,14 +63,9 @@ class Ground:
         return replace(self.gap, tokens=tokens, sequences=self.gap.sequences.assign(observed=observed))
 
     def judged(self, variation: Variation) -> tuple[Gap, Verdict]:
-        """The gap of ``variation`` and the verdict on it.
-
-        ``comparison.compare`` tries suspects over the sequences whose gap is largest. Here these are the same for all
-        engines, so that each direction is computed once.
-        """
+        """The gap of ``variation`` and the verdict on it."""
         gap = self.gap_of(variation)
-        part = replace(gap, tokens=gap.tokens.loc[self.part.tokens.index])
-        found, inside = search(gap, part, self.tried, self.inside, self.directed)
+        found, inside = search(gap, screened(gap), self.tried, self.inside, self.directed)
         return gap, judge(gap, [*found, *inside])
 
     def row(self, variation: Variation) -> dict[str, object]:

@@ -158,7 +158,7 @@ def settings(model: PreTrainedModel) -> Iterator[Suspect]:
     norms = [(module, str(epsilon_name(module))) for module in model.modules() if epsilon_name(module)]
     known = sorted({getattr(*each) for each in norms})
     for epsilon in (1e-2, 1e-3, 1e-5, 1e-6, 1e-12):
-        if known and epsilon not in known:
+        if known and not any(math.isclose(epsilon, own, rel_tol=1e-3) for own in known):  # some are stored in fp32
             yield Suspect(
                 f"epsilon {epsilon:g} of norms in place of {known[0]:g}", "rms_norm_eps or layer_norm_eps",
                 change(norms, partial(replaced, epsilon)),

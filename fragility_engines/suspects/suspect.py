@@ -43,18 +43,39 @@ class Suspect:
     slope: bool = False
     branch: bool = False
 
+    @property
+    def same_pass(self) -> bool:
+        """True if the logits are those of the model itself, read in another way."""
+        return self.change is nullcontext and not self.prefix and not self.skip and self.kept is None
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits (T, V) of one window (T,), in fp32."""
+    return model(tokens[None], use_cache=False).logits[0].float()
+
 
 @torch.no_grad()
-def logprobs(model: nn.Module, tokens: Tensor, temperature: float = 1.0, ahead: int = 0) -> Tensor:
-    """Log-probabilities (T - 1,), in fp64, of the tokens after the first of one window (T,).
+def logprobs(model: nn.Module, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities (T - 1,), in fp64, of the tokens after the first of one window (T,)."""
+    return read(logits(model, tokens), tokens, Suspect("", "", temperature=temperature))
 
-    Each is that after ``ahead`` more tokens than come before it; NaN where there are none.
+
+def read(z: Tensor, tokens: Tensor, suspect: Suspect, norm: Tensor | None = None) -> Tensor:
+    """Log-probabilities (T - 1,) of the tokens after the first, as ``suspect`` reads them from logits ``z`` (T, V).
+
+    ``norm`` is ``log_sum`` of ``z``, if it is known. NaN where there is no number.
     """
-    z = model(tokens[None], use_cache=False).logits[0].float() / temperature
-    places = torch.arange(len(tokens) - 1, device=z.device) + ahead
-    z = z[places.clamp(0, len(tokens) - 1)]
-    found = z.gather(-1, tokens[1:, None].to(z.device))[:, 0].double() - log_sum(z)
-    return found.masked_fill((places < 0) | (places >= len(tokens)), torch.nan)
+    if suspect.temperature != 1:
+        z, norm = z / suspect.temperature, None
+    norm = log_sum(z) if norm is None else norm
+    places = torch.arange(len(tokens) - 1, device=z.device) + suspect.ahead
+    inside = places.clamp(0, len(tokens) - 1)
+    found = z[inside, tokens[1:].to(z.device)].double() - norm[inside]
+    found = found.masked_fill((places < 0) | (places >= len(tokens)), torch.nan) / suspect.unit
+    if not suspect.late:
+        return found
+    moved, gap = found.roll(suspect.late), found.new_tensor(torch.nan)
+    return torch.cat([gap[None], moved[1:]]) if suspect.late > 0 else torch.cat([moved[:-1], gap[None]])
 
 
 def log_sum(z: Tensor) -> Tensor:
@@ -63,6 +84,7 @@ def log_sum(z: Tensor) -> Tensor:
     return (z - largest).exp_().sum(-1, dtype=torch.float64).log() + largest[..., 0].double()
 
 
+@torch.no_grad()
 def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int = 1) -> Tensor:
     """Log-probabilities (T - 1,) of one window (T,) under ``suspect``; NaN for tokens that are not scored then.
 
@@ -72,13 +94,8 @@ def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int =
     prefix = suspect.prefix if skip or suspect.kept is None else ()
     seen = torch.cat([tokens.new_tensor(prefix), tokens[skip:]])
     with suspect.change(model):
-        found = logprobs(model, seen, suspect.temperature, suspect.ahead) / suspect.unit
-    found = found[len(prefix) :]
-    found = torch.cat([found.new_full((skip,), torch.nan), found])
-    if not suspect.late:
-        return found
-    moved, gap = found.roll(suspect.late), found.new_tensor(torch.nan)
-    return torch.cat([gap[None], moved[1:]]) if suspect.late > 0 else torch.cat([moved[:-1], gap[None]])
+        found = read(logits(model, seen), seen, suspect)[len(prefix) :]
+    return torch.cat([found.new_full((skip,), torch.nan), found])
 
 
 Setting = tuple[Any, str]  # an object, and the name of one of its attributes

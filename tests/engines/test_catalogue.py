@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.measuring import measure
+from fragility_engines.comparison.slopes import Directions
 from fragility_engines.comparison.verdict import judge
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.proving.ground import Ground
 from fragility_engines.proving.variations import Variation, by_window
 from fragility_engines.suspects.catalogue import Facts, heads, suspects
-from fragility_engines.suspects.suspect import logprobs
+from fragility_engines.suspects.suspect import Suspect, logprobs, score
 
 WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
 DEPTHS = (2, 40)
@@ -66,7 +67,7 @@ def tied(name, depth, model, windows):
 
 def shifted(ahead, name, depth, model, windows):
     other = quieted(random_model(config_of(name, depth)), depth).bfloat16()
-    found = by_window(partial(logprobs, other, ahead=ahead), windows)
+    found = by_window(lambda window: score(other, window, Suspect("", "", ahead=ahead)), windows)
     return found.nan_to_num(-np.log(101))  # an engine gives something
 
 
@@ -114,6 +115,17 @@ def test_a_correct_engine_is_not_accused(grounds, name):
     ground, depth = grounds(name)
     _, verdict = ground.judged(Variation(name, partial(configured, name, depth)))
     assert verdict.kind in ("rounding", "few") and verdict.cause is None, verdict
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_window_that_opens_late_in_the_text_is_named(depth):
+    """Its first 160 tokens are as they must be."""
+    sizes = {"sliding_window": 160, "max_position_embeddings": 400}
+    model = quieted(random_model(config_of("window", depth, **sizes)), depth)
+    ground = Ground(model, random_tokens(4, 400, seed=3, smallest=3), 0)
+    whole = partial(configured, "window", depth, **(sizes | {"sliding_window": None}))
+    _, verdict = ground.judged(Variation("no window", whole))
+    assert verdict.kind == "more" and verdict.cause.suspect.name == "full attention in place of a window of 160"
 
 
 TEMPLATE = (7, 9, 11, 4)
@@ -165,7 +177,7 @@ def test_another_beginning_is_named_and_a_correct_one_is_not(cause, depth):
     observed = (tokens.change**2).groupby(tokens.sequence).mean().to_numpy()
     correct = replace(gap, tokens=tokens, sequences=gap.sequences.assign(observed=observed))
     for each, expected in ((gap, cause), (correct, None)):
-        found, inside = explained(each, model, log, facts)
+        found, inside = explained(each, Directions(model, log, suspects(model, facts)))
         named = judge(each, [*found, *inside]).cause
         assert (named and named.suspect.name) == expected, [(one.suspect.name, one.size, one.share) for one in found]
 

@@ -11,7 +11,7 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.measuring import AtPositions, measure
-from fragility_engines.comparison.slopes import Directions, Slope, slope, slope_of, slopes
+from fragility_engines.comparison.slopes import Directions, Slope, screened, slope, slope_of, slopes
 from fragility_engines.comparison.verdict import described, judge, patterns
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import Facts, suspects
@@ -109,9 +109,36 @@ def test_a_wrong_matrix_is_found_by_its_branch(model):
     low = low.bfloat16()
     log = engine(lambda window: logprobs(low, window))
     gap = measure(model, log, "bf16")
-    found, inside = explained(gap, model, log, Facts.of(log, 0))
+    found, inside = explained(gap, Directions(model, log, suspects(model, Facts.of(log, 0))))
     assert judge(gap, found).cause is None
     assert inside[0].suspect.name == "something in model.layers.1.mlp" and inside[0].as_tested
+
+
+def test_suspects_that_read_the_same_logits_need_no_pass_of_their_own(model, native):
+    tried = suspects(model, Facts.of(native, 0))
+    directed = Directions(model, native, tried)
+    gap = measure(model, native, "bf16", seen=directed.see)
+    seen = [suspect for suspect, number in directed.scores if number == 0]
+    assert {suspect.name for suspect in seen} == {each.name for each in tried if each.same_pass} and len(seen) == 7
+    for suspect in seen:
+        np.testing.assert_array_equal(directed(gap, suspect), Directions(model, native)(gap, suspect))
+
+
+def test_the_tokens_tried_first_are_where_the_excess_is():
+    """Harmless engines have theirs at the beginning, which takes the shortest passes."""
+    gap = made([1.0, 1.0, 1.0], [1.0] * 3, tokens=400)
+    assert {*screened(gap).tokens.position} == {*range(1, 129)}
+    late = gap.tokens.assign(change=gap.tokens.change.where(gap.tokens.position <= 300, 9.0))
+    part = screened(Gap(gap.recipe, late, gap.sequences, gap.sites)).tokens
+    assert {*part.position} == {*range(257, 385)} and part.sequence.nunique() == 2
+
+
+def test_what_many_tokens_cannot_decide_is_not_tried_over_them():
+    suspect = Suspect("a window", "window")
+    assert Slope(suspect, 0.9, 0.1, 0.3, 8).undecided(4)
+    assert not Slope(suspect, 0.1, 0.05, 0.3, 8).undecided(4)  # the engine does not do it
+    assert not Slope(suspect, 0.9, 0.7, 0.3, 8).undecided(4)  # below the noise of all tokens
+    assert Slope(suspect, 0.9, 0.7, 0.3, 8).undecided(40)
 
 
 def test_a_temperature_below_the_noise_is_noticed_by_its_slope(model, native):
@@ -124,9 +151,9 @@ def test_a_temperature_below_the_noise_is_noticed_by_its_slope(model, native):
 
 def test_two_runs_of_a_recipe_differ_by_their_kernels_alone(model, native):
     """Weights round alike on both sides."""
-    gap = measure(model, native, "bf16", reference=native)
+    gap = measure(model, native, "bf16", 2, reference=native)
     assert gap.ratio[0] < 1e-5  # the same engine twice
-    single = measure(model, native, "bf16")
+    single = measure(model, native, "bf16", 2)
     kernels = Adjoint(lower(model, "bf16"), model, 2, 0, "logprob", gradients="both")(WINDOWS[:1])
     rows = kernels.contributions
     share = rows.c2[rows.kind == "kernel"].sum() / rows.c2.sum()
