@@ -45,7 +45,7 @@ def compare(log: str, model: str, recipe: str = "bf16", against: str = "", seed:
     found, inside = explained(gap, directed, names)
     verdict = judge(gap, [*found, *inside])
     wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
-    return Compared(shown(log), shown(model), shown(against), gap, found, inside, verdict, wider)
+    return Compared(shown(log), shown(model), shown(against), gap, found, inside, verdict, len(directed.tried), wider)
 
 
 def explained(

@@ -29,7 +29,10 @@ TOPS: list[tuple[str, str, Callable[[float], str]]] = [
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison of the ``log`` of an engine with ``model``, or with the log ``against``, and what was found."""
+    """A comparison of the ``log`` of an engine with ``model``, or with the log ``against``, and what was found.
+
+    ``tried`` is the number of suspects.
+    """
 
     log: str
     model: str
@@ -38,6 +41,7 @@ class Compared:
     found: list[Slope]
     branches: list[Slope]
     verdict: Verdict
+    tried: int
     remedies: list[Remedy] = field(default_factory=list)
 
 
