@@ -21,7 +21,7 @@ BUDGETS = {  # lines
     "fragility_gguf": 336,
     "fragility_lab": 11873,
     "fragility_explorer": 1581,
-    "fragility_lessons": 3529,
+    "fragility_lessons": 3559,
     "fragility_engines": 3830,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
