@@ -1,4 +1,4 @@
-"""The data of the pictures for E5: what each policy achieved in each seed, the blocks it protected, learning rates."""
+"""The data of the pictures for E5: what each policy achieved in each seed, step by step, and learning rates."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ OUTCOMES = ("onsets", "final_mismatch", "max_mismatch", "mean_mismatch", "final_
 AXES = {name: {"log": 1} for name in ("final_mismatch", "max_mismatch", "mean_mismatch", "peak_ratio")}
 LIMITS = {"e5_seeds": ("the paper's limits", "E5"), "e5_scarce_seeds": ("six actions a run", "E5, six actions")}
 WORDS = {"raised": "times that ε was raised", "first": "step of the first raise", "seed": "seed"}
+STEPS = {"step": "training step", "times": "mismatch over that without a controller"}
 
 
 def policies() -> dict[str, Any]:
@@ -29,6 +30,26 @@ def policies() -> dict[str, Any]:
         models.append(known | {"x": across, "y": ["onsets", "final_mismatch", "max_mismatch", "final_loss"]} | found)
     ringed = "Policies with a ring raised ε. Choose one, and see in which blocks."
     return described(models, WORDS, point="policy", points="policies", axes=AXES, ringed=ringed)
+
+
+def course() -> dict[str, Any]:
+    """E5's first seed step by step: the mismatch under each policy, and how many times that without a controller."""
+    models = []
+    for tables in committed("e5_course").values():
+        table = tables["e5_course"].set_index("step")
+        ratios = table.div(table["none"], axis=0)
+        rows = pd.concat({"mismatch": table.unstack(), "times": ratios.unstack()}, axis=1)
+        rows = rows.rename_axis(["policy", "step"]).reset_index().replace({"policy": POLICY_NAMES})
+        found = chosen_by(rows, ["policy"], whole=False)
+        found["choices"][0]["first"] = found["choices"][0]["values"].index(POLICY_NAMES["bgss"])
+        found["columns"] |= columns(rows, ("step", "mismatch", "times"))
+        known = {"name": "E5, step by step", "line": True, "names": [f"step {step}" for step in rows.step]}
+        told = [[POLICY_NAMES[name], number(of.mean(), ".3g"), number(of.max(), ".3g")] for name, of in table.items()]
+        head, caption = ["policy", "mean mismatch", "largest mismatch"], "Seed 0 under each policy"
+        known["claims"] = {"head": head, "rows": told, "caption": caption}
+        models.append(known | {"x": ["step"], "y": ["mismatch", "times"]} | found)
+    axes = {"mismatch": {"log": 1}, "times": {"log": 1}}
+    return described(models, STEPS, of="experiment", point="step", points="steps", axes=axes)
 
 
 def _raised(tables: Tables, run: Any) -> dict[str, Any]:

@@ -28,6 +28,35 @@ BASE, CAP = 1e-5, 1e-2  # epsilon before any action, and the largest that the co
 INTERVAL = 8  # m: the printed algorithm inspects the model every eighth step
 
 
+# --- A failure ------------------------------------------------------------------------------------
+
+
+def failure(step: int) -> Picture:
+    """First panel: each block's share of the predicted error at ``step``, red where the released controller has acted.
+
+    Second: the share of it that epsilon at the cap would take away.
+    """
+    rows, acted = recorded("steady"), released("steady")
+    rows, acted = rows[rows.step == step - 1].reset_index(drop=True), acted[acted.step < step]
+    epsilon = rows.layer.map(acted.groupby("layer").new_epsilon.last()).fillna(BASE)
+    shares, taken = rows.risk / rows.risk.sum(), raised(rows, CAP).reduction / rows.risk
+    errors, falls = panels(height=3.4)
+    for axes, heights in ((errors, shares), (falls, taken)):
+        axes.bar(rows.layer, 100 * heights, color=["C3" if raised else "C0" for raised in epsilon > BASE])
+    ticks: dict[str, Any] = {"xticks": range(0, 12, 2)}
+    finish(errors, "block", "% of the predicted error", "red: the controller has raised ε", ylim=(0, 65), **ticks)
+    finish(falls, "block", "% of the block's error", "what ε = 0.01 would remove", ylim=(0, 26), **ticks)
+    blocks = ", ".join(map(str, sorted(set(acted.layer)))) or "none"
+    saved = np.format_float_positional(
+        100 * raised(rows, epsilon).reduction.sum() / rows.risk.sum(), 1, fractional=False, trim="-"
+    )
+    return [errors, falls], (
+        f"step {step}, blocks with a raised ε: {blocks}. This removes {saved} % of the predicted error. ε = {CAP:g} "
+        f"would remove {100 * taken[0]:.2g} % of the error of block 0, and at most {100 * taken[1:].max():.1g} % "
+        "of that of any other block."
+    )
+
+
 # --- Raising epsilon, everything else frozen ------------------------------------------------------
 
 
@@ -68,7 +97,7 @@ def frozen(block: int, exponent: float) -> Picture:
     curve.text(own.variance_1.item(), 1.03, "σ² ", ha="right", fontsize="small")
     curve.axvline(CAP, color="0.5", linestyle=":", linewidth=1.5)
     curve.text(CAP, 0.02, " cap", fontsize="small")
-    finish(curve, "ε", "M_LN(ε) / M_LN(10⁻⁵)", f"LayerNorm magnitude of block {block}", "x", ylim=(0, 1.12))
+    finish(curve, "ε", "M_LN(ε) / M_LN(10⁻⁵)", f"M_LN of block {block}", "x", ylim=(0, 1.12))
 
     bars.bar(rows.layer, table.share, color=["C3" if layer == block else "C0" for layer in rows.layer])
     dashes: dict[str, Any] = {"color": "0.2", "markersize": 14, "markeredgewidth": 2}

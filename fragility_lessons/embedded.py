@@ -26,11 +26,16 @@ BlockCall = tuple[Any, tuple, dict]
 
 
 @cache
+def window_tokens() -> Tensor:
+    """The window's tokens (1, LENGTH)."""
+    stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
+    return select_windows(stream, LENGTH, 1, seed=0)[1]
+
+
+@cache
 def prepared() -> tuple[Monitor, Tensor]:
     """The monitored model in fp32, and the window's tokens (1, LENGTH)."""
-    stream = tokenize(load_rows(EMBEDDED), load_tokenizer(EMBEDDED))
-    _, window = select_windows(stream, LENGTH, 1, seed=0)
-    return Monitor(lower(load_model(EMBEDDED, "cpu"), "fp32"), power_iteration=True), window
+    return Monitor(lower(load_model(EMBEDDED, "cpu"), "fp32"), power_iteration=True), window_tokens()
 
 
 @cache

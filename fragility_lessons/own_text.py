@@ -1,24 +1,31 @@
 """Lesson 6: the reader's own text through the embedded checkpoint, and the error of each of its tokens by depth."""
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from fragility_core.models.paths import final_hidden
-from fragility_core.surrogates.monitor import Monitor
-from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
-from fragility_lab.measurement.comparison import block_outputs
-from fragility_lessons import embedded, window
+from fragility_lessons import window
 from fragility_lessons.explorers import Control, Figure
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels
 from fragility_numerics.formats import get_format
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from fragility_core.surrogates.monitor import Monitor
+
 MOST = 64  # tokens: a pass over them takes a fraction of a second
 START = "Return a copy of the string with all upper case letters made lower case."
+
+
+def _tokenizer() -> "Tokenizer":
+    from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer  # as in ``window``
+
+    return load_tokenizer(EMBEDDED)
 
 
 @lru_cache(maxsize=8)
@@ -26,19 +33,22 @@ def encoded(text: str) -> Tensor:
     """The first tokens (1, T) of ``text``, at most MOST and one that shows that the text is longer; none for blanks."""
     if not text.strip():
         return torch.empty(1, 0, dtype=torch.int64)
-    return load_tokenizer(EMBEDDED)(text, truncation=True, max_length=MOST + 1, return_tensors="pt").input_ids
+    return _tokenizer()(text, truncation=True, max_length=MOST + 1, return_tensors="pt").input_ids
 
 
 @lru_cache(maxsize=8)
 def words(text: str) -> list[str]:
     """The first MOST tokens of ``text``, as a reader sees them."""
-    tokens, tokenizer = encoded(text)[0, :MOST].tolist(), load_tokenizer(EMBEDDED)
+    tokens, tokenizer = encoded(text)[0, :MOST].tolist(), _tokenizer()
     return [window.readable(str(tokenizer.decode([token]))) for token in tokens]
 
 
 @torch.no_grad()
-def _states(monitor: Monitor, tokens: Tensor) -> Tensor:
+def _states(monitor: "Monitor", tokens: Tensor) -> Tensor:
     """The hidden states (L, T, d_model) of one window after every block."""
+    from fragility_core.models.paths import final_hidden
+    from fragility_lab.measurement.comparison import block_outputs
+
     with block_outputs(monitor.model) as seen, monitor.running():
         final_hidden(monitor.model, tokens)
     return torch.stack(seen)[:, 0].float()
@@ -47,6 +57,8 @@ def _states(monitor: Monitor, tokens: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def errors(text: str, format: str) -> np.ndarray:
     """||x~_t - x_t|| / ||x_t|| of the first MOST tokens t of ``text`` after every block, (L, T)."""
+    from fragility_lessons import embedded
+
     tokens = encoded(text)[:, :MOST]
     reference, states = (_states(monitor, tokens) for monitor in (embedded.prepared()[0], window.monitor(format)))
     norms = torch.linalg.vector_norm

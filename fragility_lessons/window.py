@@ -1,9 +1,12 @@
-"""Notebook 6: one window of text through the embedded checkpoint, block by block, in bf16, fp16 and fp32."""
+"""Notebook 6: one window of text through the embedded checkpoint, block by block, in bf16, fp16 and fp32.
+
+transformers, whose import takes seconds, is loaded by the first function that needs it, and not by the first cell.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -11,22 +14,18 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_core.models.blocks import Block
-from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
-from fragility_core.surrogates.monitor import Monitor
-from fragility_core.surrogates.shadow import set_epsilons
-from fragility_lab.inputs.checkpoints import EMBEDDED, load_tokenizer
-from fragility_lab.measurement.comparison import block_outputs
 from fragility_lab.paths import ASSETS
 from fragility_lab.reporting.figures import figure_of
-from fragility_lessons import embedded
 from fragility_lessons.coding import coding
 from fragility_lessons.controller import raised
 from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import TWO_COLUMNS, Picture, finish, panels
 from fragility_numerics.formats import get_format
-from fragility_numerics.lowering import lower
+
+if TYPE_CHECKING:
+    from fragility_core.models.blocks import Block
+    from fragility_core.surrogates.monitor import Monitor
 
 EXERCISES = exercises("window")
 FORMATS = ("bf16", "fp16")
@@ -36,8 +35,9 @@ EPSILONS = tuple(10.0**exponent for exponent in range(-5, 2))  # the first is th
 @cache
 def words() -> list[str]:
     """The text of each token of the window."""
-    _, window = embedded.prepared()
-    return load_tokenizer(EMBEDDED).batch_decode(window[0][:, None])
+    from fragility_lessons import embedded
+
+    return embedded.load_tokenizer(embedded.EMBEDDED).batch_decode(embedded.window_tokens()[0][:, None])
 
 
 def readable(word: str) -> str:
@@ -49,8 +49,12 @@ def readable(word: str) -> str:
 
 
 @cache
-def monitor(format: str) -> Monitor:
+def monitor(format: str) -> "Monitor":
     """The monitored model in ``format``, emulated."""
+    from fragility_core.surrogates.monitor import Monitor
+    from fragility_lessons import embedded
+    from fragility_numerics.lowering import lower
+
     exact, _ = embedded.prepared()
     return Monitor(lower(exact.model, format, "emulated"))
 
@@ -69,6 +73,10 @@ class WindowPass(NamedTuple):
 @torch.no_grad()
 def passed(format: str) -> WindowPass:
     """The window in ``format``, compared with fp32."""
+    from fragility_core.models.paths import final_hidden
+    from fragility_lab.measurement.comparison import block_outputs
+    from fragility_lessons import embedded
+
     (exact, window), low = embedded.prepared(), monitor(format)
     with block_outputs(exact.model) as exact_states, exact.running():
         final = final_hidden(exact.model, window)
@@ -191,8 +199,9 @@ def block_score(block: int, format: str) -> Picture:
 # --- A larger epsilon in one block ------------------------------------------------------------------
 
 
-def _entry(block: Block) -> Callable:
+def _entry(block: "Block") -> Callable:
     """A hook that appends to the batch the block's outputs for the first window's input under each of EPSILONS."""
+    from fragility_core.surrogates.shadow import set_epsilons
 
     def hook(module, args, kwargs, output):
         joined = [output]
@@ -206,11 +215,13 @@ def _entry(block: Block) -> Callable:
 
 
 @torch.no_grad()
-def final_states(monitor: Monitor, window: Tensor) -> Tensor:
+def final_states(monitor: "Monitor", window: Tensor) -> Tensor:
     """Final hidden states (L, E, T, d_model) with each of EPSILONS in each block alone, in one pass.
 
     A variant equals the plain pass up to its block. So each variant enters the batch at its block.
     """
+    from fragility_core.models.paths import final_hidden
+
     with ExitStack() as stack:
         for block in monitor.blocks:
             stack.callback(block.module.register_forward_hook(_entry(block), with_kwargs=True).remove)
@@ -226,6 +237,8 @@ def raised_epsilons() -> pd.DataFrame:
     Columns: the mismatch in each of FORMATS, both passes under the same epsilon as in E5, and ``change``, the
     change ||X(epsilon) - X|| / ||X|| of the fp32 output.
     """
+    from fragility_lessons import embedded
+
     exact, window = embedded.prepared()
     reference = final_states(exact, window)
     columns = {format: theory.mismatch(final_states(monitor(format), window), reference) for format in FORMATS}

@@ -73,6 +73,12 @@ def step_rows(rows: pd.DataFrame, base_epsilon: float) -> pd.DataFrame:
     return rows[rows.layer == 0].reindex(columns=STEP_COLUMNS).merge(counts, on=[*RUN, "step"])
 
 
+def course(steps: pd.DataFrame, seed: int) -> pd.DataFrame:
+    """The mismatch at every step of the runs of one ``seed``, a column a policy; NaN from where a run had ended."""
+    mine = steps[steps.seed == seed]
+    return mine.pivot(index="step", columns="policy", values="mismatch")[mine.policy.unique()].rename_axis(columns=None)
+
+
 def action_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per action, in the order of runs and steps, with the quantities that decided it."""
     return rows[rows.new_epsilon.notna()][ACTION_COLUMNS].reset_index(drop=True)

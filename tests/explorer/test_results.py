@@ -17,6 +17,7 @@ from fragility_lab.reporting.report import read_tables
 from fragility_lab.running.execute import notebook_path
 
 KEPT = {"E1": "e1_controlled_sweeps", "E2": "e2_predictor", "E3": "e3_patching", "E5": "e5_mitigation"}
+KEPT |= {"E5 course": "e5_mitigation"}
 KEPT |= {"E5 seeds": "e5_seeds", "X1": "x1_adjoint_predictor", "X2": "x2_recipes", "X2 rivals": "x2_rivals"}
 KEPT |= {"E5 learning rates": "e5_learning_rate", "X3": "x3_engines", "X4": "x4_referees"}
 MOST = 400_000  # characters that a notebook's file may grow by
@@ -178,6 +179,15 @@ def test_engines_rivals_and_rates_are_those_of_their_tables(pictures):
         assert rows.library.tolist() == (table.ladder + ", " + table.rival).tolist()
         counts = np.array([[int(text) for text in row[1:]] for row in model["claims"]["rows"]])
         assert counts.sum() == len(table) and counts[:, 0].sum() == (table.better == "ours").sum()
+    (model,) = pictures["E5 course"].data["models"]
+    table, rows = read_tables("embedded")["e5_course"], rows_of(model)
+    none, bgss = (rows[rows.policy == name].reset_index(drop=True) for name in ("none", "BGSS (released)"))
+    np.testing.assert_allclose(bgss.mismatch, table.bgss, rtol=1e-3)
+    np.testing.assert_allclose(bgss.times, table.bgss / table.none, rtol=1e-3)
+    assert bgss.step.tolist() == table.step.tolist() and (none.times == 1).all()
+    runs = read_tables("embedded")["e5_runs"].query("seed == 0").set_index("policy")
+    np.testing.assert_allclose(table[[*runs.index]].mean(), runs.mean_mismatch, rtol=1e-5)
+    np.testing.assert_allclose(table[[*runs.index]].max(), runs.max_mismatch, rtol=1e-5)
     (model,) = pictures["E5 learning rates"].data["models"]
     table, rows = read_tables("embedded")["e5_learning_rates"], rows_of(model)
     np.testing.assert_allclose(rows.onsets, table.onsets, rtol=1e-3)
@@ -188,10 +198,11 @@ def test_engines_rivals_and_rates_are_those_of_their_tables(pictures):
 def test_a_notebook_begins_with_it(pictures, experiment):
     """Before the parameters, as committed, small, and the same as it would be now."""
     cells = nbformat.read(notebook_path(KEPT[experiment]), as_version=4).cells
-    (place,) = (i for i, cell in enumerate(cells) if cell.source.endswith(f'\nResults("{experiment}")'))
+    (place,) = (i for i, cell in enumerate(cells) if f"\n{cell.source}".endswith(f'\nResults("{experiment}")'))
+    shown = [cell.source for cell in cells[2:] if "Results(" in cell.source]
     parameters = next(i for i, cell in enumerate(cells) if "parameters" in cell.metadata.get("tags", []))
-    assert place == 2 and cells[1].source.startswith("## The committed results") and place < parameters
-    assert cells[place + 1].source.startswith("## Run it yourself")
+    assert 2 <= place < 2 + len(shown) < parameters and cells[1].source.startswith("## The committed results")
+    assert cells[2 + len(shown)].source.startswith("## Run it yourself")
     stored = cells[place].outputs[0].data["text/html"]
     assert len(json.dumps(stored)) < MOST
     assert stored == pictures[experiment].html, "the tables have changed: `make notebooks` and commit"

@@ -148,6 +148,36 @@ def test_frozen_shows_every_block_and_marks_the_chosen():
     assert readout.startswith("block 3, ε from 1e-05 to 0.01")
 
 
+# --- The failure ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 41, 71, 256])
+def test_the_failure_is_where_the_controller_acts_and_where_epsilon_helps(step):
+    (errors, falls), readout = controller.failure(step)
+    rows = controller.recorded("steady")
+    rows = rows[rows.step == step - 1].reset_index(drop=True)
+    np.testing.assert_allclose([bar.get_height() for bar in errors.patches], 100 * rows.risk / rows.risk.sum())
+    removed = [bar.get_height() for bar in falls.patches]
+    assert 10 < removed[0] < 25 and max(removed[1:]) < 0.1
+    acted = controller.released("steady")
+    blocks = sorted(set(acted[acted.step < step].layer))
+    for axes in (errors, falls):
+        colours = [bar.get_facecolor() for bar in axes.patches]
+        assert [block for block, colour in enumerate(colours) if colour != colours[0]] == blocks
+    assert f"raised ε: {', '.join(map(str, blocks)) or 'none'}. " in readout
+
+
+def test_the_worked_numbers_are_those_of_the_run():
+    rows = controller.first_step()
+    for block, variance, factors in ((0, 0.0058, (26.2, 10.9)), (4, 12, (0.577, 0.577))):
+        assert rows.variance_1[block] == pytest.approx(variance, rel=0.03)
+        for epsilon, factor in zip((controller.BASE, controller.CAP), factors):
+            assert theory.layernorm_factor(variance, epsilon) == pytest.approx(factor, rel=3e-3)
+    assert rows.dominance[[0, 4]].tolist() == pytest.approx([0.25, 0.0006], rel=0.1)
+    change = controller.raised(rows, controller.CAP)
+    assert (change.reduction / rows.risk)[[0, 4]].tolist() == pytest.approx([0.15, 5e-7], rel=0.1)
+
+
 # --- The update -----------------------------------------------------------------------------------
 
 updates = st.fixed_dictionaries(

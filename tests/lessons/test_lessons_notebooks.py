@@ -14,7 +14,6 @@ from fragility_lessons.explorers import Figure
 
 TEACHING = [name for name in notebook_names() if name.startswith("theory/")]
 SECONDS: dict[str, list[float]] = {}  # of the cells of a notebook that ran
-AT_ONCE = ("theory/1", "theory/2", "theory/3", "theory/4", "theory/5", "theory/7")
 MOST_SECONDS = 3  # on a free machine
 
 
@@ -44,7 +43,7 @@ def test_notebooks_show_figures_and_exercises(name):
     assert 5 <= len(exercises) <= 7
 
 
-@pytest.mark.parametrize("name", [name for name in TEACHING if name.startswith(AT_ONCE)])
+@pytest.mark.parametrize("name", TEACHING)
 def test_no_cell_makes_a_student_wait(name):
     """Seconds of one processor, which other work slows; what takes longer is shipped (``shipped``)."""
     run_notebook(name)
