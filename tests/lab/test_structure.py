@@ -19,7 +19,7 @@ BUDGETS = {  # lines
     "fragility_offload": 452,
     "fragility_adjoint": 4911,
     "fragility_gguf": 336,
-    "fragility_lab": 11867,
+    "fragility_lab": 11875,
     "fragility_explorer": 1559,
     "fragility_lessons": 3500,
     "fragility_engines": 3830,
