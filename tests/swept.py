@@ -62,10 +62,11 @@ def sweep(name: str, folder: Path, workers: int) -> pd.DataFrame:
 
 
 def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    """Processes that compute for ``process``; Python's own resource tracker is none of them."""
+    """Processes that compute for ``process``: the forks of a server, which Python keeps for all clusters."""
     try:
         children = process.children(recursive=True)
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        served = {child.pid for child in children if "multiprocessing.forkserver" in " ".join(child.cmdline())}
+        return [child for child in children if child.pid in served and child.ppid() in served]
     except psutil.NoSuchProcess:
         return []
 

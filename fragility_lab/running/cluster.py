@@ -6,11 +6,13 @@ A worker computes one run at a time, with as many threads as the worker has (``-
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import dask
 from distributed import Client, LocalCluster, Status
+from distributed.utils import get_mp_context
 
 from fragility_lab.running.environment import named_scheduler
 
@@ -18,7 +20,10 @@ LOOPBACK = "127.0.0.1"
 SETTINGS = {
     "distributed.admin.large-graph-warning-threshold": "1 TB",  # the inputs travel once, and have to
     "distributed.nanny.pre-spawn-environ": {},  # glibc's thresholds, as `make` sets them, hold in workers too
+    # On Linux one process imports the packages, and all workers, also later ones, are its forks.
+    "distributed.worker.multiprocessing-method": "forkserver" if sys.platform == "linux" else "spawn",
 }
+IMPORTED = ["distributed.nanny", "fragility_lab.running.engine", "fragility_lab.running.remote"]
 
 
 @contextmanager
@@ -57,6 +62,8 @@ def _local(threads: int | None) -> LocalCluster:
     # The cluster's threads and processes inherit the mask. An interrupt at the terminal goes to all processes of its
     # group; only this thread takes it, and ends the others.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if sys.platform == "linux":
+        get_mp_context().set_forkserver_preload(IMPORTED)  # after Dask's own list, which it sets at the first call
     try:
         return LocalCluster(
             n_workers=0,
@@ -65,6 +72,7 @@ def _local(threads: int | None) -> LocalCluster:
             dashboard_address=f"{LOOPBACK}:0",
             memory_limit=0,  # runs hold little that could be spilled; the system says when memory is out
             silence_logs=logging.CRITICAL,
+            env=dict(os.environ),  # a fork has that of the first cluster's time
         )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -132,20 +132,15 @@ def test_a_copy_of_another_run_is_computed_again(tmp_path):
         pd.testing.assert_frame_equal(engine.complete(Square, SPECS, INPUTS, tmp_path), rows)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers):
-    store = RunStore(tmp_path)
+@pytest.mark.parametrize(("workers", "endless"), [(1, -1), (2, 3)])
+def test_an_error_ends_the_experiment_and_keeps_finished_runs(tmp_path, workers, endless):
+    """Also while another process is busy and reports."""
+    store, begin = RunStore(tmp_path), time.monotonic()
     with pytest.raises(ValueError, match="no square of 2"):
-        engine.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=2)
+        engine.complete(Square, SPECS, INPUTS, tmp_path, workers, refused=2, endless=endless)
+    assert time.monotonic() - begin < 250
     assert store.load(Number(1)) is not None
     assert store.load(Number(2)) is None
-
-
-def test_an_error_is_seen_while_other_processes_report(tmp_path):
-    begin = time.monotonic()
-    with pytest.raises(ValueError, match="no square of 2"):
-        engine.complete(Square, [Number(2), Number(3)], INPUTS, tmp_path, 2, refused=2, endless=3)
-    assert time.monotonic() - begin < 250
 
 
 def test_a_run_that_kills_its_workers_is_named_and_the_others_finish(tmp_path):

@@ -16,7 +16,7 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from swept import sweep, workers_of
+from swept import Mitigation, sweep, workers_of
 
 from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.running import engine, files
@@ -90,12 +90,12 @@ def test_workers_killed_while_they_start_are_replaced(tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(rows, whole)
 
 
-def test_two_commands_at_once_get_the_same_tables(tmp_path):
+def test_two_commands_at_once_get_the_same_tables(tmp_path, monkeypatch):
     both = [start("E5", tmp_path / "one") for _ in range(2)]
     assert [experiment.wait(300) for experiment in both] == [0, 0]
-    begin = time.monotonic()
-    rows = sweep("E5", tmp_path / "one", 1)
-    assert time.monotonic() - begin < 2, "nothing was left to compute"
+    with monkeypatch.context() as patched:
+        patched.setattr(Mitigation, "run", None)  # nothing is left to compute
+        rows = sweep("E5", tmp_path / "one", 1)
     pd.testing.assert_frame_equal(rows, sweep("E5", tmp_path / "other", 1))
 
 
