@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, storage, stored_parameters, without_cache
+from fragility_adjoint.mixed_precision.structure import (
+    KEEPABLE_SITES,
+    Stored,
+    storage,
+    stored_parameters,
+    without_cache,
+)
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
 from fragility_core.models.paths import within

@@ -91,7 +91,7 @@ class Structure:
         paths = dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch)
         branches = {path: self.model.get_submodule(path) for path in paths}
         owning = (path for path, module in branches.items() if not isinstance(module, nn.ModuleList))
-        return [path for path in owning if next(branches[path].parameters(), None) is not None]
+        return [path for path in owning if path in self.ran and next(branches[path].parameters(), None) is not None]
 
     @cached_property
     def stream_sums(self) -> pd.Series:
