@@ -172,11 +172,11 @@ NAMES = {  # what the families call their sizes, and small values
     "num_experts_per_token moe_k moe_topk top_k_experts num_selected_experts index_n_heads linear_num_key_heads "
     "linear_num_value_heads",
     1: "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group n_groups "
-    "first_k_dense_replace moe_layer_start_index num_dense_layers mamba_n_groups mamba_ngroups num_mem_blocks "
-    "is_decoder",
-    0: "bos_token_id eos_token_id pad_token_id use_mamba_kernels block_auto_adjust_ff_dim num_kv_shared_layers",
+    "first_k_dense_replace moe_layer_start_index num_dense_layers mamba_n_groups mamba_ngroups num_mem_blocks",
+    0: "bos_token_id eos_token_id pad_token_id num_kv_shared_layers",
 }
 SMALL = {name: value for value, names in NAMES.items() for name in names.split()}
+SMALL |= {"is_decoder": True, "use_mamba_kernels": False, "block_auto_adjust_ff_dim": False}
 # What a family needs besides.
 OWN = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 8},

@@ -27,7 +27,7 @@ BUDGETS = {  # lines
     "fragility_pretraining": 397,
 }
 PACKAGES = tuple(BUDGETS)
-FOLDERS = {"fragility_core": 3370, "fragility_adjoint": 4929, "fragility_lab": 11894}
+FOLDERS = {"fragility_core": 4, "fragility_adjoint": 3, "fragility_lab": 7}
 NEED_LAB = ("fragility_lab", "fragility_explorer", "fragility_lessons", "fragility_engines")
 NEED_LAB += ("fragility_peers", "fragility_pretraining")
 SOURCES = {
