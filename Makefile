@@ -190,8 +190,8 @@ test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed d
 	    --dist loadfile
 
 .PHONY: test-families
-test-families: $(ENVIRONMENT)  ## diagnose 19 families at 2 and 40 blocks in three formats each (15 core-minutes)
-	EVERY=yes $(PYTHON) -m pytest tests/lab/test_diagnosis_families.py $(PARALLEL)
+test-families: $(ENVIRONMENT)  ## diagnose 19 families at 2 and 40 blocks in three formats each, all others at 2 (40 core-minutes)
+	EVERY=yes $(PYTHON) -m pytest tests/lab/test_diagnosis_families.py tests/lab/test_further_families.py $(PARALLEL)
 
 .PHONY: test-faults
 test-faults: $(ENVIRONMENT)  ## kill E2, E3, E5 and X1 at 50 random moments each, and compare their tables (hours)

@@ -214,4 +214,4 @@ def observed_attention(
             observer.probabilities(start, probabilities)
         outputs.append(torch.matmul(probabilities, value[:, :, :seen]))  # (B, H, C, d)
     context = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-    return context.transpose(1, 2), None
+    return context.transpose(1, 2).contiguous(), None

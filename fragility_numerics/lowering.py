@@ -107,9 +107,20 @@ def refuse_bare_calls(model: nn.Module) -> None:
         module.register_forward_pre_hook(require_running, with_kwargs=True)
 
 
-def entrances(model: Any) -> list[nn.Module]:
+def entrances(model: nn.Module) -> list[nn.Module]:
     """``model``, and its base, which ``final_hidden`` calls."""
-    return [model, *([model.base_model] if getattr(model, "base_model", model) is not model else [])]
+    return list(dict.fromkeys([model, base_of(model)]))
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """A model of transformers without its head; any other as it is."""
+    if not isinstance(model, PreTrainedModel):
+        return model
+    base = model.base_model
+    if base is not model or model.get_output_embeddings() is None:
+        return base
+    # The prefix of some families, such as Llama 4, names no part of the model.
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def require_running(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

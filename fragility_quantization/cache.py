@@ -8,11 +8,12 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache
 
 from fragility_core.models.paths import attention_modules, within
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.internals import current_dispatch_mode
+from fragility_numerics.lowering import base_of
 from fragility_numerics.modes import current_function_mode
 
 
@@ -58,7 +59,7 @@ def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = 
     Keys and values of attention modules within the paths ``kept`` stay as they are. Raises ValueError for a model that
     takes no cache of keys and values, and for attention to keep that has no number in the cache.
     """
-    base = model.base_model if isinstance(model, PreTrainedModel) else model
+    base = base_of(model)
     if "past_key_values" not in signature(base.forward).parameters:
         raise ValueError(f"a KV cache needs a decoder with attention, got {type(model).__name__}, which takes no cache")
     base.register_forward_pre_hook(partial(give_cache, stored, cached_layers(model, kept)), with_kwargs=True)

@@ -19,6 +19,7 @@ from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParame
 from fragility_adjoint.predictor.recorder import local_error, stochastic_error
 from fragility_core.models.paths import within
 from fragility_numerics.formats import NumberFormat
+from fragility_numerics.lowering import base_of
 from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.operands import operands_by_storage
 
@@ -163,9 +164,8 @@ class ErrorSamples:
             raise ValueError("errors are realised for all weights at once, but the model is streamed: load it whole")
         self.adjoint, self.at = adjoint, adjoint.points[-1]
         self.generator = torch.Generator(next(adjoint.model.parameters()).device).manual_seed(seed)
-        self.base = getattr(adjoint.model, "base_model_prefix", "")
-        if not hasattr(adjoint.model, self.base):  # the model has no head
-            self.base = ""
+        base = base_of(adjoint.model)
+        self.base = next(path for path, module in adjoint.model.named_modules() if module is base)
 
     @property
     def stored(self) -> NumberFormat | None:

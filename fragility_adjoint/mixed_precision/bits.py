@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.mixed_precision.structure import KEEPABLE_SITES, Stored, storage, stored_parameters
+from fragility_adjoint.mixed_precision.structure import (
+    KEEPABLE_SITES,
+    Stored,
+    storage,
+    stored_parameters,
+    without_cache,
+)
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
 from fragility_core.models.paths import within
@@ -58,7 +64,7 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
         for path in paths:
             hook = model.get_submodule(path).register_forward_pre_hook(partial(see, path))
             stack.callback(hook.remove)
-        model(tokens)
+        model(tokens, **without_cache(model))
     groups: dict[tuple, list[str]] = {}
     for path in paths:
         groups.setdefault(seen.get(path, (path,)), []).append(path)

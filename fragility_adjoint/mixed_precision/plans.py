@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
-from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
+from fragility_adjoint.mixed_precision.structure import scores_can_be_kept, without_cache
 from fragility_core.models.paths import (
     block_paths,
     branch_paths,
@@ -257,5 +257,5 @@ def dtypes_of(
             for hook in hooks:
                 stack.callback(hook.remove)
         with low.running():
-            low.model(tokens, **({"use_cache": False} if isinstance(low.model, PreTrainedModel) else {}))
+            low.model(tokens, **without_cache(low.model))
     return returned

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fragility_adjoint.internals import can_set_attention
 from fragility_core.models import paths
@@ -42,6 +42,11 @@ def scores_can_be_kept(model: Any) -> bool:
     except (TypeError, ValueError):  # the model needs more than tokens, or its attention is more than a softmax
         return False
     return bool(torch.linalg.vector_norm(a - b) <= 1e-3 * torch.linalg.vector_norm(a))
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """The options of a pass of ``model`` that keeps no state for tokens to come."""
+    return {"use_cache": False} if isinstance(model, PreTrainedModel) else {}
 
 
 class Structure:
@@ -86,7 +91,7 @@ class Structure:
         paths = dict.fromkeys(f"{path}.{branch}" for path, _, branch in parts if branch)
         branches = {path: self.model.get_submodule(path) for path in paths}
         owning = (path for path, module in branches.items() if not isinstance(module, nn.ModuleList))
-        return [path for path in owning if next(branches[path].parameters(), None) is not None]
+        return [path for path in owning if path in self.ran and next(branches[path].parameters(), None) is not None]
 
     @cached_property
     def stream_sums(self) -> pd.Series:
@@ -190,19 +195,25 @@ def flops(structure: Structure, kept: Collection[str], scores: bool, length: int
     A matrix of n entries counts 2 n, in a mixture those of all experts. An attention branch that is kept counts 4 T d
     more, for query times key and for probabilities times value, d the width of all heads together. For ``scores`` each
     other branch counts 2 T d.
-    Masked scores count, elementwise kernels do not. d counts as 0 if no configuration gives it.
+    Masked scores count, elementwise kernels do not. d, which may differ by layer, counts as 0 if no configuration
+    gives it.
     """
     owners = [m for path in kept for m in structure.model.get_submodule(path).modules()]
     matrices = (m.parameters(recurse=False) for m in owners if not isinstance(m, nn.Embedding))
     weights = sum(p.numel() for parameters in matrices for p in parameters if p.ndim >= 2)
     attending = structure.places[structure.places.site.isin(ATTENTION)].module.map(block_of)
-    layers = {f"{path}.{branch}" for path, _, branch in attending if branch}
-    inside = sum(any(within(layer, path) for path in kept) for layer in layers)
-    others = (len(layers) - inside) * scores
     config = text_config(structure.model)
-    width, heads = (getattr(config, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
-    heads_width = heads * (getattr(config, "head_dim", None) or width // max(heads, 1))
-    return 2 * weights + (4 * inside + 2 * others) * length * heads_width
+    layers = {f"{path}.{branch}": heads_width(config, number) for path, number, branch in attending if branch}
+    inside = sum(width for layer, width in layers.items() if any(within(layer, path) for path in kept))
+    others = (sum(layers.values()) - inside) * scores
+    return 2 * weights + (4 * inside + 2 * others) * length
+
+
+def heads_width(config: Any, number: int) -> int:
+    """The width of all attention heads together in the layer of this ``number``; 0 if ``config`` does not give it."""
+    layer = config.per_layer_config[number] if getattr(config, "is_heterogeneous", False) else config
+    width, heads = (getattr(layer, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
+    return heads * (getattr(layer, "head_dim", None) or width // max(heads, 1))
 
 
 def text_config(model: nn.Module) -> PreTrainedConfig | None:

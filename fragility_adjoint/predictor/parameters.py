@@ -160,9 +160,10 @@ def exact_tensors(reference: nn.Module, rounded: Mapping[str, Tensor]) -> dict[s
     Raises ValueError for a reference that is not in fp32, or lacks a tensor of ``rounded`` in the same shape.
     """
     exact: dict[str, Tensor] = dict(reference.named_parameters(remove_duplicate=False))
-    exact |= {path: x for path, x in reference.named_buffers(remove_duplicate=False) if path in rounded}
     if other := sorted({str(p.dtype) for p in exact.values() if p.is_floating_point()} - {"torch.float32"}):
         raise ValueError(f"the reference must be in fp32, before its weights were rounded, got {', '.join(other)}")
+    # Some families define a constant in 16 bits, whatever the dtype of the model.
+    exact |= {path: x.float() for path, x in reference.named_buffers(remove_duplicate=False) if path in rounded}
     for path, parameter in rounded.items():
         if path not in exact or exact[path].shape != parameter.shape:
             found = f"the shape {tuple(exact[path].shape)}" if path in exact else "no such parameter"

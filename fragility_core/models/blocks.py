@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.norms import Norm, known_norm
 from fragility_core.models.paths import attention_modules, block_paths, is_linear
+from fragility_numerics.lowering import base_of
 from fragility_numerics.nested import entering
 from fragility_numerics.presence import loaded
 
@@ -104,7 +105,7 @@ def blocks(model: PreTrainedModel) -> list[Block]:
     Raises TypeError for another architecture, naming what it lacks (norms of the residual stream itself, mixtures of
     experts, cross-attention), for blocks of which some have other norms, and for a model of which parts are in fp32.
     """
-    base: Any = model.base_model
+    base: Any = base_of(model)
     dtypes = sorted({str(p.dtype) for p in base.parameters() if p.is_floating_point()})
     if len(dtypes) > 1:
         raise TypeError(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.padding import without_padding
+from fragility_numerics.lowering import base_of
 
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
 
@@ -32,7 +33,7 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     An ``attention_mask`` (B, T) tells tokens, 1, from padding, 0 (``padding.without_padding``).
     """
     if isinstance(model, PreTrainedModel):
-        return model.base_model(tokens, use_cache=False).last_hidden_state
+        return base_of(model)(tokens, use_cache=False).last_hidden_state
     return model(tokens)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 LARGEST = 1e-3  # a log-probability above 0 by no more than this is a rounded 0
 LEAST = -1e3  # what is below stands for a token that was masked or not scored: -9999, -1e9, -inf
+MANY = 8  # tokens, of which no model gives all the same log-probability
 WHOLE = 1.01  # probabilities that add up to more are those of no distribution, however rounded
 Tops = tuple[dict[int, float] | None, ...]  # log-probabilities of the most probable tokens, by position
 
@@ -199,7 +200,19 @@ def read(path: str | Path) -> list[Scored]:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
         raise ValueError(f"a log must have at least one sequence, got {path} without any")
+    require_varied(found, path)
     return found
+
+
+def require_varied(sequences: Sequence[Scored], path: str | Path) -> None:
+    """Raises ValueError if many tokens of the ``sequences`` of ``path``, not all alike, have one log-probability."""
+    values, tokens = (np.concatenate([getattr(s, name)[1:] for s in sequences]) for name in ("logprobs", "tokens"))
+    given = np.isfinite(values)
+    if given.sum() >= MANY and np.ptp(values[given]) == 0 < np.ptp(tokens[given]):
+        raise ValueError(
+            f"{path}: the log-probabilities must be those of the tokens, got {values[given][0]:.4g} at all "
+            f"{given.sum()}: the values do not vary, so these are not log-probabilities of these tokens"
+        )
 
 
 def of_line(text: str) -> list[Scored]:

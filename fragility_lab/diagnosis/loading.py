@@ -80,9 +80,17 @@ def set_attention(model: Any, request: Request) -> None:
 
 @torch.no_grad()
 def require_causal(model: Any, name: str) -> None:
-    """Raises ValueError if the logits of ``model`` at a position depend on later tokens."""
+    """Raises ValueError if the logits of ``model`` at a position depend on later tokens, or its own code fails."""
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
-    a, b = model(tokens, use_cache=False).logits[:, :-1]
+    try:
+        a, b = model(tokens, use_cache=False).logits[:, :-1]
+    except (OSError, MemoryError, torch.OutOfMemoryError):  # these say by themselves what is missing
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"a diagnosis needs a model that runs over tokens alone, got {name!r}, whose own code fails in fp32: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not torch.allclose(a, b, rtol=1e-2, atol=1e-4 * float(a.abs().max())):
         raise ValueError(
             f"a diagnosis needs a model that predicts each token from those before it, got {name!r}, an encoder whose "

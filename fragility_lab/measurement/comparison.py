@@ -68,7 +68,19 @@ def observe(
         return first.changed(lambda *parts: padded(alike, parts, tokens.shape[1]), *others)
     with block_outputs(model) as blocks, nullcontext() if low is None else low.running():
         final, logits = hidden_and_logits(model, tokens)
-    return ObservedPass(logits, final, blocks)
+    return ObservedPass(logits, final, [by_token_last(x, *tokens.shape) for x in blocks])
+
+
+def by_token_last(x: Tensor, batch: int, length: int) -> Tensor:
+    """``x`` as (B, T, n): some families have several streams, tokens before windows, or no axis of windows.
+
+    A tensor without an axis of tokens stays as it is.
+    """
+    for axis in range(x.ndim - 1):
+        if {*x.shape[axis : axis + 2]} == {batch, length}:
+            later = x.shape[axis] != batch
+            return x.movedim((axis + later, axis + 1 - later), (0, 1)).reshape(batch, length, -1)
+    return x.reshape(batch, length, -1) if len(x) == batch * length else x
 
 
 def each(run: Callable[[Tensor], Result], windows: Tensor, model: PreTrainedModel, low: LowPrecision | None) -> list:

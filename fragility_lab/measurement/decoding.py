@@ -17,13 +17,20 @@ from fragility_numerics.lowering import LowPrecision
 def decoded(model: PreTrainedModel, prompts: Tensor) -> Iterator[Tensor]:
     """The most probable tokens (B,) after ``prompts`` (B, T), one position after the other, without end.
 
-    Keys and values are read from the model's cache. A model that returns no such cache reads the whole text each time.
+    Keys and values are read from the model's cache. A model that returns no such cache, or cannot go on from it in its
+    own code, reads the whole text each time.
     """
-    text, cache = prompts, None
+    text, cache, caches = prompts, None, True
     while True:
         kept: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-        output = model(text if cache is None else text[:, -1:], use_cache=True, **kept)
-        cache = getattr(output, "past_key_values", None)
+        try:
+            output = model(text if cache is None else text[:, -1:], use_cache=caches, **kept)
+        except Exception:  # of any kind: families keep, and lose, their state each in its own way
+            if not caches:
+                raise
+            cache, caches = None, False
+            continue
+        cache = getattr(output, "past_key_values", None) if caches else None
         tokens = output.logits[:, -1].argmax(-1)
         text = torch.cat([text, tokens[:, None]], 1)
         yield tokens

@@ -207,3 +207,18 @@ def test_what_is_no_distribution_is_refused(tmp_path, tops, message):
     with pytest.raises(ValueError, match="line 1: ") as refused:
         read(written(tmp_path, FORMS["plain"] | {"top_logprobs": tops}))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [-2.5, 0.0])
+def test_values_that_do_not_vary_are_no_log_probabilities(tmp_path, value):
+    def written(tokens, logprobs, lines=2):
+        line = json.dumps({"tokens": tokens, "logprobs": [None, *logprobs]})
+        (path := tmp_path / "log.jsonl").write_text(lines * f"{line}\n")
+        return path
+
+    path = written([1, 2, 3, 4, 5, 6], 5 * [value])
+    with pytest.raises(ValueError, match=f"log.jsonl: .* got {value:.4g} at all 10: the values do not vary"):
+        read(path)
+    assert read(written([1, 2, 3, 4, 5, 6], [*4 * [value], -1.0]))
+    assert read(written([1, 2, 3, 4, 5, 6], 5 * [value], lines=1))  # so few may be alike
+    assert read(written([7] * 6, 5 * [value]))  # a text that says one thing again and again

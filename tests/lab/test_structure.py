@@ -12,17 +12,17 @@ import pytest
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
-    "fragility_numerics": 1346,
-    "fragility_core": 3368,
-    "fragility_quantization": 1620,
+    "fragility_numerics": 1357,
+    "fragility_core": 3370,
+    "fragility_quantization": 1621,
     "fragility_exports": 394,
     "fragility_offload": 452,
-    "fragility_adjoint": 4911,
+    "fragility_adjoint": 4929,
     "fragility_gguf": 336,
-    "fragility_lab": 11881,
+    "fragility_lab": 11908,
     "fragility_explorer": 1581,
     "fragility_lessons": 3559,
-    "fragility_engines": 3902,
+    "fragility_engines": 3915,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }

@@ -1,0 +1,233 @@
+"""Further families: each way in which one differs from those that the code was written for, and with EVERY=yes all."""
+
+import inspect
+
+import pytest
+import torch
+from test_diagnosis_families import EVERYTHING, FORMATS, HEADS, ROUTED, diagnosed, read
+from tiny import low_hidden, random_model, random_tokens
+from transformers import (
+    AfmoeConfig,
+    AutoModelForCausalLM,
+    DbrxConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    Llama4TextConfig,
+    MBartConfig,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fragility_adjoint.mixed_precision import Contributions
+from fragility_adjoint.mixed_precision.bits import fused_layers
+from fragility_adjoint.mixed_precision.structure import heads_width, scores_can_be_kept
+from fragility_adjoint.predictor import Adjoint
+from fragility_core.models.paths import final_hidden, hidden_and_logits
+from fragility_core.theory import mismatch
+from fragility_lab.diagnosis.loading import require_causal
+from fragility_lab.measurement.comparison import by_token_last, compare, observe
+from fragility_lab.measurement.decoding import greedy, kept_length
+from fragility_quantization.quantized import lower
+
+TWO = {"num_hidden_layers": 2}
+TOKENS = random_tokens(4, 16, vocabulary=101, smallest=1)
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+QWEN3_NEXT = Qwen3NextConfig(**ROUTED, **TWO, **LINEAR, shared_expert_intermediate_size=16)  # no layer has keys
+LLAMA4 = Llama4TextConfig(**HEADS, **TWO, num_local_experts=4, intermediate_size_mlp=32, attention_chunk_size=8)
+
+
+def ratio(model, low):
+    """The predicted over the measured mismatch of all windows."""
+    with torch.no_grad():
+        measured = mismatch(low_hidden(low, TOKENS), final_hidden(model, TOKENS)).numpy()
+    return Adjoint(low, model, probes=4)(TOKENS).windows.predicted.mean() / measured.mean()
+
+
+@torch.no_grad()
+def test_a_model_that_cannot_go_on_from_its_cache_reads_the_whole_text():
+    model, text = random_model(QWEN3_NEXT), TOKENS[:2]
+    for _ in range(4):
+        text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    with pytest.raises(ValueError, match="get_seq_length"):
+        model(TOKENS[:2], use_cache=True)
+    assert torch.equal(greedy(model, TOKENS[:2], 4), text[:, 16:])
+    assert kept_length(lower(model, "fp32"), TOKENS[:2], text[:, 16:]).tolist() == [4, 4]
+
+
+def test_an_error_of_the_whole_text_is_raised():
+    model = random_model(QWEN3_NEXT)
+    with pytest.raises(IndexError):
+        greedy(model, TOKENS + 101, 1)
+
+
+def test_a_constant_in_16_bits_is_no_rounded_weight():
+    model = random_model(RecurrentGemmaConfig(**HEADS, **TWO, lru_width=16, attention_window_size=8))
+    assert model.model.normalizer.dtype == torch.bfloat16
+    assert 0.8 < ratio(model, lower(model, "bf16")) < 1.25
+    with pytest.raises(ValueError, match="reference must be in fp32"):
+        Adjoint(lower(model, "bf16"), random_model(model.config).bfloat16())
+
+
+@torch.no_grad()
+def test_the_base_of_a_model_whose_prefix_names_no_part_of_it():
+    model = random_model(LLAMA4)
+    assert model.base_model is model
+    final, logits = hidden_and_logits(model, TOKENS)
+    assert torch.equal(final_hidden(model, TOKENS), final) and final.shape == (4, 16, 16)
+    assert torch.equal(model.lm_head(final), logits)
+    coarse = lower(model, "kv-int8@fp32")
+    assert float(mismatch(low_hidden(coarse, TOKENS), final).mean()) > 0  # the cache of the base rounds
+    with pytest.raises(RuntimeError, match="bare call"):
+        lower(model, "w8a8-int8").model.model(TOKENS)
+
+
+def test_several_streams_are_compared_as_one():
+    model = random_model(Gemma3nTextConfig(
+        **HEADS, num_hidden_layers=3, num_kv_shared_layers=0, vocab_size_per_layer_input=101,
+        hidden_size_per_layer_input=4, sliding_window=4, laurel_rank=4,
+    ))  # fmt: skip
+    low = lower(model, "bf16")
+    _, drift = compare(observe(low.model, TOKENS, low), observe(model, TOKENS), TOKENS)
+    assert drift.groupby("window").size().nunique() == 1 and [*drift.window.unique()] == [0, 1, 2, 3]
+    assert drift.error.between(0, 0.1).all()
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 8), (3, 8), (8, 8), (4, 1)])
+def test_tokens_by_window(batch, length):
+    x = torch.randn(batch, length, 6, 5)  # 6 streams
+    want = x.flatten(2)
+    assert torch.equal(by_token_last(x, batch, length), want)
+    assert torch.equal(by_token_last(want, batch, length), want)
+    if (batch, length) != (4, 1):
+        streams_first = x.permute(2, 0, 1, 3)
+        assert torch.equal(by_token_last(streams_first, batch, length), want)
+    assert torch.equal(by_token_last(want.reshape(batch * length, 30), batch, length), want)
+    if batch != length:
+        assert torch.equal(by_token_last(want.transpose(0, 1), batch, length), want)
+    patches = torch.randn(batch, 5, 30)
+    assert by_token_last(patches, batch, 7) is patches
+
+
+def test_a_model_whose_own_code_fails_is_refused_by_name():
+    """DBRX's code clamps without bounds, unless its configuration gives one."""
+    config = DbrxConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=101, **OWN["dbrx"])
+    require_causal(random_model(config), "dbrx")
+    config.attn_config.clip_qkv = None
+    with pytest.raises(
+        ValueError, match="runs over tokens alone, got 'dbrx', whose own code fails in fp32: RuntimeError"
+    ):
+        require_causal(random_model(config), "dbrx")
+
+
+def test_heads_of_other_widths_by_layer():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16, "sliding_window": 4}
+    config = Gemma4TextConfig(**HEADS, **TWO, **kinds, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    assert [heads_width(config, number) for number in range(2)] == [2 * 8, 2 * 16]
+    assert heads_width(Llama4TextConfig(**HEADS), 0) == 16 and heads_width(None, 0) == 0
+    model = random_model(config)
+    low = lower(model, "bf16")
+    assert Contributions(model, Adjoint(low, model)(TOKENS[:1])).plan(1, "blocks").flops > 0
+
+
+def test_attention_returns_what_every_family_can_view():
+    """AFMoE views the result of its attention in another shape, without a copy."""
+    config = AfmoeConfig(**ROUTED, **TWO, num_dense_layers=1, sliding_window=4)
+    assert scores_can_be_kept(random_model(config))
+
+
+def test_an_attention_that_does_not_run_is_no_part_to_keep():
+    sizes = {
+        "d_model": 16,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 32,
+        "encoder_layers": 1,
+    }
+    model = random_model(MBartConfig(vocab_size=101, max_position_embeddings=32, is_decoder=True, **sizes))
+    low = lower(model, "bf16")
+    known = Contributions(model, Adjoint(low, model)(TOKENS[:1]))
+    assert known.structure.sites["attention"] == tuple(f"model.decoder.layers.{n}.self_attn" for n in range(2))
+    assert fused_layers(model, TOKENS[:1])  # a cache of its own has no place for the second block
+
+
+# --- All of them -----------------------------------------------------------------------------------
+
+NAMES = {  # what the families call their sizes, and small values
+    101: "vocab_size vocab_size_per_layer_input",
+    64: "max_position_embeddings n_positions n_ctx max_seq_len",
+    32: "intermediate_size ffn_dim n_inner dff decoder_ffn_dim d_inner ffn_hidden_size",
+    16: "hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim moe_intermediate_size "
+    "shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size mamba_d_ssm lru_width "
+    "attention_hidden_size",
+    8: "head_dim global_head_dim swa_head_dim kv_lora_rank q_lora_rank qk_nope_head_dim v_head_dim index_head_dim "
+    "attention_window_size attention_chunk_size linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim "
+    "mamba_headdim mamba_d_state mamba_chunk_size chunk_size ssm_state_size block_size dim_model_base",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim index_topk sliding_window "
+    "attention_window local_attention mamba_dt_rank state_size rotary_dim hidden_size_per_layer_input laurel_rank "
+    "adapter_rank mamba_n_heads mamba_num_heads n_mamba_heads",
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks num_attention_heads "
+    "n_heads n_head num_heads decoder_attention_heads attention_heads num_key_value_heads num_experts_per_tok "
+    "num_experts_per_token moe_k moe_topk top_k_experts num_selected_experts index_n_heads linear_num_key_heads "
+    "linear_num_value_heads",
+    1: "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group n_groups "
+    "first_k_dense_replace moe_layer_start_index num_dense_layers mamba_n_groups mamba_ngroups num_mem_blocks",
+    0: "bos_token_id eos_token_id pad_token_id num_kv_shared_layers",
+}
+SMALL = {name: value for value, names in NAMES.items() for name in names.split()}
+SMALL |= {"is_decoder": True, "use_mamba_kernels": False, "block_auto_adjust_ff_dim": False}
+# What a family needs besides.
+OWN = {
+    "bamba": {"attn_layer_indices": [1], "mamba_d_head": 8},
+    "codegen": {"n_head": 4},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4, "intermediate_size": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
+    "xlstm": {"num_heads": 2},
+    "zamba2": {"hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid"]},
+}
+LATENT = {"head_dim": 4}  # DeepSeek's attention: that of the part of a head that is rotated
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+LARGEST = 10**6  # parameters
+IN = {"deepseek_v4": "bf16"}  # transformers leaves some of its layers in fp32 beside fp16, where their input is in fp16
+CANNOT = {
+    "hrm_text": "its own code runs blocks without gradients",
+    "reformer": "its own code refuses gradients but in training",
+    "xlstm": "its own code fails in 16 bits",
+}
+
+
+def small(name: str):
+    """A configuration of the type ``name``, its sizes those of SMALL, where it has them, and of OWN."""
+    kind = CONFIG_MAPPING[name]
+    called, default = getattr(kind, "attribute_map", {}), kind()
+    known = {*inspect.signature(kind).parameters, *vars(default), *called}
+    sizes = {option: value for option, value in SMALL.items() if option in known}
+    if "kv_lora_rank" in known:
+        sizes |= LATENT
+    doubled = {option for option, other in called.items() if {option, other} <= {*sizes}}
+    return kind(**{option: value for option, value in (sizes | OWN.get(name, {})).items() if option not in doubled})
+
+
+@pytest.mark.parametrize("number", [*range(len(TYPES))] if EVERYTHING else [], ids=lambda number: TYPES[number])
+def test_every_causal_type_has_its_page(number):
+    """Of every type of transformers. One that itself fails at these sizes is skipped; its message is the reason."""
+    name = TYPES[number]
+    if name in CANNOT:
+        pytest.skip(CANNOT[name])
+    try:
+        with torch.device("meta"):
+            size = AutoModelForCausalLM.from_config(small(name)).num_parameters()
+        if size > LARGEST:
+            pytest.skip("some of its sizes have other names")
+        model = random_model(small(name))
+        require_causal(model, name)
+    except Exception as error:  # of the library, of any kind
+        pytest.skip(f"{type(error).__name__}: {error}")
+    read(diagnosed(model, IN.get(name, FORMATS[number % 3]), windows=1))
