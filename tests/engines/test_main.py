@@ -58,7 +58,7 @@ def test_native_bf16_is_rounding_and_another_temperature_is_named(tmp_path, outp
 def test_an_interrupt_ends_with_a_line_and_leaves_no_page(tmp_path, windows):
     """In a process of its own, at several moments from its first import on."""
     path = tmp_path / "log.jsonl"
-    write(path, [Scored(np.tile(w.numpy(), 8), np.full(8 * len(w), -1.0)) for w in windows])
+    write(path, [Scored(np.tile(w.numpy(), 8), -np.linspace(1, 2, 8 * len(w))) for w in windows])
     name = f"interrupted-{os.getpid()}"
     command = [sys.executable, "-m", "fragility_engines", "--log", str(path), "--model", MODEL, "--results", name]
     for wait in (1.5, 5.0, 8.0):

@@ -323,7 +323,7 @@ def of_any(asked):
     """An answer of vLLM for tokens of any vocabulary."""
     tokens = asked["prompt"]
     return {"choices": [{"prompt_token_ids": tokens, "prompt_logprobs": [
-        None, *({str(token): {"logprob": -1.0, "rank": 1}} for token in tokens[1:])
+        None, *({str(token): {"logprob": -1.0 - token % 7, "rank": 1}} for token in tokens[1:])
     ]}]}  # fmt: skip
 
 
