@@ -88,6 +88,6 @@ def test_names_choose_what_is_drawn(monkeypatch):
     drawn = []
     monkeypatch.setattr(Explorer, "write", lambda explorer: drawn.append(explorer.file.name.split(".")[1]))
     shipping.draw(["controller", "residual_depth.depth"])
-    assert drawn == ["depth", "frozen", "update", "tour"]
+    assert drawn == ["depth", "failure", "frozen", "update", "tour"]
     shipping.draw()
-    assert len(drawn) == 4 + len(listed())
+    assert len(drawn) == 5 + len(listed())
