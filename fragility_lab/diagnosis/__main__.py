@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from fragility_lab.diagnosis.options import Options, text_of
+from fragility_lab.inputs.names import local
 from fragility_lab.inputs.stored import require_readable
 from fragility_lab.paths import CUSTOM
 
@@ -32,6 +33,7 @@ def require_possible(given: dict[str, Any]) -> None:
         require_readable(name)  # takes no time
     from fragility_lab.diagnosis.given import require_same_architecture
     from fragility_lab.diagnosis.request import Request
+    from fragility_lab.inputs.checkpoints import load_tokenizer
     from fragility_lab.inputs.offloaded import require_fitting
 
     request = Request(**given)
@@ -40,6 +42,8 @@ def require_possible(given: dict[str, Any]) -> None:
         require_same_architecture(*names)
     for name in names:
         require_fitting(name)
+    if (place := local(names[0])) is not None and place.is_dir():
+        load_tokenizer(names[0])  # takes a fraction of a second; that of a GGUF file is converted, which takes longer
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -45,6 +45,14 @@ def test_every_way_of_loading_refuses_the_same(how, tmp_path):
     assert {text.replace("transformer.", "") for text in said} == {said[0].replace("transformer.", "")}
 
 
+@pytest.mark.parametrize("how", sorted(TOKENIZER))
+def test_a_broken_tokenizer_is_refused_before_a_kernel_starts(how, tmp_path):
+    copy = _copied(tmp_path)
+    DAMAGES[how](copy)
+    with pytest.raises(SystemExit, match="cannot load the tokenizer"):
+        diagnose_stored(str(copy))
+
+
 def test_most_refusals_need_neither_torch_nor_transformers(tmp_path):
     """One Python without the two, so that none of them waits for their import."""
     names = sorted(DAMAGES.keys() - TOKENIZER - FITTING - LATER)
