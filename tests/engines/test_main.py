@@ -1,6 +1,7 @@
 """The command from a log to the page, on the embedded Llama."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,13 +63,17 @@ def test_an_interrupt_ends_with_a_line_and_leaves_no_page(tmp_path, windows):
     name = f"interrupted-{os.getpid()}"
     command = [sys.executable, "-m", "fragility_engines", "--log", str(path), "--model", MODEL, "--results", name]
     for wait in (1.5, 5.0, 8.0):
-        process = subprocess.Popen(
-            command, cwd=paths.PROJECT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": str(paths.PROJECT)},
-        )  # fmt: skip
-        time.sleep(wait)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        for again in (0.0, 0.1, 0.2):
+            process = subprocess.Popen(
+                command, cwd=paths.PROJECT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=os.environ | {"PYTHONPATH": str(paths.PROJECT)},
+            )  # fmt: skip
+            time.sleep(wait + again)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+            if "Exception ignored in" not in err:  # Python drops an interrupt inside of a destructor
+                break
+            shutil.rmtree(paths.PROJECT / "outputs" / name, ignore_errors=True)
         assert process.returncode in (1, -signal.SIGINT) and not out, (
             err
         )  # Python's own, inside of an exec of an import
