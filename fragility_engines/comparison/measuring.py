@@ -19,7 +19,8 @@ from fragility_engines.suspects.suspect import log_sum, logits
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
-PROBES = 4  # of all sequences together: their scatter is far larger than that of probes
+ENOUGH, MOST = 1000, 8  # tokens times probes, and probes: the more tokens, the less probes scatter
+FINE = 2**-8  # unit roundoff of bf16: slopes at both ends of such errors differ by a few percent, in twice the time
 Seen = Callable[[int, Tensor, Tensor], None]  # takes a sequence's number, its logits, and log_sum of them
 
 
@@ -118,7 +119,9 @@ class Yardstick:
     def __init__(self, model: PreTrainedModel, recipe: Recipe, probes: int, seed: int):
         self.model, self.device = model, next(model.parameters()).device
         self.low, self.positions = lower(model, recipe), AtPositions()
-        self.adjoint = Adjoint(self.low, model, probes, seed, self.positions.target, gradients="both")
+        fine = recipe.plain and recipe.kernels.unit_roundoff <= FINE
+        how = "low" if fine else "both"
+        self.adjoint = Adjoint(self.low, model, probes, seed, self.positions.target, gradients=how)
 
     def predict(self, each: Scored, rows: np.ndarray) -> Prediction:
         """The prediction for the scored ``rows`` of a sequence."""
@@ -143,8 +146,8 @@ def measure(
     """The gap of ``sequences``, as an engine scored them, from the fp32 ``model``, beside what ``recipe`` must give.
 
     A ``reference`` is another engine's log of the same tokens, which also runs the recipe. The roundings of weights are
-    then the same on both sides, and those of kernels count twice. Without ``probes`` for each sequence, all have PROBES
-    together, and one at least. The fp32 logits of each sequence are shown to ``seen``.
+    then the same on both sides, and those of kernels count twice. Without ``probes`` for each sequence, a log of fewer
+    tokens has more, MOST at most. The fp32 logits of each sequence are shown to ``seen``.
 
     Raises ValueError for sequences that do not fit the model or the reference, or that all overflow, and the errors of
     ``lower`` and ``Adjoint``.
@@ -152,7 +155,7 @@ def measure(
     require_fitting(model.config, sequences)
     chosen, every = get_recipe(recipe), paired(sequences, reference)
     pairs = [*{pair.each.tokens.tobytes(): pair for pair in reversed(every)}.values()][::-1]  # the first of each text
-    probes = -(-PROBES // len(pairs)) if probes is None else probes
+    probes = min(MOST, -(-ENOUGH // sum(len(pair.known) for pair in pairs))) if probes is None else probes
     yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
     rows, totals, shares, predictions = [], [], [], []
     for pair in pairs:
