@@ -190,7 +190,7 @@ test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed d
 	    --dist loadfile
 
 .PHONY: test-families
-test-families: $(ENVIRONMENT)  ## diagnose 19 families at 2 and 40 blocks in three formats each, all others at 2 (40 core-minutes)
+test-families: $(ENVIRONMENT)  ## diagnose 19 families at 2 and 40 blocks in three formats each, other types at 2 (20 core-minutes)
 	EVERY=yes $(PYTHON) -m pytest tests/lab/test_diagnosis_families.py tests/lab/test_further_families.py $(PARALLEL)
 
 .PHONY: test-faults
