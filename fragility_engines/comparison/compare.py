@@ -4,12 +4,14 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from fragility_engines.comparison.eager import as_eager
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.measuring import measure, require_fitting
 from fragility_engines.comparison.page import Compared
@@ -17,7 +19,7 @@ from fragility_engines.comparison.remedies import remedies
 from fragility_engines.comparison.slopes import Directions, Slope, owned, screened
 from fragility_engines.comparison.verdict import judge, search
 from fragility_engines.logs.sequences import Scored, read
-from fragility_engines.suspects.catalogue import Facts, branches, suspects
+from fragility_engines.suspects.catalogue import Facts, suspects
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import require_fitting as require_memory
 from fragility_lab.inputs.stored import weight_files
@@ -40,28 +42,28 @@ def compare(log: str, model: str, recipe: str = "bf16", against: str = "", seed:
     require_memory(model)
     loaded = checkpoints.load_model(model, auto_class=AutoModelForCausalLM)
     directed = Directions(loaded, sequences, suspects(loaded, told(sequences, model)))
-    gap = measure(loaded, sequences, recipe, seed=seed, reference=reference, seen=directed.see)
+    measured = partial(measure, loaded, sequences, recipe, seed=seed, reference=reference)
+    gap = measured(seen=directed.see)
     names = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")
-    found, inside = explained(gap, directed, names)
-    verdict = judge(gap, [*found, *inside])
+    found, further = explained(gap, directed, names)
+    gap, verdict = as_eager(loaded, gap, judge(gap, [*found, *further]), measured)
     wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
-    return Compared(shown(log), shown(model), shown(against), gap, found, inside, verdict, len(directed.tried), wider)
+    return Compared(shown(log), shown(model), shown(against), gap, found, further, verdict, len(directed.tried), wider)
 
 
 def explained(
     gap: Gap, directed: Directions, names: tuple[str, str] = ("LOG", "AGAINST")
 ) -> tuple[list[Slope], list[Slope]]:
-    """The slopes of the suspects of ``directed``; and if none explains a gap beyond rounding, those of branches.
+    """The slopes of the suspects of ``directed``; and if none explains a gap beyond rounding, those of further ones.
 
     Of a gap between two engines with these ``names``, slopes that are certain have an owner.
     """
-    part = screened(gap)
-    found, inside = search(gap, part, directed.tried, branches(directed.model), directed)
+    found, further = search(gap, directed)
     if not gap.two:
-        return found, inside
+        return found, further
     whole, some = (
         [owned(over, each, directed(over, each.suspect), names) if each.certain else each for each in slopes]
-        for over, slopes in ((gap, found), (part, inside))
+        for over, slopes in ((gap, found), (screened(gap), further))
     )
     return whole, some
 

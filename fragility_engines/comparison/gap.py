@@ -1,5 +1,6 @@
 """The gap between an engine's log-probabilities and those of the fp32 model, beside what rounding alone must give."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,6 +49,15 @@ class Gap:
     def known(self) -> pd.DataFrame:
         """The rows of ``sequences`` that have a finite prediction."""
         return self.sequences[np.isfinite(self.sequences.predicted)]
+
+    def only(self, numbers: Sequence[int]) -> "Gap":
+        """The gap over the tokens of the sequences with these ``numbers``; ``sequences`` stay as they are."""
+        return replace(self, tokens=self.tokens[self.tokens.sequence.isin(numbers)])
+
+    @property
+    def largest(self) -> int:
+        """The number of the sequence whose tokens have the largest sum of squared changes."""
+        return int((self.tokens.change**2).groupby(self.tokens.sequence).sum().idxmax())
 
     @property
     def ratio(self) -> tuple[float, float, float]:

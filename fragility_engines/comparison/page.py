@@ -10,7 +10,7 @@ from fragility_engines.comparison import figures
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.remedies import Remedy
 from fragility_engines.comparison.slopes import Slope
-from fragility_engines.comparison.verdict import KINDS, Verdict, described, patterns
+from fragility_engines.comparison.verdict import Verdict, described, patterns
 from fragility_lab.diagnosis.causes import SITE_NAMES
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.html import template
@@ -39,7 +39,7 @@ class Compared:
     against: str
     gap: Gap
     found: list[Slope]
-    branches: list[Slope]
+    further: list[Slope]
     verdict: Verdict
     tried: int
     remedies: list[Remedy] = field(default_factory=list)
@@ -91,10 +91,10 @@ def page(compared: Compared) -> str:
     """The page as HTML."""
     gap, verdict = compared.gap, compared.verdict
     return template("engines/page.html.jinja").render(
-        compared=compared, recipe=gap.recipe.name, verdict=verdict, kind=KINDS[verdict.kind],
+        compared=compared, recipe=gap.recipe.name, verdict=verdict, kind=verdict.title,
         tokens=len(gap.tokens), sequences=len(gap.sequences), overflowed=len(gap.sequences) - len(gap.known),
         patterns=described(patterns(gap)) if verdict.kind == "more" and verdict.cause is None else [],
         numbers=numbers(gap), sites=widened(gap.sites), remedies=wider(compared.remedies),
-        suspects=suspected(compared.found, verdict), branches=suspected(compared.branches, verdict)[:3],
+        suspects=suspected(compared.found, verdict), further=suspected(compared.further, verdict)[:4],
         images={"spread": uri(figures.spread(gap)), "positions": uri(figures.positions(gap))},
     )  # fmt: skip

@@ -6,6 +6,7 @@ direction is known far more accurately than a root mean square, and shows change
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.catalogue import places
+from fragility_engines.suspects.numbers import Number, numbers
 from fragility_engines.suspects.suspect import Suspect, read, score
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
@@ -23,10 +26,10 @@ Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect ov
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
 DOUBT = 1e-3  # that rounding alone keeps a setting, which the engine has, below half of its size
-EXACT = 0.95  # the same for another unit of the log
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
 INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
-SCREENED = 128  # consecutive tokens of each of two sequences, over which suspects are tried first, and branches
+EXACT = 0.95  # the same for the right logits, read otherwise
+SCREENED = 128  # consecutive tokens of each of two sequences, over which suspects are tried first, and places
 ALIKE = 0.5  # of the largest excess of such tokens in a sequence: the first that have it are taken
 LIKELY = 10  # suspects at most that are tried over both; the others over the first of them alone
 BEST = 3  # suspects that are then tested over all tokens
@@ -64,14 +67,14 @@ class Slope:
     def as_tested(self) -> bool:
         """True if the engine may do what the suspect does: a setting has its full size, a number any size.
 
-        Branches are tried only where the gap is more than rounding, and any of them may be the one.
+        Places are tried only where the gap is more than rounding, and any of them may be the one.
         """
         whole = self.suspect.slope or 0.5 < (abs(self.size) if self.two else self.size) < 1.5
-        return self.suspect.branch or (self.certain and whole)
+        return self.suspect.place or (self.certain and whole)
 
     def undecided(self, times: float) -> bool:
-        """True if ``times`` as many tokens may make this slope certain; for branches always."""
-        if self.suspect.branch:
+        """True if ``times`` as many tokens may make this slope certain; for places always."""
+        if self.suspect.place:
             return True
         units = int(self.units * times)
         if units < 2 or not self.share > 0:
@@ -83,9 +86,9 @@ class Slope:
     @property
     def needed(self) -> float:
         """The share of the gap beyond rounding that this suspect must explain to be named as its cause."""
-        if self.suspect.unit != 1:  # nothing but rounding stays
+        if self.suspect.same_pass and not self.suspect.slope:  # nothing but rounding stays
             return EXACT
-        return INSIDE if self.suspect.branch else EXPLAINED
+        return INSIDE if self.suspect.place and not self.suspect.slope else EXPLAINED
 
 
 def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> tuple[float, float]:
@@ -108,6 +111,16 @@ class Directions:
     def __init__(self, model: PreTrainedModel, sequences: Sequence[Scored], tried: Sequence[Suspect] = ()):
         self.model, self.sequences, self.tried = model, sequences, tried
         self.scores: dict[tuple[Suspect, int], np.ndarray] = {}
+
+    @cached_property
+    def places(self) -> list[Suspect]:
+        """The suspects of one place in the model."""
+        return places(self.model)
+
+    @cached_property
+    def numbers(self) -> list[Number]:
+        """The numbers of the model whose value may be fitted."""
+        return [*numbers(self.model, max(len(each.tokens) for each in self.sequences))]
 
     def see(self, number: int, z: Tensor, norm: Tensor) -> None:
         """Read the logits ``z`` (T, V) of a sequence, whose ``log_sum`` is ``norm`` (T,)."""
@@ -164,11 +177,11 @@ def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Sl
     """``found`` with its owner, the one of the two engines with these ``names`` that does what the suspect does.
 
     It is the one whose own gap from the fp32 model goes with the direction (N,) ``along``: by its full size where the
-    suspect is a setting, and more than the other's where it is a number or a branch.
+    suspect is a setting, and more than the other's where it is a number or a place.
     """
     sides = [slope(side, found.suspect, along) for side in gap.sides]
     whole = [side.as_tested and side.certain for side in sides]
-    if found.suspect.slope or found.suspect.branch or whole[0] == whole[1]:
+    if found.suspect.slope or found.suspect.place or whole[0] == whole[1]:
         return replace(found, owner=names[int(abs(sides[1].size) > abs(sides[0].size))])
     return replace(found, owner=names[int(whole[1])])
 
@@ -181,8 +194,8 @@ def screened(gap: Gap) -> Gap:
     """
     excess = (gap.known.observed / gap.known.predicted).sort_values(ascending=False)
     chosen = gap.known.sequence[excess.index[:2]]
-    rows = gap.tokens[gap.tokens.sequence.isin(chosen)]
-    return replace(gap, tokens=pd.concat([largest(own, gap.predicted) for _, own in rows.groupby("sequence")]))
+    rows = gap.only([int(number) for number in chosen]).tokens.groupby("sequence")
+    return replace(gap, tokens=pd.concat([largest(own, gap.predicted) for _, own in rows]))
 
 
 def largest(rows: pd.DataFrame, predicted: float) -> pd.DataFrame:
@@ -198,8 +211,7 @@ def likely(gap: Gap, part: Gap, tried: Sequence[Suspect], directed: Directed) ->
 
     Those that more tokens of ``gap`` could not decide are left out.
     """
-    squares = (part.tokens.change**2).groupby(part.tokens.sequence).sum()
-    first = replace(part, tokens=part.tokens[part.tokens.sequence == squares.idxmax()])
+    first = part.only([part.largest])
     times = len(gap.tokens) / len(first.tokens)
     some = [each.suspect for each in slopes(first, tried, directed) if each.undecided(times)]
     return slopes(part, some[:LIKELY], directed)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fragility_engines.comparison.fitting import fitted
 from fragility_engines.comparison.gap import Gap
-from fragility_engines.comparison.slopes import BEST, Directed, Slope, likely, ranked, slopes
-from fragility_engines.suspects.suspect import Suspect
+from fragility_engines.comparison.slopes import BEST, Directions, Slope, likely, ranked, screened, slopes
 
 # Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
 MORE, LESS = 1.25, 0.8
@@ -15,6 +15,8 @@ SHOWN = 8  # sequences in the line
 START, END = 16, 64  # tokens at the beginning and at the end of sequences
 GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
 FEW = 0.02  # of the tokens make half of the square
+SURE = 0.95  # share of the gap beyond rounding that a suspect explains, if the engine does just what it says
+CLEAR = 0.8  # the same for a number, whose slope bends, and for one place among many
 
 KINDS = {
     "rounding": "rounding explains it",
@@ -29,7 +31,8 @@ class Verdict:
     """The verdict of ``kind``, one of KINDS; ``cause`` is the suspect that explains the gap, if one does.
 
     ``needed`` is the number of sequences of this length that would decide; it is known only for the kind "few". ``far``
-    are the sequences that are more than rounding by themselves, where others are not.
+    are the sequences that are more than rounding by themselves, where others are not. ``fused`` is the ratio beside the
+    prediction for fused attention, where rounding explains the gap if attention is eager alone.
     """
 
     kind: str
@@ -37,13 +40,28 @@ class Verdict:
     cause: Slope | None = None
     needed: int | None = None
     far: Sequence[int] = ()
+    fused: float | None = None
+
+    @property
+    def beyond(self) -> float:
+        """The share of the squared gap that rounding does not explain."""
+        return 1 - 1 / max(self.ratio[0], 1.0) ** 2
+
+    @property
+    def title(self) -> str:
+        """The kind in words, with the condition under which it holds."""
+        return KINDS[self.kind] + " if the engine's attention is eager" * (self.fused is not None)
 
     @property
     def line(self) -> str:
         """The verdict in a line."""
         value, low, high = self.ratio
         interval = "one sequence, no interval" if np.isnan(low) else f"95 %: {low:.2f} to {high:.2f}"
-        text = f"{KINDS[self.kind]}: the gap is {value:.2f} times the predicted one ({interval})"
+        text = f"{self.title}: the gap is {value:.2f} times the predicted one ({interval})"
+        if self.fused is not None:
+            text += (
+                f"; it is {self.fused:.2f} times that of fused attention, which keeps scores and probabilities wider"
+            )
         if self.kind == "few":
             text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""
         if self.far:
@@ -63,8 +81,7 @@ def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
     A suspect that is certain makes a gap more than rounding, however small the gap is.
     """
     value, low, high = ratio = gap.ratio
-    beyond = 1 - 1 / max(value, 1.0) ** 2  # the share of the square that rounding does not explain
-    gains = gap.tokens.change.mean() > GAIN
+    beyond, gains = Verdict("more", ratio).beyond, gap.tokens.change.mean() > GAIN
     named = [each for each in found if each.as_tested and each.share > each.needed * beyond]
     named = [each for each in named if not (each.suspect.slope and gains)]
     cause = max(named, key=lambda each: each.share, default=None)
@@ -126,22 +143,36 @@ def described(found: dict[str, float]) -> list[str]:
     return texts
 
 
-def search(
-    gap: Gap, part: Gap, tried: Sequence[Suspect], inside: Sequence[Suspect], directed: Directed
-) -> tuple[list[Slope], list[Slope]]:
-    """The slopes of suspects that are ``tried``; and if none explains a gap beyond rounding, those ``inside``.
+def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
+    """The slopes of the suspects of ``directed``; and if none explains most of a gap beyond rounding, of further ones.
 
-    ``directed`` gives directions. Suspects that change a number a little may be below the noise, and are tested over
-    all tokens of ``gap``, as are those that need no pass. Of the others only the BEST over its ``part`` that all tokens
-    could decide are, as what they do is either there or not. ``inside`` are branches of blocks, tested over the part.
+    Suspects that change a number a little may be below the noise, and are tested over all tokens of ``gap``, as are
+    those that need no pass. Of the others only the BEST over its ``screened`` part that all tokens could decide are, as
+    what they do is either there or not. Where none explains SURE of the rest, numbers are fitted; and where these do
+    not explain CLEAR of it, places are tried over the part.
     """
-    whole = [suspect for suspect in tried if suspect.slope or suspect.same_pass]
-    some = likely(gap, part, [suspect for suspect in tried if suspect not in whole], directed)
+    part = screened(gap)
+    whole = [suspect for suspect in directed.tried if suspect.slope or suspect.same_pass]
+    some = likely(gap, part, [suspect for suspect in directed.tried if suspect not in whole], directed)
     times = len(gap.tokens) / len(part.tokens)
     best = [each for each in some if each.undecided(times)][:BEST]
     decided = [each for each in some if each not in best]
     found = ranked([*slopes(gap, [*whole, *(each.suspect for each in best)], directed), *decided])
+    further: list[Slope] = []
+    if unexplained(gap, found, SURE):
+        further = fitted(gap, part, directed)
+    if unexplained(gap, [*found, *further], CLEAR):
+        further += likely(part, part, directed.places, directed)
+    return found, ranked(further)
+
+
+def unexplained(gap: Gap, found: Sequence[Slope], share: float) -> bool:
+    """True if ``gap`` is more than rounding, and no suspect that was ``found`` explains this ``share`` of the rest.
+
+    Another temperature is exact at its size, as it reads the same logits: it needs CLEAR alone.
+    """
     verdict = judge(gap, found)
-    if verdict.kind != "more" or verdict.cause is not None:
-        return found, []
-    return found, likely(part, part, inside, directed)
+    if verdict.kind != "more" or verdict.cause is None:
+        return verdict.kind == "more"
+    least = min(share, CLEAR) if verdict.cause.suspect.same_pass else share
+    return verdict.cause.share <= least * verdict.beyond

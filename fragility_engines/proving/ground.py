@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.models.paths import block_paths, branch_paths
+from fragility_engines.comparison.eager import as_eager
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.measuring import measure
-from fragility_engines.comparison.slopes import Directions, screened
+from fragility_engines.comparison.slopes import Directions
 from fragility_engines.comparison.verdict import Verdict, judge, search
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.proving.variations import FAULTS, HARMLESS, Variation
-from fragility_engines.suspects.catalogue import Facts, branches, suspects
-from fragility_engines.suspects.suspect import Suspect
+from fragility_engines.suspects.catalogue import Facts, suspects
 
 NOTICEABLE = 0.5  # times the RMS of rounding: a fault that moves log-probabilities more must not be missed
 
@@ -41,32 +41,22 @@ class Ground:
         return measure(self.model, self.sequences, "bf16", seen=self.directed.see)
 
     @cached_property
-    def tried(self) -> list[Suspect]:
-        """Suspects of the model."""
-        return suspects(self.model, Facts.of(self.sequences, self.bos))
+    def eager(self) -> Gap:
+        """The same by eager attention, which the model must have when it is first asked for."""
+        return measure(self.model, self.sequences, "bf16")
 
     @cached_property
     def directed(self) -> Directions:
         """Every suspect's direction; each is computed once."""
-        return Directions(self.model, self.sequences, self.tried)
-
-    @cached_property
-    def inside(self) -> list[Suspect]:
-        """Branches of the model."""
-        return branches(self.model)
-
-    def gap_of(self, variation: Variation) -> Gap:
-        """The gap of the engine ``variation``."""
-        found = variation.run(self.model, self.windows).cpu().numpy().ravel()
-        tokens = self.gap.tokens.assign(change=found - self.gap.tokens.exact)
-        observed = (tokens.change**2).groupby(tokens.sequence).mean().to_numpy()
-        return replace(self.gap, tokens=tokens, sequences=self.gap.sequences.assign(observed=observed))
+        tried = suspects(self.model, Facts.of(self.sequences, self.bos))
+        return Directions(self.model, self.sequences, tried)
 
     def judged(self, variation: Variation) -> tuple[Gap, Verdict]:
-        """The gap of ``variation`` and the verdict on it."""
-        gap = self.gap_of(variation)
-        found, inside = search(gap, screened(gap), self.tried, self.inside, self.directed)
-        return gap, judge(gap, [*found, *inside])
+        """The gap of the engine ``variation`` and the verdict on it."""
+        found = variation.run(self.model, self.windows).cpu().numpy().ravel()
+        gap = given(self.gap, found)
+        slopes, further = search(gap, self.directed)
+        return as_eager(self.model, gap, judge(gap, [*slopes, *further]), lambda: given(self.eager, found))
 
     def row(self, variation: Variation) -> dict[str, object]:
         """The verdict on ``variation``: what it was, whether that is right, and which cause was named."""
@@ -85,6 +75,13 @@ class Ground:
         """One row per engine that this model can be."""
         has_rope = any(name.endswith("inv_freq") for name, _ in self.model.named_buffers())
         return pd.DataFrame([self.row(each) for each in engines if has_rope or "RoPE" not in each.name])
+
+
+def given(gap: Gap, logprobs: np.ndarray) -> Gap:
+    """``gap`` for an engine that gives these ``logprobs`` (N,)."""
+    tokens = gap.tokens.assign(change=logprobs - gap.tokens.exact)
+    observed = (tokens.change**2).groupby(tokens.sequence).mean().to_numpy()
+    return replace(gap, tokens=tokens, sequences=gap.sequences.assign(observed=observed))
 
 
 def expected_cause(model: PreTrainedModel, cause: str) -> str:

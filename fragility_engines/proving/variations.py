@@ -282,7 +282,7 @@ HARMLESS = [
     Variation("fp16 where bf16 is said", emulated("fp16"), verdicts=("less",)),
     Variation("fp32 where bf16 is said", exact, verdicts=("less",)),
 ]
-BOS, BASE, SCALE, HEAT = "BOS", "RoPE base", "scale of attention", "temperature"
+BOS, BASE, SCALE, HEAT, WINDOW = "BOS", "RoPE base", "scale of attention", "temperature", "a window of"
 FAULTS = [
     Variation("a second BOS", native(before=1), BOS),
     Variation("RoPE base a tenth", native(base(0.1)), BASE),
@@ -305,7 +305,7 @@ FAULTS = [
     Variation("an attention left out", native(without_branch(3, 0)), "3:0"),
     Variation("norms of a block +2 %", native(scaled_norms(2, 1.02)), "2:"),
     Variation("norms of a block +30 %", native(scaled_norms(5, 1.3)), "5:"),
-    Variation("a window of 16 tokens", native(window_size=16), ""),
+    Variation("a window of 16 tokens", native(window_size=16), WINDOW),
     Variation("the first 8 tokens are not seen", native(drop=8), ""),
     Variation("log-softmax in bf16", native(dtype=torch.bfloat16), ""),
     Variation("weights of 8 bits", emulated("w8a8-int8"), ""),
@@ -319,5 +319,5 @@ FAULTS = [
     Variation("rows of a late query matrix turned around", native(flipped(6)), "6:0", seen=False),
     Variation("another MLP left out", native(without_branch(2, 1)), "2:1", seen=False),
     Variation("norms of a late block -10 %", native(scaled_norms(7, 0.9)), "7:", seen=False),
-    Variation("a window of 48 tokens", native(window_size=48), "", seen=False),
+    Variation("a window of 48 tokens", native(window_size=48), WINDOW, seen=False),
 ]

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_core.models.norms import epsilon_name
-from fragility_core.models.paths import attention_modules, branch_paths
+from fragility_core.models.norms import epsilon_name, known_norm
+from fragility_core.models.paths import block_paths, branch_paths, norm_paths
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.rotary import rotary
-from fragility_engines.suspects.suspect import Suspect, assigning, change, having
-
-CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
+from fragility_engines.suspects.suspect import Change, Suspect, assigning, change, having
+from fragility_engines.suspects.windows import CUTS, windows
 
 
 @dataclass(frozen=True)
@@ -90,44 +89,6 @@ def alignments() -> Iterator[Suspect]:
         yield Suspect(f"a log in base {base}", "the unit of the log, which must be nats", unit=math.log(base))
 
 
-def windows(model: PreTrainedModel, longest: int) -> Iterator[Suspect]:
-    """Suspects of a sliding window of attention, for models whose configuration knows one."""
-    config, modules = model.config.get_text_config(), attention_modules(model)
-    if not hasattr(config, "sliding_window"):
-        return
-    own, look = config.sliding_window, "sliding_window and layer_types of the engine's configuration"
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if own else "full_attention"] * len(modules)
-    sliding = [module for module, kind in zip(modules, types) if own and kind == "sliding_attention"]
-    full = [module for module, kind in zip(modules, types) if kind == "full_attention"]
-    if sliding and own < longest:
-        yield Suspect(f"full attention in place of a window of {own}", look, partial(seeing, sliding, 0))
-    for size in [own] if own else CUTS:
-        if full and size < longest:
-            yield Suspect(f"a window of {size} in place of full attention", look, partial(seeing, full, size))
-
-
-@contextmanager
-def seeing(modules: Sequence[nn.Module], size: int, model: nn.Module) -> Iterator[None]:
-    """A context in which the attention ``modules`` see ``size`` tokens, themselves among them; 0 stands for all."""
-
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if "attention_mask" not in kwargs:
-            return None
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        places = torch.arange(x.shape[1], device=x.device)
-        back = places[:, None] - places
-        unseen = (back < 0) | (back >= (size or len(places)))
-        mask = torch.zeros(unseen.shape, dtype=x.dtype, device=x.device)
-        return args, kwargs | {"attention_mask": mask.masked_fill(unseen, torch.finfo(x.dtype).min)[None, None]}
-
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def heads(model: Any, own: Tensor | None = None) -> Iterator[Suspect]:
     """Suspects of a head that is tied to the embedding, or not, where the model has it otherwise.
 
@@ -177,10 +138,45 @@ def settings(model: PreTrainedModel) -> Iterator[Suspect]:
     yield Suspect("another temperature", "temperature, or a scale of logits", temperature=1.01, slope=True)
 
 
-def branches(model: PreTrainedModel) -> list[Suspect]:
-    """A suspect for each branch of each block, which its change leaves out, for whatever is wrong in it."""
-    mend = "the weights of this branch, the order of its heads, and the kernel that the engine runs for it"
-    return [Suspect(f"something in {path}", mend, partial(without, path), branch=True) for path in branch_paths(model)]
+def scales_of_norms(model: PreTrainedModel) -> Iterator[Suspect]:
+    """Suspects of norms that multiply by their weight in place of 1 + weight, or the other way round."""
+    found = [norm for module in model.modules() if (norm := known_norm(module)) is not None]
+    for offset, name in ((0.0, "1 + weight in place of their weight"), (1.0, "their weight in place of 1 + weight")):
+        if settings := [(norm.module, "weight") for norm in found if norm.offset == offset]:
+            yield Suspect(
+                f"norms that multiply by {name}", "the class of the norms, and what a converter adds to their weights",
+                change(settings, partial(moved, 1 - 2 * offset)),
+            )  # fmt: skip
+
+
+def moved(by: float, weight: Tensor) -> nn.Parameter:
+    """``weight`` plus ``by``."""
+    return nn.Parameter(weight.detach() + by, requires_grad=False)
+
+
+def places(model: PreTrainedModel) -> list[Suspect]:
+    """Suspects of one place: each branch of each block, left out for whatever is wrong in it, and the norms of blocks.
+
+    The weights of a norm are 5 % larger.
+    """
+    branch = "the weights of this branch, the order of its heads, and the kernel that the engine runs for it"
+    weight = "the weights of this norm"
+    blocks = block_paths(model)
+    norms = [path for path in norm_paths(model) if path.rpartition(".")[0] in blocks]
+    return [
+        *(Suspect(f"something in {path}", branch, partial(without, path), place=True) for path in branch_paths(model)),
+        *(
+            Suspect(f"the weights of {path}", weight, scaled(model.get_submodule(path)), place=True, slope=True)
+            for path in norms
+        ),
+    ]
+
+
+def scaled(norm: nn.Module) -> Change:
+    """The change that makes the weights of ``norm`` 5 % larger, 1 + weight where they are stored less 1."""
+    known = known_norm(norm)
+    offset = known.offset if known is not None else 0.0
+    return change([(norm, "weight")], lambda weight: moved(0.05 * (weight.detach() + offset), weight))
 
 
 @contextmanager
@@ -201,5 +197,5 @@ def suspects(model: PreTrainedModel, facts: Facts) -> list[Suspect]:
     """All suspects that ``model`` can have, for a log of which ``facts`` are known."""
     return [
         *beginnings(facts), *truncations(facts), *alignments(), *rotary(model), *windows(model, facts.longest),
-        *heads(model, facts.head), *settings(model),
+        *heads(model, facts.head), *settings(model), *scales_of_norms(model),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fragility_engines.suspects.suspect import Suspect, assigning, change, having
+from fragility_engines.suspects.suspect import Setting, Suspect, assigning, change, having
 
 LOOK = "rope_scaling of the engine's configuration"
 FACTORS = {"yarn": 4.0, "llama3": 8.0, "dynamic": 2.0}  # as published models have them, for a model without scaling
@@ -110,12 +110,7 @@ def suspect_of(each: Rotary, name: str, rope_type: str, factor: float, whole: in
 
 def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
     """Suspects of rotary positions: another base, linear scaling, a narrow dtype, another order of the pairs."""
-    found = [
-        (module, name)
-        for module in model.modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and "original" not in name
-    ]
+    found = frequencies(model)
     if not found:
         return
     bases = sorted({base_of(getattr(*each)) for each in found})
@@ -141,20 +136,30 @@ def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
         yield Suspect("RoPE pairs in another order", "the permutation of query and key heads when converted", reordered)
 
 
-def base_of(frequencies: Tensor) -> float:
-    """The base of ``frequencies`` (d / 2,), each its power -2 i / d; three significant digits."""
-    return float(f"{float(frequencies[0] / frequencies[1]) ** len(frequencies):.3g}")
+def frequencies(model: PreTrainedModel) -> list[Setting]:
+    """The frequencies of RoPE in the modules of ``model``."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original" not in name
+    ]
 
 
-def divided(factor: float, frequencies: Tensor) -> Tensor:
-    """``frequencies`` for positions divided by ``factor``."""
-    return frequencies / factor
+def base_of(x: Tensor) -> float:
+    """The base of the frequencies ``x`` (d / 2,), each its power -2 i / d; three significant digits."""
+    return float(f"{float(x[0] / x[1]) ** len(x):.3g}")
 
 
-def with_base(base: float, frequencies: Tensor) -> Tensor:
-    """``frequencies`` (d / 2,) with another ``base``, and the scaling that they have."""
-    steps = torch.arange(len(frequencies), device=frequencies.device) / len(frequencies)
-    return frequencies * (base / base_of(frequencies)) ** -steps
+def divided(factor: float, x: Tensor) -> Tensor:
+    """The frequencies ``x`` for positions divided by ``factor``."""
+    return x / factor
+
+
+def with_base(base: float, x: Tensor) -> Tensor:
+    """The frequencies ``x`` (d / 2,) with another ``base``, and the scaling that they have."""
+    steps = torch.arange(len(x), device=x.device) / len(x)
+    return x * (base / base_of(x)) ** -steps
 
 
 @contextmanager

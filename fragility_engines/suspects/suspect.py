@@ -1,7 +1,7 @@
 """Suspects: changes of a model's function that people reported as bugs of engines, each to be run in fp32.
 
 A suspect scores a window with one thing changed: how a text begins, RoPE, the scale of attention, an epsilon, the
-temperature, or a branch of a block that is left out. What this does to the log-probabilities of the tokens is a
+temperature, a norm, or a branch of a block that is left out. What this does to the log-probabilities of the tokens is a
 direction. ``slopes`` tests how much of an engine's gap lies along it. ``catalogue`` lists them.
 """
 
@@ -26,8 +26,8 @@ class Suspect:
     one all but ``kept`` are left out, if given. ``temperature`` divides logits, and ``unit``
     log-probabilities. Each token is scored ``ahead`` places
     behind the one that is right, and log-probabilities stand ``late`` places after their own. A ``slope`` is a small
-    change of a number, along which the gap may have any size. A ``branch`` of a block is left out, for whatever is
-    wrong in it.
+    change of a number, along which the gap may have any size. A ``place`` is a branch of a block that is left out, for
+    whatever is wrong in it, or a norm; such suspects are tried where no other explains a gap.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Suspect:
     ahead: int = 0
     late: int = 0
     slope: bool = False
-    branch: bool = False
+    place: bool = False
 
     @property
     def same_pass(self) -> bool:

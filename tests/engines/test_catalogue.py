@@ -1,6 +1,5 @@
 """Faults of configurations, injected by other configurations, are named; a correct engine is not accused."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,13 +9,22 @@ from test_suspects import SIZES
 from tiny import random_model, random_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
+from fragility_core.models.paths import is_norm
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.measuring import measure
 from fragility_engines.comparison.slopes import Directions
 from fragility_engines.comparison.verdict import judge
 from fragility_engines.logs.sequences import Scored
-from fragility_engines.proving.ground import Ground
-from fragility_engines.proving.variations import Variation, by_window
+from fragility_engines.proving.ground import Ground, given
+from fragility_engines.proving.variations import (
+    Variation,
+    attention_scale,
+    base,
+    by_window,
+    epsilon,
+    frequencies,
+    native,
+)
 from fragility_engines.suspects.catalogue import Facts, heads, suspects
 from fragility_engines.suspects.suspect import Suspect, logprobs, score
 
@@ -117,6 +125,61 @@ def test_a_correct_engine_is_not_accused(grounds, name):
     assert verdict.kind in ("rounding", "few") and verdict.cause is None, verdict
 
 
+def other(change, name, depth, model, windows):
+    """The log-probabilities of an engine in bf16 after a ``change`` of its weights."""
+    low = quieted(random_model(config_of(name, depth)), depth)
+    change(low)
+    return by_window(partial(logprobs, low.bfloat16()), windows)
+
+
+def add_one(model):
+    for module in model.modules():
+        if is_norm(module):
+            module.weight.add_(1)
+
+
+def enlarge(model):
+    block_of(model, 0.5).post_attention_layernorm.weight.mul_(1.5)
+
+
+def block_of(model, share):
+    return model.model.layers[int(share * len(model.model.layers))]
+
+
+def test_norms_of_the_other_convention_are_named(grounds):
+    ground, depth = grounds("plain")
+    _, verdict = ground.judged(Variation("1 + weight", partial(other, add_one, "plain", depth)))
+    assert verdict.cause.suspect.name == "norms that multiply by 1 + weight in place of their weight"
+
+
+def test_the_wrong_weights_of_a_norm_are_named(grounds):
+    ground, depth = grounds("plain")
+    _, verdict = ground.judged(Variation("a norm", partial(other, enlarge, "plain", depth)))
+    assert verdict.cause.suspect.name == f"the weights of model.layers.{depth // 2}.post_attention_layernorm"
+
+
+FITTED = {
+    "epsilon {} of norms": (0.03, native(epsilon(0.03))),
+    "another scale of attention, {} times its own": (0.3, native(attention_scale(0.3))),
+    "RoPE base {} times its own": (0.3, native(base(0.3))),
+    "RoPE positions divided by {}": (5.5, native(frequencies(lambda x: x / 5.5))),
+    "a window of {} in place of full attention": (23, native(window_size=23)),
+}
+
+
+@pytest.mark.parametrize("cause", FITTED)
+def test_an_unusual_value_of_a_number_is_fitted(grounds, cause):
+    """No suspect has it, and some that have another value explain most of the gap."""
+    ground, depth = grounds("plain")
+    value, run = FITTED[cause]
+    _, verdict = ground.judged(Variation(cause, run))
+    before, after = cause.split("{}")
+    name = verdict.cause.suspect.name
+    assert name.startswith(before) and name.endswith(after), verdict.line
+    assert float(name[len(before) : len(name) - len(after)]) == pytest.approx(value, rel=0.1)
+    assert verdict.cause.share > (0.8 if depth == 2 else 0.5)  # deep random models round more
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_window_that_opens_late_in_the_text_is_named(depth):
     """Its first 160 tokens are as they must be."""
@@ -173,12 +236,9 @@ def test_another_beginning_is_named_and_a_correct_one_is_not(cause, depth):
     gap = measure(model, log, "bf16", probes=1)
     facts = Facts.of(log, 0, preambles={"a chat template": TEMPLATE})
     right = np.concatenate([logprobs(low, w)[unscored - 1 :].numpy() for w in windows])
-    tokens = gap.tokens.assign(change=right - gap.tokens.exact)
-    observed = (tokens.change**2).groupby(tokens.sequence).mean().to_numpy()
-    correct = replace(gap, tokens=tokens, sequences=gap.sequences.assign(observed=observed))
-    for each, expected in ((gap, cause), (correct, None)):
-        found, inside = explained(each, Directions(model, log, suspects(model, facts)))
-        named = judge(each, [*found, *inside]).cause
+    for each, expected in ((gap, cause), (given(gap, right), None)):
+        found, further = explained(each, Directions(model, log, suspects(model, facts)))
+        named = judge(each, [*found, *further]).cause
         assert (named and named.suspect.name) == expected, [(one.suspect.name, one.size, one.share) for one in found]
 
 

@@ -109,9 +109,9 @@ def test_a_wrong_matrix_is_found_by_its_branch(model):
     low = low.bfloat16()
     log = engine(lambda window: logprobs(low, window))
     gap = measure(model, log, "bf16")
-    found, inside = explained(gap, Directions(model, log, suspects(model, Facts.of(log, 0))))
+    found, further = explained(gap, Directions(model, log, suspects(model, Facts.of(log, 0))))
     assert judge(gap, found).cause is None
-    assert inside[0].suspect.name == "something in model.layers.1.mlp" and inside[0].as_tested
+    assert further[0].suspect.name == "something in model.layers.1.mlp" and further[0].as_tested
 
 
 def test_suspects_that_read_the_same_logits_need_no_pass_of_their_own(model, native):

@@ -46,11 +46,35 @@ def test_faults_are_noticed_and_their_causes_named(table):
 
 
 def test_the_summary_counts(table):
-    assert summary(table).values.tolist() == [[0, 7], [0, 7], [0, 7], [5, 5]]
+    assert summary(table).values.tolist() == [[0, 7], [0, 7], [0, 7], [6, 6]]
     wrong = table.assign(verdict=["more"] * 7 + ["rounding"] * 7, right=False, named=False)
-    assert summary(wrong).values.tolist() == [[7, 7], [7, 7], [7, 7], [0, 5]]
+    assert summary(wrong).values.tolist() == [[7, 7], [7, 7], [7, 7], [0, 6]]
     small = table.assign(ratio=1.1)
     assert summary(small).of.tolist() == [7, 7, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """The embedded GPT-2, whose eager attention rounds a third more than its fused one."""
+    loaded = load("embedded", "embedded", [128], 6, "cpu", AutoModelForCausalLM)
+    return Ground(loaded.model, loaded.windows(128, 6, 0)[1], loaded.tokenizer.bos_token_id)
+
+
+def test_eager_attention_is_rounding_under_that_condition(gpt2):
+    before = gpt2.model.config._attn_implementation
+    gap, verdict = gpt2.judged(BY_NAME["eager"])
+    assert verdict.kind == "rounding" and verdict.fused > 1.25 > gap.ratio[0]
+    assert "if the engine's attention is eager" in verdict.title
+    _, verdict = gpt2.judged(BY_NAME["sdpa"])
+    assert verdict.kind == "rounding" and verdict.fused is None
+    assert gpt2.model.config._attn_implementation == before == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["epsilon 1e-1", "attention scale halved"])
+def test_a_fault_that_breaks_the_model_is_not_taken_for_another_one(gpt2, name):
+    """Wrong places in the log, or another convention of norms, change log-probabilities in a similar way."""
+    _, verdict = gpt2.judged(BY_NAME[name])
+    assert BY_NAME[name].cause in verdict.cause.suspect.name and verdict.cause.share > 0.9
 
 
 def test_the_figure_has_a_line_for_every_engine(table):

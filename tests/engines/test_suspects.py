@@ -5,8 +5,9 @@ import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig
 
-from fragility_engines.suspects.catalogue import Facts, branches
+from fragility_engines.suspects.catalogue import Facts, places
 from fragility_engines.suspects.catalogue import suspects as listed
+from fragility_engines.suspects.numbers import numbers
 from fragility_engines.suspects.suspect import logprobs, score
 
 SIZES = {
@@ -33,7 +34,9 @@ def suspects(model, first, bos=None, **facts):
 
 
 def tried(model):
-    return [*suspects(model, int(WINDOW[0]), 0), *suspects(model, 0, 0), *branches(model)]
+    usual = [suspect for number in numbers(model, len(WINDOW)) for suspect in number.usual]
+    usual = [each for each in usual if not each.name.startswith("epsilon 1e-0")]  # its own, or below fp32's resolution
+    return [*suspects(model, int(WINDOW[0]), 0), *suspects(model, 0, 0), *places(model), *usual]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,6 +57,10 @@ def test_models_have_the_suspects_of_their_settings():
     names = {name: " ".join(suspect.name for suspect in tried(make())) for name, make in MODELS.items()}
     for part in ("RoPE base", "RoPE pairs", "epsilon", "scale of attention", "temperature", "BOS"):
         assert part in names["llama"]
+    assert all("a window of 16 in place of full attention" in found for found in names.values())
+    for name, found in names.items():  # gemma stores weights less 1
+        stored = "their weight in place of 1 + weight" if "gemma" in name else "1 + weight in place of their weight"
+        assert f"norms that multiply by {stored}" in found and found.count("norms that multiply by") == 2  # tried twice
     assert "RoPE base 10000 in all layers" in names["gemma3"]  # it has two
     assert "RoPE" not in names["gpt2"] and "softcap" not in names["llama"]
     assert "no softcap of attention" in names["gemma2"] and "no softcap of logits" in names["gemma2"]

@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 11912,
     "fragility_explorer": 1581,
     "fragility_lessons": 3559,
-    "fragility_engines": 3918,
+    "fragility_engines": 4216,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }

@@ -1,0 +1,29 @@
+"""Whether a gap is the rounding of eager attention, which rounds scores and probabilities as fused kernels do not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.verdict import Verdict, judge
+from fragility_numerics.attention import set_attention
+from fragility_numerics.internals import attention_of, restored_attention
+
+MOST = 3.0  # times the gap of fused attention: eager attention rounds no more than that
+
+
+def as_eager(model: PreTrainedModel, gap: Gap, verdict: Verdict, measured: Callable[[], Gap]) -> tuple[Gap, Verdict]:
+    """``gap`` and the ``verdict`` on it, or those for eager attention where rounding explains the gap then.
+
+    ``measured`` gives the gap for the attention that ``model`` has. It is called where a gap from the fp32 model is
+    large, no cause is named, and the attention of the model is fused.
+    """
+    undecided = verdict.kind in ("more", "few") and verdict.cause is None and 1 < verdict.ratio[0] < MOST
+    if not undecided or gap.two or attention_of(model) != "sdpa":
+        return gap, verdict
+    with restored_attention(model):
+        set_attention(model, "eager")
+        other = measured()
+    second = judge(other)
+    return (other, replace(second, fused=verdict.ratio[0])) if second.kind == "rounding" else (gap, verdict)

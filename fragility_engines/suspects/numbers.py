@@ -1,0 +1,90 @@
+"""Numbers of a model's settings that an engine may have otherwise, by any amount: epsilon, scales, RoPE, a window.
+
+``catalogue`` tries the usual values as suspects. Where none of them explains a gap, ``comparison.fitting`` looks for
+the value that does.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fragility_core.models.norms import epsilon_name
+from fragility_engines.suspects.rotary import base_of, divided, frequencies, with_base
+from fragility_engines.suspects.suspect import Change, Suspect, change, having
+from fragility_engines.suspects.windows import fully_attending, seeing
+
+EPSILONS = tuple(10.0**-power for power in range(8, -1, -1))
+SCALES = (0.25, 0.5, 0.7, 1.4, 2.0, 4.0)  # times the scale of attention
+BASES = tuple(10.0 ** (half / 2) for half in (-4, -3, -2, -1, 1, 2, 3, 4))  # times RoPE's base
+DIVISORS = (0.5, 0.7, 1.4, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)  # of RoPE's positions
+WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that an engine may have otherwise.
+
+    ``name`` has a place for its value, and ``mend`` says what to look at. ``values`` are tried first, in order.
+    ``change`` gives the change of a model for a value. A ``whole`` number is an integer.
+    """
+
+    name: str
+    mend: str
+    values: tuple[float, ...]
+    change: Callable[[Any], Change]
+    whole: bool = False
+
+    @cached_property
+    def usual(self) -> list[Suspect]:
+        """The suspects of its ``values``."""
+        return [self.at(value) for value in self.values]
+
+    def at(self, value: float) -> Suspect:
+        """The suspect that the number has this ``value``."""
+        value = round(value) if self.whole else value
+        shown = value if self.whole else f"{value:.2g}"
+        return Suspect(self.name.format(shown), self.mend, self.change(value))
+
+
+def product(factor: float, own: float) -> float:
+    """``own`` times ``factor``."""
+    return own * factor
+
+
+def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
+    """The numbers that ``model`` has, for sequences of at most ``longest`` tokens."""
+    norms = [(module, str(epsilon_name(module))) for module in model.modules() if epsilon_name(module)]
+    if norms:
+        yield Number(
+            "epsilon {} of norms", "rms_norm_eps or layer_norm_eps", EPSILONS,
+            lambda value: change(norms, lambda _: value),
+        )  # fmt: skip
+    if scales := having(model, "scaling", float):
+        yield Number(
+            "another scale of attention, {} times its own", "1 / sqrt(head_dim), and what multiplies it", SCALES,
+            lambda factor: change(scales, partial(product, factor)),
+        )  # fmt: skip
+    if found := frequencies(model):
+        yield Number(
+            "RoPE base {} times its own", "rope_theta of the engine's configuration", BASES,
+            lambda factor: change(found, partial(rebased, factor)),
+        )  # fmt: skip
+        yield Number(
+            "RoPE positions divided by {}", "rope_scaling of the engine's configuration", DIVISORS,
+            lambda factor: change(found, partial(divided, factor)),
+        )  # fmt: skip
+    full = fully_attending(model)
+    if sizes := tuple(size for size in WINDOWS if size < longest and full):
+        yield Number(
+            "a window of {} in place of full attention", "the cache of keys and values, and its blocks", sizes,
+            lambda size: partial(seeing, full, size), whole=True,
+        )  # fmt: skip
+
+
+def rebased(factor: float, own: Tensor) -> Tensor:
+    """RoPE's frequencies ``own`` (d / 2,) with ``factor`` times their base."""
+    return with_base(factor * base_of(own), own)
