@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.models import paths
-from fragility_core.models.norms import epsilon_name
+from fragility_core.models.norms import epsilon_name, known_norm
 from fragility_engines.suspects.rotary import interleave
 from fragility_engines.suspects.suspect import logprobs
 from fragility_quantization.quantized import lower
@@ -196,6 +196,14 @@ def scaled_norms(tenths: int, factor: float) -> Change:
     return done
 
 
+def other_norms(model: Any) -> None:
+    """Have norms multiply by 1 + weight where they multiply by their weight, and the reverse."""
+    for path in paths.norm_paths(model):
+        module = model.get_submodule(path)
+        known = known_norm(module)
+        module.weight.add_(1 - 2 * known.offset if known is not None else 1.0)
+
+
 def epsilon(value: float) -> Change:
     """A change of epsilon in all norms."""
 
@@ -318,6 +326,12 @@ FAULTS = [
     Variation("an MLP matrix of another block", native(next_matrix(9, 1)), "9:1", seen=False),
     Variation("rows of a late query matrix turned around", native(flipped(6)), "6:0", seen=False),
     Variation("another MLP left out", native(without_branch(2, 1)), "2:1", seen=False),
-    Variation("norms of a late block -10 %", native(scaled_norms(7, 0.9)), "7:", seen=False),
-    Variation("a window of 48 tokens", native(window_size=48), WINDOW, seen=False),
+    Variation("norms of a late block -10 %", native(scaled_norms(7, 0.9)), "7:"),
+    Variation("a window of 48 tokens", native(window_size=48), WINDOW),
+    Variation("norms of an early block +20 %", native(scaled_norms(1, 1.2)), "1:", seen=False),
+    Variation("norms with 1 + weight", native(other_norms), "norms that multiply", seen=False),
+    Variation("a window of 40 tokens", native(window_size=40), WINDOW, seen=False),
+    Variation("attention scale +40 %", native(attention_scale(1.4)), SCALE, seen=False),
+    Variation("RoPE base a quarter more", native(base(1.25)), BASE, seen=False),
+    Variation("epsilon 3e-3", native(epsilon(3e-3)), "epsilon", seen=False),
 ]

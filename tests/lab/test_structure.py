@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 11912,
     "fragility_explorer": 1581,
     "fragility_lessons": 3559,
-    "fragility_engines": 4216,
+    "fragility_engines": 4230,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }
