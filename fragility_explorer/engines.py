@@ -10,7 +10,6 @@ from fragility_explorer.tables import NAMES, chosen_by, columns, committed
 from fragility_explorer.words import VALUES
 from fragility_lab.reporting.tables import number
 
-MODELS = NAMES | {"embedded": NAMES["embedded-llama"]}  # the profile's notebooks take the Llama
 KINDS = {True: "harmless", False: "a fault"}
 VERDICTS = {
     "rounding": "verdict: rounding", "more": "verdict: more than rounding", "less": "verdict: less than rounding",
@@ -22,7 +21,7 @@ INTERVAL = {"ratio": "observed over predicted", "low": "95 % interval of it, fro
 
 def of_models(name: str) -> dict[str, pd.DataFrame]:
     """The committed table ``name`` of each model that has it, by the model's name in words."""
-    return {MODELS[profile]: tables[name] for profile, tables in committed(name).items()}
+    return {NAMES[profile]: tables[name] for profile, tables in committed(name).items()}
 
 
 def x3() -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_the_figure_has_a_line_for_each_engine_that_rounds(court):
 
 
 def test_the_page_has_what_was_measured():
-    folders = {"embedded Llama": "embedded", "SmolLM2": "smollm2-135m"}
+    folders = {"embedded Llama": "embedded-llama", "SmolLM2": "smollm2-135m"}
     paths = {model: OUTPUTS / folder / "tables" / "x4_referees.csv" for model, folder in folders.items()}
     table = figures.as_markdown({model: pd.read_csv(path) for model, path in paths.items()})
     page = (PROJECT / "docs" / "engines.md").read_text(encoding="utf-8")

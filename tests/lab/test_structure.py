@@ -20,9 +20,9 @@ BUDGETS = {  # lines
     "fragility_adjoint": 4929,
     "fragility_gguf": 336,
     "fragility_lab": 11912,
-    "fragility_explorer": 1581,
+    "fragility_explorer": 1580,
     "fragility_lessons": 3559,
-    "fragility_engines": 4230,
+    "fragility_engines": 4241,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }
