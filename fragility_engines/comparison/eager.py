@@ -26,4 +26,4 @@ def as_eager(model: PreTrainedModel, gap: Gap, verdict: Verdict, measured: Calla
         set_attention(model, "eager")
         other = measured()
     second = judge(other)
-    return (other, replace(second, fused=verdict.ratio[0])) if second.kind == "rounding" else (gap, verdict)
+    return (other, replace(second, fused=verdict.ratio)) if second.kind == "rounding" else (gap, verdict)

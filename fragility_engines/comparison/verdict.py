@@ -40,7 +40,7 @@ class Verdict:
     cause: Slope | None = None
     needed: int | None = None
     far: Sequence[int] = ()
-    fused: float | None = None
+    fused: tuple[float, float, float] | None = None
 
     @property
     def beyond(self) -> float:
@@ -60,7 +60,7 @@ class Verdict:
         text = f"{self.title}: the gap is {value:.2f} times the predicted one ({interval})"
         if self.fused is not None:
             text += (
-                f"; it is {self.fused:.2f} times that of fused attention, which keeps scores and probabilities wider"
+                f"; it is {self.fused[0]:.2f} times that of fused attention, which keeps scores and probabilities wider"
             )
         if self.kind == "few":
             text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""

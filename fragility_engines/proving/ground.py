@@ -59,9 +59,12 @@ class Ground:
         return as_eager(self.model, gap, judge(gap, [*slopes, *further]), lambda: given(self.eager, found))
 
     def row(self, variation: Variation) -> dict[str, object]:
-        """The verdict on ``variation``: what it was, whether that is right, and which cause was named."""
+        """The verdict on ``variation``: what it was, whether that is right, and which cause was named.
+
+        The ratio is the one beside the attention that the model has.
+        """
         gap, verdict = self.judged(variation)
-        value, low, high = verdict.ratio
+        value, low, high = verdict.fused or verdict.ratio
         cause = "" if verdict.cause is None else verdict.cause.suspect.name
         expected = expected_cause(self.model, variation.cause)
         return {

@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 11912,
     "fragility_explorer": 1580,
     "fragility_lessons": 3559,
-    "fragility_engines": 4241,
+    "fragility_engines": 4244,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }
