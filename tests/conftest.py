@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+# ruff: noqa: E402
 gc.disable()  # until all is imported: the collector would look through a million new objects of modules again and again
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test touches a network
 

@@ -19,7 +19,7 @@ BUDGETS = {  # lines
     "fragility_offload": 452,
     "fragility_adjoint": 4929,
     "fragility_gguf": 336,
-    "fragility_lab": 11912,
+    "fragility_lab": 11927,
     "fragility_explorer": 1581,
     "fragility_lessons": 3559,
     "fragility_engines": 3918,
