@@ -1,11 +1,14 @@
 """Models and reference values shared by the tests; see data/README.md for where the values come from."""
 
+import gc
 import json
 import os
 import signal
 import sys
 from pathlib import Path
 
+# ruff: noqa: E402
+gc.disable()  # until all is imported: the collector would look through a million new objects of modules again and again
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test touches a network
 
 import pytest
@@ -33,6 +36,13 @@ def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+def pytest_collection_finish():
+    """Collect the garbage of tests alone: what modules and the list of tests hold stays to the end of the session."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

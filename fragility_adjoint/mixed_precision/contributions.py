@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from fragility_adjoint.mixed_precision.knapsack import Knapsack
 from fragility_adjoint.mixed_precision.plans import require_modules
 from fragility_adjoint.mixed_precision.structure import Structure
 from fragility_adjoint.predictor.sites import COLUMNS
-from fragility_core.models.paths import embedding_paths, head_paths, is_norm, outermost, within
+from fragility_core.models.paths import embedding_paths, head_paths, is_norm, lineage, outermost, within
 from fragility_exports.plan import Plan
 
 UNITS = ("blocks", "sites", "modules", "bytes")
@@ -65,7 +64,7 @@ class Contributions:
         self._modules = self.structure.places.module
         self._number_of_module, modules_once = pd.factorize(self._modules)
         # By number: the paths of the module and of all that it is inside of.
-        self._around = [{*accumulate(path.split("."), lambda above, step: f"{above}.{step}")} for path in modules_once]
+        self._around = [{*lineage(path)} for path in modules_once]
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
         self._kernels = self.structure.places.kind.eq("kernel").to_numpy(dtype=bool)
         self.kernels_round = bool(self._kernels.any())  # or weights alone are rounded

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fragility_adjoint.internals import can_set_attention
 from fragility_core.models import paths
-from fragility_core.models.paths import block_of, embedding_paths, within
+from fragility_core.models.paths import block_of, embedding_paths, lineage, within
 from fragility_numerics.attention import FP32_SCORES, set_attention
 from fragility_numerics.lowering import sharing_copy
 from fragility_numerics.nested import tensors
@@ -33,12 +33,12 @@ def scores_can_be_kept(model: Any) -> bool:
     """True if the fp32 ``model`` gives the same with the attention FP32_SCORES: tried on a few tokens."""
     if not (can_set_attention(model) and paths.attention_modules(model)):
         return False
-    own = sharing_copy(model).eval()
-    kept: Any = sharing_copy(model).eval()
+    trial: Any = sharing_copy(model).eval()
     tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
     try:
-        set_attention(kept, FP32_SCORES)
-        a, b = (next(tensors(m(tokens, use_cache=False))).float() for m in (own, kept))
+        a = next(tensors(trial(tokens, use_cache=False))).float()
+        set_attention(trial, FP32_SCORES)
+        b = next(tensors(trial(tokens, use_cache=False))).float()
     except (TypeError, ValueError):  # the model needs more than tokens, or its attention is more than a softmax
         return False
     return bool(torch.linalg.vector_norm(a - b) <= 1e-3 * torch.linalg.vector_norm(a))
@@ -98,7 +98,7 @@ class Structure:
         """Booleans by place: True for a sum with the residual stream, and for a kernel that makes the stream."""
         site, embeddings = self.places.site, set(embedding_paths(self.model))
         kernel = self.places.kind == "kernel"
-        above_blocks = self.places.module.map(lambda path: any(not path or within(b, path) for b in self.blocks))
+        above_blocks = self.places.module.isin([path for block in self.blocks for path in ("", *lineage(block))])
         embedded = site.eq("embedding") & kernel & above_blocks & ~self.places.module.isin(embeddings)
         return self.places.stream | embedded
 

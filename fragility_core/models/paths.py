@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,9 +87,15 @@ def within(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
 
 
+def lineage(path: str) -> list[str]:
+    """The paths of all modules that hold the one at ``path``, the outermost first, and ``path`` itself."""
+    return [*accumulate(path.split("."), "{}.{}".format)]
+
+
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
     """The ``paths`` that lie inside of no other of them."""
-    return tuple(p for p in dict.fromkeys(paths) if not any(p != other and within(p, other) for other in paths))
+    known = dict.fromkeys(paths)
+    return tuple(path for path in known if known.keys().isdisjoint(lineage(path)[:-1]))
 
 
 def block_paths(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES, Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choice, Choices
 from fragility_adjoint.mixed_precision.structure import ATTENTION, FP32_BITS
-from fragility_core.models.paths import block_of, within
+from fragility_core.models.paths import block_of, lineage
 from fragility_quantization.operands import weight_schemes
 
 DIGITS = 6  # significant digits of the numbers that a page carries
@@ -63,8 +63,7 @@ class Parts:
 
     def containing(self, path: str) -> list[int]:
         """The numbers of the parts that contain the module ``path``, outermost first."""
-        found = [other for other in self.paths if within(path, other)]
-        return [self.number[other] for other in sorted(found, key=len)]
+        return [self.number[above] for above in lineage(path) if above in self.number]
 
     def kept(self, plan: Plan) -> dict[str, object]:
         """The numbers of the parts that ``plan`` keeps, and its flags. Raises KeyError for a module that is no part."""
@@ -114,11 +113,14 @@ def places_table(parts: Parts, known: Contributions) -> pd.DataFrame:
     modules = known.structure.places.module.tolist()
     removed: list[list[tuple[int, int]]] = [[] for _ in modules]
     residual = "residual" in known.structure.sites
-    for path in sorted(parts.paths, key=len):
-        inside = np.flatnonzero([within(module, path) for module in modules])
+    inside: dict[str, list[int]] = {path: [] for path in sorted(parts.paths, key=len)}
+    for place, module in enumerate(modules):
+        for path in inside.keys() & lineage(module):
+            inside[path].append(place)
+    for path, places in inside.items():
         alone = known.vanishing(Plan(recipe, (path,), weights_only=weights_only))
         beside = known.vanishing(Plan(recipe, (path,), residual=residual, weights_only=weights_only))
-        for place in inside:
+        for place in places:
             removed[place].append((parts.number[path], int(alone[place]) + 2 * int(beside[place])))
     nothing = np.zeros(len(modules), dtype=bool)
     return known.structure.places.assign(

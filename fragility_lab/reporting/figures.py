@@ -18,6 +18,7 @@ import seaborn as sns
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
@@ -70,9 +71,10 @@ def save_figure(axes: Axes, folder: Path, name: str) -> None:
 
 @style()
 def png(axes: Axes) -> bytes:
-    """The figure of ``axes``, drawn and packed as fast as possible."""
-    buffer = BytesIO()
-    figure_of(axes).savefig(buffer, dpi=PNG_DPI, pil_kwargs={"compress_level": 1})
+    """The figure of ``axes``, drawn and packed as fast as possible: ``savefig`` would draw it twice for its layout."""
+    figure, buffer = figure_of(axes), BytesIO()
+    figure.dpi = PNG_DPI
+    FigureCanvasAgg(figure).print_png(buffer, pil_kwargs={"compress_level": 1})
     return buffer.getvalue()
 
 

@@ -23,7 +23,7 @@ SETTINGS = {
     # On Linux one process imports the packages, and all workers, also later ones, are its forks.
     "distributed.worker.multiprocessing-method": "forkserver" if sys.platform == "linux" else "spawn",
 }
-IMPORTED = ["distributed.nanny", "fragility_lab.running.engine", "fragility_lab.running.remote"]
+IMPORTED = ["fragility_lab.running.preloaded"]
 
 
 @contextmanager
