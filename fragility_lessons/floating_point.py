@@ -50,6 +50,7 @@ def failure(offset: float) -> Picture:
     for place, (share, pair) in enumerate(zip(shares, scores)):
         axes.text(place, share + 0.03, "{:g}\n{:g}".format(*pair.tolist()), ha="center", va="bottom", fontsize="small")
     axes.axhline(torch.tensor(list(WORDS.values())).softmax(0)[0].item(), **LIMIT)
+    axes.text(4.45, 0.88, "exact", ha="right", fontsize="small")
     finish(axes, "the scores are stored in", "probability of “mat”", "above each bar: the stored scores", ylim=(0, 1.3))
     told = ", ".join(f"{name} {share:.0%}" for name, share in zip(names, shares))
     return [axes], f"{offset:g} added to both scores; “mat” gets: {told}"

@@ -101,7 +101,8 @@ def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> P
     count.axvline(0, color="C3", linewidth=2)
     count.axvline(np.log10(slack.median()), **LIMIT)
     ticks: dict[str, Any] = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 10³"]}
-    finish(count, "bound / observed error", draws, f"{format}: how loose the bound is", **ticks)
+    x, title = "bound / observed error (red: equal; dashed: median)", f"{format}: how loose the bound is"
+    finish(count, x, draws, title, **ticks)
     factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])  # geometric means
     steps.barh(range(len(factors)), factors, color="C0", height=0.45)
     for place, (name, factor) in enumerate(factors.items()):

@@ -19,12 +19,14 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from fragility_lab.reporting.html import data_uri
 from fragility_lab.running.files import write_whole
 
 COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
+HALO = withStroke(linewidth=2.5, foreground="white")  # letters on marks
 DASHED: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
 SEQUENTIAL = sns.color_palette("crest", as_cmap=True)  # its light end shows on white
 PNG_DPI = 110
@@ -110,7 +112,7 @@ def plain_log_ticks(axis: Axis) -> None:
     def inside(subs: tuple[int, ...]) -> int:
         return sum(low <= sub * power <= high for sub in subs for power in powers)
 
-    long = high >= 1e6  # 1e+07
+    long = high >= 1e6 or low < 1e-3  # 1e+07 and 0.002
     if high >= 100 * low or (long and inside((1,)) >= 2):
         subs: tuple[int, ...] = (1,)
     else:
@@ -195,11 +197,13 @@ def e2_windows(windows: pd.DataFrame) -> Axes:
         points = {"hue": "window length", "hue_order": lengths, "s": 18, "linewidth": 0, "alpha": 0.7}
         sns.scatterplot(shown, x="combined", y="mismatch", legend=axes is grid.flat[-1], ax=axes, **points)
         finished(axes, "score", "mismatch" if axes is grid.flat[0] else "", precision, log=True)
-        named = shown[shown.name != ""].sort_values("name")
+        named = shown[shown.name != ""].sort_values("combined")
         axes.scatter(named.combined, named.mismatch, s=60, facecolor="none", edgecolor="0.1", linewidth=1)
-        for window, place in zip(named.itertuples(), cycle(((9, 0), (-9, 0), (0, -11), (0, 11)))):
+        for window, place in zip(named.itertuples(), cycle(((-10, 3), (0, 11), (10, -3), (0, -11)))):
             at = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": "small"}
-            axes.annotate(window.name.rpartition("-")[2], (window.combined, window.mismatch), place, **at)
+            axes.annotate(
+                window.name.rpartition("-")[2], (window.combined, window.mismatch), place, **at, path_effects=[HALO]
+            )
     figure.suptitle("E2: every window", fontsize="medium")
     return grid[0, 0]
 
