@@ -17,7 +17,7 @@ from fragility_lab.reporting.figures import COLOURS, Axes
 from fragility_lessons import record
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
-from fragility_lessons.explorers import Control, Formula
+from fragility_lessons.explorers import Control, Figure
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels
 from fragility_numerics.formats import get_format
 
@@ -114,11 +114,19 @@ def frozen(block: int, exponent: float) -> Picture:
 # --- How far epsilon is raised ----------------------------------------------------------------------
 
 
+UPDATED = 10.0 ** np.linspace(-6, 3, 91)  # variances
+
+
+def update_data() -> dict[str, Any]:
+    """What the formula in the browser needs for ``update``."""
+    return {"width": int(first_step().d_model.iloc[0]), "base": BASE, "variances": UPDATED.tolist()}
+
+
 def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> Picture:
     """First panel: epsilon after the printed update, over the variance. Second: rho_LN before and after the update."""
     rows = first_step()
     width, unit, cap = int(rows.d_model.iloc[0]), 2.0**-precision, 10.0**cap_exponent
-    variance = 10.0 ** np.append(np.linspace(-6, 3, 91), variance_exponent)  # the last is the chosen one
+    variance = np.append(UPDATED, 10.0**variance_exponent)  # the last is the chosen one
     candidate = theory.epsilon_candidate(variance, width, unit, target=target, epsilon_min=BASE, epsilon_max=cap)
     epsilon = theory.epsilon_update(BASE, candidate)
     before, after = (theory.layernorm_ratio(variance, e, width, unit) for e in (BASE, epsilon))
@@ -281,15 +289,19 @@ def course(rows: pd.DataFrame) -> dict[str, list]:
     return {name: table[name].to_numpy().tolist() for name in ("risk", "dominance", "ratio")}
 
 
-def free() -> Formula:
-    """``playground`` with every control free."""
+def playground_data() -> dict[str, Any]:
+    """What the formula in the browser needs for ``playground``."""
     acted = {run: (released(run)[["step", "layer"]] + [1, 0]).to_numpy().tolist() for run in RUNS}
     shades = {"passed": PASSED, "failed": FAILED, "undecided": UNDECIDED}
     data: dict[str, Any] = {name: to_hex(shade) for name, shade in shades.items()}
     data |= {"names": list(STOPS), "colours": [to_hex(shade) for shade in STOPS.values()]}
     data |= {"runs": {run: course(recorded(run)) | {"acted": acted[run]} for run in RUNS}}
-    data |= {"base": BASE, "cap": CAP, "interval": INTERVAL}
-    return Formula("controller", playground, CONTROLS, data)
+    return data | {"base": BASE, "cap": CAP, "interval": INTERVAL}
+
+
+def free() -> Figure:
+    """``playground`` with every control free."""
+    return Figure(playground, CONTROLS, "controller.playground", playground_data)
 
 
 def _cells(axes: Axes, shades: np.ndarray, width: float = 1) -> None:
