@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+import seaborn as sns
 
 matplotlib.use("Agg")
 
@@ -239,6 +240,13 @@ def test_ticks_of_logarithms_are_few_but_two(low, high, shown):
     axes.set(xscale="log", xlim=(low, high))
     figures.plain_log_ticks(axes.xaxis)
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(shown)
+
+
+def test_the_style_is_that_of_seaborn():
+    """But for its colour map, which only seaborn knows."""
+    wanted = matplotlib.RcParams({**sns.axes_style("whitegrid"), **sns.plotting_context("notebook")})
+    assert {name: figures.STYLE.get(name) for name in wanted} == dict(wanted) | {"image.cmap": None}
+    np.testing.assert_array_equal(figures.COLOURS, sns.color_palette("colorblind"))
 
 
 def test_a_narrow_logarithmic_axis_has_few_ticks():
