@@ -109,7 +109,7 @@ def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> P
     count.axvline(0, color="C3", linewidth=2)
     count.axvline(np.log10(slack.median()), **LIMIT)
     ticks: dict[str, Any] = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 10³"]}
-    x, title = "bound / observed error (red: equal; dashed: median)", f"{format}: how loose the bound is"
+    x, title = "bound / error (red: equal; dashed: median)", f"{format}: how loose the bound is"
     top = round_ticks(1.05 * max(patch.get_height() for patch in count.patches))
     finish(count, x, draws, title, **ticks, ylim=(0, top[-1]), yticks=top, yticklabels=[f"{tick:g}" for tick in top])
     factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])  # geometric means
