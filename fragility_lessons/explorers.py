@@ -108,7 +108,8 @@ class Figure:
         drawn = [picture(values) for values in self.settings()]
         still = [(pictures.svg(axes), pictures.alternative_text(axes)) for axes in self.draw(**self.start)[0]]
         controls = [control.described() for control in self.controls.values()]
-        known = {"controls": controls, "pool": list(map(json.loads, pool)), "pictures": drawn, "still": still}
+        known: dict[str, Any] = {"controls": controls, "pool": list(map(json.loads, pool)), "pictures": drawn}
+        known |= {"still": still}
         if self.formula:
             for described, (name, control) in zip(controls, self.controls.items()):
                 described |= {"name": name, "given": list(control.values)}

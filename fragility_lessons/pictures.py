@@ -105,12 +105,12 @@ def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> P
     """
     slack = ladder.iloc[:, -1] / ladder.iloc[:, 0]
     count, steps = panels(height=height)
-    count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31).tolist(), color="C0")
+    heights, *_ = count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31).tolist(), color="C0")
     count.axvline(0, color="C3", linewidth=2)
     count.axvline(np.log10(slack.median()), **LIMIT)
     ticks: dict[str, Any] = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 10³"]}
     x, title = "bound / error (red: equal; dashed: median)", f"{format}: how loose the bound is"
-    top = round_ticks(1.05 * max(patch.get_height() for patch in count.patches))
+    top = round_ticks(1.05 * np.max(heights))
     finish(count, x, draws, title, **ticks, ylim=(0, top[-1]), yticks=top, yticklabels=[f"{tick:g}" for tick in top])
     factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])  # geometric means
     steps.barh(range(len(factors)), factors, color="C0", height=0.45)

@@ -21,7 +21,7 @@ BUDGETS = {  # lines
     "fragility_gguf": 336,
     "fragility_lab": 11961,
     "fragility_explorer": 1589,
-    "fragility_lessons": 3626,
+    "fragility_lessons": 3627,
     "fragility_engines": 3926,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
