@@ -55,7 +55,9 @@ def _right(rows: pd.DataFrame) -> dict[str, Any]:
         kind = f"{'harmless' if harmless else 'faults'}, {'seen' if seen else 'not seen'}"
         told.append([kind, f"{of.right.sum()} of {len(of)}", causes])
     head = ["cases", "right verdicts", "right causes"]
-    return {"head": head, "rows": told, "caption": f"{rows.right.sum()} of {len(rows)} verdicts are right"}
+    unchanged = (rows.rms == 0).sum()
+    drawn = f" ({unchanged} changed nothing, and have no point)" * bool(unchanged)
+    return {"head": head, "rows": told, "caption": f"{rows.right.sum()} of {len(rows)} verdicts are right{drawn}"}
 
 
 def x4() -> dict[str, Any]:

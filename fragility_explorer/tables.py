@@ -74,8 +74,11 @@ def chosen_by(rows: pd.DataFrame, keys: Sequence[str], whole: bool = True) -> di
     return {"choices": [each for each, _ in found.values()], "columns": {key: of for key, (_, of) in found.items()}}
 
 
-def claims(compared: pd.DataFrame) -> dict[str, Any] | None:
-    """The table of the claims in ``compared``, a table of ``verdicts.compare``; None if there is none."""
+def claims(compared: pd.DataFrame, numbers: str = "") -> dict[str, Any] | None:
+    """The table of the claims in ``compared``, a table of ``verdicts.compare``; None if there is none.
+
+    ``numbers`` says what its numbers are.
+    """
     rows = shown(compared[compared.claim.notna() & (compared.claim != "")])
     if rows.empty:
         return None
@@ -84,7 +87,7 @@ def claims(compared: pd.DataFrame) -> dict[str, Any] | None:
     caption = "Of the paper's claims " + ", ".join(
         f"{count} {_verdict(verdict, count)}" for verdict, count in verdicts.items()
     )
-    return {"head": ["claim", "here", "paper", "verdict"], "rows": told, "caption": caption}
+    return {"head": ["claim", "here", "paper", "verdict"], "rows": told, "caption": caption + numbers}
 
 
 def _verdict(verdict: str, count: int) -> str:

@@ -15,6 +15,8 @@ LIMITS = {"e5_seeds": ("the paper's limits", "E5"), "e5_scarce_seeds": ("six act
 WORDS = {"raised": "times that ε was raised", "first": "step of the first raise", "seed": "seed"}
 STEPS = {"step": "training step", "times": "mismatch over that without a controller"}
 
+DIFFERENCES = ". Numbers: the first policy minus the second, mean ± standard deviation over seeds"
+
 
 def policies() -> dict[str, Any]:
     """E5's three seeds: what each policy achieved in a seed, and when it raised ε in which blocks."""
@@ -26,7 +28,8 @@ def policies() -> dict[str, Any]:
         names = [POLICY_NAMES.get(policy, policy) for policy in runs.policy]
         details = {place: raised for place, row in enumerate(runs.itertuples()) if (raised := _raised(tables, row))}
         across = ["mean_mismatch", "max_mismatch", "final_mismatch", "peak_ratio"]
-        known = {"name": "E5, three seeds", "claims": claims(tables["e5_claims"]), "names": names, "details": details}
+        judged = claims(tables["e5_claims"], DIFFERENCES)
+        known = {"name": "E5, three seeds", "claims": judged, "names": names, "details": details}
         models.append(known | {"x": across, "y": ["onsets", "final_mismatch", "max_mismatch", "final_loss"]} | found)
     ringed = "Policies with a ring raised ε. Choose one, and see in which blocks."
     return described(models, WORDS, point="policy", points="policies", axes=AXES, ringed=ringed)
@@ -70,7 +73,7 @@ def seeds() -> dict[str, Any]:
     for tables in committed(*LIMITS, "e5_seeds_claims").values():
         judged = tables["e5_seeds_claims"]
         for name, (limits, experiment) in LIMITS.items():
-            told = claims(judged[judged.experiment == experiment])
+            told = claims(judged[judged.experiment == experiment], DIFFERENCES)
             models.append({"name": limits, "claims": told} | _paired(tables[name]))
     return described(models, {"outcome": "outcome"}, of="limits", point="seed", points="seeds", axes={})
 

@@ -6,7 +6,8 @@ number, and 0 for a subnormal one.
 
 import json
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -31,6 +32,15 @@ def widths(format: Format) -> Widths:
     """The parts of a format. The smallest normal number 2^(1 - bias) tells the bias 2^(width - 1) - 1."""
     lowest = round(math.log2(format.smallest_normal))
     return Widths(round(math.log2(2 - lowest)) + 1, format.significand - 1, lowest)
+
+
+def described(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The formats called ``names``, as a browser rounds to them."""
+    return {
+        f.name: {"name": f.name, "largest": f.largest, "saturates": f.saturates, "u": f.unit_roundoff}
+        | widths(f)._asdict()
+        for f in map(get_format, names)
+    }
 
 
 def stored(x: float, format: Format) -> tuple[int, int, int]:
@@ -73,17 +83,8 @@ class Bits:
     def html(self) -> str:
         """The component, to be placed once or several times on any page."""
         css, script = ((ASSET / f"bits.{kind}").read_text("utf-8") for kind in ("css", "js"))
-        known = [
-            {
-                "name": f.name,
-                "largest": f.largest,
-                "saturates": f.saturates,
-                "u": f.unit_roundoff,
-                **widths(f)._asdict(),
-            }
-            for f in map(get_format, NAMES)
-        ]
-        data = json.dumps({"formats": known, "x": self.x, "format": self.format})
+        known = described(NAMES)
+        data = json.dumps({"formats": [*known.values()], "x": self.x, "format": self.format})
         given = {"x": f"{self.x:g}", "format": self.format, "told": self.told()}
         return template("bits/component.html.jinja").render(css=css, script=script, data=data, **given)
 

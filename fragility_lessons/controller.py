@@ -13,11 +13,11 @@ from matplotlib.colors import to_hex
 from fragility_core import theory
 from fragility_core.bgss import State, advance, get_policy, replay
 from fragility_core.bgss.printed import PrintedBGSS
-from fragility_lab.reporting.figures import COLOURS, Axes, figure_of
+from fragility_lab.reporting.figures import COLOURS, Axes
 from fragility_lessons import record
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
-from fragility_lessons.explorers import Control, Formula
+from fragility_lessons.explorers import Control, Figure
 from fragility_lessons.pictures import LIMIT, Picture, finish, panels
 from fragility_numerics.formats import get_format
 
@@ -94,9 +94,9 @@ def frozen(block: int, exponent: float) -> Picture:
     curve.plot(sweep, raised(repeated, sweep).after / here.before, color="C0")
     curve.plot(epsilon, here.after / here.before, "o", color="C3", markersize=9)
     curve.axvline(own.variance_1.item(), **LIMIT)
-    curve.text(own.variance_1.item(), 1.03, "σ² ", ha="right", fontsize="small")
+    curve.text(own.variance_1.item(), 1.03, "σ²\u00a0", ha="right", fontsize="small")
     curve.axvline(CAP, color="0.5", linestyle=":", linewidth=1.5)
-    curve.text(CAP, 0.02, " cap", fontsize="small")
+    curve.text(CAP, 0.02, "\u00a0cap", fontsize="small")
     finish(curve, "ε", "M_LN(ε) / M_LN(10⁻⁵)", f"M_LN of block {block}", "x", ylim=(0, 1.12))
 
     bars.bar(rows.layer, table.share, color=["C3" if layer == block else "C0" for layer in rows.layer])
@@ -114,11 +114,19 @@ def frozen(block: int, exponent: float) -> Picture:
 # --- How far epsilon is raised ----------------------------------------------------------------------
 
 
+UPDATED = 10.0 ** np.linspace(-6, 3, 91)  # variances
+
+
+def update_data() -> dict[str, Any]:
+    """What the formula in the browser needs for ``update``."""
+    return {"width": int(first_step().d_model.iloc[0]), "base": BASE, "variances": UPDATED.tolist()}
+
+
 def update(variance_exponent: float, target: float, cap_exponent: float, precision: int) -> Picture:
     """First panel: epsilon after the printed update, over the variance. Second: rho_LN before and after the update."""
     rows = first_step()
     width, unit, cap = int(rows.d_model.iloc[0]), 2.0**-precision, 10.0**cap_exponent
-    variance = 10.0 ** np.append(np.linspace(-6, 3, 91), variance_exponent)  # the last is the chosen one
+    variance = np.append(UPDATED, 10.0**variance_exponent)  # the last is the chosen one
     candidate = theory.epsilon_candidate(variance, width, unit, target=target, epsilon_min=BASE, epsilon_max=cap)
     epsilon = theory.epsilon_update(BASE, candidate)
     before, after = (theory.layernorm_ratio(variance, e, width, unit) for e in (BASE, epsilon))
@@ -127,7 +135,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     left.plot(variance[:-1], epsilon[:-1], color="C0")
     left.plot(variance[-1], epsilon[-1], "o", color="C3", markersize=9)
     left.plot(rows.variance_1, np.full(len(rows), 2.2e-6), "|", color="0.2", markersize=12)
-    left.text(2e-3, 1.7e-6, "the 12 blocks", fontsize="small", ha="right")
+    left.text(0.1, 1.7e-6, "the 12 blocks", fontsize="small", ha="center")
     right.axhspan(target, 1, color="C2", alpha=0.25, linewidth=0)
     right.plot(variance[:-1], before[:-1], color="0.5", linestyle="--", label="before")
     right.plot(variance[:-1], bound[:-1], color="C3", linewidth=4, alpha=0.4, label="guarantee")
@@ -234,7 +242,6 @@ def playground(
     seen, acted = inspections(policy, run, precision), released(run)
     stop = np.stack([inspection.stop for inspection in seen], axis=1)  # (layers, inspections)
     course, now = panels(5.2, 5.2, height=4.2)
-    figure_of(now).subplots_adjust(left=0.02)
     _cells(course, np.array(list(STOPS.values()))[stop], INTERVAL)
     course.plot(acted.step + 1, acted.layer, "o", color="black", markersize=5)
     course.axvline(step - INTERVAL / 2, color="black", linestyle=":")
@@ -282,15 +289,19 @@ def course(rows: pd.DataFrame) -> dict[str, list]:
     return {name: table[name].to_numpy().tolist() for name in ("risk", "dominance", "ratio")}
 
 
-def free() -> Formula:
-    """``playground`` with every control free."""
+def playground_data() -> dict[str, Any]:
+    """What the formula in the browser needs for ``playground``."""
     acted = {run: (released(run)[["step", "layer"]] + [1, 0]).to_numpy().tolist() for run in RUNS}
     shades = {"passed": PASSED, "failed": FAILED, "undecided": UNDECIDED}
     data: dict[str, Any] = {name: to_hex(shade) for name, shade in shades.items()}
     data |= {"names": list(STOPS), "colours": [to_hex(shade) for shade in STOPS.values()]}
     data |= {"runs": {run: course(recorded(run)) | {"acted": acted[run]} for run in RUNS}}
-    data |= {"base": BASE, "cap": CAP, "interval": INTERVAL}
-    return Formula("controller", playground, CONTROLS, data)
+    return data | {"base": BASE, "cap": CAP, "interval": INTERVAL}
+
+
+def free() -> Figure:
+    """``playground`` with every control free."""
+    return Figure(playground, CONTROLS, "controller.playground", playground_data)
 
 
 def _cells(axes: Axes, shades: np.ndarray, width: float = 1) -> None:
@@ -327,4 +338,5 @@ def _table(axes: Axes, inspection: Inspection, policy: PrintedBGSS) -> None:
     for label, shade in zip(axes.get_xticklabels(), STOPS.values()):
         label.set_backgroundcolor(shade)
     axes.get_xticklabels()[-1].set_color("white")
-    axes.set_yticks([])
+    axes.set_yticks(range(0, len(rows), 2))
+    axes.set_ylabel("block")

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -59,13 +59,15 @@ class Figure:
     """A figure with controls; the value of a cell.
 
     ``draw`` takes the values of ``controls`` by name. It returns the Axes of the figure's panels, and a line with the
-    numbers to read off.
+    numbers to read off. With a ``formula``, "lesson.name", the script ``assets/sliders/lesson.js`` computes the same
+    for any setting, from what ``data`` returns. Then only the first picture is drawn here.
     """
 
-    scripts: Sequence[str] = ("sliders",)
-
-    def __init__(self, draw: Callable[..., pictures.Picture], controls: Mapping[str, Control]):
-        self.draw, self.controls = draw, controls
+    def __init__(
+        self, draw: Callable[..., pictures.Picture], controls: Mapping[str, Control], formula: str = "",
+        data: Callable[[], Any] = dict,
+    ):  # fmt: skip
+        self.draw, self.controls, self.formula, self.data = draw, controls, formula, data
 
     @property
     def start(self) -> dict[str, Any]:
@@ -73,7 +75,9 @@ class Figure:
         return {name: control.start for name, control in self.controls.items()}
 
     def settings(self) -> list[dict[str, Any]]:
-        """All settings of the controls; the last control changes fastest."""
+        """All settings of the controls that are drawn; the last control changes fastest."""
+        if self.formula:
+            return [self.start]
         values = itertools.product(*(control.values for control in self.controls.values()))
         return [dict(zip(self.controls, each)) for each in values]
 
@@ -104,7 +108,13 @@ class Figure:
         drawn = [picture(values) for values in self.settings()]
         still = [(pictures.svg(axes), pictures.alternative_text(axes)) for axes in self.draw(**self.start)[0]]
         controls = [control.described() for control in self.controls.values()]
-        return {"controls": controls, "pool": list(map(json.loads, pool)), "pictures": drawn, "still": still}
+        known: dict[str, Any] = {"controls": controls, "pool": list(map(json.loads, pool)), "pictures": drawn}
+        known |= {"still": still}
+        if self.formula:
+            for described, (name, control) in zip(controls, self.controls.items()):
+                described |= {"name": name, "given": list(control.values)}
+            known |= {"formula": self.formula, "data": self.data()}
+        return known
 
     def packed(self) -> bytes:
         """What is computed, as the browser takes it: JSON, compressed."""
@@ -115,20 +125,26 @@ class Figure:
         known = json.loads(gzip.decompress(packed))
         told = known["pictures"][self.settings().index(self.start)][0]
         parts = {"css": (ASSET / "sliders.css").read_text("utf-8")}
-        parts["js"] = "".join((ASSET / f"{name}.js").read_text("utf-8") for name in self.scripts)
+        scripts = ["formulas", self.formula.partition(".")[0]] * bool(self.formula) + ["sliders"]
+        parts["js"] = "".join((ASSET / f"{name}.js").read_text("utf-8") for name in scripts)
         parts |= {"data": base64.b64encode(packed).decode("ascii"), "still": _still(known["still"], told)}
         return {"text/html": template("sliders/component.html.jinja").render(parts), "text/plain": told}
 
 
 class Explorer(Figure):
-    """A figure of a lesson, as it is shipped. ``name`` is that of the drawing function, "module.function"."""
+    """A figure of a lesson, as it is shipped. ``name`` is that of the drawing function, "module.function".
+
+    If a formula draws it in the browser, "module.function_data" returns the data.
+    """
 
     def __init__(self, name: str):
-        def draw(**values: Any) -> pictures.Picture:  # its module is loaded only to draw again
-            module, function = name.split(".")
+        def call(function: str, **values: Any) -> Any:  # the module is loaded only to draw again
             return getattr(import_module(f"fragility_lessons.{module}"), function)(**values)
 
-        super().__init__(draw, {argument: Control.given(**given) for argument, given in listed()[name].items()})
+        (module, function), given = name.split("."), dict(listed()[name])
+        formula = name if given.pop("formula", False) else ""
+        controls = {argument: Control.given(**each) for argument, each in given.items()}
+        super().__init__(partial(call, function), controls, formula, partial(call, f"{function}_data"))
         self.file = DRAWN / f"{name}.json.gz"
 
     def packed(self) -> bytes:
@@ -138,27 +154,6 @@ class Explorer(Figure):
         """Draw all pictures, and ship them."""
         self.file.parent.mkdir(exist_ok=True)
         write_whole(self.file, super().packed())
-
-
-class Formula(Figure):
-    """A figure that the script ``assets/sliders/NAME.js`` computes in the browser, for any setting, from ``data``.
-
-    ``draw`` computes the same in Python, which gives the first picture, and what tests compare.
-    """
-
-    def __init__(self, name: str, draw: Callable[..., pictures.Picture], controls: Mapping[str, Control], data: Any):
-        super().__init__(draw, controls)
-        self.name, self.data, self.scripts = name, data, (name, "sliders")
-
-    def settings(self) -> list[dict[str, Any]]:
-        """The first setting alone: too many for pictures of all."""
-        return [self.start]
-
-    def computed(self) -> dict[str, Any]:
-        known = super().computed() | {"formula": self.name, "data": self.data}
-        for described, (name, control) in zip(known["controls"], self.controls.items()):
-            described |= {"name": name, "given": list(control.values)}
-        return known
 
 
 @cache

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fragility_core import theory
 from fragility_lab.reporting.figures import figure_of
+from fragility_lessons import bits, drawing
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import BESIDE, LIMIT, Picture, finish, panels, strength
@@ -50,6 +51,7 @@ def failure(offset: float) -> Picture:
     for place, (share, pair) in enumerate(zip(shares, scores)):
         axes.text(place, share + 0.03, "{:g}\n{:g}".format(*pair.tolist()), ha="center", va="bottom", fontsize="small")
     axes.axhline(torch.tensor(list(WORDS.values())).softmax(0)[0].item(), **LIMIT)
+    axes.text(4.45, 0.88, "exact", ha="right", fontsize="small")
     finish(axes, "the scores are stored in", "probability of “mat”", "above each bar: the stored scores", ylim=(0, 1.3))
     told = ", ".join(f"{name} {share:.0%}" for name, share in zip(names, shares))
     return [axes], f"{offset:g} added to both scores; “mat” gets: {told}"
@@ -212,6 +214,16 @@ def triangle(score_a: float, score_b: float) -> Picture:
     return [axes], f"‖J(p)‖₂ = {here:.3f} at p = ({own[0]:.2f}, {own[1]:.2f}, {own[2]:.2f})"
 
 
+def noise() -> Tensor:
+    """Normal numbers (ROWS, KEYS) in fp32, the same at each call."""
+    return torch.randn(ROWS, KEYS, generator=torch.Generator().manual_seed(0))
+
+
+def score_rounding_data() -> dict[str, Any]:
+    """What the formula in the browser needs for ``score_rounding``."""
+    return {"noise": drawing.base64_of(noise().numpy()), "keys": KEYS, "formats": bits.described(LOW)}
+
+
 def rounded_scores(offset: float, spread: float, format: str) -> pd.DataFrame:
     """Softmax of ROWS rows of KEYS random scores against softmax of the same scores rounded to ``format``.
 
@@ -219,8 +231,7 @@ def rounded_scores(offset: float, spread: float, format: str) -> pd.DataFrame:
     ``guaranteed`` is u ||s|| / 2, a bound for errors of any size, because ||J||_2 <= 1/2 everywhere.
     """
     chosen = get_format(format)
-    noise = torch.randn(ROWS, KEYS, generator=torch.Generator().manual_seed(0))
-    scores = offset + spread * noise  # fp32, taken as exact
+    scores = offset + spread * noise()  # fp32, taken as exact
     low = chosen.round(scores).double()
     p = scores.double().softmax(-1)
     size = chosen.unit_roundoff * torch.linalg.vector_norm(scores.double(), dim=-1)

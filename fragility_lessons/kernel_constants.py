@@ -56,7 +56,7 @@ def statements(exponent: float, statement: str, format: str) -> Picture:
         strong = strength(name == statement)
         axes.plot(quantiles[name].clip(upper=1e9), quantiles.index, style, label=name, **strong)
     axes.axvline(1, color="C3", linewidth=2)
-    labels = ("bound / observed error", "share of draws", f"{format}: the slack of the statements")
+    labels = ("bound / observed error (red: equal)", "share of draws", f"{format}: the slack of the statements")
     finish(axes, *labels, "x", SMALL_BESIDE, xlim=(0.3, 1e6), ylim=(0, 1))
     own, here = quantiles[statement], summary().loc[statement, format]
     return [axes], (

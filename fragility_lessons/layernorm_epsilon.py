@@ -1,6 +1,7 @@
 """Notebook 3: the amplification of errors by LayerNorm, its dependence on epsilon, and the ratio rho_LN."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -8,18 +9,31 @@ import torch
 from torch import Tensor
 
 from fragility_core import theory
-from fragility_lessons import pictures, shipped
+from fragility_lessons import bits, drawing, pictures, shipped
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
 from fragility_lessons.pictures import FORMATS as FORMATS
 from fragility_lessons.pictures import LIMIT, SMALL_BESIDE, TWO_COLUMNS, Picture, finish, panels
-from fragility_lessons.rows import FEATURES, drawn, errors, ladder, mean_variance, uneven_gamma
+from fragility_lessons.rows import (
+    A_LN,
+    FEATURES,
+    STEPS,
+    drawn,
+    errors,
+    ladder,
+    mean_variance,
+    standard_normal,
+    standardised,
+    uneven_gamma,
+)
 from fragility_numerics.formats import get_format
 
 EXERCISES = exercises("layernorm_epsilon")
 WIDTHS = ("64", "128", "768", "4096")
 DRAWS = 4
-EPSILONS = 10 ** np.linspace(-8, 1, 13)
+EPSILONS = 10 ** np.linspace(-8, 4, 13)
+SHOWN = (3e-9, 3e4)  # ε in pictures of rounding
+VARIANCE, ROWS = 3.0, 200  # of the rows in ``looseness``
 
 
 # --- A failure --------------------------------------------------------------------------------
@@ -102,7 +116,7 @@ def rounding(variance_exponent: float, offset: float, epsilon_exponent: float, f
         axes.axvline(variance, **LIMIT)
         legend = TWO_COLUMNS if kind == "absolute" else None
         labels = ("ε (dashed: ε = σ²)", f"{kind} error", f"{format}: {kind} error")
-        finish(axes, *labels, "xy", legend, ylim=(1e-6, 1e2))
+        finish(axes, *labels, "xy", legend, xlim=SHOWN, ylim=(1e-6, 1e2))
     return row, (
         f"{format}, σ² = {variance:.2g}, mean {offset:g} σ, ε = {epsilon:.2g}, rounded: {rounded}; "
         f"error {here.observed:.2g}, bound {here.bound:.2g}, {here.bound / here.observed:.2g} times as large; "
@@ -110,10 +124,22 @@ def rounding(variance_exponent: float, offset: float, epsilon_exponent: float, f
     )
 
 
+def rounding_data(draws: int = DRAWS) -> dict[str, Any]:
+    """What the formula in the browser needs for ``rounding``."""
+    known = {"rows": drawing.base64_of(standardised(draws).numpy()), "features": FEATURES}
+    known |= {"epsilons": EPSILONS.tolist(), "limits": SHOWN, "constants": A_LN}
+    return known | {"formats": bits.described(FORMATS)}
+
+
+def looseness_data() -> dict[str, Any]:
+    """What the formula in the browser needs for ``looseness``."""
+    own = {"variance": VARIANCE, "normal": standard_normal(FEATURES).tolist(), "names": STEPS[1:]}
+    return rounding_data(ROWS) | own
+
+
 def looseness(share_exponent: float, offset: float, spread: float, format: str) -> Picture:
     """``pictures.looseness`` of u M_LN as a bound of 200 random rows."""
-    variance = 3.0
-    table = ladder(drawn(variance, offset, 200), uneven_gamma(spread), 10**share_exponent * variance, format)
+    table = ladder(drawn(VARIANCE, offset, ROWS), uneven_gamma(spread), 10**share_exponent * VARIANCE, format)
     axes, told = pictures.looseness(table, format, "rows", height=3.8)
     return axes, f"{format}, ε = {10**share_exponent:.2g} σ², mean {offset:g} σ: {told}"
 

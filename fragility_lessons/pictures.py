@@ -1,5 +1,6 @@
 """The parts that pictures of all lessons share: panels, scales, labels and legends, and the slack of a bound."""
 
+import math
 from io import BytesIO
 from typing import Any
 
@@ -89,6 +90,13 @@ def strength(chosen: bool) -> dict[str, Any]:
     return {"linewidth": 2.5} if chosen else {"linewidth": 1, "alpha": 0.55}
 
 
+def round_ticks(largest: float) -> list[float]:
+    """Few round numbers from 0 to the first that is not below ``largest``, at equal distances."""
+    power = 10.0 ** math.floor(math.log10(largest))
+    top, step = next((top, step) for top, step in ((1, 0.25), (2, 0.5), (5, 1), (10, 2)) if top * power >= largest)
+    return [place * step * power for place in range(round(top / step) + 1)]
+
+
 def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> Picture:
     """First panel: a histogram of bound over observed error. Second: the mean factor that each step of the proof loses.
 
@@ -97,16 +105,20 @@ def looseness(ladder: pd.DataFrame, format: str, draws: str, height: float) -> P
     """
     slack = ladder.iloc[:, -1] / ladder.iloc[:, 0]
     count, steps = panels(height=height)
-    count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31).tolist(), color="C0")
+    heights, *_ = count.hist(np.log10(slack).clip(upper=3), bins=np.linspace(0, 3, 31).tolist(), color="C0")
     count.axvline(0, color="C3", linewidth=2)
     count.axvline(np.log10(slack.median()), **LIMIT)
     ticks: dict[str, Any] = {"xlim": (-0.1, 3), "xticks": [0, 1, 2, 3], "xticklabels": ["1", "10", "100", "≥ 10³"]}
-    finish(count, "bound / observed error", draws, f"{format}: how loose the bound is", **ticks)
+    x, title = "bound / error (red: equal; dashed: median)", f"{format}: how loose the bound is"
+    top = round_ticks(1.05 * np.max(heights))
+    finish(count, x, draws, title, **ticks, ylim=(0, top[-1]), yticks=top, yticklabels=[f"{tick:g}" for tick in top])
     factors = np.exp(np.log(ladder).diff(axis=1).mean().iloc[1:])  # geometric means
     steps.barh(range(len(factors)), factors, color="C0", height=0.45)
+    far = round_ticks(1.05 * factors.max())
     for place, (name, factor) in enumerate(factors.items()):
-        steps.text(0.05, place - 0.3, f"{name}: × {factor:.2g}", fontsize="small")
-    limits: dict[str, Any] = {"yticks": [], "ylim": (len(factors) - 0.6, -0.7), "xlim": (0, None)}
+        steps.text(0.015 * far[-1], place - 0.3, f"{name}: × {factor:.2g}", fontsize="small")
+    limits: dict[str, Any] = {"yticks": [], "ylim": (len(factors) - 0.6, -0.7), "xlim": (0, far[-1])}
+    limits |= {"xticks": far, "xticklabels": [f"{tick:g}" for tick in far]}
     finish(steps, "factor (mean)", "step", "what each step of the proof loses", **limits)
     return [count, steps], (
         f"the bound holds in {(slack >= 1).sum()} of {len(slack)} {draws}; "

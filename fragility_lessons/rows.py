@@ -81,14 +81,19 @@ def standard_normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+def standardised(draws: int) -> Tensor:
+    """Normal rows (draws, FEATURES) with variance 1 and mean 0, numbers of fp32 in fp64, as a browser gets them."""
+    rows = standard_normal(draws, FEATURES)
+    deviation, mean = torch.std_mean(rows, -1, correction=0, keepdim=True)
+    return ((rows - mean) / deviation).float().double()
+
+
 def drawn(variance: float, offset: float, draws: int) -> Tensor:
-    """Normal rows (draws, FEATURES) with exactly this ``variance`` and a mean of ``offset`` standard deviations.
+    """Normal rows (draws, FEATURES) with this ``variance`` and a mean of ``offset`` standard deviations.
 
     Avoid standard deviations that are powers of two: dividing by them is exact.
     """
-    rows = standard_normal(draws, FEATURES)
-    deviation, mean = torch.std_mean(rows, -1, correction=0, keepdim=True)
-    return (variance**0.5 * ((rows - mean) / deviation + offset)).float()
+    return (variance**0.5 * (standardised(draws) + offset)).float()
 
 
 def uneven_gamma(spread: float) -> Tensor:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXERCISES = exercises("window")
 FORMATS = ("bf16", "fp16")
-EPSILONS = tuple(10.0**exponent for exponent in range(-5, 2))  # the first is the checkpoint's own
+EPSILONS = tuple(10.0 ** (quarter / 4) for quarter in range(-20, 5))  # the first is the checkpoint's own
 
 
 @cache
@@ -247,7 +247,7 @@ def raised_epsilons() -> pd.DataFrame:
     return pd.DataFrame({name: column.flatten().numpy() for name, column in columns.items()}, index=index)
 
 
-def epsilon(block: int, exponent: int, format: str) -> Picture:
+def epsilon(block: int, exponent: float, format: str) -> Picture:
     """First panel: frozen G and measured mismatch over epsilon in ``block``. Second: the change of the output."""
     layers, real = passed(format).layers, raised_epsilons().loc[block]
     row, chosen = layers.loc[[block] * len(EPSILONS)].reset_index(drop=True), 10.0**exponent

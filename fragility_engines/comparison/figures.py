@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.verdict import LESS, MORE
-from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, style
+from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, plain_log_ticks, style
 
 LEAST = 1e-3  # a ratio below this is no rounding at all, and left out
 BIN = 16  # positions that share a point
@@ -57,5 +57,10 @@ def verdicts(table: pd.DataFrame) -> Axes:
     axes.set_yticks(table.index, table.engine, fontsize=7)
     axes.set(xscale="log", ylim=(len(table) - 0.5, -0.5))
     axes.axhline(table.harmless.sum() - 0.5, **DASHED)
-    axes.legend()
-    return finished(axes, "observed over predicted RMS change; grey: rounding", "", inside=True)
+    for told, side in (("above: harmless", "bottom"), ("below: faults", "top")):
+        place = (0.36, table.harmless.sum() - 0.5)
+        axes.text(*place, told, transform=axes.get_yaxis_transform(), va=side, fontsize="small")
+    plain_log_ticks(axes.xaxis)
+    left_out = "\n(no point: no change at all)" * bool((table.ratio <= LEAST).any())
+    title = "X3: grey is what rounding explains" + left_out
+    return finished(axes, "observed / predicted change of log-probabilities (RMS)", None, title, inside=True)

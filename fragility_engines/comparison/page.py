@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from fragility_engines.comparison.remedies import Remedy
 from fragility_engines.comparison.slopes import Slope
 from fragility_engines.comparison.verdict import Verdict, described, patterns
 from fragility_lab.diagnosis.causes import SITE_NAMES
+from fragility_lab.inputs.names import titled
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.html import template
 from fragility_lab.reporting.tables import number, percent
@@ -91,7 +93,8 @@ def page(compared: Compared) -> str:
     """The page as HTML."""
     gap, verdict = compared.gap, compared.verdict
     return template("engines/page.html.jinja").render(
-        compared=compared, recipe=gap.recipe.name, verdict=verdict, kind=verdict.title,
+        compared=compared, log=Path(compared.log).name, model=titled(compared.model),
+        recipe=gap.recipe.name, verdict=verdict, kind=verdict.title,
         tokens=len(gap.tokens), sequences=len(gap.sequences), overflowed=len(gap.sequences) - len(gap.known),
         patterns=described(patterns(gap)) if verdict.kind == "more" and verdict.cause is None else [],
         numbers=numbers(gap), sites=widened(gap.sites), remedies=wider(compared.remedies),

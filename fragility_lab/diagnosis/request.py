@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
 from fragility_lab.diagnosis.options import Options
-from fragility_lab.inputs.names import shortened
+from fragility_lab.inputs.names import shortened, titled
 from fragility_quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe
 
 
@@ -53,6 +53,11 @@ class Request(Options):
             raise ValueError(f"a budget of KL is measured in KL, {beside}: leave TARGET= away")
 
     @property
+    def name(self) -> str:
+        """The model as titles name it."""
+        return titled(self.model)
+
+    @property
     def kept(self) -> list[str]:
         """The sites that a choice of schemes may keep in fp32."""
         return self.keep.replace(",", " ").split()
@@ -66,7 +71,7 @@ class Request(Options):
     def described(self) -> str:
         """The low-precision side of the comparison, in words."""
         if self.reference_model:
-            return f"weights as they are, against those of {self.reference_model}"
+            return f"weights as they are, against those of {titled(self.reference_model)}"
         return f"weights in {self.format}" if self.weights_only else self.format
 
     @property

@@ -17,7 +17,7 @@ from fragility_numerics.lowering import LowPrecision
 
 COUNT = 12  # tokens that are written, half of a window at most
 LEAST, MOST = 8, 32  # tokens of the text's beginning
-SEARCHED = 8  # windows whose beginnings are tried, each by a pass of both models
+SEARCHED = 8  # windows whose beginnings are tried
 EXPLAINED = 1  # changed words that get their causes: the causes of one take longer than all words
 TRIED = 3  # parts that are kept, one at a time: each makes another model
 
@@ -36,18 +36,21 @@ class Beginning:
 
 @torch.no_grad()
 def beginning(model: PreTrainedModel, low: LowPrecision, windows: Mapping[int, Tensor]) -> Beginning:
-    """Of the beginnings of the first few ``windows`` (1, T): that after which ``low`` errs by the largest margin."""
+    """Of the beginnings of the first few ``windows`` (1, T): that after which ``low`` errs by the largest margin.
+
+    One pass of each model has all of them.
+    """
     room = next(iter(windows.values())).shape[1]
     most = min(MOST, room - count_in(room))
-    least, found = min(LEAST, most), []
-    for number, window in islice(windows.items(), SEARCHED):
-        exact = model(window[:, :most], use_cache=False).logits[0, least - 1 :]
-        with low.running():
-            moved = low.model(window[:, :most], use_cache=False).logits[0, least - 1 :].float()
-        margins = moved.max(-1).values - moved.gather(-1, exact.argmax(-1, keepdim=True))[:, 0]
-        margin, place = margins.max(0)
-        found.append(Beginning(number, least + int(place), float(margin)))
-    return max(found, key=lambda each: each.margin)
+    least = min(LEAST, most)
+    numbers, tried = zip(*islice(windows.items(), SEARCHED))
+    texts = torch.cat(tried)[:, :most]
+    exact = model(texts, use_cache=False).logits[:, least - 1 :]
+    with low.running():
+        moved = low.model(texts, use_cache=False).logits[:, least - 1 :].float()
+    margins = moved.max(-1).values - moved.gather(-1, exact.argmax(-1, keepdim=True))[..., 0]  # (windows, places)
+    window, place = divmod(int(margins.argmax()), margins.shape[1])
+    return Beginning(numbers[window], least + place, float(margins[window, place]))
 
 
 def count_in(room: int) -> int:
@@ -89,5 +92,5 @@ def of_sentence(diagnosis: Diagnosis, known: dict) -> dict:
     if not isinstance(told, dict):
         return {"component": "", "why": told}
     text = {name: told[name] for name in ("prompt", "words", "recipes")}
-    html = Sentence([text], diagnosis.request.model).html
+    html = Sentence([text], diagnosis.request.name).html
     return {"component": html, "begun": told["begun"], "count": len(told["words"]), "changed": is_broken(told)}

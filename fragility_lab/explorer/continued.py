@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from fragility_adjoint.mixed_precision import Contributions, Plan
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_lab.explorer.component import SITES
+from fragility_lab.measurement.decoding import greedy
 from fragility_lab.running.environment import progress
 from fragility_numerics.lowering import LowPrecision
 
@@ -62,7 +63,12 @@ def next_tokens(model: PreTrainedModel, text: Tensor, start: int, low: LowPrecis
 
 
 def written(model: PreTrainedModel, text: Tensor, count: int, low: LowPrecision | None = None) -> Words:
-    """The ``count`` tokens after ``text`` (1, T), each the most probable one; up to the first None."""
+    """The ``count`` tokens after ``text`` (1, T), each the most probable one; up to the first None.
+
+    In fp32 a cache is read: it changes the sums by fp32's own rounding alone.
+    """
+    if low is None:
+        return greedy(model, text, count)[0].tolist()
     words: Words = []
     while len(words) < count and None not in words:
         own = torch.cat([text, text.new_tensor([words], dtype=text.dtype)], 1) if words else text

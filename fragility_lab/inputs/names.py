@@ -53,6 +53,14 @@ def is_local(name: str) -> bool:
     return os.path.exists(name) or name.startswith(EMBEDDED) or file or named_as_path(name)
 
 
+def titled(name: str) -> str:
+    """The model ``name`` as a title has it: a folder or file by its own name, without the way to it."""
+    path = Path(os.path.abspath(name))
+    if path.suffix.lower() == ".gguf":
+        return f"{path.stem} (GGUF file)"
+    return path.name if is_local(name) else name
+
+
 def embedded_checkpoints() -> list[str]:
     """The names of the checkpoints that ship with the project."""
     return sorted(folder.name for folder in CHECKPOINTS.iterdir())

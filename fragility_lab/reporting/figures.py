@@ -1,6 +1,7 @@
 """The figures of the experiments and of the diagnosis: tidy DataFrame in, matplotlib Axes out.
 
-Importing this module changes no setting of matplotlib. Functions that draw run inside of ``style``.
+Importing this module changes no setting of matplotlib. seaborn, whose import takes most of a second, is loaded by the
+first function that needs it, and not by the first cells of lessons. Functions that draw run inside of ``style``.
 """
 
 from collections.abc import Iterator
@@ -14,27 +15,30 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
+from fragility_lab.paths import ASSETS
 from fragility_lab.reporting.html import data_uri
 from fragility_lab.running.files import write_whole
 
-COLOURS = sns.color_palette("colorblind")  # "C0", "C1", ... as RGB, for pictures made of cells
+# "C0", "C1", ... as RGB, for pictures made of cells: seaborn's palette "colorblind".
+PALETTE = "#0173b2 #de8f05 #029e73 #d55e00 #cc78bc #ca9161 #fbafe4 #949494 #ece133 #56b4e9"
+COLOURS = [mpl.colors.to_rgb(colour) for colour in PALETTE.split()]
+HALO = withStroke(linewidth=2.5, foreground="white")  # letters on marks
 DASHED: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1, "zorder": 0}
-SEQUENTIAL = sns.color_palette("crest", as_cmap=True)  # its light end shows on white
 PNG_DPI = 110
 UNDATED = {"CreationDate": None}  # the same bytes for the same data
 
 # Matplotlib searches the height of a title unless it is fixed, which takes time.
 STYLE = {
-    **sns.axes_style("whitegrid"), **sns.plotting_context("notebook"), "axes.prop_cycle": cycler(color=COLOURS),
-    "axes.titley": 1.0,
+    **mpl.rc_params_from_file(ASSETS / "figures.mplstyle", use_default_template=False),
+    "axes.prop_cycle": cycler(color=COLOURS), "axes.titley": 1.0,
 }  # fmt: skip
 
 
@@ -100,6 +104,8 @@ def finished(
     if inside:
         axes.legend(title=None)
     elif axes.get_legend():
+        import seaborn as sns
+
         sns.move_legend(axes, "center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     return axes
 
@@ -112,7 +118,7 @@ def plain_log_ticks(axis: Axis) -> None:
     def inside(subs: tuple[int, ...]) -> int:
         return sum(low <= sub * power <= high for sub in subs for power in powers)
 
-    long = high >= 1e6  # 1e+07
+    long = high >= 1e6 or low < 1e-3  # 1e+07 and 0.002
     if high >= 100 * low or (long and inside((1,)) >= 2):
         subs: tuple[int, ...] = (1,)
     else:
@@ -136,6 +142,8 @@ def square(axes: Axes, low: float, high: float) -> None:
 
 def curves(table: pd.DataFrame, x: str, names: dict[str, str]) -> Axes:
     """Axes with one curve for each column in ``names``, over column ``x``; ``names`` has their names in the legend."""
+    import seaborn as sns
+
     lines = table[[x, *names]].rename(columns=names).melt(x, None, "curve")
     return sns.lineplot(lines, x=x, y="value", hue="curve", style="curve", markers=True, ax=canvas())
 
@@ -143,9 +151,12 @@ def curves(table: pd.DataFrame, x: str, names: dict[str, str]) -> Axes:
 @style()
 def e1_attention(table: pd.DataFrame) -> Axes:
     """Measured change of the output over the proxy; colour is the value scale, marker the margin."""
+    import seaborn as sns
+
     axes, table = canvas(), table.rename(columns={"value_scale": "value scale"})
+    crest = sns.color_palette("crest", as_cmap=True)  # its light end shows on white
     sns.scatterplot(
-        table, x="proxy", y="measured", hue="value scale", style="margin", s=70, palette=SEQUENTIAL, ax=axes
+        table, x="proxy", y="measured", hue="value scale", style="margin", s=70, palette=crest, ax=axes
     )  # fmt: skip
     proxy = r"proxy $\kappa_{softmax}\,\|P\|\,\|V\|_2$"
     return finished(axes, proxy, "measured change of the output", "E1: attention sensitivity", log=True)
@@ -175,6 +186,8 @@ def e2_transport(runs: pd.DataFrame) -> Axes:
 
     Runs whose windows overflow have no point.
     """
+    import seaborn as sns
+
     values = runs[["no_transport_pearson", "combined_pearson"]]
     shown = with_length(runs.dropna(subset=[*values]))
     points = {"hue": "precision", "style": "window length", "s": 80}
@@ -188,6 +201,8 @@ def e2_transport(runs: pd.DataFrame) -> Axes:
 @style()
 def e2_windows(windows: pd.DataFrame) -> Axes:
     """Mismatch over score of every window, by window length, one panel a format; column ``name`` labels points."""
+    import seaborn as sns
+
     kept = windows[~windows.overflow].assign(**{"window length": lambda table: table.length.astype(str)})
     panels, lengths = list(kept.groupby("precision")), [str(length) for length in sorted(kept.length.unique())]
     figure, grid = plt.subplots(
@@ -197,11 +212,13 @@ def e2_windows(windows: pd.DataFrame) -> Axes:
         points = {"hue": "window length", "hue_order": lengths, "s": 18, "linewidth": 0, "alpha": 0.7}
         sns.scatterplot(shown, x="combined", y="mismatch", legend=axes is grid.flat[-1], ax=axes, **points)
         finished(axes, "score", "mismatch" if axes is grid.flat[0] else "", precision, log=True)
-        named = shown[shown.name != ""].sort_values("name")
+        named = shown[shown.name != ""].sort_values("combined")
         axes.scatter(named.combined, named.mismatch, s=60, facecolor="none", edgecolor="0.1", linewidth=1)
-        for window, place in zip(named.itertuples(), cycle(((9, 0), (-9, 0), (0, -11), (0, 11)))):
+        for window, place in zip(named.itertuples(), cycle(((-10, 3), (0, 11), (10, -3), (0, -11)))):
             at = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": "small"}
-            axes.annotate(window.name.rpartition("-")[2], (window.combined, window.mismatch), place, **at)
+            axes.annotate(
+                window.name.rpartition("-")[2], (window.combined, window.mismatch), place, **at, path_effects=[HALO]
+            )
     figure.suptitle("E2: every window", fontsize="medium")
     return grid[0, 0]
 
@@ -228,6 +245,8 @@ def named(axes: Axes, text: str, at: Any, offset: tuple[float, float], **how: An
 @style()
 def e3_ranks(counts: pd.DataFrame) -> Axes:
     """Shares of blocks by rank by the score (rows) and rank by the exact effect (columns), beside those of chance."""
+    import seaborn as sns
+
     axes, share = canvas(5.6, 4.6), counts / counts.stack().mean()
     colours = {"cmap": "vlag", "norm": mpl.colors.TwoSlopeNorm(1, 0, max(2.0, share.max(axis=None)))}
     label = {"label": "times as often as by chance"}
@@ -246,6 +265,8 @@ FIDELITY = {
 @style()
 def e3_fidelity(runs: pd.DataFrame) -> Axes:
     """Agreement of the rankings of score and exact effect, in five measures: a point a run, a line at chance."""
+    import seaborn as sns
+
     table = with_length(runs).melt(["window length"], [*FIDELITY], "measure", "value")
     axes, points = canvas(6.4, 3.2), {"palette": "colorblind", "dodge": True, "jitter": False, "size": 6}
     sns.stripplot(table, x="value", y="measure", hue="window length", ax=axes, **points)
@@ -259,6 +280,8 @@ def e3_fidelity(runs: pd.DataFrame) -> Axes:
 @style()
 def e3_noise_floor(windows: pd.DataFrame) -> Axes:
     """Spearman's correlation of the score with the exact effects, over that of a second measurement of the effects."""
+    import seaborn as sns
+
     axes, points = canvas(5.4, 4.0), {"hue": "window length", "style": "window length", "s": 70}
     sns.scatterplot(with_length(windows), x="noise_floor", y="spearman", ax=axes, **points)
     square(axes, min(0.0, windows[["spearman", "noise_floor"]].min(axis=None)) - 0.05, 1.0)
@@ -269,6 +292,8 @@ def e3_noise_floor(windows: pd.DataFrame) -> Axes:
 @style()
 def training_curve(log: pd.DataFrame) -> Axes:
     """Training, validation and evaluation loss over tokens seen."""
+    import seaborn as sns
+
     losses = log.melt("tokens", [name for name in log if name.endswith("_loss")], "text", "loss")
     losses["text"] = losses["text"].str.removesuffix("_loss")
     axes = canvas(6.4, 3.6)

@@ -65,8 +65,10 @@ def e5_course(steps: pd.DataFrame) -> Axes:
         if compared:
             axes.axhline(1, **DASHED)
     figure.supxlabel("training step", fontsize="medium")
-    figure.supylabel("error over that without a controller" if compared else "error", fontsize="medium")
-    figure.suptitle("E5: error over training", fontsize="medium")
+    figure.supylabel("error / error without a controller" if compared else "error", fontsize="medium")
+    beside = "\nbelow 1 a controller helps" * compared
+    title = f"E5: error over training (pale: each step; dark: median of {SMOOTHED} steps){beside}"
+    figure.suptitle(title, fontsize="medium")
     return grid[0, 0]
 
 

@@ -82,7 +82,7 @@ def test_random_courses_are_decided_as_by_python(page, monkeypatch):
         python = controller.inspections.__wrapped__(policy, values["run"], values["precision"])
         bounds = {"base": controller.BASE, "cap": controller.CAP}
         given = [controller.course(rows[values["run"]]), values, bounds]
-        found = page.evaluate("given => slidersFormulas.controller.inspections(...given)", given)
+        found = page.evaluate("given => slidersFormulas['controller.playground'].inspections(...given)", given)
         assert [[block["stop"] for block in blocks] for blocks in found] == [seen.stop.tolist() for seen in python]
         for blocks, seen in zip(found, python, strict=True):
             assert [block["gates"] for block in blocks] == seen.gates[controller.GATES].to_numpy().tolist()
@@ -103,7 +103,8 @@ def test_random_settings_give_the_pictures_of_python(page):
         *(stop | {"run": run} for stop in controller.TOUR.values() for run in controller.RUNS),
     ]
     for values in settings:
-        told, *found = page.evaluate("values => slidersFormulas.controller(known.data, values, first)", values)
+        drawn = "values => slidersFormulas['controller.playground'](known.data, values, first)"
+        told, *found = page.evaluate(drawn, values)
         panels, known = controller.free().drawn(values)
         assert told == known
         for (frame, *marks), (wanted, parts) in zip(found, panels, strict=True):

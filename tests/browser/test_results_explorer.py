@@ -25,7 +25,7 @@ def paths(tmp_path_factory):
 def pearson(page: Page, windows: int) -> float:
     """The correlation that the page tells of as many points as a run has windows."""
     told = page.locator(".rx-told").inner_text().replace("−", "-")
-    return float(re.match(rf"{windows} windows\. Pearson (-?[\d.]+),", told)[1])
+    return float(re.match(rf"{windows} windows\. Correlation of both axes: Pearson (-?[\d.]+),", told)[1])
 
 
 def test_model_run_and_signal_change_the_points(browser, paths):

@@ -4,6 +4,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+import seaborn as sns
 
 matplotlib.use("Agg")
 
@@ -167,7 +168,7 @@ def test_e5_course_has_a_panel_a_policy_relative_to_none():
     axes = figures_e5.e5_course(steps)
     assert axes.get_yscale() == "log" and axes.get_title(loc="left") == "BGSS (released)"
     np.testing.assert_allclose(axes.get_lines()[0].get_ydata(), [(2 * 2 / 4) ** 0.5, (4 * 6 / 9) ** 0.5])
-    assert "over that without a controller" in axes.figure.get_supylabel()
+    assert "error without a controller" in axes.figure.get_supylabel()
     assert all(panel.get_visible() for panel in axes.figure.axes)  # no empty slot, whatever their number
     alone = figures_e5.e5_course(steps[steps.policy == "none"])
     np.testing.assert_allclose(alone.get_lines()[0].get_ydata(), [2.0, 3.0])
@@ -225,6 +226,7 @@ def test_x2_rivals_has_one_scale_and_names_lines_where_they_are_apart():
         (0.007, 0.016, [0.007, 0.008, 0.009, 0.01]),  # 0.01 alone would not say how long a decade is
         (0.001, 0.2, [0.001, 0.01, 0.1]),
         (6e6, 2.4e8, [1e7, 1e8]),  # long numbers would overlap
+        (6e-4, 0.03, [0.001, 0.01]),
     ],
 )
 def test_ticks_of_logarithms_are_few_but_two(low, high, shown):
@@ -232,6 +234,13 @@ def test_ticks_of_logarithms_are_few_but_two(low, high, shown):
     axes.set(xscale="log", xlim=(low, high))
     figures.plain_log_ticks(axes.xaxis)
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(shown)
+
+
+def test_the_style_is_that_of_seaborn():
+    """But for its colour map, which only seaborn knows."""
+    wanted = matplotlib.RcParams({**sns.axes_style("whitegrid"), **sns.plotting_context("notebook")})
+    assert {name: figures.STYLE.get(name) for name in wanted} == dict(wanted) | {"image.cmap": None}
+    np.testing.assert_array_equal(figures.COLOURS, sns.color_palette("colorblind"))
 
 
 def test_a_narrow_logarithmic_axis_has_few_ticks():

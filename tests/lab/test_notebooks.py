@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 
 import nbformat
 import pytest
@@ -240,3 +241,16 @@ def test_make_lab_trusts_the_notebooks_of_the_start_page_alone(tmp_path, monkeyp
         if NotebookNotary(data_dir=str(tmp_path / "data")).check_signature(nbformat.read(path, as_version=4))
     }
     assert trusted == {*ALL}
+
+
+def test_a_notebook_in_the_place_of_the_projects_own_is_not_trusted(tmp_path):
+    shutil.copytree(PROJECT / "notebooks", tmp_path / "notebooks")
+    source = (PROJECT / "jupyter_server_config.py").read_text("utf-8").partition("class Contents")[0]
+    known: dict = {"__file__": str(tmp_path / "jupyter_server_config.py")}
+    exec(compile(source, "jupyter_server_config.py", "exec"), known)
+    whole = known["own_notebooks"](tmp_path / "notebooks")  # git does not know the copy
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm all"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    assert known["own_notebooks"](tmp_path / "notebooks") == whole
+    (handed := whole[-1]).write_text(handed.read_text("utf-8").replace('"cells"', ' "cells"'), "utf-8")
+    assert known["own_notebooks"](tmp_path / "notebooks") == whole[:-1]

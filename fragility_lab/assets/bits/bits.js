@@ -106,7 +106,7 @@
         element("svg:line", { x1: 30, x2: 370, y1: 40, y2: 40, class: "bits-grid" }), tick(below), tick(above),
         element("svg:line", { x1: 200, x2: 200, y1: 36, y2: 44, class: "bits-middle" }),
         element("svg:circle", { cx: at, cy: 40, r: 5, class: "bits-x" }), text(at, 20, `x = ${short(x, 6)}`),
-        text(60, 68, short(below, 6)), text(340, 68, short(above, 6))));
+        text(60, 68, short(below, 6)), text(200, 68, "half-way"), text(340, 68, short(above, 6))));
     }
     function update() {
       const bits = given ?? encode(round(x, f), f), value = decode(bits, f), [sign, exponent, fraction] = parts(bits, f);

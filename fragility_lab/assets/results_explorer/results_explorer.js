@@ -170,8 +170,8 @@
       } }, grid, dots, tags);
       plot.replaceChildren(svg);
       const overflowed = column("overflow") ? all().filter((point) => column("overflow")[point]).length : 0;
-      const alike = points.length > 2 && new Set(xs).size > 1 && new Set(ys).size > 1;
-      told.textContent = `${points.length} ${points.length === 1 ? data.point : data.points}. ${alike ? `Pearson ${pearson(xs, ys).toFixed(3)}, Spearman ${pearson(ranks(xs), ranks(ys)).toFixed(3)}. ` : ""}`.replace(/-/g, "−")
+      const alike = points.length > 2 && !model().line && new Set(xs).size > 1 && new Set(ys).size > 1;
+      told.textContent = `${points.length} ${points.length === 1 ? data.point : data.points}. ${alike ? `Correlation of both axes: Pearson ${pearson(xs, ys).toFixed(3)}, Spearman ${pearson(ranks(xs), ranks(ys)).toFixed(3)}. ` : ""}`.replace(/-/g, "−")
         + (overflowed ? `${overflowed} overflow and are not shown.` : "") + (both ? " On the dashed line both are equal." : "");
     }
 

@@ -61,7 +61,7 @@
       const bar = make("rect", { x, y, width: size, height: height - 3, class: side });
       bar.append(make("title", {}, `${name}: ${r.adds.toFixed(3)} logits`));
       svg.append(bar, make("text", { x: 0, y: y + 10 }, name));
-      svg.append(make("text", { x: Math.max(x + size, zero) + 4, y: y + 10 }, r.adds.toFixed(2)));
+      svg.append(make("text", { x: Math.max(x + size, zero) + 4, y: y + 10 }, (Math.abs(r.adds) < 0.005 ? 0 : r.adds).toFixed(2).replace("-", "−")));
     });
     svg.append(make("line", { x1: zero, x2: zero, y1: 0, y2: rows.length * height + 4 }));
     return make("figure", {}, make("figcaption", {}, caption), svg);

@@ -3,7 +3,8 @@
 // `inspections`, and `controller` draws its `playground`. Recorded statistics stay, whatever epsilon a block gets.
 
 (() => {
-  const SIZE = 2000;
+  const { SIZE, general, log } = globalThis.slidersShared;
+  const short = (value) => general(value, 2);
 
   // One entry for each inspection: what each block's gates say, which one stops it, its epsilon and its rest.
   function inspections({ risk, dominance, ratio }, { precision, risk: logRisk, dominance: logDominance, target, budget, cooldown }, { base, cap }) {
@@ -23,12 +24,6 @@
       });
       return blocks;
     });
-  }
-
-  // A number in two digits, as Python's format ".2g" writes it.
-  function short(value) {
-    const [digits, power] = value.toExponential(1).split("e").map(Number);
-    return power < -4 || power > 1 ? `${digits}e${power < 0 ? "-" : "+"}${String(Math.abs(power)).padStart(2, "0")}` : String(Number(value.toPrecision(2)));
   }
 
   // The picture for `values` of the controls: `first` is that of the first values, with the frames and marks to change.
@@ -56,5 +51,22 @@
     ];
   }
 
-  globalThis.slidersFormulas = { ...globalThis.slidersFormulas, controller: Object.assign(controller, { inspections }) };
+  // The printed update of epsilon over the variance: `update` in Python.
+  function update({ width, base, variances }, { variance_exponent, target, cap_exponent, precision }, [[frame, curve, dot, blocks, here, name], [ratios, band, before, guarantee, after, reached, there]]) {
+    const unit = 2 ** -precision, cap = 10 ** cap_exponent, own = 10 ** variance_exponent;
+    const at = (variance) => {
+      const wanted = width * unit * variance, epsilon = Math.max(base, Math.min(Math.max(wanted / target, base), cap));
+      return { epsilon, before: wanted / base, after: wanted / epsilon, bound: Math.max(target, wanted / cap) };
+    };
+    const X = log(1e-6, 1e3), E = log(1e-6, 2), R = log(1e-4, 1e4), seen = variances.map(at), chosen = at(own), x = variances.map(X);
+    const line = { x: [X(own), X(own)], y: [0, SIZE] }, one = (y) => ({ x: [X(own)], y: [y] }), [gate, gives] = chosen.before < 1 ? ["open", "gives"] : ["closed", "would give"];
+    return [
+      `σ² = ${short(own)}, u = 2^-${precision}: ρ_LN = ${general(chosen.before, 3)} before, the gate ρ_LN < 1 is ${gate}; the update ${gives} ε = ${short(chosen.epsilon)} and ρ_LN = ${general(chosen.after, 3)}, guaranteed ${general(chosen.bound, 3)}`,
+      [frame, { ...curve, x, y: seen.map((each) => E(each.epsilon)) }, { ...dot, ...one(E(chosen.epsilon)) }, blocks, { ...here, ...line }, name],
+      [ratios, { ...band, cells: [[0, R(target), SIZE, R(1)]] }, ...[[before, "before"], [guarantee, "bound"], [after, "after"]].map(([mark, of]) => ({ ...mark, x, y: seen.map((each) => R(each[of])) })),
+        { ...reached, ...one(R(chosen.after)) }, { ...there, ...line }],
+    ];
+  }
+
+  globalThis.slidersFormulas = { ...globalThis.slidersFormulas, "controller.playground": Object.assign(controller, { inspections }), "controller.update": update };
 })();
