@@ -146,7 +146,8 @@ class SampledArithmetic(LowArithmetic):
         in_place: bool = False, format: NumberFormat | None = None,
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
-        if not constant and (not self.base or within(self.recorder.path[-1], self.base)):
+        # What changed in place looks constant, as nothing here has a gradient.
+        if (in_place or not constant) and (not self.base or within(self.recorder.path[-1], self.base)):
             numbers: Any = self.format if format is None else Sampled(format, self.rounding_by)
             y.data.copy_(numbers.round(y.data, alike=name == "operand"))
         return self._marked(y)

@@ -74,8 +74,19 @@ class Shifted(nn.Module):
         return self.layer(x.to(self.table.dtype)) + self.table
 
 
-def test_buffers_have_their_share():
-    model, x = Shifted().eval(), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
+class ShiftedInPlace(Shifted):
+    """The same, where a sum, and products in a part of it, are written into the tensor that is there."""
+
+    def forward(self, x):
+        y = self.layer(x.to(self.table.dtype))
+        y += self.table
+        y[..., :4] *= self.table[4:]
+        return y
+
+
+@pytest.mark.parametrize("kind", [Shifted, ShiftedInPlace])
+def test_buffers_have_their_share(kind):
+    model, x = kind().eval(), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
     low = lower(model, "bf16", "emulated")
     realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     with torch.no_grad(), low.running():
