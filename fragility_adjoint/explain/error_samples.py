@@ -38,25 +38,25 @@ def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = F
 
 
 class RandomSigns:
-    """Rounding whose errors get random signs, drawn by ``generator``.
+    """Rounding whose errors, or a ``share`` of each, get random signs, drawn by ``generator``.
 
     If ``stochastic``, their size is the standard deviation of stochastic rounding.
     """
 
-    def __init__(self, generator: torch.Generator, stochastic: bool = False):
-        self.generator, self.stochastic = generator, stochastic
+    def __init__(self, generator: torch.Generator, stochastic: bool = False, share: float = 1.0):
+        self.generator, self.stochastic, self.share = generator, stochastic, share
 
     def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
         """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
         error = local_error(x, stored.round(x).float())
         if self.stochastic:
             error = stochastic_error(error, x, stored)
-        return x + with_random_signs(error, self.generator, alike)
+        return x + self.share * with_random_signs(error, self.generator, alike)
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
         error = rounded.weighted_error(path, rounded.in_fp32(path)).error(...)
-        return leaf + with_random_signs(error, self.generator)
+        return leaf + self.share * with_random_signs(error, self.generator)
 
 
 class ScaledErrors:
@@ -137,7 +137,8 @@ class SampledArithmetic(LowArithmetic):
     """
 
     def __init__(self, at: LowArithmetic, parameters: ParameterTable, base: str, rounding: Rounding | None):
-        super().__init__(at.recipe, at.recorder, parameters, rounding=at.rounding)
+        # Exact: what only moves has its errors already, and gets none a second time.
+        super().__init__(at.recipe, at.recorder, parameters, rounding=at.rounding, exact=True)
         self.base, self.rounding_by = base, rounding
         self.format = cast(NumberFormat, Sampled(at.recipe.kernels, rounding))
 
@@ -146,7 +147,8 @@ class SampledArithmetic(LowArithmetic):
         in_place: bool = False, format: NumberFormat | None = None,
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
-        if not constant and (not self.base or within(self.recorder.path[-1], self.base)):
+        # What changed in place looks constant, as nothing here has a gradient.
+        if (in_place or not constant) and (not self.base or within(self.recorder.path[-1], self.base)):
             numbers: Any = self.format if format is None else Sampled(format, self.rounding_by)
             y.data.copy_(numbers.round(y.data, alike=name == "operand"))
         return self._marked(y)
@@ -176,12 +178,12 @@ class ErrorSamples:
         """The result of ``run`` for the model without random errors."""
         return self._run(run, None)
 
-    def draw(self, run: Callable[[nn.Module], Result]) -> Result:
-        """The result of ``run`` for the model with errors of new random signs.
+    def draw(self, run: Callable[[nn.Module], Result], share: float = 1.0) -> Result:
+        """The result of ``run`` for the model with errors of new random signs, or with a ``share`` of each.
 
         The head rounds nothing: its rounding keeps the order of logits.
         """
-        return self._run(run, RandomSigns(self.generator, self.at.stochastic), self.base)
+        return self._run(run, RandomSigns(self.generator, self.at.stochastic, share), self.base)
 
     def again(self, run: Callable[[nn.Module], Result], scale: float) -> Result:
         """The result of ``run`` for the low-precision model that rounds to its format's numbers times 1 / ``scale``.

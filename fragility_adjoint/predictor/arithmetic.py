@@ -193,7 +193,7 @@ class LowArithmetic(FunctionMode):
 
     def function(self, call: FunctionCall) -> Callable:
         """The function that computes ``call``: for a product or a lookup one whose gradients take less time."""
-        if call.name == "embedding" and self.recorder.takes_rows(call.args[0]):
+        if call.name == "embedding":
             return partial(look_up_rows, self.recorder)
         fast = fast_products(call.floating[0].device) if call.product else {}
         return fast.get((call.name, call.product), call.func)

@@ -187,24 +187,25 @@ class Lookup(torch.autograd.Function):
     """Rows (..., d) of a ``table`` (V, d). The recorder gets their gradient, not the table's, which is mostly 0."""
 
     @staticmethod
-    def forward(ctx, recorder: ErrorRecorder, table: Tensor, indices: Tensor, padding: int) -> Tensor:
-        ctx.recorder, ctx.table, ctx.indices, ctx.padding = recorder, table, indices, padding
+    def forward(ctx, recorder: ErrorRecorder, table: Tensor, indices: Tensor) -> Tensor:
+        ctx.recorder, ctx.table, ctx.indices = recorder, table, indices
         return functional.embedding(indices, table)
 
     @staticmethod
     @over_probes
     def backward(ctx, gradient: Tensor):
-        seen = ctx.indices != ctx.padding
-        ctx.recorder.look_up(ctx.table, ctx.indices[seen], gradient[:, seen])
-        return None, None, None, None
+        ctx.recorder.look_up(ctx.table, ctx.indices.flatten(), gradient.flatten(1, -2))
+        return None, None, None
 
 
-def look_up_rows(
-    recorder: ErrorRecorder, table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:  # fmt: skip
-    """The same as ``torch.embedding``, of a leaf whose rows the ``recorder`` takes."""
-    return Lookup.apply(recorder, table, indices, padding_idx)
+def look_up_rows(recorder: ErrorRecorder, table: Tensor, indices: Tensor, *options) -> Tensor:
+    """The same as ``torch.embedding``, of a leaf whose rows the ``recorder`` takes if it is large.
+
+    The row of the padding, which learns nothing, is rounded as others are, and has a gradient here.
+    """
+    if recorder.takes_rows(table):
+        return Lookup.apply(recorder, table, indices)
+    return torch.embedding(table, indices)
 
 
 def hides_keys(mask: Tensor) -> bool:

@@ -74,14 +74,49 @@ class Shifted(nn.Module):
         return self.layer(x.to(self.table.dtype)) + self.table
 
 
-def test_buffers_have_their_share():
-    model, x = Shifted().eval(), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
+class ShiftedInPlace(Shifted):
+    """The same, where a sum, and products in a part of it, are written into the tensor that is there."""
+
+    def forward(self, x):
+        y = self.layer(x.to(self.table.dtype))
+        y += self.table
+        y[..., :4] *= self.table[4:]
+        return y
+
+
+@pytest.mark.parametrize("kind", [Shifted, ShiftedInPlace])
+def test_buffers_have_their_share(kind):
+    model, x = kind().eval(), torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
     low = lower(model, "bf16", "emulated")
     realisations = ErrorSamples(Adjoint(low, model, gradients="fp32"))
     with torch.no_grad(), low.running():
         rounded = low.model(x).float()
     assert torch.equal(realisations.scaled(lambda m: m(x).float(), 1.0), rounded)
     assert torch.equal(realisations.scaled(lambda m: m(x).float(), 0.0), model(x))
+
+
+class Moved(Shifted):
+    """The same, whose results are then written to another tensor, position by position, and chosen."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        z = torch.zeros_like(y)
+        for position in range(y.shape[1]):
+            z[:, position] = y[:, position]
+        return torch.where(z > 0, z, z.masked_fill(z > 0, 0.0))
+
+
+def test_what_only_moves_has_its_errors_once():
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
+    made, moved = (
+        ErrorSamples(Adjoint(lower(model, "bf16", "emulated"), model, gradients="fp32"))
+        for model in (Shifted().eval(), Moved().eval())
+    )
+    for share in (0.25, 1.0):
+        want, found = (each.scaled(lambda m: m(x).float(), share) for each in (made, moved))
+        assert torch.equal(found, want)
+    want, found = (each.draw(lambda m: m(x).float()) for each in (made, moved))
+    assert torch.equal(found, want)
 
 
 def test_a_model_without_a_head_has_errors_in_all_of_its_modules():

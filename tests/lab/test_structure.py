@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "fragility_quantization": 1621,
     "fragility_exports": 394,
     "fragility_offload": 452,
-    "fragility_adjoint": 4928,
+    "fragility_adjoint": 4931,
     "fragility_gguf": 336,
     "fragility_lab": 11978,
     "fragility_explorer": 1588,
