@@ -19,7 +19,7 @@ from fragility_engines.suspects.windows import fully_attending, seeing
 
 EPSILONS = tuple(10.0**-power for power in range(8, -1, -1))
 SCALES = (0.25, 0.5, 0.7, 1.4, 2.0, 4.0)  # times the scale of attention
-BASES = tuple(10.0 ** (half / 2) for half in (-4, -3, -2, -1, 1, 2, 3, 4))  # times RoPE's base
+BASES = tuple(10.0 ** (quarter / 4) for quarter in (-8, -6, -4, -2, -1, 1, 2, 4, 6, 8))  # times RoPE's base
 DIVISORS = (0.5, 0.7, 1.4, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)  # of RoPE's positions
 WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
 
