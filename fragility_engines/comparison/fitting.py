@@ -1,5 +1,7 @@
 """Numbers fitted to a gap: which value of an epsilon, a scale, RoPE's base or a window explains most of it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from scipy.optimize import minimize_scalar
 
@@ -9,37 +11,43 @@ from fragility_engines.suspects.numbers import Number
 from fragility_engines.suspects.suspect import Suspect
 
 STEPS = 12  # passes over the part of a gap between the two values beside the best
-HOPE = 0.1  # share of a sequence's gap that the best of the usual values must explain to be followed up
+HOPE = 0.1  # share of a sequence's gap that must go with one of the usual values, for others to be tried
 
 
 def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     """The slopes of a gap along the numbers of ``directed``, each at the value that explains most of its ``part``.
 
-    The usual values are tried over the sequence with the larger gap, and values between over both. Numbers whose best
-    value explains less than HOPE there are left out. The one that explains most is tested over all tokens of ``gap``.
+    The usual values are tried over the sequence with the larger gap, and values between over both. Numbers of which
+    none is in line with HOPE of the gap are left out. The one that explains most is tested over all tokens of ``gap``.
     """
     first, found = part.only([part.largest]), []
     for number in directed.numbers:
-        left = [unexplained(first, suspect, directed) for suspect in number.usual]
-        best = int(np.argmin(left))
-        if left[best] < 1 - HOPE:
-            suspect = nearest(part, number, best, directed)
+        if max(slope(first, suspect, directed(first, suspect)).share for suspect in number.usual) > HOPE:
+            left = [unexplained(first, suspect, directed) for suspect in number.usual]
+            suspect = number.at(nearest(part, number, left, directed))
             found.append(slope(part, suspect, directed(part, suspect)))
     found.sort(key=lambda each: each.share, reverse=True)
     return [*slopes(gap, [each.suspect for each in found[:1]], directed), *found[1:]]
 
 
-def nearest(part: Gap, number: Number, best: int, directed: Directions) -> Suspect:
-    """The ``number`` at the value that leaves least of ``part``, between the neighbours of its ``best`` usual one."""
-    values = np.log(number.values)
+def nearest(part: Gap, number: Number, left: Sequence[float], directed: Directions) -> float:
+    """The value of ``number`` that leaves least of ``part``, between the neighbours of the best known one.
 
-    def left(log: float) -> float:
+    ``left`` is what the usual values leave; the model's own leaves all.
+    """
+    known = sorted([*zip(number.values, left), (number.own, 1.0)])
+    best = min(range(len(known)), key=lambda place: known[place][1])
+    bounds = known[max(best - 1, 0)][0], known[min(best + 1, len(known) - 1)][0]
+
+    def leaving(log: float) -> float:
         return unexplained(part, number.at(float(np.exp(log))), directed)
 
-    bounds = values[max(best - 1, 0)], values[min(best + 1, len(values) - 1)]
-    found = minimize_scalar(left, bounds=bounds, method="bounded", options={"maxiter": STEPS, "xatol": 0.01})
-    value = float(np.exp(found.x)) if found.fun < left(values[best]) else number.values[best]
-    return number.at(stepped(part, number, round(value), directed) if number.whole else value)
+    options = {"maxiter": STEPS, "xatol": 0.01}
+    value = float(np.exp(minimize_scalar(leaving, bounds=np.log(bounds), method="bounded", options=options).x))
+    if number.whole:
+        value = stepped(part, number, round(value), directed)
+    usual = known[best][0]
+    return value if leaving(np.log(value)) < leaving(np.log(usual)) else usual
 
 
 def stepped(part: Gap, number: Number, value: int, directed: Directions) -> int:

@@ -28,12 +28,14 @@ WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
 class Number:
     """A number that an engine may have otherwise.
 
-    ``name`` has a place for its value, and ``mend`` says what to look at. ``values`` are tried first, in order.
-    ``change`` gives the change of a model for a value. A ``whole`` number is an integer.
+    ``name`` has a place for its value, and ``mend`` says what to look at. ``own`` is the model's value, or 1 for a
+    factor. The usual ``values`` are tried first. ``change`` gives the change of a model for a value. A ``whole`` number
+    is an integer.
     """
 
     name: str
     mend: str
+    own: float
     values: tuple[float, ...]
     change: Callable[[Any], Change]
     whole: bool = False
@@ -46,7 +48,7 @@ class Number:
     def at(self, value: float) -> Suspect:
         """The suspect that the number has this ``value``."""
         value = round(value) if self.whole else value
-        shown = value if self.whole else f"{value:.2g}"
+        shown = value if self.whole else f"{value:.3g}"
         return Suspect(self.name.format(shown), self.mend, self.change(value))
 
 
@@ -60,27 +62,27 @@ def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
     norms = [(module, str(epsilon_name(module))) for module in model.modules() if epsilon_name(module)]
     if norms:
         yield Number(
-            "epsilon {} of norms", "rms_norm_eps or layer_norm_eps", EPSILONS,
+            "epsilon {} of norms", "rms_norm_eps or layer_norm_eps", max(getattr(*norm) for norm in norms), EPSILONS,
             lambda value: change(norms, lambda _: value),
         )  # fmt: skip
     if scales := having(model, "scaling", float):
         yield Number(
-            "another scale of attention, {} times its own", "1 / sqrt(head_dim), and what multiplies it", SCALES,
+            "another scale of attention, {} times its own", "1 / sqrt(head_dim), and what multiplies it", 1.0, SCALES,
             lambda factor: change(scales, partial(product, factor)),
         )  # fmt: skip
     if found := frequencies(model):
         yield Number(
-            "RoPE base {} times its own", "rope_theta of the engine's configuration", BASES,
+            "RoPE base {} times its own", "rope_theta of the engine's configuration", 1.0, BASES,
             lambda factor: change(found, partial(rebased, factor)),
         )  # fmt: skip
         yield Number(
-            "RoPE positions divided by {}", "rope_scaling of the engine's configuration", DIVISORS,
+            "RoPE positions divided by {}", "rope_scaling of the engine's configuration", 1.0, DIVISORS,
             lambda factor: change(found, partial(divided, factor)),
         )  # fmt: skip
     full = fully_attending(model)
     if sizes := tuple(size for size in WINDOWS if size < longest and full):
         yield Number(
-            "a window of {} in place of full attention", "the cache of keys and values, and its blocks", sizes,
+            "a window of {} in place of full attention", "the cache of keys and values, and its blocks", longest, sizes,
             lambda size: partial(seeing, full, size), whole=True,
         )  # fmt: skip
 
