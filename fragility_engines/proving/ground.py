@@ -106,7 +106,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     """
     harmless, faults = table[table.harmless], table[~table.harmless]
     large = faults[faults.ratio**2 - 1 > NOTICEABLE**2]
-    caused = large[large.expected != ""]
+    caused = large[large.expected.fillna("") != ""]  # a file has no empty text
     rows = {
         "false alarms": ((harmless.verdict == "more").sum(), len(harmless)),
         "wrong verdicts on harmless engines": ((~harmless.right).sum(), len(harmless)),
