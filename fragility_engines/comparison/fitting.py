@@ -11,6 +11,7 @@ from fragility_engines.suspects.numbers import Number
 from fragility_engines.suspects.suspect import Suspect
 
 STEPS = 12  # passes over the part of a gap between the two values beside the best
+SURE = 0.95  # share of the gap beyond rounding that a suspect explains, if the engine does just what it says
 HOPE = 0.1  # share of a sequence's gap that must go with one of the usual values, for others to be tried
 
 
@@ -18,14 +19,21 @@ def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     """The slopes of a gap along the numbers of ``directed``, each at the value that explains most of its ``part``.
 
     The usual values are tried over the sequence with the larger gap, and values between over both. Numbers of which
-    none is in line with HOPE of the gap are left out. The one that explains most is tested over all tokens of ``gap``.
+    none is in line with HOPE of the gap are left out, and those after one that explains SURE of it. The one that
+    explains most is tested over all tokens of ``gap``.
     """
     first, found = part.only([part.largest]), []
-    for number in directed.numbers:
-        if max(slope(first, suspect, directed(first, suspect)).share for suspect in number.usual) > HOPE:
+    in_line = {
+        number: max(slope(first, suspect, directed(first, suspect)).share for suspect in number.usual)
+        for number in directed.numbers
+    }
+    for number in sorted(in_line, key=in_line.__getitem__, reverse=True):
+        if in_line[number] > HOPE:
             left = [unexplained(first, suspect, directed) for suspect in number.usual]
             suspect = number.at(nearest(part, number, left, directed))
             found.append(slope(part, suspect, directed(part, suspect)))
+            if found[-1].share > SURE:
+                break
     found.sort(key=lambda each: each.share, reverse=True)
     return [*slopes(gap, [each.suspect for each in found[:1]], directed), *found[1:]]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fragility_engines.comparison.fitting import fitted
+from fragility_engines.comparison.fitting import SURE, fitted
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.slopes import BEST, Directions, Slope, likely, ranked, screened, slopes
 
@@ -15,8 +15,7 @@ SHOWN = 8  # sequences in the line
 START, END = 16, 64  # tokens at the beginning and at the end of sequences
 GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
 FEW = 0.02  # of the tokens make half of the square
-SURE = 0.95  # share of the gap beyond rounding that a suspect explains, if the engine does just what it says
-CLEAR = 0.8  # the same for a number, whose slope bends, and for one place among many
+CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place among many
 
 KINDS = {
     "rounding": "rounding explains it",
