@@ -61,8 +61,9 @@ def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
     """The numbers that ``model`` has, for sequences of at most ``longest`` tokens."""
     norms = [(module, str(epsilon_name(module))) for module in model.modules() if epsilon_name(module)]
     if norms:
+        own = max(1e-12, *(getattr(*norm) for norm in norms))  # 0 has no logarithm
         yield Number(
-            "epsilon {} of norms", "rms_norm_eps or layer_norm_eps", max(getattr(*norm) for norm in norms), EPSILONS,
+            "epsilon {} of norms", "rms_norm_eps or layer_norm_eps", own, EPSILONS,
             lambda value: change(norms, lambda _: value),
         )  # fmt: skip
     if scales := having(model, "scaling", float):

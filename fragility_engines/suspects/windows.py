@@ -15,10 +15,14 @@ CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer
 
 
 def kinds(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
-    """The attention modules of ``model``, each with its type of layer as the configuration says it."""
+    """The attention modules of ``model``, each with its type of layer as the configuration says it.
+
+    In some models other layers lie between those with attention, so that a module's own number counts.
+    """
     config, modules = model.config.get_text_config(), attention_modules(model)
     usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    return [*zip(modules, getattr(config, "layer_types", None) or [usual] * len(modules))]
+    types = dict(enumerate(getattr(config, "layer_types", None) or []))
+    return [(module, types.get(getattr(module, "layer_idx", place), usual)) for place, module in enumerate(modules)]
 
 
 def fully_attending(model: PreTrainedModel) -> list[nn.Module]:

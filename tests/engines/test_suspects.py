@@ -3,12 +3,13 @@
 import pytest
 import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
 
 from fragility_engines.suspects.catalogue import Facts, places
 from fragility_engines.suspects.catalogue import suspects as listed
 from fragility_engines.suspects.numbers import numbers
 from fragility_engines.suspects.suspect import logprobs, score
+from fragility_engines.suspects.windows import fully_attending
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -64,6 +65,15 @@ def test_models_have_the_suspects_of_their_settings():
     assert "RoPE base 10000 in all layers" in names["gemma3"]  # it has two
     assert "RoPE" not in names["gpt2"] and "softcap" not in names["llama"]
     assert "no softcap of attention" in names["gemma2"] and "no softcap of logits" in names["gemma2"]
+
+
+@pytest.mark.parametrize("layers", [4, 40])
+def test_layers_without_attention_move_no_window_to_another_layer(layers):
+    """Every fourth block of Qwen3-Next attends to all tokens, the others are recurrent."""
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "head_dim": 16, "num_experts": 2}
+    model = random_model(Qwen3NextConfig(**(SIZES | sizes | {"num_hidden_layers": layers})))
+    found = fully_attending(model)
+    assert [module.layer_idx for module in found] == [*range(3, layers, 4)]
 
 
 def changed_model(**entries):
