@@ -38,25 +38,25 @@ def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = F
 
 
 class RandomSigns:
-    """Rounding whose errors, or a ``share`` of each, get random signs, drawn by ``generator``.
+    """Rounding whose errors get random signs, drawn by ``generator``.
 
     If ``stochastic``, their size is the standard deviation of stochastic rounding.
     """
 
-    def __init__(self, generator: torch.Generator, stochastic: bool = False, share: float = 1.0):
-        self.generator, self.stochastic, self.share = generator, stochastic, share
+    def __init__(self, generator: torch.Generator, stochastic: bool = False):
+        self.generator, self.stochastic = generator, stochastic
 
     def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
         """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
         error = local_error(x, stored.round(x).float())
         if self.stochastic:
             error = stochastic_error(error, x, stored)
-        return x + self.share * with_random_signs(error, self.generator, alike)
+        return x + with_random_signs(error, self.generator, alike)
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
         error = rounded.weighted_error(path, rounded.in_fp32(path)).error(...)
-        return leaf + self.share * with_random_signs(error, self.generator)
+        return leaf + with_random_signs(error, self.generator)
 
 
 class ScaledErrors:
@@ -178,12 +178,12 @@ class ErrorSamples:
         """The result of ``run`` for the model without random errors."""
         return self._run(run, None)
 
-    def draw(self, run: Callable[[nn.Module], Result], share: float = 1.0) -> Result:
-        """The result of ``run`` for the model with errors of new random signs, or with a ``share`` of each.
+    def draw(self, run: Callable[[nn.Module], Result]) -> Result:
+        """The result of ``run`` for the model with errors of new random signs.
 
         The head rounds nothing: its rounding keeps the order of logits.
         """
-        return self._run(run, RandomSigns(self.generator, self.at.stochastic, share), self.base)
+        return self._run(run, RandomSigns(self.generator, self.at.stochastic), self.base)
 
     def again(self, run: Callable[[nn.Module], Result], scale: float) -> Result:
         """The result of ``run`` for the low-precision model that rounds to its format's numbers times 1 / ``scale``.

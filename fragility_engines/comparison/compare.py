@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from fragility_engines.comparison.eager import as_eager
+from fragility_engines.comparison.eager import as_eager, eager
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.measuring import measure, require_fitting
 from fragility_engines.comparison.page import Compared
@@ -47,7 +47,8 @@ def compare(log: str, model: str, recipe: str = "bf16", against: str = "", seed:
     names = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")
     found, further = explained(gap, directed, names)
     gap, verdict = as_eager(loaded, gap, judge(gap, [*found, *further]), measured)
-    wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
+    with nullcontext() if verdict.fused is None else eager(loaded):
+        wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
     return Compared(shown(log), shown(model), shown(against), gap, found, further, verdict, len(directed.tried), wider)
 
 

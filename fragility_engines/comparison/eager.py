@@ -1,6 +1,7 @@
 """Whether a gap is the rounding of eager attention, which rounds scores and probabilities as fused kernels do not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -14,6 +15,14 @@ MOST = 3.0  # times the gap of fused attention: eager attention rounds no more t
 NEAR = 1.15  # times what eager attention must give, at most; and it must give so much more than fused attention
 
 
+@contextmanager
+def eager(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the attention of ``model`` is eager."""
+    with restored_attention(model):
+        set_attention(model, "eager")
+        yield
+
+
 def as_eager(model: PreTrainedModel, gap: Gap, verdict: Verdict, measured: Callable[[], Gap]) -> tuple[Gap, Verdict]:
     """``gap`` and the ``verdict`` on it, or those for eager attention where rounding explains the gap then.
 
@@ -23,8 +32,7 @@ def as_eager(model: PreTrainedModel, gap: Gap, verdict: Verdict, measured: Calla
     undecided = verdict.kind in ("more", "few") and verdict.cause is None and 1 < verdict.ratio[0] < MOST
     if not undecided or gap.two or attention_of(model) != "sdpa":
         return gap, verdict
-    with restored_attention(model):
-        set_attention(model, "eager")
+    with eager(model):
         other = measured()
     second = judge(other)
     explained = second.kind == "rounding" and second.ratio[0] < NEAR < verdict.ratio[0] / second.ratio[0]

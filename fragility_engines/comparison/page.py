@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -93,7 +92,7 @@ def page(compared: Compared) -> str:
     """The page as HTML."""
     gap, verdict = compared.gap, compared.verdict
     return template("engines/page.html.jinja").render(
-        compared=compared, log=Path(compared.log).name, model=titled(compared.model),
+        compared=compared, model=titled(compared.model),
         recipe=gap.recipe.name, verdict=verdict, kind=verdict.title,
         tokens=len(gap.tokens), sequences=len(gap.sequences), overflowed=len(gap.sequences) - len(gap.known),
         patterns=described(patterns(gap)) if verdict.kind == "more" and verdict.cause is None else [],

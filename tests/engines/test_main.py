@@ -1,6 +1,7 @@
 """The command from a log to the page, on the embedded Llama."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,6 +55,20 @@ def test_native_bf16_is_rounding_and_another_temperature_is_named(tmp_path, outp
     assert printed.startswith("more than rounding") and "Another temperature explains" in printed
     page = (outputs / "b" / "comparison.html").read_text()
     assert "explains the gap" in page and str(tmp_path) not in page
+
+
+def test_an_eager_engine_is_compared_as_one_and_so_are_parts_in_fp32(tmp_path, outputs, capsys):
+    """Of the embedded GPT-2, whose eager attention rounds a third more than its fused one."""
+    windows = load("embedded", "embedded", [128], 6, "cpu", AutoModelForCausalLM).windows(128, 6, 0)[1]
+    folder = paths.CHECKPOINTS / "embedded"
+    low = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    main(["--log", log(tmp_path / "a.jsonl", windows, lambda w: logprobs(low, w)), "--model", "embedded"])
+    assert capsys.readouterr().out.startswith("rounding explains it if the engine's attention is eager: the gap is")
+    (page,) = outputs.glob("*/comparison.html")
+    rows = re.findall(r'data-label="Leaves">([\d.]+)\s%</td><td data-label="Emulated">([\d.]+)\s%', page.read_text())
+    predicted, emulated = np.array(rows, dtype=float).T
+    assert len(rows) >= 4 and predicted.min() < 85  # scores in fp32; fused attention would have none to widen
+    np.testing.assert_allclose(emulated, predicted, atol=15)
 
 
 def test_an_interrupt_ends_with_a_line_and_leaves_no_page(tmp_path, windows):

@@ -42,7 +42,7 @@ def test_a_cluster_started_by_two_commands_loses_a_worker(tmp_path, monkeypatch,
     scheduler = [dask, "scheduler", "--scheduler-file", file, "--port", "0", "--no-dashboard", "--host", "127.0.0.1"]
     worker = [dask, "worker", "--scheduler-file", file, "--nthreads", "1"]
     quiet = {"env": environ(SLOW_WRITES="0.2"), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = [psutil.Popen(command, **quiet) for command in (scheduler, worker, worker)]
+    processes = [psutil.Popen(command, **quiet) for command in (scheduler, worker, worker, worker)]
     finished_at_kill = []
 
     def kill() -> None:

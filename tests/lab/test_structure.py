@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 11978,
     "fragility_explorer": 1588,
     "fragility_lessons": 3627,
-    "fragility_engines": 4277,
+    "fragility_engines": 4285,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }
