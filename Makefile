@@ -185,9 +185,9 @@ pretrain: $(ENVIRONMENT)  ## train an embedded checkpoint again (two hours on tw
 
 .PHONY: test
 test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests $(PARALLEL) --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p tests.quick_start tests $(PARALLEL) --dist worksteal
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env --nbval-kernel-startup-timeout 300 $(NOTEBOOKS) $(PARALLEL) \
-	    --dist loadfile
+	    -p tests.quick_start -p tests.forked_kernels --dist loadfile
 
 .PHONY: test-families
 test-families: $(ENVIRONMENT)  ## diagnose 19 families at 2 and 40 blocks in three formats each, other types at 2 (20 core-minutes)

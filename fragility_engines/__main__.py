@@ -20,15 +20,14 @@ def main(arguments: list[str] | None = None) -> None:
     if not asked.log:
         sys.exit("make compare: an engine's log is compared, got none: give LOG=log.jsonl (docs/engines.md)")
     try:
+        paths.require_folder_name(asked.results)
         for path in filter(None, (asked.log, asked.against)):
             read(path)
         # What follows takes seconds to import.
         from fragility_engines.comparison.compare import compare
         from fragility_engines.comparison.page import page
-        from fragility_lab.running.execute import require_folder_name
         from fragility_lab.running.files import write_whole
 
-        require_folder_name(asked.results)
         found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.seed)
         written = page(found)
         path = paths.output_folder(asked.results) / "comparison.html"
@@ -37,7 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"make compare: {refused}")
     except KeyboardInterrupt:
         sys.exit("make compare: interrupted before the page was written")
-    print(f"{found.verdict.line}\n\npage: {path.relative_to(paths.PROJECT)}")
+    print("\n".join([found.verdict.line, *found.signs]))
+    print(f"\npage: {path.relative_to(paths.PROJECT)}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,12 @@ TRAINING_TEXT = ASSETS / "training.txt"
 RECORDED_RUNS = ASSETS / "e5_recorded.parquet"
 
 
+def require_folder_name(results: str) -> None:
+    """Raises ValueError unless ``results`` names a folder in outputs."""
+    if results in ("", ".", "..") or Path(results).name != results:
+        raise ValueError(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {results!r}")
+
+
 def output_folder(profile: str, *parts: str) -> Path:
     """Create and return ``outputs/<profile>/<parts...>``."""
     folder = OUTPUTS.joinpath(profile, *parts)

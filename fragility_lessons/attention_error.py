@@ -7,6 +7,7 @@ inputs.
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fragility_core import theory
 from fragility_core.theory import AttentionNorms
-from fragility_lessons import pictures
+from fragility_lessons import bits, drawing, pictures
 from fragility_lessons.coding import coding
 from fragility_lessons.exercises import exercises
 from fragility_lessons.floating_point import stored_scores
@@ -25,8 +26,9 @@ from fragility_numerics.emulation import Emulation
 from fragility_numerics.formats import get_format
 
 EXERCISES = exercises("attention_error")
-MARGINS = torch.linspace(0.25, 10, 40, dtype=torch.float64)
+MARGINS = torch.arange(1, 41, dtype=torch.float64) / 4
 MEASURES = {"absolute": ("observed", "bound"), "relative": ("relative", "relative_bound")}
+LIMITS = {"absolute": (1e-5, 1e3), "relative": (1e-4, 10.0)}  # the same for all scales of values, so that points move
 STEPS = ["observed error", "norms multiplied", "largest ‖J‖ of the rows", "largest rounding (bound)"]
 KEYS, WIDTH, DRAWS = 8, 24, 4  # of the heads below; dividing by sqrt(24) rounds, as it is no power of two
 
@@ -116,17 +118,25 @@ def ladder(head: Head, format: str) -> pd.DataFrame:
 # --- Example heads ------------------------------------------------------------------------------
 
 
+@cache
+def orthogonal() -> tuple[Tensor, Tensor]:
+    """Rows of random orthogonal matrices and values, both (DRAWS, KEYS, WIDTH), as numbers of fp32 in fp64.
+
+    Values are normal with mean zero over the keys, so that they cancel if attention is uniform.
+    """
+    rows = torch.linalg.qr(standard_normal(DRAWS, WIDTH, KEYS)).Q.mT
+    values = standard_normal(DRAWS, KEYS, WIDTH)
+    return rows.float().double(), (values - values.mean(-2, keepdim=True)).float().double()
+
+
 def peaked(margin: Tensor, value_scale: float = 1.0) -> Head:
     """Heads (M, DRAWS, KEYS, WIDTH) in which every query prefers one key by ``margin`` (M,): S = margin I.
 
-    Queries and keys are the same scaled rows of random orthogonal matrices. Values are normal with mean zero over
-    the keys, so that they cancel if attention is uniform.
+    Queries and keys are the same scaled rows of orthogonal matrices.
     """
-    rows = torch.linalg.qr(standard_normal(DRAWS, WIDTH, KEYS)).Q.mT
+    rows, values = orthogonal()
     directions = rows * (margin.double() * math.sqrt(WIDTH)).sqrt()[:, None, None, None]
-    values = standard_normal(DRAWS, KEYS, WIDTH)
-    values = value_scale * (values - values.mean(-2, keepdim=True))
-    return directions, directions, values.expand_as(directions)
+    return directions, directions, (value_scale * values).expand_as(directions)
 
 
 def normal(spread: float, draws: int) -> Head:
@@ -154,13 +164,13 @@ CODING = coding("attention_error", bracket, CASES)
 
 
 @cache
-def sweep(value_exponent: int, format: str) -> pd.DataFrame:
+def sweep(value_exponent: float, format: str) -> pd.DataFrame:
     """``errors`` of heads with each of MARGINS, and the column ``margin``."""
     table = errors(stored(peaked(MARGINS, 2.0**value_exponent), format), format)
     return table.assign(margin=MARGINS.repeat_interleave(DRAWS).numpy())
 
 
-def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> Picture:
+def sharpness(margin: float, value_exponent: float, format: str, measure: str) -> Picture:
     """First panel: error and bound over the margin. Second: the terms in the bracket of the bound."""
     table = sweep(value_exponent, format)
     observed, bound = MEASURES[measure]
@@ -170,20 +180,27 @@ def sharpness(margin: float, value_exponent: int, format: str, measure: str) -> 
 
     curve.plot(table.margin, table[observed], ".", color="C0", markersize=4, label="observed")
     curve.plot(mean.index, mean[bound], color="C3", label="bound")
-    decades = math.floor(math.log10(table[observed].min())), math.ceil(math.log10(table[bound].max()))
-    labels = ("margin", f"{measure} error", f"{format}: error of the head")
-    finish(curve, *labels, "y", TWO_COLUMNS, ylim=[10.0**decade for decade in decades])
+    labels, limits = ("margin", f"{measure} error", f"{format}: error of the head"), (0, MARGINS[-1].item())
+    finish(curve, *labels, "y", TWO_COLUMNS, xlim=limits, ylim=LIMITS[measure])
 
     heights = [np.ones(len(mean)), np.ones(len(mean)), mean["κ_softmax"], mean["χ_score"]]
     names = ["value product", "softmax kernel", "κ_softmax", "χ_score"]
     terms.stackplot(mean.index, heights, labels=names, colors=["0.75", "0.55", "C0", "C1"])
     terms.axvline(math.log(KEYS - 1), **LIMIT)
-    finish(terms, "margin", "", "terms in the bound's bracket", legend="upper right", ylim=(0, None))
+    finish(terms, "margin", "", "terms in the bound's bracket", "", "upper right", xlim=limits, ylim=(0, 7))
     return [curve, terms], (
-        f"{format}, margin {margin:g}, values × 2^{value_exponent}: {measure} error {here[observed]:.2g}, "
+        f"{format}, margin {margin:g}, values × 2^{value_exponent:g}: {measure} error {here[observed]:.2g}, "
         f"bound {here[bound]:.2g}, {here[bound] / here[observed]:.2g} times as large; "
         f"κ_softmax = {here['κ_softmax']:.2g}, χ_score = {here['χ_score']:.2g}"
     )
+
+
+def sharpness_data() -> dict[str, Any]:
+    """What the formula in the browser needs for ``sharpness``."""
+    rows, values = (drawing.base64_of(part.numpy()) for part in orthogonal())
+    known = {"rows": rows, "values": values, "keys": KEYS, "width": WIDTH, "margins": MARGINS.tolist()}
+    axes = {measure: drawing.panel(sharpness(2.0, 0.0, "bf16", measure)[0][0])[0]["y"] for measure in MEASURES}
+    return known | {"limits": LIMITS, "axes": axes, "formats": bits.described(FORMATS)}
 
 
 def looseness(spread: float, format: str) -> Picture:

@@ -169,9 +169,9 @@ def regimes(epsilon_exponent: float, width: str, format: str) -> Picture:
     title, limits = f"{format}: where the gate is, and where a model is", {"xlim": variance, "ylim": (1e-8, top)}
     finish(axes, "variance σ²", "ε", title, "xy", SMALL_BESIDE, **limits)
     return [axes], (
-        f"{format}, width {width}: ρ_LN < 1 needs ε > {slope:.3g} σ²; at ε = {epsilon:.2g} the {len(sites)} sites have "
-        f"ρ_LN from {sites.ratio.min():.2g} to {sites.ratio.max():.2g}; the gate is open at {(sites.ratio < 1).sum()}, "
-        f"and at all of them above ε = {slope * sites.variance.max():.2g}"
+        f"{format}, width {width}: ρ_LN < 1 needs ε > {slope:.3g} σ²; at ε = {epsilon:.2g} the {len(sites)} LayerNorms "
+        f"have ρ_LN from {sites.ratio.min():.2g} to {sites.ratio.max():.2g}; the gate is open at "
+        f"{(sites.ratio < 1).sum()}, and at all of them above ε = {slope * sites.variance.max():.2g}"
     )
 
 

@@ -26,6 +26,12 @@ EXACT_FUNCTIONS = EXACT | {
 # computes in, the kernel itself rounds the constant.
 FILLING = {"where", "masked_fill", "masked_fill_", "fill_", "constant_pad_nd", "__setitem__", "scatter", "scatter_"}
 
+# Their results may be numbers of the format already: a sum with something tiny, a product with 1.
+OFTEN_EXACT = {
+    "add", "add_", "radd", "__iadd__", "sub", "sub_", "rsub", "__rsub__", "__isub__", "mul", "mul_", "rmul", "__imul__",
+    "div", "div_", "true_divide", "__truediv__", "__itruediv__",
+}  # fmt: skip
+
 # Products of which one factor may be a weight.
 WEIGHT_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm"}
 PRODUCTS = WEIGHT_PRODUCTS | {"scaled_dot_product_attention"}

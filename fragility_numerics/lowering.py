@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -74,7 +75,7 @@ def rounded_copy(model: nn.Module, storing: Mapping[str, Storing], buffers: Numb
             return source.another(parameter.shape, storing[path].dtype, parameter.device, read)
         return nn.Parameter(read(), parameter.requires_grad)
 
-    copied = copy.deepcopy(model, {id(p): stored(path, p) for path, p in model.named_parameters()})
+    copied = copied_tree(model, {id(p): stored(path, p) for path, p in model.named_parameters()})
     if buffers is not None and (dtype := buffers.compute_dtype) != torch.float32:
         for path, x in stored_buffers(copied, dtype).items():
             if not stays_fp32(model, path, dtype):
@@ -84,7 +85,17 @@ def rounded_copy(model: nn.Module, storing: Mapping[str, Storing], buffers: Numb
 
 def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy of the tree of modules, for hooks, with the parameters and buffers of ``model`` itself."""
-    return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+    return copied_tree(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+
+
+def copied_tree(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:
+    """A deep copy of ``model`` with the ``known`` copies of its tensors, by ``id``.
+
+    Most of what a module holds are empty collections of hooks. To copy those one by one would take half of the time.
+    """
+    held = chain.from_iterable(vars(module).values() for module in model.modules())
+    empty = {id(x): type(x)() for x in held if type(x) in (dict, OrderedDict, set) and not x}
+    return copy.deepcopy(model, empty | {**known})
 
 
 def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

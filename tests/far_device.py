@@ -14,8 +14,8 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_execution_device_hook
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from fragility_numerics.nested import map_tensors, tensors
 from fragility_offload.lockstep import Passes
 
 CPU, FAR, FARTHER = map(torch.device, ("cpu", "meta", "meta:1"))
@@ -91,32 +91,27 @@ def put(x: Tensor, device: torch.device) -> Tensor:
 
 def run(func, args: tuple, kwargs: dict):
     """Compute ``func`` on the CPU and put its results on the device that would hold them."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    place = next((x.device for x in tensors if is_far(x)), CPU)
+    given = [*tensors((args, kwargs))]
+    place = next((x.device for x in given if is_far(x)), CPU)
     if kwargs.get("device") is not None:
         place = torch.device(kwargs["device"])
         kwargs = kwargs | {"device": CPU}
-    note_waits(func, args, tensors, place)
-    inside = {id(near(x)): x for x in tensors}  # an argument that is changed in place is returned itself
-    results = func(*tree_map(near, args), **tree_map(near, kwargs))
+    note_waits(func, args, given, place)
+    inside = {id(near(x)): x for x in given}  # an argument that is changed in place is returned itself
+    results = func(*map_tensors(args, near), **map_tensors(kwargs, near))
     if func is aten._to_copy.default and place != args[0].device:
         results = results.clone()
 
-    def placed(y):
-        if id(y) in inside or not isinstance(y, Tensor):
-            return inside.get(id(y), y)
-        return put(y, place)
-
-    return tree_map(placed, results)
+    return map_tensors(results, lambda y: inside[id(y)] if id(y) in inside else put(y, place))
 
 
-def note_waits(func, args: tuple, tensors: list[Tensor], place: torch.device) -> None:
+def note_waits(func, args: tuple, given: list[Tensor], place: torch.device) -> None:
     """Count what a host would wait for. Raises RuntimeError for operands on two devices."""
     if func is aten._to_copy.default:
         note_transfer(args[0].device, place)
     elif func is aten.copy_.default and args[1].ndim:
         note_transfer(args[1].device, args[0].device)
-    if not any(map(is_far, tensors)) or func in TRANSFERS:
+    if not any(map(is_far, given)) or func in TRANSFERS:
         return
     if func in READ_BY_THE_HOST:
         waits[func.name()] += 1
@@ -125,7 +120,7 @@ def note_waits(func, args: tuple, tensors: list[Tensor], place: torch.device) ->
             if index is not None and (not is_far(index) or index.dtype == torch.bool):
                 waits["an index or mask"] += 1
         return
-    apart = [tuple(x.shape) for x in tensors if x.device != place and (is_far(x) or x.ndim)]
+    apart = [tuple(x.shape) for x in given if x.device != place and (is_far(x) or x.ndim)]
     if apart or (func._schema.is_mutable and not is_far(args[0]) and isinstance(args[0], Tensor)):
         raise RuntimeError(f"{func.name()} has operands on two devices: not on {place} are those of shapes {apart}")
 

@@ -1,17 +1,12 @@
-"""The experiments on a tiny model, as a program that tests can kill: ``python tests/swept.py E2 FOLDER WORKERS``.
+"""The experiments on a tiny model, for processes that tests can kill.
 
 With SLOW_WRITES=seconds in the environment every file takes that long to appear, so that a random moment often falls
-into a write.
+into a write. With WRITES_AFTER=path none appears before that file does, for a minute at most.
 """
 
-import gc
 import os
-import sys
 import time
 from pathlib import Path
-
-if __name__ == "__main__":
-    gc.disable()  # imports take four fifths of the time
 
 import pandas as pd
 import psutil
@@ -37,14 +32,23 @@ MonitoredPasses, Patches, Mitigation, Estimates = (
     }.items()
 )
 
+replace = os.replace
 if seconds := float(os.environ.get("SLOW_WRITES", 0)):
-    replace = os.replace
 
     def replace_slowly(*paths: Path) -> None:
         time.sleep(seconds)
         replace(*paths)
 
     os.replace = replace_slowly
+if awaited := os.environ.get("WRITES_AFTER"):
+
+    def replace_afterwards(*paths: Path) -> None:
+        last = time.monotonic() + 60
+        while not Path(awaited).exists() and time.monotonic() < last:
+            time.sleep(0.01)
+        replace(*paths)
+
+    os.replace = replace_afterwards
 
 
 def sweep(name: str, folder: Path, workers: int) -> pd.DataFrame:
@@ -73,11 +77,3 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
         return [child for child in children if child.pid in served and child.ppid() in served]
     except psutil.NoSuchProcess:
         return []
-
-
-if __name__ == "__main__":
-    gc.enable()
-    import swept  # the module of this name, not __main__, is what workers import
-
-    name, folder, workers = sys.argv[1:]
-    swept.sweep(name, Path(folder), int(workers))

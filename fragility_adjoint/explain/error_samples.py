@@ -46,11 +46,12 @@ class RandomSigns:
     def __init__(self, generator: torch.Generator, stochastic: bool = False):
         self.generator, self.stochastic = generator, stochastic
 
-    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
-        """``x`` with a random error; ``alike`` as in ``with_random_signs``."""
-        error = local_error(x, stored.round(x).float())
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False, of_stored: Tensor | None = None) -> Tensor:
+        """``x`` with a random error, that of ``of_stored`` if given; ``alike`` as in ``with_random_signs``."""
+        read = x if of_stored is None else of_stored
+        error = local_error(read, stored.round(read).float())
         if self.stochastic:
-            error = stochastic_error(error, x, stored)
+            error = stochastic_error(error, read, stored)
         return x + with_random_signs(error, self.generator, alike)
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
@@ -65,9 +66,12 @@ class ScaledErrors:
     def __init__(self, share: float):
         self.share = share
 
-    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
-        """``x`` with its share of the error."""
-        return self._between(x, stored.round(x).float())
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False, of_stored: Tensor | None = None) -> Tensor:
+        """``x`` with its share of the error, that of ``of_stored`` if given."""
+        rounded = stored.round(x if of_stored is None else of_stored).float()
+        if of_stored is not None:
+            rounded = torch.where(rounded.isfinite(), x + (rounded - of_stored), rounded)
+        return self._between(x, rounded)
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path``, which is ``leaf`` without errors."""
@@ -92,8 +96,8 @@ class Rescaled(ScaledErrors):
         super().__init__(1.0)
         self.scale = scale
 
-    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False) -> Tensor:
-        """``x`` rounded to the numbers of ``stored`` times 1 / ``scale``."""
+    def __call__(self, x: Tensor, stored: NumberFormat, alike: bool = False, of_stored: Tensor | None = None) -> Tensor:
+        """``x`` rounded to the numbers of ``stored`` times 1 / ``scale``. Its operands are such numbers."""
         rounded = stored.round(x).float()
         if self.scale == 1 or not stored.elementwise:
             return rounded
@@ -125,9 +129,9 @@ class Sampled:
     def __getattr__(self, name: str):
         return getattr(self.stored, name)
 
-    def round(self, x: Tensor, alike: bool = False) -> Tensor:
-        """``x`` with an error, or without one; ``alike`` as in ``with_random_signs``."""
-        return x if self.rounding is None else self.rounding(x, self.stored, alike)
+    def round(self, x: Tensor, alike: bool = False, of_stored: Tensor | None = None) -> Tensor:
+        """``x`` with an error, or without one, as ``RandomSigns`` and ``ScaledErrors`` make it."""
+        return x if self.rounding is None else self.rounding(x, self.stored, alike, of_stored)
 
 
 class SampledArithmetic(LowArithmetic):
@@ -144,13 +148,13 @@ class SampledArithmetic(LowArithmetic):
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
-        in_place: bool = False, format: NumberFormat | None = None,
+        in_place: bool = False, format: NumberFormat | None = None, of_stored: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """``y`` with the error of its rounding, in its own memory."""
         # What changed in place looks constant, as nothing here has a gradient.
         if (in_place or not constant) and (not self.base or within(self.recorder.path[-1], self.base)):
             numbers: Any = self.format if format is None else Sampled(format, self.rounding_by)
-            y.data.copy_(numbers.round(y.data, alike=name == "operand"))
+            y.data.copy_(numbers.round(y.data, name == "operand", of_stored))
         return self._marked(y)
 
 

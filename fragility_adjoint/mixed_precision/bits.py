@@ -146,6 +146,7 @@ class Choices:
         self.bits = group_bits(model, self.groups, [*recipes.values()], first.recipe)
         self.least_bits = float(self.bits.min(1).sum() / self.weights)
         self._knapsack = self._problem(fixed)
+        self._best: dict[int, list[Choice]] = {}  # a page asks twice for the same number
 
     def _parts(self, keep: Iterable[str]) -> list[Plan]:
         """One plan for each module that may be kept, and for the residual stream and the scores."""
@@ -287,8 +288,10 @@ class Choices:
 
     def best(self, count: int) -> list[Choice]:
         """The choices of ``within_bits`` for ``count`` budgets, from the smallest scheme's bits to the largest's."""
-        budgets = np.linspace(self.least_bits, self.bits.max(1).sum() / self.weights, count)
-        return list(dict.fromkeys(self.within_bits(float(budget) * (1 + 1e-9)) for budget in budgets))
+        if count not in self._best:
+            budgets = np.linspace(self.least_bits, self.bits.max(1).sum() / self.weights, count)
+            self._best[count] = list(dict.fromkeys(self.within_bits(float(b) * (1 + 1e-9)) for b in budgets))
+        return list(self._best[count])
 
     def curve(self, count: int = 25) -> pd.DataFrame:
         """Bits a weight and predicted error of the ``best`` choices."""

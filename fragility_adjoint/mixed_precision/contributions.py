@@ -224,8 +224,13 @@ class Contributions:
         """The knapsack of ``units`` whose sizes are the bits that they add."""
         stream = 8.0 * self.stream_bytes * self.length
         kept = [self.stored_in_fp32(unit) for unit in units]
-        shared, saved = structure.storage(structure.stored_parameters(self.model, self.recipe), kept)
+        shared, saved = structure.storage(self._parameters, kept)
         return self.knapsack(units, [unit.residual * stream for unit in units], shared=shared, saved=saved)
+
+    @cached_property
+    def _parameters(self) -> list[structure.Stored]:
+        """All parameters as the recipe of the prediction stores them."""
+        return structure.stored_parameters(self.model, self.recipe)
 
     def stored_in_fp32(self, plan: Plan) -> list[str]:
         """Paths of the modules whose parameters are stored in fp32: those beside an fp32 stream have norms of it."""
@@ -286,11 +291,11 @@ class Contributions:
 
     def priced(self, plan: Plan, known: bool = True) -> Plan:
         """``plan`` with its price, and its prediction if it is ``known`` from this recipe alone."""
-        recipe = self.recipe if known else plan.recipe
+        parameters = self._parameters if known else structure.stored_parameters(self.model, plan.recipe)
         return replace(
             plan,
             predicted=float(self.predict(plan).predicted.mean()) if known else None,
-            parameter_bytes=structure.parameter_bytes(self.model, self.stored_in_fp32(plan), recipe),
+            parameter_bytes=structure.parameter_bytes(parameters, self.stored_in_fp32(plan)),
             activation_bytes=plan.residual * self.stream_bytes,
             flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self.kernels_round else 0,
         )

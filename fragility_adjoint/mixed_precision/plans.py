@@ -234,7 +234,9 @@ def dtypes_of(
 
     ``calls`` gets every call of those modules that it names, before other hooks change what is returned.
     """
-    returned = {}
+    returned: dict[str, list[torch.dtype]] = {}
+    if not paths:
+        return returned
 
     def record(path: str, module: nn.Module, args: tuple, output: Any) -> None:
         returned[path] = floating(output)

@@ -134,6 +134,14 @@ class Structure:
                 found.append(path)
         return found
 
+    @cached_property
+    def attention_widths(self) -> dict[str, int]:
+        """The width of all heads together (``heads_width``), by the path of each attention branch."""
+        modules = self.places.module[self.places.site.isin(ATTENTION)].unique()
+        config = text_config(self.model)
+        attending = filter(None, map(block_of, modules))
+        return {f"{path}.{branch}": heads_width(config, number) for path, number, branch in attending if branch}
+
 
 class Stored(NamedTuple):
     """A parameter: how many entries, how many bits each in low precision, and the paths of the modules that use it."""
@@ -157,12 +165,12 @@ def stored_parameters(model: nn.Module, recipe: Recipe) -> list[Stored]:
     return [Stored(entries, bits, tuple(paths), p in linear) for p, (entries, bits, paths) in users.items()]
 
 
-def parameter_bytes(model: nn.Module, kept: Collection[str], recipe: Recipe) -> int:
-    """Bytes that are added to the low-precision model if the parameters of the modules ``kept`` are stored in fp32.
+def parameter_bytes(parameters: Iterable[Stored], kept: Collection[str]) -> int:
+    """Bytes that are added to the low-precision model if the ``parameters`` of the modules ``kept`` are stored in fp32.
 
     If a module outside of ``kept`` shares a parameter (a tied head), the parameter is stored twice.
     """
-    added, dropped = storage(stored_parameters(model, recipe), [kept])
+    added, dropped = storage(parameters, [kept])
     return round((sum(bits for bits, _ in added) - sum(bits for bits, _ in dropped)) / 8)
 
 
@@ -201,9 +209,7 @@ def flops(structure: Structure, kept: Collection[str], scores: bool, length: int
     owners = [m for path in kept for m in structure.model.get_submodule(path).modules()]
     matrices = (m.parameters(recurse=False) for m in owners if not isinstance(m, nn.Embedding))
     weights = sum(p.numel() for parameters in matrices for p in parameters if p.ndim >= 2)
-    attending = structure.places[structure.places.site.isin(ATTENTION)].module.map(block_of)
-    config = text_config(structure.model)
-    layers = {f"{path}.{branch}": heads_width(config, number) for path, number, branch in attending if branch}
+    layers = structure.attention_widths
     inside = sum(width for layer, width in layers.items() if any(within(layer, path) for path in kept))
     others = (sum(layers.values()) - inside) * scores
     return 2 * weights + (4 * inside + 2 * others) * length

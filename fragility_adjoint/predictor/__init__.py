@@ -12,8 +12,10 @@ This is Theorem 3 (`thm:unified`) with the adjoint in place of products of norms
 adjoints for tuning precision.
 
 Local errors. The error of a kernel is known: its exact result minus the rounded one. A kernel that rounds nothing
-contributes nothing. For weights without a reference the expected square ulp^2 / 12 takes the place of e_i^2, and for
-stochastic rounding d (ulp - d), where d is the distance to the lower neighbour.
+contributes nothing. Where results stay as they were before rounding, sums and products get the error that they make of
+rounded operands (``calls.FunctionCall.of_stored``): a rounded number times 1 is exact, and a large one that swallows a
+tiny one loses no more than that. For weights without a reference the expected square ulp^2 / 12 takes the place of
+e_i^2, and for stochastic rounding d (ulp - d), where d is the distance to the lower neighbour.
 
 What is predicted is a target (``targets``): the final hidden state unless another is named, such as the KL divergence
 of the next-token distribution.

@@ -5,7 +5,7 @@ format. ``tensor.dtype`` is the low dtype, so that the model computes as it woul
 They pass through a rounding as through the identity.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import FunctionType
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
+from fragility_adjoint.predictor.calls import FunctionCall
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
 from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
@@ -23,7 +24,7 @@ from fragility_adjoint.predictor.sites import SUMS
 from fragility_core.models.paths import is_block
 from fragility_numerics import internals
 from fragility_numerics.formats import NumberFormat
-from fragility_numerics.kernels import CASTS, EXACT_FUNCTIONS, FILLING, PRODUCTS, deciding
+from fragility_numerics.kernels import CASTS, FILLING, OFTEN_EXACT, deciding
 from fragility_numerics.modes import FunctionMode
 from fragility_numerics.nested import map_tensors
 from fragility_quantization.operands import storages
@@ -51,52 +52,6 @@ def with_visible_kernels(func: FunctionType) -> FunctionType | None:
     inside = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     inside.__kwdefaults__ = func.__kwdefaults__
     return inside
-
-
-def in_place(func: Callable) -> bool:
-    """True if ``func`` changes its first argument in place."""
-    name = func.__name__
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-class FunctionCall:
-    """A call of a function of tensors; tensors of the low dtype among its arguments are replaced by fp32 ones."""
-
-    def __init__(self, func: Callable, args: tuple, kwargs: dict[str, Any], to_fp32: Callable[[Tensor], Tensor]):
-        self.func, self.name = func, func.__name__
-        self.floating: list[Tensor] = []  # all floating operands
-        self.args = tuple(self._converted(args, to_fp32))
-        self.kwargs = dict(zip(kwargs, self._converted(kwargs.values(), to_fp32)))
-
-    def _converted(self, values: Iterable, to_fp32: Callable[[Tensor], Tensor]) -> Iterator:
-        for value in values:
-            if isinstance(value, Tensor):
-                value = to_fp32(value)
-                if value.is_floating_point():
-                    self.floating.append(value)
-            elif type(value) in (tuple, list):
-                value = type(value)(self._converted(value, to_fp32))
-            yield value
-
-    @property
-    def in_place(self) -> bool:
-        """True if the call changes its first argument in place."""
-        return in_place(self.func)
-
-    @property
-    def product(self) -> str:
-        """The other factor of a matrix product of values, "weights" or "values" (``recorder.Place``)."""
-        if self.name not in PRODUCTS:
-            return ""
-        return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
-
-    def only_moves(self, y: Tensor) -> bool:
-        """True if the result ``y`` holds numbers that were stored before."""
-        if self.name in EXACT_FUNCTIONS:
-            return all(map(stored_as, self.floating))
-        if self.in_place or not (is_view(y) or any(y is x for x in self.floating)):
-            return False
-        return bool(storages([y]) & storages(self.floating))
 
 
 class WithHistory(torch.autograd.Function):
@@ -240,13 +195,14 @@ class LowArithmetic(FunctionMode):
         elif requested is None:  # type promotion decides
             operands = [call.args[0]] if call.in_place else deciding(call.floating)
             low = bool(operands) and all(map(stored_as, operands))
+        stored = call.of_stored(self.recipe.kernels) if self.exact and low and call.name in OFTEN_EXACT else None
         result = self.call(self.function(call), *call.args, **call.kwargs)
         if not low:
             return result
         if call.in_place:
-            self._round_result(call.args[0], call)
+            self._round_result(call.args[0], call, stored)
             return result
-        return map_tensors(result, lambda y: self._round_result(y, call))
+        return map_tensors(result, lambda y: self._round_result(y, call, stored))
 
     def _requested_dtype(self, call: FunctionCall) -> torch.dtype | None:
         """The dtype that the caller asks for, if any: ``x.float()``, ``x.to(y)``, ``softmax(dtype=...)``."""
@@ -285,7 +241,7 @@ class LowArithmetic(FunctionMode):
 
             call.args, call.kwargs = map_tensors(call.args, change), map_tensors(call.kwargs, change)
 
-    def _round_result(self, y: Tensor, call: FunctionCall) -> Tensor:
+    def _round_result(self, y: Tensor, call: FunctionCall, stored: Tensor | None = None) -> Tensor:
         if not y.is_floating_point():
             return y
         stream = any(map(is_stream, call.floating))
@@ -296,17 +252,20 @@ class LowArithmetic(FunctionMode):
             return mark_stored(mark_stream(y, stream), kind)
         constant = not call.floating or (call.in_place and not y.requires_grad)
         stream = stream and call.name in SUMS and is_block(self.recorder.path[-1])
-        return mark_stream(self.round(y, call.name, call.product, stream, constant, call.in_place), stream)
+        return mark_stream(
+            self.round(y, call.name, call.product, stream, constant, call.in_place, None, stored), stream
+        )
 
     def round(
         self, y: Tensor, name: str, product: str = "", stream: bool = False, constant: bool = False,
-        in_place: bool = False, format: NumberFormat | None = None,
+        in_place: bool = False, format: NumberFormat | None = None, of_stored: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The result ``y`` of the kernel ``name``, rounded in its own memory; its error is recorded on the recorder.
 
         ``product`` and ``stream`` are those of ``recorder.Place``. A ``constant`` is rounded without a record.
-        ``format`` is that of the context unless given. If ``y`` has no gradient, a tensor that has one is returned for
-        it.
+        ``format`` is that of the context unless given. The error is that of the result ``of_stored`` operands if given:
+        where results stay unrounded, a kernel that keeps what is rounded, such as a product with 1, would seem to round
+        once more. If ``y`` has no gradient, a tensor that has one is returned for it.
         """
         format = format or self.format
         exact = y.data  # a change of it is none for autograd: the value that it saved is the one stored
@@ -315,7 +274,12 @@ class LowArithmetic(FunctionMode):
             if not self.exact:
                 exact.copy_(rounded)
             return self._marked(y)
-        place, error = self.recorder.kernel(name, product, stream), local_error(exact, rounded)
+        place = self.recorder.kernel(name, product, stream)
+        error = (
+            local_error(exact, rounded)
+            if of_stored is None
+            else local_error(of_stored, format.round(of_stored).float())
+        )
         if has_short_range(format):
             self.recorder.record_extremes(place, rounded)
         if self.stochastic:

@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fragility_adjoint.internals import base_of, has_reference, is_view, refer, reference_of
-from fragility_adjoint.predictor.arithmetic import PROPERTIES, FunctionCall, LowArithmetic, WithHistory, in_place
+from fragility_adjoint.predictor.arithmetic import PROPERTIES, LowArithmetic, WithHistory
+from fragility_adjoint.predictor.calls import FunctionCall, in_place
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_numerics.kernels import EXACT_FUNCTIONS

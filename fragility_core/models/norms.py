@@ -52,14 +52,17 @@ def known_norm(module: nn.Module) -> Norm | None:
     """``module`` as a LayerNorm or RMSNorm, or None if it is neither.
 
     The module is run on one vector of mean 1, for which the candidates differ. The nearest candidate must agree up to
-    roundings in the module's dtype.
+    roundings in the module's dtype. One that takes more than a vector, as gated norms do, is neither.
     """
     weight = getattr(module, "weight", None)
     if epsilon_name(module) is None or not torch.is_tensor(weight) or weight.ndim != 1:
         return None
     x = torch.linspace(-1, 3, weight.numel(), dtype=torch.float64).to(weight)
     bias = 0.0 if getattr(module, "bias", None) is None else module.bias.double()
-    computed, x = module(x[None])[0].double() - bias, x.double()
+    try:
+        computed, x = module(x[None])[0].double() - bias, x.double()
+    except (AttributeError, TypeError):  # no gate was given, or it is None
+        return None
     candidates = [Norm(module, centred, offset) for centred in (True, False) for offset in (0.0, 1.0)]
 
     def distance(norm: Norm) -> float:

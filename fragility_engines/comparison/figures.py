@@ -4,8 +4,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from fragility_engines.comparison.gap import Gap
-from fragility_engines.comparison.verdict import LESS, MORE
+from fragility_engines.comparison.gap import LESS, MORE, Gap
 from fragility_lab.reporting.figures import COLOURS, DASHED, canvas, finished, plain_log_ticks, style
 
 LEAST = 1e-3  # a ratio below this is no rounding at all, and left out

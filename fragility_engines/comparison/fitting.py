@@ -5,57 +5,61 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.gap import SURE, Gap
 from fragility_engines.comparison.slopes import Directions, Slope, slope, slopes
 from fragility_engines.suspects.numbers import Number
 from fragility_engines.suspects.suspect import Suspect
 
-STEPS = 12  # passes over the part of a gap between the two values beside the best
-SURE = 0.95  # share of the gap beyond rounding that a suspect explains, if the engine does just what it says
+STEPS, CLOSE = 8, 0.003  # passes between the two values beside the best usual one, and what is close enough to stop
 HOPE = 0.1  # share of a sequence's gap that must go with one of the usual values, for others to be tried
 
 
 def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     """The slopes of a gap along the numbers of ``directed``, each at the value that explains most of its ``part``.
 
-    The usual values are tried over the sequence with the larger gap, and values between over both. Numbers of which
-    none is in line with HOPE of the gap are left out, and those after one that explains SURE of it. The one that
-    explains most is tested over all tokens of ``gap``.
+    Usual values are tried over the sequence with the larger gap. Numbers of which none is in line with HOPE of it are
+    left out, and those after one that explains SURE of what rounding does not. The one that explains most is tested
+    over all tokens of ``gap``.
     """
     first, found = part.only([part.largest]), []
+    beyond = 1 - float((part.tokens.rounding**2).sum() / (part.tokens.change**2).sum())
     in_line = {
         number: max(slope(first, suspect, directed(first, suspect)).share for suspect in number.usual)
         for number in directed.numbers
     }
     for number in sorted(in_line, key=in_line.__getitem__, reverse=True):
         if in_line[number] > HOPE:
-            left = [unexplained(first, suspect, directed) for suspect in number.usual]
+            left = [unexplained(part, suspect, directed) for suspect in number.usual]
             suspect = number.at(nearest(part, number, left, directed))
             found.append(slope(part, suspect, directed(part, suspect)))
-            if found[-1].share > SURE:
+            if found[-1].share > SURE * beyond:
                 break
     found.sort(key=lambda each: each.share, reverse=True)
     return [*slopes(gap, [each.suspect for each in found[:1]], directed), *found[1:]]
 
 
 def nearest(part: Gap, number: Number, left: Sequence[float], directed: Directions) -> float:
-    """The value of ``number`` that leaves least of ``part``, between the neighbours of the best known one.
+    """The value of ``number`` that leaves least of ``part``, between the neighbours of the best usual one.
 
-    ``left`` is what the usual values leave; the model's own leaves all.
+    ``left`` is what the usual values leave; the model's own leaves all. Where these bracket the value, Brent's method
+    needs a few passes.
     """
-    known = sorted([*zip(number.values, left), (number.own, 1.0)])
-    best = min(range(len(known)), key=lambda place: known[place][1])
-    bounds = known[max(best - 1, 0)][0], known[min(best + 1, len(known) - 1)][0]
+    known = dict(zip(map(np.log, (*number.values, number.own)), (*left, 1.0)))
 
     def leaving(log: float) -> float:
-        return unexplained(part, number.at(float(np.exp(log))), directed)
+        if log not in known:
+            known[log] = unexplained(part, number.at(float(np.exp(log))), directed)
+        return known[log]
 
-    options = {"maxiter": STEPS, "xatol": 0.01}
-    value = float(np.exp(minimize_scalar(leaving, bounds=np.log(bounds), method="bounded", options=options).x))
-    if number.whole:
-        value = stepped(part, number, round(value), directed)
-    usual = known[best][0]
-    return value if leaving(np.log(value)) < leaving(np.log(usual)) else usual
+    places = sorted(known)
+    at = min(range(len(places)), key=lambda place: known[places[place]])
+    low, best, high = places[max(at - 1, 0)], places[at], places[min(at + 1, len(places) - 1)]
+    if known[low] > known[best] < known[high] and number.own != np.exp(best):  # beside a plateau it brackets nothing
+        minimize_scalar(leaving, (low, best, high), method="brent", options={"maxiter": STEPS, "xtol": CLOSE})
+    else:
+        minimize_scalar(leaving, bounds=(low, high), method="bounded", options={"maxiter": 2 * STEPS, "xatol": CLOSE})
+    value = float(np.exp(min(known, key=known.__getitem__)))
+    return stepped(part, number, round(value), directed) if number.whole else value
 
 
 def stepped(part: Gap, number: Number, value: int, directed: Directions) -> int:

@@ -13,7 +13,19 @@ from fragility_quantization.recipes import Recipe
 CLIPPED = np.log(2)  # reinforcement learning clips ratios of probabilities outside of [1/2, 2], or of a narrower range
 TOPS = ("kl", "kl_rounding", "flip", "flip_rounding")
 FAR, ENOUGH = 4, 32  # times what rounding gives a sequence of so many tokens: it is no rounding
+MORE, LESS = 1.25, 0.8  # observed over predicted RMS: harmless kernels, and the prediction's own error, stay within
+SURE = 0.95  # share of the gap beyond rounding that a suspect explains, if the engine does just what it says
 NOTHING = 1e-12  # times the predicted square: as good as no change
+
+
+def beyond(ratio: float) -> float:
+    """The share of a squared gap that rounding does not explain, for its ``ratio`` to the predicted RMS."""
+    return 1 - 1 / max(ratio, 1.0) ** 2
+
+
+def left(ratio: float, share: float) -> float:
+    """The ratio to the predicted RMS that a gap with this ``ratio`` has once a ``share`` of its square is gone."""
+    return ratio * max(1 - share, 0.0) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -77,8 +89,8 @@ class Gap:
         """The sequences whose own change is FAR beyond both their predicted and their emulated one."""
         emulated = self.tokens.groupby("sequence").rounding.apply(lambda x: (x**2).mean())
         table = self.known.set_index("sequence")
-        beyond = table.observed > FAR**2 * np.maximum(table.predicted, emulated[table.index])
-        return [int(number) for number in table.index[beyond & (table.tokens >= ENOUGH)]]
+        more = table.observed > FAR**2 * np.maximum(table.predicted, emulated[table.index])
+        return [int(number) for number in table.index[more & (table.tokens >= ENOUGH)]]
 
     @property
     def predicted(self) -> float:

@@ -45,6 +45,12 @@ class Compared:
     tried: int
     remedies: list[Remedy] = field(default_factory=list)
 
+    @property
+    def signs(self) -> list[str]:
+        """What a gap beyond rounding looks like, in words, where no suspect explains it."""
+        unknown = self.verdict.kind == "more" and (self.verdict.cause is None or self.verdict.partial)
+        return described(patterns(self.gap)) if unknown else []
+
 
 def numbers(gap: Gap) -> list[list[str]]:
     """Rows of the table of numbers: what it is, observed, and in an emulated pass."""
@@ -65,7 +71,8 @@ def suspected(found: list[Slope], verdict: Verdict) -> list[list[str]]:
     """Rows of the table of suspects: name, what the test says, share, size, its standard error, and the least size."""
     rows = []
     for each in sorted(found, key=lambda each: each.share, reverse=True)[:SHOWN]:
-        said = "explains the gap" if each is verdict.cause else "in part along it" if each.certain else "no"
+        cause = "most like the gap" if verdict.partial else "explains the gap"
+        said = cause if each is verdict.cause else "in part along it" if each.certain else "no"
         said += f": {each.owner}" * bool(each.owner and each.certain)
         sizes = number(each.size, ".3g"), number(each.error, ".2g"), number(each.least, ".2g")
         rows.append([each.suspect.name, said, percent(max(0.0, each.share)), *sizes])
@@ -95,7 +102,7 @@ def page(compared: Compared) -> str:
         compared=compared, model=titled(compared.model),
         recipe=gap.recipe.name, verdict=verdict, kind=verdict.title,
         tokens=len(gap.tokens), sequences=len(gap.sequences), overflowed=len(gap.sequences) - len(gap.known),
-        patterns=described(patterns(gap)) if verdict.kind == "more" and verdict.cause is None else [],
+        patterns=compared.signs,
         numbers=numbers(gap), sites=widened(gap.sites), remedies=wider(compared.remedies),
         suspects=suspected(compared.found, verdict), further=suspected(compared.further, verdict)[:4],
         images={"spread": uri(figures.spread(gap)), "positions": uri(figures.positions(gap))},

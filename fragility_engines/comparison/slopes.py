@@ -15,10 +15,13 @@ from scipy import stats
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fragility_engines.comparison.gap import Gap
+from fragility_core.models.paths import block_of, block_paths
+from fragility_engines.comparison.gap import LESS, MORE, Gap
 from fragility_engines.logs.sequences import Scored
-from fragility_engines.suspects.catalogue import places
+from fragility_engines.suspects.catalogue import PLACE, places
 from fragility_engines.suspects.numbers import Number, numbers
+from fragility_engines.suspects.sampling import sampling
+from fragility_engines.suspects.structure import around, in_one_block, structure
 from fragility_engines.suspects.suspect import Suspect, read, score
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
@@ -27,7 +30,9 @@ CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
 DOUBT = 1e-3  # that rounding alone keeps a setting, which the engine has, below half of its size
 EXPLAINED = 0.5  # share of the gap beyond rounding that a suspect must explain to be named as its cause
-INSIDE = 0.3  # the same for a branch: what is wrong in it is only like leaving it out
+ALONG, BLOCKWISE = 0.02, 3  # share of a gap, and suspects at most, that are then tried in each block by itself
+OFF = 0.1  # how far from 1 the size of a setting may be that the engine has
+INSIDE = 0.3  # the same for a place, a branch: what is wrong in it is only like leaving it out
 EXACT = 0.95  # the same for the right logits, read otherwise
 SCREENED = 128  # consecutive tokens of each of two sequences, over which suspects are tried first, and places
 ALIKE = 0.5  # of the largest excess of such tokens in a sequence: the first that have it are taken
@@ -41,7 +46,8 @@ class Slope:
 
     ``size`` is 1 where the engine does what the suspect does, and 0 where it does not; an emulated pass, which has the
     same rounded weights, is subtracted. ``error`` is its standard error, from so many ``units``. ``share`` is the share
-    of the squared gap that goes with this size along the direction. Between ``two`` engines the size is -1 where the
+    of the squared gap that goes with this size along the direction. ``whole`` is the RMS of the gap over that of the
+    direction and the predicted rounding together. Between ``two`` engines the size is -1 where the
     reference does what the suspect does. ``owner`` is then the one of the two that does.
     """
 
@@ -52,6 +58,7 @@ class Slope:
     units: int
     two: bool = False
     owner: str = ""
+    whole: float = np.nan
 
     @property
     def least(self) -> float:
@@ -67,10 +74,19 @@ class Slope:
     def as_tested(self) -> bool:
         """True if the engine may do what the suspect does: a setting has its full size, a number any size.
 
-        Places are tried only where the gap is more than rounding, and any of them may be the one.
+        Where an engine's own rounding is another draw, the slope may be small, but the gap has its whole size. Places
+        are tried only where the gap is more than rounding, and any of them may be the one.
         """
-        whole = self.suspect.slope or 0.5 < (abs(self.size) if self.two else self.size) < 1.5
-        return self.suspect.place or (self.certain and whole)
+        size = abs(self.size) if self.two else self.size
+        if self.suspect.rounds:
+            return self.certain and size > 0 and LESS < self.whole < MORE
+        return self.suspect.place or (self.certain and (self.suspect.slope or 0.5 < size < 1.5))
+
+    @property
+    def full(self) -> bool:
+        """True if a setting has the size 1, as far as it is known: what the engine does is not only like it."""
+        free = self.suspect.slope or self.suspect.place or self.suspect.rounds or self.suspect.in_log
+        return free or abs(abs(self.size) - 1) < max(OFF, 3 * self.error)
 
     def undecided(self, times: float) -> bool:
         """True if ``times`` as many tokens may make this slope certain; for places always."""
@@ -79,16 +95,23 @@ class Slope:
         units = int(self.units * times)
         if units < 2 or not self.share > 0:
             return False
-        if self.units > 1 and abs(self.size) + float(stats.t.isf(DOUBT, self.units - 1)) * self.error < 0.5:
+        least = float(stats.t.isf(CHANCE, units - 1)) * self.error / times**0.5
+        if (
+            self.units > 1
+            and not self.suspect.rounds
+            and abs(self.size) + float(stats.t.isf(DOUBT, self.units - 1)) * self.error < 0.5
+        ):
             return False  # the engine does not do it
-        return float(stats.t.isf(CHANCE, units - 1)) * self.error / times**0.5 < 1.5
+        return least < (self.size + self.error if self.suspect.rounds else 1.5)
 
     @property
     def needed(self) -> float:
         """The share of the gap beyond rounding that this suspect must explain to be named as its cause."""
         if self.suspect.same_pass and not self.suspect.slope:  # nothing but rounding stays
             return EXACT
-        return INSIDE if self.suspect.place and not self.suspect.slope else EXPLAINED
+        if self.suspect.rounds:  # its size says the rest
+            return 0.0
+        return INSIDE if self.suspect.place else EXPLAINED
 
 
 def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> tuple[float, float]:
@@ -111,6 +134,22 @@ class Directions:
     def __init__(self, model: PreTrainedModel, sequences: Sequence[Scored], tried: Sequence[Suspect] = ()):
         self.model, self.sequences, self.tried = model, sequences, tried
         self.scores: dict[tuple[Suspect, int], np.ndarray] = {}
+
+    @cached_property
+    def structure(self) -> list[Suspect]:
+        """The suspects of what all blocks have in common, and of what sampling does to logits."""
+        return [*structure(self.model), *sampling()]
+
+    def in_one_block(self, found: Sequence[Slope]) -> list[Suspect]:
+        """The suspects of single blocks like those of all blocks that were ``found`` in part along a gap."""
+        along = [each.suspect.name for each in found if each.certain and each.share > ALONG][:BLOCKWISE]
+        return [each for path in block_paths(self.model) for each in in_one_block(self.model, path, along)]
+
+    def around(self, found: Sequence[Slope]) -> list[Suspect]:
+        """The suspects of the block of that place which explains most, of those ``found``."""
+        best = max((each for each in found if each.suspect.place), key=lambda each: each.share, default=None)
+        block = None if best is None else block_of(best.suspect.name.removeprefix(PLACE))
+        return around(self.model, block[0]) if block else []
 
     @cached_property
     def places(self) -> list[Suspect]:
@@ -149,18 +188,33 @@ class Directions:
 
 
 def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
-    """The slope of ``gap`` along the direction (N,) of a ``suspect``."""
+    """The slope of ``gap`` along the direction (N,) of a ``suspect``.
+
+    Any damage makes probable tokens less so. What goes with that, a line in the log-probability, tells no cause from
+    another, so that it counts for suspects alone which only read the right logits otherwise.
+    """
     known, square = np.isfinite(along), float((gap.tokens.change**2).sum())
     table, along = gap.tokens[known], along[known]
     chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
-    if not (along.any() and square):
+    columns = np.stack([along, table.change - table.emulated, table.change, table.emulated], 1)
+    own, *changes = (columns if suspect.same_pass else beside_line(columns, table.fp32.to_numpy())).T
+    if not (own.any() and square):
         return Slope(suspect, 0.0, np.inf, 0.0, 1, gap.two)
-    (observed, error), (emulated, own_error) = (
-        slope_of(table[name].to_numpy(), along, chunks) for name in ("change", "emulated")
-    )
-    size = observed - emulated
+    (size, error), *apart = (slope_of(change, own, chunks) for change in changes)
+    # An emulated pass like the engine leaves next to nothing: such a difference is not so sure as it looks.
+    error = max(error, sum(each for _, each in apart) / 4)
     explained = float((table.change**2).sum() - ((table.change - size * along) ** 2).sum())
-    return Slope(suspect, size, (error + own_error) ** 0.5, explained / square, len(np.unique(chunks)), gap.two)
+    whole = ((table.change**2).mean() / ((along**2).mean() + gap.predicted**2)) ** 0.5
+    units = len(np.unique(chunks))
+    return Slope(suspect, size, error**0.5, explained / square, units, gap.two, whole=whole)
+
+
+def beside_line(values: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """What the columns of ``values`` (N, K) have beside their best lines in ``at`` (N,); all of it for two rows."""
+    if len(values) < 3:
+        return values
+    line = np.stack([np.ones(len(at)), at], 1)
+    return values - line @ np.linalg.lstsq(line, values, rcond=None)[0]
 
 
 def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:
@@ -179,6 +233,8 @@ def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Sl
     It is the one whose own gap from the fp32 model goes with the direction (N,) ``along``: by its full size where the
     suspect is a setting, and more than the other's where it is a number or a place.
     """
+    if not along.any():  # the numbers of the log themselves were rounded
+        return replace(found, owner=names[int(found.size < 0)])
     sides = [slope(side, found.suspect, along) for side in gap.sides]
     whole = [side.as_tested and side.certain for side in sides]
     if found.suspect.slope or found.suspect.place or whole[0] == whole[1]:
@@ -215,3 +271,10 @@ def likely(gap: Gap, part: Gap, tried: Sequence[Suspect], directed: Directed) ->
     times = len(gap.tokens) / len(first.tokens)
     some = [each.suspect for each in slopes(first, tried, directed) if each.undecided(times)]
     return slopes(part, some[:LIKELY], directed)
+
+
+def tested(gap: Gap, part: Gap, tried: Sequence[Suspect], directed: Directed) -> list[Slope]:
+    """The slopes of ``likely`` suspects; over all tokens of ``gap`` those of BEST that these could decide."""
+    some = likely(gap, part, tried, directed)
+    best = [each for each in some if each.undecided(len(gap.tokens) / len(part.tokens))][:BEST]
+    return [*slopes(gap, [each.suspect for each in best], directed), *(each for each in some if each not in best)]

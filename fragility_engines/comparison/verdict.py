@@ -1,21 +1,30 @@
 """The verdict on a gap, in a line, and what its excess looks like."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fragility_engines.comparison.fitting import SURE, fitted
-from fragility_engines.comparison.gap import Gap
-from fragility_engines.comparison.slopes import BEST, Directions, Slope, likely, ranked, screened, slopes
+from fragility_engines.comparison.fitting import fitted
+from fragility_engines.comparison.gap import LESS, MORE, SURE, Gap, beyond, left
+from fragility_engines.comparison.grid import grids
+from fragility_engines.comparison.scoring import scored
+from fragility_engines.comparison.slopes import Directions, Slope, likely, ranked, screened, slopes, tested
+from fragility_engines.suspects.recipes import recipes
 
-# Observed over predicted RMS. Harmless variations of kernels, and the prediction's own error, stay within these.
-MORE, LESS = 1.25, 0.8
 SHOWN = 8  # sequences in the line
 START, END = 16, 64  # tokens at the beginning and at the end of sequences
+LARGER = 1.1  # times the predicted change: a recipe that adds half of what rounding does gives 1.12
+SAME = 1e-5  # times the predicted change: no engine that rounds is so near
+LOUD = 2.0  # times MORE: a change that begins at a position
 GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
 FEW = 0.02  # of the tokens make half of the square
-CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place among many
+APPOSED = re.compile(r"(, \S+ times its own)\b")  # a number beside a name
+CODE = re.compile(r"\w+[_.]")  # a name in the model, which has its own case
+BETWEEN_COMMAS = r"\1,"
+ALIKE = 1.05  # times what the cause leaves of a gap: another that leaves less is as good
+CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place; less is only like the gap
 
 KINDS = {
     "rounding": "rounding explains it",
@@ -29,22 +38,28 @@ KINDS = {
 class Verdict:
     """The verdict of ``kind``, one of KINDS; ``cause`` is the suspect that explains the gap, if one does.
 
-    ``needed`` is the number of sequences of this length that would decide; it is known only for the kind "few". ``far``
-    are the sequences that are more than rounding by themselves, where others are not. ``fused`` is the ratio beside the
-    prediction for fused attention, where rounding explains the gap if attention is eager alone.
+    ``alike`` is the name of another suspect that explains as much. ``needed`` is the number of sequences of this length
+    that would decide; it is known only for the kind "few". ``far`` are the sequences that are more than rounding by
+    themselves, where others are not. ``fused`` is the ratio beside the prediction for fused attention, where rounding
+    explains the gap if attention is eager alone.
     """
 
     kind: str
     ratio: tuple[float, float, float]
     cause: Slope | None = None
     needed: int | None = None
+    alike: str = ""
     far: Sequence[int] = ()
     fused: tuple[float, float, float] | None = None
 
     @property
-    def beyond(self) -> float:
-        """The share of the squared gap that rounding does not explain."""
-        return 1 - 1 / max(self.ratio[0], 1.0) ** 2
+    def partial(self) -> bool:
+        """True if the cause leaves more than rounding: it is only like what the engine does, or not alone."""
+        cause = self.cause
+        if cause is None or cause.suspect.in_log or cause.suspect.rounds:
+            return False
+        large = left(self.ratio[0], cause.share) > MORE
+        return not cause.full or (large and cause.share < CLEAR * beyond(self.ratio[0]))
 
     @property
     def title(self) -> str:
@@ -65,13 +80,32 @@ class Verdict:
             text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""
         if self.far:
             text += f"; more than rounding by itself: sequence {', '.join(map(str, self.far))} of the log, from 0"
-        if self.kind == "less":
+        if self.kind == "less" and value > SAME:
             text += "; something runs in a wider format than the recipe says"
-        if self.cause is not None:
-            suspect = self.cause.suspect
-            name = suspect.name[0].upper() + suspect.name[1:] + f" in {self.cause.owner}" * bool(self.cause.owner)
-            text += f". {name} explains {self.cause.share:.0%} of it: look at {suspect.mend}"
-        return text
+        elif self.kind == "less":
+            text += "; no number differs: it is the same engine, or the same log"
+        return text + self.named
+
+    @property
+    def named(self) -> str:
+        """The end of the line, which names the cause; empty where there is none."""
+        if self.cause is None:
+            return ""
+        suspect, share = self.cause.suspect, f"{self.cause.share:.0%}"
+        name = suspect.name + f" in {self.cause.owner}" * bool(self.cause.owner)
+        begins = f". {name[0] if CODE.match(name) else name[0].upper()}{APPOSED.sub(BETWEEN_COMMAS, name)[1:]}"
+        if self.partial:
+            text = f". No suspect explains all of it. Most like it, with {share}, is {name}"
+        elif suspect.rounds:
+            text = f". It looks like {name}, which must give {1 / self.cause.whole:.2f} times this gap; "
+            text += f"{share} of the gap follow that recipe's own rounding"
+        elif suspect.in_log:
+            text = f"{begins} is seen in its numbers, and alone explains {share} of it"
+        else:
+            text = f"{begins} explains {share} of it"
+        if self.alike and not self.partial:
+            text += f", and so does {self.alike}"
+        return f"{text}: look at {suspect.mend}"
 
 
 def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
@@ -80,12 +114,13 @@ def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
     A suspect that is certain makes a gap more than rounding, however small the gap is.
     """
     value, low, high = ratio = gap.ratio
-    beyond, gains = Verdict("more", ratio).beyond, gap.tokens.change.mean() > GAIN
-    named = [each for each in found if each.as_tested and each.share > each.needed * beyond]
+    rest, gains = beyond(value), gap.tokens.change.mean() > GAIN
+    named = [each for each in found if each.as_tested and (each.suspect.in_log or each.share > each.needed * rest)]
     named = [each for each in named if not (each.suspect.slope and gains)]
     cause = max(named, key=lambda each: each.share, default=None)
     if low > MORE or cause is not None or gap.far:
-        return Verdict("more", ratio, cause, far=() if low > MORE else gap.far[:SHOWN])
+        far = () if low > MORE else gap.far[:SHOWN]
+        return Verdict("more", ratio, cause, far=far, alike=as_good(cause, named))
     if high < LESS:
         return Verdict("less", ratio)
     if np.isnan(low):
@@ -97,12 +132,22 @@ def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
     return Verdict("few", ratio, needed=int(np.ceil(len(gap.known) * ((high - low) / 2 / distance) ** 2)) + 1)
 
 
+def as_good(cause: Slope | None, named: Sequence[Slope]) -> str:
+    """The name of the best suspect beside ``cause`` that leaves as little, of those ``named``; "" if there is none."""
+    if cause is None or cause.suspect.in_log or not cause.full:
+        return ""
+    most = ALIKE * (1 - cause.share)
+    others = [each for each in named if each.full and each is not cause and 1 - each.share < most]
+    return max(others, key=lambda each: each.share).suspect.name if others else ""
+
+
 def patterns(gap: Gap) -> dict[str, float]:
     """Numbers that tell kinds of excess apart, in units of the predicted RMS unless said otherwise.
 
     ``start`` and ``end`` are the RMS over the first START and the last END scored tokens of the sequences; ``mean`` is
     the mean change; ``gain`` the same in nats; ``few`` the share of tokens that make half of the square; ``largest``
-    the share of the square that one sequence makes, relative to an equal share.
+    the share of the square that one sequence makes, relative to an equal share; ``begins`` the position from which on
+    the change is more than rounding, where it is none before; 0 where it is not so.
     """
     tokens, unit = gap.tokens, gap.predicted
     by = tokens.groupby("sequence")
@@ -116,8 +161,20 @@ def patterns(gap: Gap) -> dict[str, float]:
     return {
         "start": rms(by.head(START)), "end": rms(by.tail(END)), "mean": float(tokens.change.mean() / unit),
         "gain": float(tokens.change.mean()), "few": half / len(squares),
-        "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0,
+        "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0, "begins": begins(gap),
     }  # fmt: skip
+
+
+def begins(gap: Gap) -> int:
+    """The last position before which the change of ``gap`` is rounding, if it is much more from there on; or 0."""
+    tokens = gap.tokens
+    squares = tokens[["change", "rounding"]].pow(2).groupby(tokens.position).sum()
+    sums, starts = squares.cumsum(), squares.index[START:-START]
+    after = squares.sum() - sums
+    scale = gap.predicted**2 * len(tokens) / squares.rounding.sum()  # of a prediction to the emulated pass
+    calm = [at for at in starts if sums.change[at] < MORE**2 * scale * sums.rounding[at]]
+    loud = [at for at in calm if after.change[at] > LOUD**2 * MORE**2 * scale * after.rounding[at]]
+    return int(loud[-1]) + 1 if loud else 0
 
 
 def described(found: dict[str, float]) -> list[str]:
@@ -127,6 +184,9 @@ def described(found: dict[str, float]) -> list[str]:
         texts.append("The change is largest at the start of sequences: BOS, padding, or the template.")
     if found["end"] > 1.5 * found["start"] and found["end"] > MORE:
         texts.append("The change grows with the position: RoPE, a window of attention, or the cache.")
+    if found["begins"]:
+        text = f"The change is rounding up to position {found['begins'] - 1} of the sequences, and more after it"
+        texts.append(f"{text}: there ends a prefix or block of the cache, a chunk of the prompt, or a window.")
     if found["gain"] > GAIN:
         text = (
             f"The engine finds the tokens more probable than what it is held against, by {found['gain']:.2g} nats each"
@@ -146,23 +206,35 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     """The slopes of the suspects of ``directed``; and if none explains most of a gap beyond rounding, of further ones.
 
     Suspects that change a number a little may be below the noise, and are tested over all tokens of ``gap``, as are
-    those that need no pass. Of the others only the BEST over its ``screened`` part that all tokens could decide are, as
-    what they do is either there or not. Where none explains SURE of the rest, numbers are fitted; and where these do
-    not explain CLEAR of it, places are tried over the part.
+    those that need no pass. Of the others only the best over its ``screened`` part are, as what they do is either there
+    or not. Where none explains SURE of the rest, what all blocks have in common is tried, then numbers are fitted.
+    Where no cause is found, or one that explains less, recipes are tried for a gap LARGER than rounding, and the scales
+    of layers for any. Where these do not explain CLEAR of it, places are tried over the part.
     """
     part = screened(gap)
     whole = [suspect for suspect in directed.tried if suspect.slope or suspect.same_pass]
-    some = likely(gap, part, [suspect for suspect in directed.tried if suspect not in whole], directed)
-    times = len(gap.tokens) / len(part.tokens)
-    best = [each for each in some if each.undecided(times)][:BEST]
-    decided = [each for each in some if each not in best]
-    found = ranked([*slopes(gap, [*whole, *(each.suspect for each in best)], directed), *decided])
+    others = [suspect for suspect in directed.tried if suspect not in whole]
+    found = ranked([*grids(gap), *slopes(gap, whole, directed), *tested(gap, part, others, directed)])
     further: list[Slope] = []
     if unexplained(gap, found, SURE):
-        further = fitted(gap, part, directed)
+        further = tested(gap, part, directed.structure, directed)
+    if unexplained(gap, [*found, *further], SURE):
+        further += tested(gap, part, directed.in_one_block(further), directed)
+    if unexplained(gap, [*found, *further], SURE):
+        further += fitted(gap, part, directed)
+    if undecided(gap, [*found, *further]) and gap.ratio[0] > LARGER:
+        further += tested(gap, part, recipes(directed.model, gap.recipe), directed)
+    if undecided(gap, [*found, *further]):
+        further += scored(gap, directed)
     if unexplained(gap, [*found, *further], CLEAR):
         further += likely(part, part, directed.places, directed)
+        further += tested(gap, part, directed.around(further), directed)
     return found, ranked(further)
+
+
+def undecided(gap: Gap, found: Sequence[Slope]) -> bool:
+    """True if no suspect that was ``found`` is the cause of ``gap``, or it explains less than SURE of the rest."""
+    return judge(gap, found).cause is None or unexplained(gap, found, SURE)
 
 
 def unexplained(gap: Gap, found: Sequence[Slope], share: float) -> bool:
@@ -174,4 +246,4 @@ def unexplained(gap: Gap, found: Sequence[Slope], share: float) -> bool:
     if verdict.kind != "more" or verdict.cause is None:
         return verdict.kind == "more"
     least = min(share, CLEAR) if verdict.cause.suspect.same_pass else share
-    return verdict.cause.share <= least * verdict.beyond
+    return not verdict.cause.full or verdict.cause.share <= least * beyond(verdict.ratio[0])

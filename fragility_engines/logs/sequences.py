@@ -14,6 +14,9 @@ import numpy as np
 
 LARGEST = 1e-3  # a log-probability above 0 by no more than this is a rounded 0
 LEAST = -1e3  # what is below stands for a token that was masked or not scored: -9999, -1e9, -inf
+LARGEST_TOKEN = 2**32  # no vocabulary has as many
+COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")  # how gzip, zip, zstd, bzip2, xz begin
+WIDE = (b"\xff\xfe", b"\xfe\xff")  # how UTF-16 and UTF-32 begin
 MANY = 8  # tokens, of which no model gives all the same log-probability
 WHOLE = 1.01  # probabilities that add up to more are those of no distribution, however rounded
 Tops = tuple[dict[int, float] | None, ...]  # log-probabilities of the most probable tokens, by position
@@ -74,7 +77,7 @@ def scored(tokens: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any] =
     for kind, values in (("tokens", tokens), ("logprobs", logprobs)):
         if not isinstance(values, list):
             raise ValueError(f"{kind} must be a list, got {shortened(values)}")
-    if strange := [token for token in tokens if type(token) is not int or token < 0]:
+    if strange := [token for token in tokens if type(token) is not int or not 0 <= token < LARGEST_TOKEN]:
         raise ValueError(f"tokens must be numbers of a vocabulary, got {shortened(strange[0])}")
     if strange := [value for value in logprobs if value is not None and type(value) not in (int, float)]:
         raise ValueError(f"logprobs must be numbers or null, got {shortened(strange[0])}")
@@ -184,19 +187,29 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Scored]]] = {  # by th
     "completion_probabilities": llama_cpp,
 }
 
+FORMS = {
+    "plain": "a plain line", "vllm": "an answer of vLLM", "sglang": "an answer of SGLang",
+    "llama_cpp": "an answer of llama.cpp",
+}  # fmt: skip
+
 
 def read(path: str | Path) -> list[Scored]:
     """All sequences of the file at ``path``. Raises OSError, and ValueError with the line for what cannot be read."""
     found: list[Scored] = []
+    if Path(path).is_dir():
+        raise ValueError(f"a log must be a file, got the folder {path}: give the file in it that has the sequences")
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            if line.startswith(WIDE) or (b"\0" in line[:8] and not line.startswith(COMPRESSED)):
+                raise ValueError(f"{path}, line {number}: a log must be UTF-8, got UTF-16 or UTF-32: save it as UTF-8")
             try:
                 found += of_line(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                raise ValueError(f"{path}, line {number}: a log must be UTF-8, got {shortened(line)}") from None
-            except (ValueError, RecursionError) as error:
+                packed = ", which is compressed: unpack it" * line.startswith(COMPRESSED)
+                raise ValueError(f"{path}, line {number}: a log must be UTF-8, got {shortened(line)}{packed}") from None
+            except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
         raise ValueError(f"a log must have at least one sequence, got {path} without any")
@@ -205,13 +218,22 @@ def read(path: str | Path) -> list[Scored]:
 
 
 def require_varied(sequences: Sequence[Scored], path: str | Path) -> None:
-    """Raises ValueError if many tokens of the ``sequences`` of ``path``, not all alike, have one log-probability."""
+    """Raises ValueError if many tokens of the ``sequences`` of ``path``, not all alike, have one log-probability.
+
+    It may be that of all tokens, or the smallest one, which an engine puts in the place of what is below it.
+    """
     values, tokens = (np.concatenate([getattr(s, name)[1:] for s in sequences]) for name in ("logprobs", "tokens"))
-    given = np.isfinite(values)
-    if given.sum() >= MANY and np.ptp(values[given]) == 0 < np.ptp(tokens[given]):
+    tokens, values = tokens[np.isfinite(values)], values[np.isfinite(values)]
+    if len(values) >= MANY and np.ptp(values) == 0 < np.ptp(tokens):
         raise ValueError(
-            f"{path}: the log-probabilities must be those of the tokens, got {values[given][0]:.4g} at all "
-            f"{given.sum()}: the values do not vary, so these are not log-probabilities of these tokens"
+            f"{path}: the log-probabilities must be those of the tokens, got {values[0]:.4g} at all "
+            f"{len(values)}: the values do not vary, so these are not log-probabilities of these tokens"
+        )
+    lowest = values == values.min()
+    if values.min() < 0 and lowest.sum() >= MANY and len({*tokens[lowest].tolist()}) >= MANY:
+        raise ValueError(
+            f"{path}: the log-probabilities must be those of the tokens, got {values.min():.4g}, the smallest, at "
+            f"{lowest.sum()} tokens: an engine that clamps them writes it for what is below, so write null there"
         )
 
 
@@ -219,22 +241,33 @@ def of_line(text: str) -> list[Scored]:
     """The sequences of one line."""
     try:
         line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"a line must be one whole JSON object, got {shortened(text)} ({error.msg})") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # numbers of too many digits and too deep lists are no JSONDecodeError
+        raise ValueError(f"a line must be one whole JSON object, got {shortened(text)} ({told(error)})") from None
     if not isinstance(line, dict):
         raise ValueError(f"a line must be an object, one sequence or answer, got {shortened(line)}")
     return of_answer(line)
 
 
+def told(error: Exception) -> str:
+    """What a parser's ``error`` says, without where, and without what Python could be set to."""
+    return (error.msg if isinstance(error, json.JSONDecodeError) else str(error)).partition(";")[0]
+
+
 def of_answer(line: Mapping[str, Any]) -> list[Scored]:
     """The sequences of the object of a line, which may be a server's answer. Raises ValueError for other objects."""
     reader = next((reader for key, reader in READERS.items() if key in line), None)
+    if reader is None and "error" in (*line, line.get("object")):
+        raise ValueError(f"a line must be a sequence or an answer, got the error of a server: {shortened(line, 200)}")
     if reader is None:
         raise ValueError(f"a line must have one of {', '.join(READERS)}, got the keys {shortened([*line])}")
     try:
         return [*reader(line)]
     except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise ValueError(f"a line must be as its form says (docs/engines.md), got {error!r}") from error
+        how = f"have {error}, got none" if isinstance(error, KeyError) else f"have another form, got {shortened(line)}"
+        raise ValueError(f"{FORMS[reader.__name__]} must {how} (docs/engines.md shows the forms)") from error
 
 
 def line_of(each: Scored, **more: Any) -> str:

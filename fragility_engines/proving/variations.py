@@ -10,17 +10,30 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.models import paths
-from fragility_core.models.norms import epsilon_name, known_norm
+from fragility_engines.proving.changes import (
+    Change,
+    attention_scale,
+    base,
+    epsilon,
+    flipped,
+    frequencies,
+    next_matrix,
+    other_norms,
+    scaled_matrix,
+    scaled_norms,
+    split_products,
+    wide,
+    without_branch,
+)
 from fragility_engines.suspects.rotary import interleave
 from fragility_engines.suspects.suspect import logprobs
 from fragility_quantization.quantized import lower
 
 Engine = Callable[[PreTrainedModel, Tensor], Tensor]
-Change = Callable[[Any], object]  # of a model, in place
 
 
 @dataclass(frozen=True)
@@ -149,124 +162,6 @@ def exact(model: PreTrainedModel, windows: Tensor) -> Tensor:
     return by_window(partial(logprobs, model), windows)
 
 
-def split_products(model: Any) -> None:
-    """Have linear layers add up two halves of each product, in another order."""
-    linear: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    for module in linear:
-        module.forward = partial(in_halves, module)
-
-
-def in_halves(module: Any, x: Tensor) -> Tensor:
-    """The result of a linear layer from two halves of its inputs, added in fp32."""
-    half = x.shape[-1] // 2
-    weight = module.weight.float()
-    y = x[..., half:].float() @ weight[:, half:].mT + x[..., :half].float() @ weight[:, :half].mT
-    return (y if module.bias is None else y + module.bias.float()).to(x.dtype)
-
-
-def wide(kind: Callable[[Any], list[str]]) -> Change:
-    """A change that lets the modules at the paths of ``kind`` compute in fp32, between values in bf16."""
-
-    def change(model: Any) -> None:
-        for path in kind(model):
-            module = model.get_submodule(path)
-            module.forward = partial(in_fp32, copy.deepcopy(module))
-
-    return change
-
-
-def in_fp32(module: Any, x: Tensor, *args, **how) -> Tensor:
-    """The result of ``module``, which is in fp32, for values in bf16."""
-    return module(x.float(), *args, **how).to(x.dtype)
-
-
-def block(model: Any, number: int) -> Any:
-    """The block with ``number``, a share of the depth in tenths."""
-    return model.get_submodule(paths.block_paths(model)[number * len(paths.block_paths(model)) // 10])
-
-
-def scaled_norms(tenths: int, factor: float) -> Change:
-    """A change that multiplies the weights of a block's norms by ``factor``."""
-
-    def done(model: Any) -> None:
-        inside = block(model, tenths)
-        for path in paths.norm_paths(inside):
-            inside.get_submodule(path).weight.mul_(factor)
-
-    return done
-
-
-def other_norms(model: Any) -> None:
-    """Have norms multiply by 1 + weight where they multiply by their weight, and the reverse."""
-    for path in paths.norm_paths(model):
-        module = model.get_submodule(path)
-        known = known_norm(module)
-        module.weight.add_(1 - 2 * known.offset if known is not None else 1.0)
-
-
-def epsilon(value: float) -> Change:
-    """A change of epsilon in all norms."""
-
-    def done(model: Any) -> None:
-        for module in model.modules():
-            if epsilon_name(module):
-                setattr(module, str(epsilon_name(module)), value)
-
-    return done
-
-
-def attention_scale(factor: float) -> Change:
-    """A change of the scale of attention."""
-
-    def done(model: Any) -> None:
-        modules: list[Any] = paths.attention_modules(model)
-        for module in modules:
-            module.scaling *= factor
-
-    return done
-
-
-def frequencies(change: Callable[[Tensor], Tensor]) -> Change:
-    """A change of RoPE's frequencies."""
-
-    def done(model: Any) -> None:
-        for module in [*model.modules()]:
-            for name, x in [*module.named_buffers(recurse=False)]:
-                if name.endswith("inv_freq"):
-                    setattr(module, name, change(x))
-
-    return done
-
-
-def base(factor: float) -> Change:
-    """A change of RoPE's base by ``factor``."""
-    return frequencies(lambda x: x * factor ** -(torch.arange(len(x)) / len(x)))
-
-
-def linear_of(model: Any, tenths: int, branch: int) -> list[Any]:
-    """The linear layers of the first (attention) or second ``branch`` (MLP) of a block."""
-    inside = [*block(model, tenths).children()]
-    branches = [m for m in map(model.get_submodule, paths.branch_paths(model)) if m in inside]
-    return [m for m in branches[branch].modules() if paths.is_linear(m)]
-
-
-def next_matrix(tenths: int, branch: int) -> Change:
-    """A change that gives the last linear layer of a branch the weights of an earlier block."""
-    return lambda model: linear_of(model, tenths, branch)[-1].weight.copy_(
-        linear_of(model, tenths - 2, branch)[-1].weight
-    )
-
-
-def flipped(tenths: int) -> Change:
-    """A change that turns the rows of a block's first attention matrix around: heads in another order."""
-    return lambda model: linear_of(model, tenths, 0)[0].weight.copy_(linear_of(model, tenths, 0)[0].weight.flip(0))
-
-
-def without_branch(tenths: int, branch: int) -> Change:
-    """A change that makes a branch add nothing."""
-    return lambda model: [p.zero_() for p in linear_of(model, tenths, branch)[-1].parameters()]
-
-
 OK, NARROWER = ("rounding",), ("rounding", "less")  # the latter where some kernels run wider than the recipe says
 HARMLESS = [
     Variation("sdpa", native(), verdicts=OK),
@@ -314,10 +209,10 @@ FAULTS = [
     Variation("norms of a block +2 %", native(scaled_norms(2, 1.02)), "2:"),
     Variation("norms of a block +30 %", native(scaled_norms(5, 1.3)), "5:"),
     Variation("a window of 16 tokens", native(window_size=16), WINDOW),
-    Variation("the first 8 tokens are not seen", native(drop=8), ""),
-    Variation("log-softmax in bf16", native(dtype=torch.bfloat16), ""),
-    Variation("weights of 8 bits", emulated("w8a8-int8"), ""),
-    Variation("a cache of 8 bits", emulated("kv-fp8"), ""),
+    Variation("the first 8 tokens are not seen", native(drop=8), "the first"),
+    Variation("log-softmax in bf16", native(dtype=torch.bfloat16), "rounding of the log"),
+    Variation("weights of 8 bits", emulated("w8a8-int8"), "the recipe w8a8-int8"),
+    Variation("a cache of 8 bits", emulated("kv-fp8"), "the recipe kv-fp8"),
     Variation("RoPE base a third", native(base(1 / 3)), BASE, seen=False),
     Variation("RoPE positions by four", native(frequencies(lambda x: x / 4)), "positions divided", seen=False),
     Variation("attention scale -20 %", native(attention_scale(0.8)), SCALE, seen=False),
@@ -328,11 +223,19 @@ FAULTS = [
     Variation("another MLP left out", native(without_branch(2, 1)), "2:1", seen=False),
     Variation("norms of a late block -10 %", native(scaled_norms(7, 0.9)), "7:"),
     Variation("a window of 48 tokens", native(window_size=48), WINDOW),
-    Variation("norms of an early block +20 %", native(scaled_norms(1, 1.2)), "1:", seen=False),
+    Variation("norms of an early block +20 %", native(scaled_norms(1, 1.2)), "1:"),
     Variation("norms with 1 + weight", native(other_norms), "norms that multiply", seen=False),
     Variation("a window of 40 tokens", native(window_size=40), WINDOW, seen=False),
     Variation("attention scale +40 %", native(attention_scale(1.4)), SCALE, seen=False),
     Variation("RoPE base a quarter more", native(base(1.25)), BASE),
     Variation("RoPE base a fifth less", native(base(0.8)), BASE),
     Variation("epsilon 3e-3", native(epsilon(3e-3)), "epsilon", seen=False),
+    Variation("an MLP matrix +4 %", native(scaled_matrix(5, 1, 1.04)), "5:1", seen=False),
+    Variation("an attention matrix -20 %", native(scaled_matrix(8, 0, 0.8)), "8:0", seen=False),
+    Variation("norms of a middle block -3 %", native(scaled_norms(6, 0.97)), "6:", seen=False),
+    Variation("weights of 4 bits", emulated("w4a16-g128"), "the recipe w4a16-g128", seen=False),
+    Variation("linear layers in fp8", emulated("fp8-dynamic"), "the recipe fp8-dynamic"),
+    Variation("a cache in int8", emulated("kv-int8"), "the recipe kv-int8"),
+    Variation("linear layers in blocks of fp8", emulated("fp8-block"), "the recipe fp8-block", seen=False),
+    Variation("weights in mxfp4", emulated("mxfp4-w"), "the recipe mxfp4-w", seen=False),
 ]

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.models.norms import epsilon_name, known_norm
-from fragility_core.models.paths import block_paths, branch_paths, norm_paths
+from fragility_core.models.paths import branch_paths
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.rotary import rotary
-from fragility_engines.suspects.suspect import Change, Suspect, assigning, change, having
+from fragility_engines.suspects.sampling import heated
+from fragility_engines.suspects.suspect import Suspect, assigning, change, having
 from fragility_engines.suspects.windows import CUTS, windows
+
+PLACE = "something in "
+NO_CAP = 1e6  # as a softcap does nothing, and some configurations take no None
 
 
 @dataclass(frozen=True)
@@ -130,17 +134,20 @@ def settings(model: PreTrainedModel) -> Iterator[Suspect]:
             change(scales, lambda scale: 1.01 * scale), slope=True,
         )  # fmt: skip
     if caps := having(model, "attn_logit_softcapping", float):
-        yield Suspect("no softcap of attention", "kernels of attention without softcap", change(caps, lambda _: None))
+        yield Suspect("no softcap of attention", "kernels of attention without softcap", change(caps, lambda _: NO_CAP))
     config = model.config.get_text_config()
     if isinstance(getattr(config, "final_logit_softcapping", None), float):
         cap = [(config, "final_logit_softcapping")]
-        yield Suspect("no softcap of logits", "final_logit_softcapping", change(cap, lambda _: None))
-    yield Suspect("another temperature", "temperature, or a scale of logits", temperature=1.01, slope=True)
+        yield Suspect("no softcap of logits", "final_logit_softcapping", change(cap, lambda _: NO_CAP))
+    yield Suspect(
+        "another temperature", "temperature, or a scale of logits", processed=partial(heated, 1.01), slope=True
+    )
 
 
 def scales_of_norms(model: PreTrainedModel) -> Iterator[Suspect]:
     """Suspects of norms that multiply by their weight in place of 1 + weight, or the other way round."""
-    found = [norm for module in model.modules() if (norm := known_norm(module)) is not None]
+    own = [module for module, _ in having(model, "weight", nn.Parameter)]
+    found = [norm for module in own if (norm := known_norm(module)) is not None]
     for offset, name in ((0.0, "1 + weight in place of their weight"), (1.0, "their weight in place of 1 + weight")):
         if settings := [(norm.module, "weight") for norm in found if norm.offset == offset]:
             yield Suspect(
@@ -155,28 +162,9 @@ def moved(by: float, weight: Tensor) -> nn.Parameter:
 
 
 def places(model: PreTrainedModel) -> list[Suspect]:
-    """Suspects of one place: each branch of each block, left out for whatever is wrong in it, and the norms of blocks.
-
-    The weights of a norm are 5 % larger.
-    """
-    branch = "the weights of this branch, the order of its heads, and the kernel that the engine runs for it"
-    weight = "the weights of this norm"
-    blocks = block_paths(model)
-    norms = [path for path in norm_paths(model) if path.rpartition(".")[0] in blocks]
-    return [
-        *(Suspect(f"something in {path}", branch, partial(without, path), place=True) for path in branch_paths(model)),
-        *(
-            Suspect(f"the weights of {path}", weight, scaled(model.get_submodule(path)), place=True, slope=True)
-            for path in norms
-        ),
-    ]
-
-
-def scaled(norm: nn.Module) -> Change:
-    """The change that makes the weights of ``norm`` 5 % larger, 1 + weight where they are stored less 1."""
-    known = known_norm(norm)
-    offset = known.offset if known is not None else 0.0
-    return change([(norm, "weight")], lambda weight: moved(0.05 * (weight.detach() + offset), weight))
+    """Suspects of one place: each branch of each block, left out for whatever is wrong in it."""
+    look = "the weights of this branch, the order of its heads, and the kernel that the engine runs for it"
+    return [Suspect(f"{PLACE}{path}", look, partial(without, path), place=True) for path in branch_paths(model)]
 
 
 @contextmanager

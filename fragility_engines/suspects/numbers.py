@@ -13,14 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.models.norms import epsilon_name
+from fragility_core.models.paths import attention_modules
 from fragility_engines.suspects.rotary import base_of, divided, frequencies, with_base
 from fragility_engines.suspects.suspect import Change, Suspect, change, having
-from fragility_engines.suspects.windows import fully_attending, seeing
+from fragility_engines.suspects.windows import fully_attending, seeing, without_first
 
 EPSILONS = tuple(10.0**-power for power in range(8, -1, -1))
 SCALES = (0.25, 0.5, 0.7, 1.4, 2.0, 4.0)  # times the scale of attention
 BASES = tuple(10.0 ** (quarter / 4) for quarter in (-8, -6, -4, -2, -1, 1, 2, 4, 6, 8))  # times RoPE's base
 DIVISORS = (0.5, 0.7, 1.4, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)  # of RoPE's positions
+FIRST = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # tokens
 WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
 
 
@@ -79,6 +81,11 @@ def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
         yield Number(
             "RoPE positions divided by {}", "rope_scaling of the engine's configuration", 1.0, DIVISORS,
             lambda factor: change(found, partial(divided, factor)),
+        )  # fmt: skip
+    if counts := tuple(count for count in FIRST if count < longest // 2 and attention_modules(model)):
+        yield Number(
+            "the first {} tokens not seen by later ones", "what the cache drops or overwrites, and what a mask hides",
+            0.5, counts, lambda count: partial(without_first, count), whole=True,
         )  # fmt: skip
     full = fully_attending(model)
     if sizes := tuple(size for size in WINDOWS if size < longest and full):

@@ -1,7 +1,7 @@
 """Suspects of rotary positions (RoPE)."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fragility_engines.suspects.suspect import Setting, Suspect, assigning, change, having
+from fragility_engines.suspects.suspect import Setting, Suspect, assigning, change, changed, having
 
 LOOK = "rope_scaling of the engine's configuration"
 FACTORS = {"yarn": 4.0, "llama3": 8.0, "dynamic": 2.0}  # as published models have them, for a model without scaling
@@ -132,17 +132,30 @@ def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
         "RoPE frequencies in bf16", "the dtype in which the engine keeps RoPE",
         change(found, lambda x: x.bfloat16().float()),
     )  # fmt: skip
-    if having(model, "q_proj", nn.Module):
-        yield Suspect("RoPE pairs in another order", "the permutation of query and key heads when converted", reordered)
+    look = "partial_rotary_factor of the engine's configuration, and the pairs that it turns"
+    yield Suspect("RoPE of the faster half of its frequencies alone", look, change(found, faster))
+    if own := turned(model):
+        order = "the permutation of query and key heads when converted, and the order in which the engine pairs them"
+        yield Suspect("RoPE pairs in another order", order, partial(reordered, interleaved))
+        whole = all(module.head_dim == 2 * len(getattr(*found[0])) for module in own)
+        if whole and len(getattr(*found[0])) % 2 == 0:
+            yield Suspect("RoPE of the first half of each head alone", look, partial(in_first_half, found))
+
+
+def turned(model: PreTrainedModel) -> list[Any]:
+    """The modules of attention whose queries and keys come from a projection each, and have heads of one size."""
+    layers = ("q_proj", "k_proj")
+    known = [module for module, _ in having(model, "head_dim", int)]
+    return [module for module in known if all(isinstance(getattr(module, name, None), nn.Module) for name in layers)]
 
 
 def frequencies(model: PreTrainedModel) -> list[Setting]:
-    """The frequencies of RoPE in the modules of ``model``."""
+    """The frequencies of RoPE in the modules of ``model``; a single one has no base."""
     return [
         (module, name)
         for module in model.modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and "original" not in name
+        for name, x in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original" not in name and len(x) > 1
     ]
 
 
@@ -162,10 +175,25 @@ def with_base(base: float, x: Tensor) -> Tensor:
     return x * (base / base_of(x)) ** -steps
 
 
+def faster(x: Tensor) -> Tensor:
+    """The frequencies ``x`` (d / 2,) with the slower half at 0."""
+    return torch.cat([x[: len(x) // 2], torch.zeros_like(x[len(x) // 2 :])])
+
+
 @contextmanager
-def reordered(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which query and key heads have RoPE's pairs in another order (``interleave``)."""
-    before = interleave(model)
+def in_first_half(found: list[Setting], model: PreTrainedModel) -> Iterator[None]:
+    """A context in which only the first half of each head is turned, by every second of the frequencies ``found``."""
+    with (
+        changed(found, lambda x: torch.cat([x[::2], torch.zeros_like(x[1::2])])),
+        reordered(lambda size: torch.arange(size).unflatten(0, (2, 2, -1)).transpose(0, 1).flatten(), model),
+    ):
+        yield
+
+
+@contextmanager
+def reordered(order: Callable[[int], Tensor], model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the entries of query and key heads stand in the ``order`` for heads of a size."""
+    before = reorder(order, model)
     try:
         yield
     finally:
@@ -173,11 +201,23 @@ def reordered(model: PreTrainedModel) -> Iterator[None]:
             x.data = data
 
 
-def interleave(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
-    """Interleave RoPE's pairs in the rows of query and key heads, as GGUF files have them; return what was there."""
+def interleaved(size: int) -> Tensor:
+    """The order in which RoPE's pairs stand side by side in a head of this ``size``, as in GGUF files."""
+    return torch.arange(size).unflatten(0, (2, -1)).T.flatten()
+
+
+def interleave(model: PreTrainedModel) -> None:
+    """Interleave RoPE's pairs in the rows of query and key heads."""
+    reorder(interleaved, model)
+
+
+def reorder(order: Callable[[int], Tensor], model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
+    """Put the rows of query and key heads, and of their norms, in the ``order`` for a size; return what was there."""
     before = []
-    for module, _ in having(model, "q_proj", nn.Module):
-        for x in (x for projection in (module.q_proj, module.k_proj) for x in projection.parameters()):
+    for module in turned(model):
+        names = ("q_proj", "k_proj", "q_norm", "k_norm")
+        inside = [getattr(module, name) for name in names if isinstance(getattr(module, name, None), nn.Module)]
+        for x in (x for each in inside for x in each.parameters()):
             before.append((x, x.data))
-            x.data = x.data.unflatten(0, (-1, 2, module.head_dim // 2)).transpose(1, 2).reshape(x.shape)
+            x.data = x.data.unflatten(0, (-1, module.head_dim))[:, order(module.head_dim).to(x.device)].reshape(x.shape)
     return before

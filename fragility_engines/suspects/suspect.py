@@ -14,20 +14,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-Change = Callable[[PreTrainedModel], Any]  # gives a context in which the model is changed
+Change = Callable[[PreTrainedModel], Any]  # gives a context in which the model is changed, or another one runs
 
 
 @dataclass(frozen=True)
 class Suspect:
     """A change of how windows are scored.
 
-    ``name`` says what differs, and ``mend`` what to look at. In the context of ``change`` the model has other settings.
+    ``name`` says what differs, and ``mend`` what to look at. In the context of ``change`` the model has other settings,
+    or the context is another model.
     ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; of those before the first scored
-    one all but ``kept`` are left out, if given. ``temperature`` divides logits, and ``unit``
-    log-probabilities. Each token is scored ``ahead`` places
-    behind the one that is right, and log-probabilities stand ``late`` places after their own. A ``slope`` is a small
-    change of a number, along which the gap may have any size. A ``place`` is a branch of a block that is left out, for
-    whatever is wrong in it, or a norm; such suspects are tried where no other explains a gap.
+    one all but ``kept`` are left out, if given. ``processed`` makes other logits (T, V) of those after tokens (T,), and
+    ``unit`` divides log-probabilities. Each token is scored ``ahead`` places behind the one that is right, and
+    log-probabilities stand ``late`` places after their own. A ``slope`` is a small change of a number, along which the
+    gap may have any size. A ``place`` is a branch of a block that is left out, for whatever is wrong in it; such
+    suspects are tried where no other explains a gap. One that ``rounds`` goes along a gap in part, as an engine's own
+    rounding is another draw. What is ``in_log`` can be seen in its numbers, and is sure.
     """
 
     name: str
@@ -36,12 +38,14 @@ class Suspect:
     prefix: tuple[int, ...] = ()
     skip: int = 0
     kept: int | None = None
-    temperature: float = 1.0
+    processed: Callable[[Tensor, Tensor], Tensor] | None = None
     unit: float = 1.0
     ahead: int = 0
     late: int = 0
     slope: bool = False
     place: bool = False
+    rounds: bool = False
+    in_log: bool = False
 
     @property
     def same_pass(self) -> bool:
@@ -57,7 +61,7 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def logprobs(model: nn.Module, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probabilities (T - 1,), in fp64, of the tokens after the first of one window (T,)."""
-    return read(logits(model, tokens), tokens, Suspect("", "", temperature=temperature))
+    return read(logits(model, tokens) / temperature, tokens, Suspect("", ""))
 
 
 def read(z: Tensor, tokens: Tensor, suspect: Suspect, norm: Tensor | None = None) -> Tensor:
@@ -65,8 +69,8 @@ def read(z: Tensor, tokens: Tensor, suspect: Suspect, norm: Tensor | None = None
 
     ``norm`` is ``log_sum`` of ``z``, if it is known. NaN where there is no number.
     """
-    if suspect.temperature != 1:
-        z, norm = z / suspect.temperature, None
+    if suspect.processed is not None:
+        z, norm = suspect.processed(z, tokens), None
     norm = log_sum(z) if norm is None else norm
     places = torch.arange(len(tokens) - 1, device=z.device) + suspect.ahead
     inside = places.clamp(0, len(tokens) - 1)
@@ -93,8 +97,8 @@ def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int =
     skip = suspect.skip if suspect.kept is None else max(0, first - suspect.kept)
     prefix = suspect.prefix if skip or suspect.kept is None else ()
     seen = torch.cat([tokens.new_tensor(prefix), tokens[skip:]])
-    with suspect.change(model):
-        found = read(logits(model, seen), seen, suspect)[len(prefix) :]
+    with suspect.change(model) as other:
+        found = read(logits(model if other is None else other, seen), seen, suspect)[len(prefix) :]
     return torch.cat([found.new_full((skip,), torch.nan), found])
 
 

@@ -1,11 +1,11 @@
-"""Suspects of a sliding window of attention."""
+"""Suspects of what attention sees: a sliding window, and tokens at the beginning that it does not see."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.models.paths import attention_modules
@@ -48,16 +48,60 @@ def windows(model: PreTrainedModel, longest: int) -> Iterator[Suspect]:
 @contextmanager
 def seeing(modules: Sequence[nn.Module], size: int, model: nn.Module) -> Iterator[None]:
     """A context in which the attention ``modules`` see ``size`` tokens, themselves among them; 0 stands for all."""
+    with hiding(modules, lambda module, places: beyond(size, places)):
+        yield
+
+
+def masks(model: PreTrainedModel) -> Iterator[Suspect]:
+    """Suspects of a mask of attention that is off by one token."""
+    look = "the mask of attention, and the positions from which the engine makes it"
+    if attention_modules(model):
+        yield Suspect("attention that sees the next token", look, partial(masked, ahead))
+        yield Suspect("attention that does not see its own token", look, partial(masked, itself))
+
+
+def ahead(hidden: Tensor, places: Tensor) -> Tensor:
+    """``hidden`` (T, T) for ``places`` (T,) each of which sees the next one, too."""
+    return hidden & (places - places[:, None] != 1)
+
+
+def itself(hidden: Tensor, places: Tensor) -> Tensor:
+    """``hidden`` (T, T) for ``places`` (T,) none of which sees itself, but for the first, which has no other."""
+    return hidden | (places[:, None] == places) & (places > 0)
+
+
+def without_first(count: int, model: PreTrainedModel) -> AbstractContextManager[None]:
+    """A context in which no token after the first ``count`` sees these."""
+    return masked(lambda own, at: own | (at[:, None] >= count) & (at < count), model)
+
+
+@contextmanager
+def masked(more: Callable[[Tensor, Tensor], Tensor], model: PreTrainedModel) -> Iterator[None]:
+    """A context in which attention does not see what ``more`` makes of what is hidden (T, T) from places (T,)."""
+    own = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    sizes = {id(module): own * (kind == "sliding_attention") for module, kind in kinds(model)}
+    modules = attention_modules(model)
+    with hiding(modules, lambda module, places: more(beyond(sizes[id(module)], places), places)):
+        yield
+
+
+def beyond(size: int, places: Tensor) -> Tensor:
+    """True where one of ``places`` (T,) is not among the last ``size`` up to another (T, T); 0 stands for all."""
+    back = places[:, None] - places
+    return (back < 0) | (back >= (size or len(places)))
+
+
+@contextmanager
+def hiding(modules: Sequence[nn.Module], unseen: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+    """A context in which attention ``modules`` do not see what is ``unseen`` (T, T) from places (T,)."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if "attention_mask" not in kwargs:
             return None
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        places = torch.arange(x.shape[1], device=x.device)
-        back = places[:, None] - places
-        unseen = (back < 0) | (back >= (size or len(places)))
-        mask = torch.zeros(unseen.shape, dtype=x.dtype, device=x.device)
-        return args, kwargs | {"attention_mask": mask.masked_fill(unseen, torch.finfo(x.dtype).min)[None, None]}
+        hidden = unseen(module, torch.arange(x.shape[1], device=x.device))
+        mask = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
+        return args, kwargs | {"attention_mask": mask.masked_fill(hidden, torch.finfo(x.dtype).min)[None, None]}
 
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:

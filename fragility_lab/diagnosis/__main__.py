@@ -11,7 +11,7 @@ from typing import Any
 from fragility_lab.diagnosis.options import Options, text_of
 from fragility_lab.inputs.names import local
 from fragility_lab.inputs.stored import require_readable
-from fragility_lab.paths import CUSTOM
+from fragility_lab.paths import CUSTOM, require_folder_name
 
 GIVEN = "FRAGILITY_GIVEN"  # in the environment: names of the variables that make's command line sets
 
@@ -62,6 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         given = Options.parsed(words)
         Options(**given)
+        results = asked.results or asked.profile + CUSTOM * bool(given)
+        require_folder_name(results)
         if asked.check:
             require_possible(given)
             return
@@ -72,7 +74,6 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(status)
     from fragility_lab.running import execute  # takes a second
 
-    results = asked.results or asked.profile + CUSTOM * bool(given)
     values = {"profile": results} | {name: text_of(value) for name, value in given.items()}
     overrides = [word for item in values.items() for word in ("-p", "=".join(item))]
     execute.main(["diagnose_my_model", "--profile", asked.profile, *overrides])

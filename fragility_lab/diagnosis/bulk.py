@@ -25,6 +25,19 @@ def size(column: str) -> Callable[[float], str]:
     return nats if column == "kl" else lambda square: (percent if column == "error" else nats)(np.sqrt(square))
 
 
+def bulk(diagnosis: Diagnosis) -> dict | None:
+    """``few``, the number of ``windows`` that a few tokens decide, and prediction over measurement of a median token.
+
+    None if there is no such window, if nothing was measured, and for changed tokens.
+    """
+    by_token, column = diagnosis.by_token, COLUMNS[target := diagnosis.request.measured_in]
+    if by_token is None or by_token.measured is None or target == "flips":
+        return None
+    found = by_token.summary(column)
+    ratio = (found.predicted_median.mean() / found["median"].mean()) ** (1.0 if column == "kl" else 0.5)
+    return {"few": int(found.few.sum()), "windows": len(found), "ratio": ratio} if found.few.any() else None
+
+
 def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
     """Values for the template: bulk and tail of the error by token."""
     by_token, column = made(diagnosis.by_token), COLUMNS[diagnosis.request.measured_in]

@@ -40,9 +40,9 @@ def block_shares(contributions: Contributions) -> pd.Series:
 
 
 def interval(found: tuple[float, float], windows: int) -> str:
-    """A ratio with its 95 % interval, Student's, from its standard error over ``windows``."""
+    """A ratio of squares with its 95 % interval, Student's, from its standard error over ``windows``."""
     ratio, half = found[0], found[1] * stats.t.isf(0.025, windows - 1)
-    return estimate({"mean": ratio, "low": ratio - half, "high": ratio + half}, lambda x: number(x, ".2f"))
+    return estimate({"mean": ratio, "low": max(ratio - half, 0.0), "high": ratio + half}, lambda x: number(x, ".2f"))
 
 
 def coherence_summary(coherence: Coherence) -> dict[str, object]:

@@ -68,11 +68,13 @@ class Diagnosis:
     - ``choices``: the schemes among which a budget for schemes chose. ``choice``: the chosen ones.
     - ``sentence``: a text continued in fp32 and in low precision (``sentence.broken``), or why there is none.
     - ``opening``: the tokens with which each window begins. ``attention``: the implementation that ran.
+      ``vocabulary``: the number of tokens that the model chooses among; 0 if it is not known.
     """
 
     request: Request
     execution: str = ""
     attention: str = ""
+    vocabulary: int = 0
     tokenizer: Tokenizer | None = None
     opening: tuple[str, ...] = ()
     dtypes: dict[str, str] = field(default_factory=dict)

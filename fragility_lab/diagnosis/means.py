@@ -21,10 +21,10 @@ TARGETS = {
 
 
 def mean_of(values: pd.Series) -> dict[str, float]:
-    """The mean of the finite ``values``, one per window, and its 95 % interval from ``low`` to ``high``."""
+    """The mean of finite ``values``, errors by window, and its 95 % interval from ``low``, at least 0, to ``high``."""
     finite = values[np.isfinite(values)]
     low, high = student(finite)
-    return {"mean": finite.mean(), "low": low, "high": high}
+    return {"mean": finite.mean(), "low": max(low, 0.0), "high": high}
 
 
 def nats(x: float) -> str:

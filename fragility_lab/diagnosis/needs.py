@@ -36,8 +36,8 @@ class Forecast:
     """The needs of a diagnosis: seconds, bytes of memory, and the bytes that are free (None if unknown).
 
     ``form`` says why a model is streamed and how much is read from the disk, or why it is spread over several GPUs. It
-    is empty for a whole model on one device. ``batch`` windows share a read. ``steps`` has the seconds of the steps of
-    ``run.STEPS`` by name, for a whole model.
+    is empty for a whole model on one device. ``batch`` windows share a read. For a whole model ``steps`` has the
+    seconds of the steps of ``run.STEPS`` by name, and ``slopes`` the bytes that secant slopes take beside ``memory``.
     """
 
     seconds: float
@@ -46,6 +46,7 @@ class Forecast:
     form: str = ""
     batch: int = 1
     steps: Mapping[str, float] = field(default_factory=dict)
+    slopes: int = 0
 
     def of(self, step: str) -> str:
         """The seconds of a ``step`` of the work, in words; empty if they are not known."""
@@ -57,8 +58,8 @@ class Forecast:
         return self.free is None or self.memory < self.free
 
     def __str__(self) -> str:
-        free = "" if self.free is None else f" ({quantity(self.free)} free)"
-        return f"about {duration(self.seconds)} and {quantity(self.memory)} of additional memory{free}{self.form}"
+        free, takes = "" if self.free is None else f" ({quantity(self.free)} free)", quantity(self.memory + self.slopes)
+        return f"about {duration(self.seconds)} and {takes} of additional memory{free}{self.form}"
 
 
 @on_free_cores()
@@ -105,7 +106,8 @@ def forecast_whole(request: Request, loaded: Inputs, tokens: Tensor) -> Forecast
     takes = quantity(whole(request, model))
     spread = f"; spread over {len(devices)} GPUs, as the whole form takes {takes}, more than one has free"
     form = spread if len(devices) > 1 else ""
-    return Forecast(sum(steps.values()), memory(request, model), free, form, steps=steps)
+    slopes = of_secants(request, model) if request.reference != "no" and secants_fit(request, model) else 0
+    return Forecast(sum(steps.values()), memory(request, model), free, form, steps=steps, slopes=slopes)
 
 
 def free_on_devices(model: PreTrainedModel) -> tuple[set[torch.device], int | None]:
@@ -152,17 +154,21 @@ def whole_fits(request: Request, model: PreTrainedModel) -> bool:
     return free is None or whole(request, model) < free
 
 
-def secants_fit(request: Request, model: PreTrainedModel) -> bool:
-    """True if secant slopes fit into what is free now.
+def of_secants(request: Request, model: PreTrainedModel) -> int:
+    """Bytes that secant slopes take beside ``memory``.
 
     They keep three times what a backward pass keeps, the weights halfway, and up to 28 numbers an attention score.
     """
     config: Any = model.config.get_text_config()
-    free = free_memory(next(model.parameters()).device)
     scores = getattr(config, "num_attention_heads", 0) * request.length**2 * config.num_hidden_layers
     weights = sum(p.numel() for p in model.parameters())
-    takes = memory(request, model) + 2 * sum(activations(request, model)) + 4 * weights + 4 * 28 * scores
-    return free is None or takes < free
+    return 2 * sum(activations(request, model)) + 4 * weights + 4 * 28 * scores
+
+
+def secants_fit(request: Request, model: PreTrainedModel) -> bool:
+    """True if secant slopes fit into what is free now."""
+    free = free_memory(next(model.parameters()).device)
+    return free is None or memory(request, model) + of_secants(request, model) < free
 
 
 def fits_several_gpus(request: Request, model: PreTrainedModel) -> bool:

@@ -8,21 +8,12 @@ from pathlib import Path
 from fragility_exports.libraries import Export
 from fragility_exports.llama_cpp import LIBRARIES
 from fragility_lab import paths
+from fragility_lab.diagnosis import sections
 from fragility_lab.diagnosis.bulk import of_bulk
 from fragility_lab.diagnosis.found import Diagnosis, Failure
 from fragility_lab.diagnosis.means import estimate, means, writer
 from fragility_lab.diagnosis.plans import export_file, of_plan, title_of_plan
 from fragility_lab.diagnosis.run import STEPS
-from fragility_lab.diagnosis.sections import (
-    common,
-    of_causes,
-    of_coherence,
-    of_explorer,
-    of_range,
-    of_run,
-    of_summary,
-    of_tokens,
-)
 from fragility_lab.diagnosis.sentence import of_sentence, title_of_sentence
 from fragility_lab.inputs.checkpoints import EMBEDDED
 from fragility_lab.reporting.html import template
@@ -47,19 +38,22 @@ class Section:
 
 WRITING = "page: "  # prefix in ``Diagnosis.failed`` of sections that failed when the page was written
 SECTIONS = (
-    Section("summary", "In short", of_summary),
+    Section("summary", "In short", sections.of_summary),
     Section(
-        "tokens", "What it does to the tokens", of_tokens,
+        "tokens", "What it does to the tokens", sections.of_tokens,
         lambda d: d.measured is not None and means(d)[0].any(), ("measurement", "experts", "choices", "growth"),
     ),
     Section("by_token", "Which tokens", of_bulk, lambda d: d.by_token is not None, ("tokens",)),
-    Section("where", "Where it comes from", of_causes, lambda d: d.contributions is not None, ("prediction",)),
-    Section("coherence", "Errors that act together", of_coherence, lambda d: d.coherence is not None, ("coherence",)),
-    Section("range", "Range", of_range, lambda d: d.ranges is not None, ("remedy", "mended")),
+    Section("where", "Where it comes from", sections.of_causes, lambda d: d.contributions is not None, ("prediction",)),
+    Section(
+        "coherence", "Errors that act together", sections.of_coherence,
+        lambda d: d.coherence is not None, ("coherence",),
+    ),
+    Section("range", "Range", sections.of_range, lambda d: d.ranges is not None, ("remedy", "mended")),
     Section("plan", title_of_plan, of_plan, lambda d: d.plan is not None, ("plan", "plan measured")),
-    Section("explore", "Other plans", of_explorer, lambda d: d.contributions is not None),
+    Section("explore", "Other plans", sections.of_explorer, lambda d: d.contributions is not None),
     Section("words", "Words"),
-    Section("run", "How this page was made", of_run),
+    Section("run", "How this page was made", sections.of_run),
     Section("sentence", title_of_sentence, of_sentence, lambda d: d.sentence is not None, ("sentence",)),
 )  # fmt: skip
 
@@ -92,10 +86,10 @@ def page(diagnosis: Diagnosis, results: str = EMBEDDED) -> str:
     If a section fails, the page says so in its place, and the section is in ``Diagnosis.failed``.
     """
     diagnosis.failed = {name: each for name, each in diagnosis.failed.items() if not name.startswith(WRITING)}
-    known = common(diagnosis, results)
+    known = sections.common(diagnosis, results)
     found = [rendered(each, diagnosis, known) for each in reversed(SECTIONS)]  # summary last: it tells other failures
-    sections = [section for section in reversed(found) if section is not None]
-    return template("diagnosis/page.html.jinja").render(**known, sections=sections)
+    shown = [section for section in reversed(found) if section is not None]
+    return template("diagnosis/page.html.jinja").render(**known, sections=shown)
 
 
 def write(diagnosis: Diagnosis, profile: str) -> Path:

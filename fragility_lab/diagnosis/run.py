@@ -51,6 +51,7 @@ class Work:
         self.whole = not is_offloaded(self.model)
         found.tokenizer, found.opening = loaded.tokenizer, loaded.opening.spelled
         found.attention = attention_of(self.model) or "its own"
+        found.vocabulary = self.model.config.get_text_config().vocab_size
         found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
 
     @cached_property

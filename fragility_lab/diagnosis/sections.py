@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 import transformers
 
+from fragility_lab.diagnosis.bulk import bulk
 from fragility_lab.diagnosis.causes import SITE_NAMES, block_shares, coherence_summary, largest, shares
 from fragility_lab.diagnosis.explore import explorer
 from fragility_lab.diagnosis.flips import DECODED
@@ -37,6 +38,7 @@ from fragility_quantization.recipes import get_recipe
 NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # first words of failures that are no overflow
 ALWAYS = ("format", "budget", "windows", "length", "attention", "probes", "seed")  # options in the page's command
 MANY = 24  # bars and rows that a page shows
+UNTRAINED = 0.8  # share of the nats of a guess: a loss above it is that of a model which does not know the text
 # Levels of the page: a KL divergence in nats a token, by its upper limit: a convention, no measurement.
 MEANING = {"negligible": 1e-3, "small": 1e-2, "noticeable": 1e-1, "large": np.inf}
 
@@ -60,7 +62,9 @@ def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
     left = pd.DataFrame() if rows is None else rows[~rows.window.isin(lost)]
     found = dict(left[["changed", "kl", "loss", "reference_loss"]].mean()) if len(left) else {}
     level = level_of(found["kl"]) if found else "unmeasured"
-    known = {"lost": len(lost), "finite": len(left), "meaning": level, **found}
+    guess = np.log(diagnosis.vocabulary or np.nan)  # the loss of a model for which all tokens are alike
+    guessing = found.get("reference_loss", 0) > UNTRAINED * guess
+    known = {"lost": len(lost), "finite": len(left), "meaning": level, "guess": guess, "guessing": guessing, **found}
     return known | {"level": "overflows" if lost else level}
 
 
@@ -123,20 +127,11 @@ def common(diagnosis: Diagnosis, results: str) -> dict:
         None if table is None else table[kept.to_numpy()] for table in (diagnosis.measured, diagnosis.protected)
     )
     return {
-        "request": request,
-        "format": request.described,
-        "setting": setting(diagnosis),
-        "found": diagnosis,
-        "plan": diagnosis.plan,
-        "stored": recipe.kernels.name,
+        "request": request, "format": request.described, "setting": setting(diagnosis), "found": diagnosis,
+        "plan": diagnosis.plan, "stored": recipe.kernels.name, "quantity": TARGETS[request.measured_in][0],
         "operands": recipe.linear.inputs.name if recipe.linear.inputs else None,
-        "quantity": TARGETS[request.measured_in][0],
-        "kept": int(kept.sum()),
-        "means": found,
-        "measured": measured,
-        "protected": protected,
-        "results": results,
-    }
+        "kept": int(kept.sum()), "means": found, "measured": measured, "protected": protected, "results": results,
+    }  # fmt: skip
 
 
 def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
@@ -151,21 +146,18 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
     return {
         "headline": headline(diagnosis, measured),
         "blocks": None if by_block is None else uri(figures_diagnosis.shares(by_block.head(4 * MANY), "block")),
-        "by_block": by_block,
         "by_site": None if by_block is None else shares(made(diagnosis.contributions), "site").rename(SITE_NAMES),
-        "overflowing": [] if windows is None else windows,
+        "by_block": by_block, "overflowing": [] if windows is None else windows,
         "leave_range": windows is not None and not windows.overflow.str.startswith(NO_OVERFLOW).all(),
         "still_overflowing": still,
         **of_mending(diagnosis),
         "effects": effects(measured, known["protected"]) if measures else [],
-        "decoded": DECODED,
+        "decoded": DECODED, "bulk": bulk(diagnosis), "helps": helps(diagnosis), "limits": MEANING,
         "schemes": diagnosis.choices is not None,
-        "helps": helps(diagnosis),
-        "limits": MEANING,
         "after": level_of(known["protected"].kl.mean()) if known["protected"] is not None else "",
         "large": best is not None and best["mean"] > limit,
         "disagreement": disagreement(found["predicted"], best) if both else None,
-    }
+    }  # fmt: skip
 
 
 def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:

@@ -264,9 +264,10 @@ def rendered(name: str, tables: Tables, other: Tables, second: Tables, real: Map
 
 
 def main() -> None:
-    found = [read_tables(name) for name in (RESULTS, OTHER, SECOND)]
-    write_whole(PAGE, rendered("page.md.jinja", *found))
-    findings = rendered("findings.md.jinja", *found)
+    tables, other, second = (read_tables(name) for name in (RESULTS, OTHER, SECOND))
+    known = values(tables, other, second, results_real.present())
+    write_whole(PAGE, filled("page.md.jinja", tables=tables, **known))
+    findings = filled("findings.md.jinja", tables=tables, **known)
     write_whole(README, FINDINGS.sub(lambda _: findings, README.read_text(encoding="utf-8")))
     print(f"written: {PAGE}, and the findings in {README}")
 

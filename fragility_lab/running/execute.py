@@ -177,20 +177,15 @@ def parameters(name: str, profile: str, overrides: Sequence[str], if_present: Se
 def require_places(profile: str) -> None:
     """Exits with one line if results, settings or temporary files cannot be written."""
     try:
+        paths.require_folder_name(profile)
         require_room(paths.OUTPUTS / profile, "results", "free some, or mend the folder's rights")
         for folder in {Path(jupyter_runtime_dir()), Path(get_ipython_dir())}:
             require_room(folder, "files of the notebook's kernel", "free some, or set HOME= to another folder")
         # Not tempfile's own choice, which is the working directory where no other can be written to.
         folder = Path(os.environ.get("TMPDIR") or "/tmp" if os.name == "posix" else tempfile.gettempdir())
         require_room(folder, "temporary files", "free some, or set TMPDIR to another folder")
-    except OSError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-
-
-def require_folder_name(results: str) -> None:
-    """Raises SystemExit unless ``results`` names a folder in outputs."""
-    if results in ("", ".", "..") or Path(results).name != results:
-        raise SystemExit(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {results!r}")
 
 
 def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
@@ -198,7 +193,6 @@ def execute(name: str, profile: str, values: dict[str, Any]) -> Path:
 
     Results go to the folder ``profile`` of outputs. If the notebook fails, this exits and prints the error last.
     """
-    require_folder_name(profile)
     require_places(profile)
     executed = paths.output_folder(profile, "notebooks") / f"{name}.ipynb"
     executed.parent.mkdir(parents=True, exist_ok=True)

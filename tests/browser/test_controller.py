@@ -26,7 +26,7 @@ DRAWN = """async () => {
     const part = (k) => (typeof k === "number" ? known.pool[k] : k);
     globalThis.first = known.pictures[0].slice(1).map(([frame, ...marks]) => [part(frame), ...marks.map((mark) => {
         const whole = { ...known.pool[mark] };
-        for (const key of ["x", "y", "cells", "fills"]) if (key in whole) whole[key] = part(whole[key]);
+        for (const key of ["x", "y", "cells", "fills", "shapes"]) if (key in whole) whole[key] = part(whole[key]);
         return whole;
     })]);
 }"""

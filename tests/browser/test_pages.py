@@ -45,6 +45,10 @@ def test_every_page_of_the_site_can_be_used_by_everyone(page, site):
     assert len(files) > 20
     found = {str(file.relative_to(site)): violations(page, file, 900) for file in files}
     assert {file: problems for file, problems in found.items() if problems} == {}
+    page.set_viewport_size({"width": 390, "height": 900})
+    for file in files:
+        page.goto(file.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, file
 
 
 def test_every_page_has_a_description_and_a_preview_and_the_site_is_small(site):

@@ -15,16 +15,9 @@ from fragility_engines.comparison.measuring import measure
 from fragility_engines.comparison.slopes import Directions
 from fragility_engines.comparison.verdict import judge
 from fragility_engines.logs.sequences import Scored
+from fragility_engines.proving.changes import attention_scale, base, frequencies
 from fragility_engines.proving.ground import Ground, given
-from fragility_engines.proving.variations import (
-    Variation,
-    attention_scale,
-    base,
-    by_window,
-    epsilon,
-    frequencies,
-    native,
-)
+from fragility_engines.proving.variations import Variation, by_window, epsilon, native
 from fragility_engines.suspects.catalogue import Facts, heads, suspects
 from fragility_engines.suspects.suspect import Suspect, logprobs, score
 
@@ -138,24 +131,10 @@ def add_one(model):
             module.weight.add_(1)
 
 
-def enlarge(model):
-    block_of(model, 0.5).post_attention_layernorm.weight.mul_(1.5)
-
-
-def block_of(model, share):
-    return model.model.layers[int(share * len(model.model.layers))]
-
-
 def test_norms_of_the_other_convention_are_named(grounds):
     ground, depth = grounds("plain")
     _, verdict = ground.judged(Variation("1 + weight", partial(other, add_one, "plain", depth)))
     assert verdict.cause.suspect.name == "norms that multiply by 1 + weight in place of their weight"
-
-
-def test_the_wrong_weights_of_a_norm_are_named(grounds):
-    ground, depth = grounds("plain")
-    _, verdict = ground.judged(Variation("a norm", partial(other, enlarge, "plain", depth)))
-    assert verdict.cause.suspect.name == f"the weights of model.layers.{depth // 2}.post_attention_layernorm"
 
 
 FITTED = {

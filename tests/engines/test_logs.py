@@ -78,6 +78,9 @@ def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path)
         ({"tokens": [3], "logprobs": [-1.0]}, "a token with a log-probability after the first"),
         ({"tokens": TOKENS, "logprobs": [None, 0.5, -1, -1]}, "at most 0, got 0.5 at token 1"),
         ({"tokens": [1.5, 2], "logprobs": [None, -1]}, "numbers of a vocabulary, got 1.5"),
+        ({"tokens": [1, 2**63], "logprobs": [None, -1]}, "numbers of a vocabulary, got 9223372036854775808"),
+        ('{"tokens": [' + "9" * 5000 + '], "logprobs": [-1]}', "one whole JSON object, got '{"),
+        ("[" * 100_000, "one whole JSON object, got '["),
         ({"tokens": [True, 2], "logprobs": [None, -1]}, "numbers of a vocabulary, got True"),
         ({"tokens": "ab", "logprobs": [None, -1]}, "tokens must be a list"),
         ({"tokens": [1, 2], "logprobs": [None, "-1"]}, "numbers or null, got '-1'"),
@@ -93,8 +96,14 @@ def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path)
             {"choices": [{"prompt_token_ids": [1, 2], "prompt_logprobs": [None, {"5": {"logprob": -1}}]}]},
             "its token, 2",
         ),
-        ({"choices": 3}, "as its form says"),
-        ({"meta_info": {"input_token_logprobs": [[-1.0]]}}, "as its form says"),
+        ({"choices": 3}, "an answer of vLLM must have another form, got {'choices': 3}"),
+        ({"meta_info": {"input_token_logprobs": [[-1.0]]}}, "an answer of SGLang must have another form"),
+        (
+            {"prompt": [1], "completion_probabilities": [{"id": 5}]},
+            "an answer of llama.cpp must have 'logprob', got none",
+        ),
+        ({"error": {"code": 404}}, "the error of a server: {'error': {'code': 404}}"),
+        ({"object": "error", "message": "too long"}, "the error of a server"),
         ({"prompt": "once", "completion_probabilities": []}, "the tokens of its prompt"),
     ],
 )
@@ -108,11 +117,16 @@ def test_a_line_that_is_no_log_is_refused_by_number(tmp_path, line, message):
 def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-16"))
-    with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got"):
+    with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got UTF-16"):
+        read(path)
+    path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-16-le"))
+    with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got UTF-16"):
         read(path)
     path.write_bytes(gzip.compress(json.dumps(FORMS["plain"]).encode()))
-    with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got"):
+    with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got .* compressed: unpack it"):
         read(path)
+    with pytest.raises(ValueError, match="a log must be a file, got the folder"):
+        read(tmp_path)
     path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-8-sig"))
     assert read(path)[0].tokens.tolist() == TOKENS
 

@@ -72,9 +72,9 @@ def test_an_eager_engine_is_compared_as_one_and_so_are_parts_in_fp32(tmp_path, o
 
 
 def test_an_interrupt_ends_with_a_line_and_leaves_no_page(tmp_path, windows):
-    """In a process of its own, at several moments from its first import on."""
+    """In a process of its own, at several moments from its first import on, of a log that is long for any machine."""
     path = tmp_path / "log.jsonl"
-    write(path, [Scored(np.tile(w.numpy(), 8), -np.linspace(1, 2, 8 * len(w))) for w in windows])
+    write(path, [Scored(np.tile(w.numpy(), 8), -np.linspace(1, 2, 8 * len(w))) for w in windows] * 16)
     name = f"interrupted-{os.getpid()}"
     command = [sys.executable, "-m", "fragility_engines", "--log", str(path), "--model", MODEL, "--results", name]
     for wait in (1.5, 5.0, 8.0):

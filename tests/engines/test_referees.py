@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +43,16 @@ def test_every_referee_has_a_recipe_and_an_engine():
     assert set(ENGINES) <= {each.plan.format.partition("+")[0] for each in REFEREES}
 
 
-@pytest.mark.parametrize("referee", [get_referee("torch bf16"), get_referee("torch int8")], ids=lambda each: each.name)
-def test_an_engine_is_what_its_recipe_says(court, referee):
-    kl, logprob, changed = court.rows(referee)
+@pytest.fixture(scope="module")
+def rows(model, tmp_path_factory):
+    """The rows of an engine by its name; each is asked once."""
+    court = Court(model, None, WINDOWS, tmp_path_factory.mktemp("court"), Path(sys.executable), probes=2)
+    return cache(lambda name: court.rows(get_referee(name)))
+
+
+@pytest.mark.parametrize("name", ["torch bf16", "torch int8"])
+def test_an_engine_is_what_its_recipe_says(rows, name):
+    kl, logprob, changed = rows(name)
     assert (kl["quantity"], logprob["quantity"], changed["quantity"]) == ("kl", "logprob", "changed")
     assert 0.7 < kl["emulated"] / kl["measured"] < 1.4 and 0.6 < kl["ratio"] < 1.7
     assert 0.8 < logprob["emulated"] / logprob["measured"] < 1.25 and 0.7 < logprob["ratio"] < 1.4
@@ -148,8 +156,8 @@ def test_runs_are_kept(model, tmp_path, monkeypatch):
     assert complete(Referees, [spec], inputs, tmp_path).equals(first)
 
 
-def test_the_figure_has_a_line_for_each_engine_that_rounds(court):
-    table = pd.DataFrame([*court.rows(get_referee("torch int8")), {"engine": "x", "quantity": "kl", "refused": "no"}])
+def test_the_figure_has_a_line_for_each_engine_that_rounds(rows):
+    table = pd.DataFrame([*rows("torch int8"), {"engine": "x", "quantity": "kl", "refused": "no"}])
     axes = figures.referees(table)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["torch int8"]
 

@@ -1,7 +1,6 @@
 """Servers that score text, and all ways in which they fail."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import time
 from functools import partial
 
+import forks
 import numpy as np
 import pytest
 import stub
@@ -305,16 +305,18 @@ def test_an_interrupt_leaves_whole_lines_and_says_so(tmp_path):
     with stub.running("vllm", third) as server:
         server.paths = stub.SERVERS["vllm"] | {"/v1/completions": of_any}
         path = tmp_path / "log.jsonl"
-        process = subprocess.Popen(
+        process = forks.popen(
             [sys.executable, "-m", "fragility_engines.logs.score", *command(server, path)], cwd=PROJECT,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(PROJECT)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         deadline = time.monotonic() + 60
         while len(server.seen) < 4 and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == 1 and not out
+        assert process.wait(30) == 1
+    with process.stdout, process.stderr:
+        out, err = process.stdout.read(), process.stderr.read()
+    assert not out
     assert err.rstrip().endswith("make score: interrupted") and "Traceback" not in err
     assert len(read(f"{path}.unfinished")) == 2 and not path.exists()
 

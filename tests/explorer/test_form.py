@@ -3,9 +3,12 @@
 import json
 import shlex
 import shutil
+import subprocess
 import time
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 
+import forks
 import pytest
 
 from fragility_explorer import job
@@ -147,8 +150,9 @@ def test_options_that_few_need_are_folded():
 
 
 @pytest.fixture
-def results():
-    """A folder of results that is gone afterwards."""
+def results(monkeypatch):
+    """A folder of results that is gone afterwards. Processes that run a diagnosis are forks."""
+    monkeypatch.setattr(job, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.popen}))
     yield "form-test"
     shutil.rmtree(OUTPUTS / "form-test-custom", ignore_errors=True)
 
@@ -182,11 +186,11 @@ def test_a_run_that_fails_says_why_and_leaves_the_form_usable(results):
 
 
 def test_a_refusal_of_the_check_is_told_without_the_name_of_the_command(results):
-    form = Form(replace(SMALL, data="nobody:a:b:c"), results)
-    assert refused(form) == {}, "the hub is asked by the run alone"
-    form.button.click()
-    wait_until(lambda: not form.job.running)
-    assert "a text of the hub is name[:config[:split]]" in form.status.value
+    """The run's process ends with the message of such an error, as that of the test above does."""
+    request = replace(SMALL, data="nobody:a:b:c")
+    assert refused(Form(request, results)) == {}, "the hub is asked by the run alone"
+    with pytest.raises(ValueError, match=r"^a text of the hub is name\[:config\[:split\]\]"):
+        job.main(["form-test-custom", json.dumps(asdict(request))])
 
 
 def test_a_budget_of_kl_passes_the_checks_of_the_run(results, capsys):

@@ -772,9 +772,57 @@ def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
     summary = part(found, "summary")
     assert ("An error as large as this one is beyond the first" in summary) is beyond
     grown = replace(found, growth=Growth(2.0, 1.9, 2.1))  # half of every error gives half of the squared error
-    assert "the squared error grows with exponent 1.00, not 2" in part(grown, "summary")
     assert ("grows with exponent" in summary) is not found.growth.in_proportion
+    for factor, warned in ((1.0, False), (0.5, True), (2.0, True)):
+        windows = found.prediction.windows.assign(predicted=factor * found.measured.mismatch)
+        off = part(replace(grown, prediction=replace(found.prediction, windows=windows)), "summary")
+        assert "Here it grows with exponent 1.00, not 2:" in off
+        assert f"The prediction is {factor:.2g} times the measurement." in off
+        assert ("Do not trust the predicted size here." in off) is warned
     assert "Half of every error is emulated." in part(replace(found, execution="native"), "summary")
+
+
+@pytest.mark.parametrize("target", ["hidden", "kl"])
+def test_a_prediction_that_misses_where_few_tokens_decide_says_so(tiny_tokens, target):
+    """One token of the first window makes most of the measured error; all others are as predicted."""
+    found = diagnose(random_gpt2(TINY), tiny_tokens, target=target)
+    column, measured = {"hidden": ("error", "mismatch"), "kl": ("kl", "kl")}[target]
+    windows = found.prediction.windows.assign(predicted=0.5 * found.measured[measured])
+    found = replace(found, prediction=replace(found.prediction, windows=windows))
+    known = found.by_token.predicted.copy()
+    even = replace(found, by_token=replace(found.by_token, measured=known.copy()))
+    assert "Do not trust the predicted size here." in part(even, "summary")
+    known.loc[3, column] = 100 * known[column].sum()
+    told = part(replace(found, by_token=replace(found.by_token, measured=known)), "summary")
+    assert "Do not trust" not in told and "a few tokens decide 1 of 3 windows" in told
+    assert "For the median token the prediction is 1 times the measurement." in told
+
+
+def test_a_model_that_does_not_know_the_text_is_said(found, found_page):
+    """Random weights predict no better than a guess, as do weights with another model's tokenizer."""
+    assert found.vocabulary == TINY.vocab_size
+    assert "This model does not know this text." in found_page
+    assert f"it is {np.log(TINY.vocab_size):.2f}." in " ".join(found_page.split())
+    knows = replace(found, measured=found.measured.assign(reference_loss=0.7 * np.log(TINY.vocab_size)))
+    assert "does not know" not in part(knows, "summary")
+
+
+def test_changed_tokens_that_a_plan_does_not_lower_are_said(found):
+    untold, more = "draws of so few tokens do not tell the two apart", ", no fewer than without the plan"
+    predicted, measured = found.prediction.windows.set_index("window").predicted, found.measured.assign(changed=0.1)
+    for share in (0.0, 1.0):
+        protected = found.protected.assign(changed=0.1 * share)
+        summary = part(replace(found, planned=share * predicted, measured=measured, protected=protected), "summary")
+        assert (untold in summary) is (more in summary) is (share == 1)
+
+
+def test_intervals_of_squares_do_not_begin_below_zero(found):
+    """As Student's of a few windows would."""
+    assert means.mean_of(pd.Series([0.0, 0.0, 1.0]))["low"] == 0 and pd.isna(means.mean_of(pd.Series([1.0]))["low"])
+    assert causes.interval((0.7, 0.5), 2).startswith("0.70 (0.00 to ")
+    grown = part(replace(found, growth=Growth(1.7, -1.4, 4.8)), "summary")
+    falls = f"falls to {percent(1.7 / 4)} of the whole ({percent(0)} to {percent(4.8 / 4)})"
+    assert " ".join(falls.split()) in grown
 
 
 @pytest.mark.parametrize(("offset", "alike"), [(0.0, False), (100.0, True)])
@@ -826,6 +874,19 @@ def test_without_memory_for_secants_the_page_takes_slopes_at_the_low_end(tiny_gp
     found = diagnose(tiny_gpt2, tiny_tokens)
     assert pd.isna(found.coherence.remainder)
     assert "To first order the squared error of these passes is <b>" in part(found, "coherence")
+
+
+def test_the_forecast_tells_what_secant_slopes_take_where_they_are_taken(tiny_gpt2, tiny_tokens, monkeypatch):
+    """Their step held 3.4 GB of SmolLM2, where 1.6 GB were told without them."""
+    told, enough = {}, needs.memory(replace(ASKED, length=40), tiny_gpt2) + 1
+    for free, reference in ((10**12, "auto"), (10**12, "no"), (enough, "auto")):
+        monkeypatch.setattr(needs, "free_memory", lambda device, free=free: free)
+        request = replace(ASKED, length=40, reference=reference)
+        expected = diagnosis.forecast(request, Inputs(tiny_gpt2, tiny_tokens, ""), tiny_tokens)
+        assert expected.fits and f"and {quantity(expected.memory + expected.slopes)} of" in str(expected)
+        told[free, reference] = expected.slopes
+    assert told[10**12, "auto"] == needs.of_secants(request, tiny_gpt2) > enough
+    assert told[10**12, "no"] == told[enough, "auto"] == 0
 
 
 def test_one_window_says_nothing_about_pairs(tiny_gpt2, tiny_tokens):

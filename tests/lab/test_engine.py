@@ -1,6 +1,5 @@
 """Runs shared out over processes: same values, no lost work, errors and interrupts that end them all."""
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import forks
 import pandas as pd
 import psutil
 import pytest
@@ -165,16 +165,14 @@ def test_an_interrupt_ends_the_processes(tmp_path):
 
 
 def test_processes_end_with_a_killed_parent(tmp_path):
-    context = multiprocessing.get_context("spawn")
     given = (Square, SPECS, INPUTS, tmp_path, 2)
-    parent = context.Process(target=engine.complete, args=given, kwargs={"endless": 3})
-    parent.start()
+    parent = forks.start("fragility_lab.running.engine", "complete", *given, env=os.environ, endless=3)
     deadline = time.monotonic() + 60
     while RunStore(tmp_path).load(Number(2)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    children = workers_of(psutil.Process(parent.pid))
+    children = workers_of(parent)
     assert children
-    os.kill(parent.pid, signal.SIGKILL)
+    parent.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 

@@ -6,16 +6,17 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import forks
 import pandas as pd
 import psutil
 import pytest
 import torch
+from forks import Fork
 from swept import Mitigation, sweep, workers_of
 
 from fragility_lab.paths import OUTPUTS, PROJECT
@@ -31,10 +32,9 @@ def environ(**given: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}", "OMP_NUM_THREADS": "1"} | given
 
 
-def start(name: str, folder: Path, **given: str) -> psutil.Popen:
+def start(name: str, folder: Path) -> Fork:
     """An experiment on several workers in a process of its own."""
-    command = [sys.executable, PROJECT / "tests" / "swept.py", name, folder, str(WORKERS)]
-    return psutil.Popen(command, env=environ(SLOW_WRITES="0.1", **given), stderr=subprocess.DEVNULL)
+    return forks.start("swept", "sweep", name, folder, WORKERS, env=environ(SLOW_WRITES="0.1"))
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +63,8 @@ def test_killed_at_random_moments_the_tables_are_equal(tmp_path, name):
 
 
 def test_workers_killed_while_they_start_are_replaced(tmp_path, monkeypatch):
-    """One after the other, at three moments of their start, beside a worker that lives and is slower than that."""
-    monkeypatch.setenv("SLOW_WRITES", "0.5")
+    """One after the other, at three moments of their start, beside a worker that lives and waits for that."""
+    monkeypatch.setenv("WRITES_AFTER", str(tmp_path / "killed"))
     killed, ended = [], threading.Event()
 
     def kill() -> None:
@@ -78,6 +78,7 @@ def test_workers_killed_while_they_start_are_replaced(tmp_path, monkeypatch):
             time.sleep(delay)
             found[0].kill()
             killed.append(found[0])
+        (tmp_path / "killed").touch()
 
     whole, killing = sweep("E2", tmp_path / "whole", 1), threading.Thread(target=kill)
     killing.start()
@@ -110,7 +111,7 @@ def test_a_stop_while_workers_are_busy_is_one_line(tmp_path, number, status, sai
         command += ["-p", parameter]
     try:
         with log.open("w") as stream:
-            stopped = psutil.Popen(command, env=environ(), stdout=stream, stderr=stream, start_new_session=True)
+            stopped = forks.popen(command, stream, stream, env=environ(), start_new_session=True)
         while not re.search(r"\| [1-9]\S*/102k", log.read_text()) and stopped.poll() is None:
             time.sleep(0.2)
         processes = stopped.children(recursive=True)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from test_diagnosis_families import EVERYTHING, FORMATS, HEADS, ROUTED, diagnosed, read
@@ -28,12 +29,20 @@ from fragility_adjoint.mixed_precision.bits import fused_layers
 from fragility_adjoint.mixed_precision.structure import heads_width, scores_can_be_kept
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.windows import windows_of
-from fragility_core.models.paths import final_hidden, hidden_and_logits
+from fragility_core.models.paths import block_paths, final_hidden, hidden_and_logits
 from fragility_core.theory import mismatch
+from fragility_engines.comparison.slopes import Directions
+from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.catalogue import Facts, suspects
+from fragility_engines.suspects.recipes import CACHE, recipes
+from fragility_engines.suspects.scales import scaled, scales
+from fragility_engines.suspects.structure import around, in_one_block
+from fragility_engines.suspects.suspect import logprobs, score
 from fragility_lab.diagnosis.loading import require_causal
 from fragility_lab.measurement.comparison import by_token_last, compare, observe
 from fragility_lab.measurement.decoding import greedy, kept_length
 from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import get_recipe
 
 TWO = {"num_hidden_layers": 2}
 TOKENS = random_tokens(4, 16, vocabulary=101, smallest=1)
@@ -166,9 +175,10 @@ class KeptErrors(ScaledErrors):
         super().__init__(0.0)
         self.errors, self.left = [], None
 
-    def __call__(self, x, stored, alike=False):
+    def __call__(self, x, stored, alike=False, of_stored=None):
         if self.left is None:
-            self.errors.append((stored.round(x).float() - x).nan_to_num(0.0, 0.0, 0.0))
+            read = x if of_stored is None else of_stored
+            self.errors.append((stored.round(read).float() - read).nan_to_num(0.0, 0.0, 0.0))
             return x
         return x + self.share * next(self.left)
 
@@ -304,6 +314,31 @@ def small(name: str):
         sizes |= LATENT
     doubled = {option for option, other in called.items() if {option, other} <= {*sizes}}
     return kind(**{option: value for option, value in (sizes | OWN.get(name, {})).items() if option not in doubled})
+
+
+UNLIKE = [  # gated norms, latent queries, weights and activations of their own kinds, softcaps that must be numbers
+    "apertus", "bailing_hybrid", "deepseek_v4", "falcon_mamba", "gemma3n_text", "inkling2_text", "olmo_hybrid",
+    "qwen3_5_text", "qwen3_next",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({*TYPES} - LARGE - UNBUILT - REFUSED - CANNOT.keys()) if EVERYTHING else UNLIKE)
+@torch.no_grad()
+def test_every_suspect_of_a_comparison_runs(name):
+    """Each changes a pass, or is not a suspect of this type, and leaves the model as it was."""
+    model, log = random_model(small(name)), [Scored(TOKENS[0].numpy(), np.full(TOKENS.shape[1], -1.0))]
+    before = logprobs(model, TOKENS[0])
+    directed = Directions(model, log, suspects(model, Facts.of(log, 0)))
+    first = block_paths(model)[0]
+    known = [*directed.tried, *directed.structure, *in_one_block(model, first), *around(model, first)]
+    caches = [each for each in recipes(model, get_recipe("bf16")) if each.mend == CACHE]
+    for suspect in [*known, *caches, *(number.usual[0] for number in directed.numbers)]:
+        score(model, TOKENS[0], suspect)
+    for scale in scales(model):
+        with scaled(scale.layers, 0.01, model):
+            pass
+    assert len(known) > 30
+    torch.testing.assert_close(logprobs(model, TOKENS[0]), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("number", [*range(len(TYPES))] if EVERYTHING else [], ids=lambda number: TYPES[number])

@@ -9,6 +9,7 @@ from tiny import TINY, random_gpt2
 from transformers import AutoModel, AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, OPTConfig
 
 from fragility_lab.inputs.checkpoints import default_device, load_config, load_model, load_tokenizer, located
+from fragility_lab.inputs.names import titled
 from fragility_lab.paths import CHECKPOINTS
 
 
@@ -24,6 +25,31 @@ def test_a_local_model_is_loaded_in_fp32_for_evaluation(auto_class, reference_mo
 def test_the_embedded_default_has_a_name():
     assert located("embedded") == str(CHECKPOINTS / "embedded")
     assert located(str(CHECKPOINTS)) == str(CHECKPOINTS)
+
+
+TITLES = {
+    "embedded-llama": "embedded-llama",
+    "gpt2": "gpt2",
+    "owner/model-1.5": "owner/model-1.5",
+    "models/mine/": "mine",
+    "./mine": "mine",
+    "/data/owner/mine": "mine",
+    "models/q4_k.gguf": "q4_k (GGUF file)",
+    "Q8.GGUF": "Q8 (GGUF file)",
+}
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_a_title_names_a_model_without_the_way_to_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert titled(name) == TITLES[name]
+
+
+def test_a_title_names_the_folder_that_a_relative_path_stands_for(tmp_path, monkeypatch):
+    (tmp_path / "mine" / "part").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine")
+    assert [titled(name) for name in (".", "part", "../mine/part/..")] == ["mine", "part", "mine"]
 
 
 def test_fp32_products_must_be_fp32(monkeypatch):

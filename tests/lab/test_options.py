@@ -80,6 +80,12 @@ class Done:
     returncode = 0
 
 
+def test_a_wrong_folder_of_results_is_refused_before_the_check_which_may_convert_a_model(monkeypatch):
+    monkeypatch.setattr(make_diagnose.subprocess, "run", lambda words: pytest.fail("checked"))
+    with pytest.raises(SystemExit, match="make diagnose: results go to a folder in outputs, .* got 'a/b'"):
+        make_diagnose.main(["--results", "a/b"])
+
+
 def test_a_refusal_of_the_check_ends_before_a_kernel_starts(monkeypatch):
     monkeypatch.setattr(make_diagnose.subprocess, "run", lambda words: type("Refused", (), {"returncode": 3}))
     monkeypatch.setattr(execute, "main", lambda words: pytest.fail("a kernel starts"))

@@ -43,6 +43,17 @@ def test_the_minutes_of_the_notes_are_those_of_the_lesson(name):
     assert sum(note["minutes"] for note in notes) == minutes
 
 
+def test_the_hour_for_lecturers_takes_the_minutes_of_its_sections():
+    page = (
+        (PROJECT / "docs/teaching.md").read_text(encoding="utf-8").partition("\n## One hour\n")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| (\d+) \| (?:\[\d\]\(\.\./notebooks/theory/(\w+)\.ipynb\)|\d) \| ([^|]+) \|", page, re.M)
+    assert len(rows) > 5 and sum(int(minutes) for minutes, *_ in rows) == 60
+    for minutes, lesson, sections in rows:
+        if lesson:
+            assert int(minutes) == sum(NOTES[lesson][section]["minutes"] for section in sections.split("; "))
+
+
 # --- Sheets of exercises --------------------------------------------------------------------------
 
 

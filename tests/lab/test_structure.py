@@ -12,17 +12,17 @@ import pytest
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
-    "fragility_numerics": 1357,
-    "fragility_core": 3377,
+    "fragility_numerics": 1374,
+    "fragility_core": 3380,
     "fragility_quantization": 1621,
     "fragility_exports": 394,
     "fragility_offload": 452,
-    "fragility_adjoint": 4931,
+    "fragility_adjoint": 4988,
     "fragility_gguf": 336,
-    "fragility_lab": 11978,
+    "fragility_lab": 11994,
     "fragility_explorer": 1588,
-    "fragility_lessons": 3627,
-    "fragility_engines": 4285,
+    "fragility_lessons": 3644,
+    "fragility_engines": 5391,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }

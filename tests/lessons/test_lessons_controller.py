@@ -263,7 +263,6 @@ def stops(precision: int) -> np.ndarray:
 
 def test_in_fp16_the_regime_gate_stops_what_the_thresholds_let_through():
     assert (stops(11) == controller.GATES.index("regime")).all()
-    assert controller.EXERCISES[5].solution == list(controller.STOPS)[controller.GATES.index("regime")]
 
 
 def test_fp32_opens_it_for_block_0_only():
@@ -296,6 +295,8 @@ def test_what_the_exercises_say_of_the_runs():
         fall[1:].between(0.0005, 0.0045).all()
         and rows.loc[1:, ["variance_1", "variance_2"]].stack().between(2, 13).all()
     )
+    halved = theory.layernorm_factor(0.01, 1e-2) / theory.layernorm_factor(0.01, 1e-5)
+    assert halved == pytest.approx(1 - 0.47, abs=0.005)
     whole = controller.recorded("steady")
     assert np.maximum(whole.variance_1, whole.variance_2).min() == pytest.approx(0.005, rel=0.05)
     ratio = whole.groupby("layer").layernorm_ratio.min()

@@ -22,7 +22,7 @@
   const visible = (word) => (word.trim() ? word.trim() : "a line break");
   const joined = (words) => words.join("").replace(/\s*\n\s*/g, " ⏎ ");
   const quoted = (word) => "“" + visible(word) + "”";
-  const logits = (x) => Math.abs(x).toPrecision(2);
+  const logits = (x) => Math.abs(x).toFixed(3);  // so that a reader can subtract them
   const current = () => texts[state.text];
   const first = (recipe) => recipe.words.findIndex((word, i) => word !== current().words[i]);
 

@@ -2,24 +2,7 @@
 // Rounded scores, as fragility_lessons/floating_point.py computes them.
 
 (() => {
-  const { rounder, general, log, median, floats } = globalThis.slidersShared;
-  const norm = (values) => Math.sqrt(values.reduce((sum, each) => sum + each * each, 0));
-
-  function softmax(scores) {
-    const top = Math.max(...scores), weights = scores.map((each) => Math.exp(each - top)), sum = weights.reduce((a, b) => a + b, 0);
-    return weights.map((each) => each / sum);
-  }
-  // ||J(p)||_2, the largest eigenvalue of Diag(p) - ppᵀ: it lies between the two largest p, where 1 = Σ p² / (p - λ).
-  function sensitivity(p) {
-    const [first, ...others] = [...p].sort((a, b) => b - a), rest = others.reduce((a, b) => a + b, 0);
-    let low = others[0], high = first;
-    for (let k = 0; k < 60; k++) {
-      const middle = (low + high) / 2;
-      const over = (first * rest - middle) / (first - middle) - others.reduce((sum, each) => sum + (each * each) / (each - middle), 0);
-      if (over < 0) high = middle; else low = middle;
-    }
-    return high;
-  }
+  const { rounder, general, log, median, norm, softmax, sensitivity, floats } = globalThis.slidersShared;
 
   function scoreRounding({ noise, keys, formats }, { offset, spread, format }, [[frame, below, above, equal]]) {
     const f = formats[format], round = rounder(f), scores = [...floats(noise).map((each) => offset + Math.fround(Math.fround(spread) * each))];

@@ -31,8 +31,26 @@
     const sorted = Float64Array.from(values).sort(), half = sorted.length / 2;
     return (sorted[Math.ceil(half) - 1] + sorted[Math.floor(half)]) / 2;
   }
+  const norm = (values) => Math.sqrt(values.reduce((sum, each) => sum + each * each, 0));
+
+  function softmax(scores) {
+    const top = Math.max(...scores), weights = scores.map((each) => Math.exp(each - top)), sum = weights.reduce((a, b) => a + b, 0);
+    return weights.map((each) => each / sum);
+  }
+  // ||J(p)||_2, the largest eigenvalue of Diag(p) - ppᵀ: it lies between the two largest p, where 1 = Σ p² / (p - λ).
+  function sensitivity(p) {
+    const [first, ...others] = [...p].sort((a, b) => b - a), rest = others.reduce((a, b) => a + b, 0);
+    let low = others[0], high = first;
+    for (let k = 0; k < 60; k++) {
+      const middle = (low + high) / 2;
+      const over = (first * rest - middle) / (first - middle) - others.reduce((sum, each) => sum + (each * each) / (each - middle), 0);
+      if (over < 0) high = middle; else low = middle;
+    }
+    return high;
+  }
+
   // fp32 numbers from their bytes in base64.
   const floats = (text) => new Float32Array(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
 
-  globalThis.slidersShared = { SIZE, rounder, general, linear, log, median, floats };
+  globalThis.slidersShared = { SIZE, rounder, general, linear, log, median, norm, softmax, sensitivity, floats };
 })();

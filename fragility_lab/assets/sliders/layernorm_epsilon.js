@@ -2,9 +2,8 @@
 // LayerNorm in a low format, and its bound, as fragility_lessons/rows.py and layernorm_epsilon.py compute them.
 
 (() => {
-  const { SIZE, rounder, general, linear, log, median, floats } = globalThis.slidersShared;
+  const { SIZE, rounder, general, linear, log, median, norm, floats } = globalThis.slidersShared;
   const sum = (values) => values.reduce((a, b) => a + b, 0), mean = (values) => sum(values) / values.length;
-  const norm = (values) => Math.sqrt(sum(values.map((each) => each * each)));
   const known = (values) => mean(values.filter((each) => !Number.isNaN(each)));
 
   // Rows with a variance, and a mean of `offset` standard deviations, from rows with variance 1 and mean 0.

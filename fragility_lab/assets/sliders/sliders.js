@@ -129,7 +129,8 @@
     const legend = (frame.legend ?? []).map(([look, text]) => element("li", {}, key(look), text));
     const wide = outer > room ? { class: "sliders-scroll", tabindex: "0", role: "group", "aria-label": frame.title } : {};
     return element("figure", { style: `width: ${Math.min(outer, room)}px` }, ...head,
-      ...(legend.length ? [element("ul", { class: "sliders-legend" }, ...(frame.scale ? [element("li", {}, frame.scale)] : []), ...legend)] : []), element("div", wide, svg));
+      ...(legend.length ? [element("ul", { class: "sliders-legend" }, ...(frame.scale ? [element("li", {}, frame.scale)] : []), ...legend)] : []), element("div", wide, svg),
+      ...(outer > room ? [element("p", { class: "sliders-more" }, "The table goes on: scroll it sideways.")] : []));
   }
 
   const KEYS = { "data-lm-suppress-shortcuts": "true" };  // else JupyterLab takes the arrow keys of what has the focus

@@ -1,0 +1,69 @@
+"""Suspects of recipes: an engine that stores weights, inputs of products or its cache in fewer bits than it is said to.
+
+Each is the model quantized so, beside kernels in fp32. Rounded weights are the same in every engine. Rounded inputs and
+caches are not, as they follow what kernels gave: an engine goes along such a direction for a part of its way.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fragility_engines.suspects.suspect import Suspect, logits
+from fragility_lab.diagnosis.needs import free_memory
+from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import Recipe, get_recipe
+
+CACHE, WEIGHTS = "the dtype of the KV cache that the engine was started with", "the file that the engine has loaded"
+RUN = {
+    "kv-fp8": CACHE, "kv-int8": CACHE, "fp8-dynamic": WEIGHTS, "fp8-block": WEIGHTS, "fp8-tensor": WEIGHTS,
+    "w8a8-int8": WEIGHTS, "w8a16-channel": WEIGHTS, "w4a16-g128": WEIGHTS, "mxfp4-w": WEIGHTS,
+    "ggml-q8_0": WEIGHTS, "ggml-q4_0": WEIGHTS,
+}  # fmt: skip
+
+
+COPY = 4 * 1.5  # bytes for each weight of a model that is quantized beside it
+
+
+def recipes(model: PreTrainedModel, own: Recipe) -> list[Suspect]:
+    """The suspects of recipes that engines often run, other than their ``own``; of caches if ``model`` takes one.
+
+    Empty if there is no memory for another copy of ``model``: a comparison must not end for want of it.
+    """
+    free = free_memory(next(model.parameters()).device)
+    if free is not None and free < COPY * sum(p.numel() for p in model.parameters()):
+        return []
+    cached = takes_cache(model)
+    fitting = {name: look for name, look in RUN.items() if cached or look != CACHE}
+    return [
+        Suspect(f"the recipe {name} in place of {own.name}", look, partial(lowered, name), rounds=scatters(name))
+        for name, look in fitting.items() if name != own.name
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def takes_cache(model: PreTrainedModel) -> bool:
+    """True if the own code of ``model`` reads keys and values from a cache that rounds them."""
+    try:
+        with lowered("kv-fp8", model) as low:
+            logits(low, torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device))
+    except ValueError:  # raised for a decoder that takes none, and by those that want one of their own kind
+        return False
+    return True
+
+
+def scatters(name: str) -> bool:
+    """True if the recipe with this ``name`` rounds more than weights, which are the same in every engine."""
+    recipe = get_recipe(name)
+    return recipe.linear.inputs is not None or recipe.cache is not None
+
+
+@contextmanager
+def lowered(recipe: str, model: PreTrainedModel) -> Iterator[Any]:
+    """A context with ``model`` quantized by a ``recipe`` beside kernels in fp32."""
+    low = lower(model, f"{recipe}@fp32")
+    with low.running():
+        yield low.model

@@ -1,0 +1,261 @@
+"""Faults of an engine's code and loader that all blocks have, or one alone, are named, at 2 and 40 blocks."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from test_catalogue import DEPTHS
+from test_structure_suspects import SIZES, model_of
+from tiny import random_model, random_tokens
+from transformers import Gemma3TextConfig, Olmo2Config, Qwen3Config
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from fragility_engines.comparison.slopes import Slope, slope
+from fragility_engines.comparison.verdict import begins, described, judge, patterns
+from fragility_engines.proving.ground import Ground, given
+from fragility_engines.proving.variations import Variation, narrow, native
+from fragility_engines.suspects.rotary import rotary
+from fragility_engines.suspects.suspect import Suspect, logprobs, score
+from fragility_engines.suspects.windows import masks, without_first
+
+WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
+NORMED = SIZES | {"num_key_value_heads": 2}
+
+
+def grounds_of(depth, family="qwen2"):
+    if family == "olmo2":
+        model = random_model(Olmo2Config(num_hidden_layers=depth, **NORMED))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("feedforward_layernorm.weight", "post_attention_layernorm.weight")):
+                parameter.mul_((2 / depth) ** 0.5)
+        return Ground(model, WINDOWS, 0)
+    return Ground(model_of(family, depth), WINDOWS, 0)
+
+
+@pytest.fixture(scope="module", params=DEPTHS)
+def ground(request):
+    return grounds_of(request.param)
+
+
+def traded(one, other):
+    for a, b in zip(one.parameters(), other.parameters()):
+        a.data, b.data = b.data, a.data
+
+
+def middle(model):
+    return model.model.layers[len(model.model.layers) // 2]
+
+
+def norms_traded(model):
+    for block in model.model.layers:
+        traded(block.input_layernorm, block.post_attention_layernorm)
+
+
+def norms_of_a_block_traded(model):
+    traded(middle(model).input_layernorm, middle(model).post_attention_layernorm)
+
+
+def keys_for_values(model):
+    traded(middle(model).self_attn.k_proj, middle(model).self_attn.v_proj)
+
+
+def no_bias_of_values(model):
+    for block in model.model.layers:
+        block.self_attn.v_proj.bias.zero_()
+
+
+def normed_twice(model):
+    norm = model.model.norm
+    once = norm.forward
+    norm.forward = lambda x: once(once(x))
+
+
+def neighbours(model):
+    at = len(model.model.layers) // 2
+    traded(model.model.layers[at - 1], model.model.layers[at])
+
+
+FAULTS = {
+    "input_layernorm and post_attention_layernorm in each other's place": norms_traded,
+    "input_layernorm and post_attention_layernorm in each other's place in model.layers.{middle}": (
+        norms_of_a_block_traded
+    ),
+    "k_proj and v_proj in each other's place in model.layers.{middle}": keys_for_values,
+    "no biases of v_proj in self_attn": no_bias_of_values,
+    "model.norm applied twice": normed_twice,
+}
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+def test_a_fault_of_all_blocks_or_of_one_is_named(ground, cause):
+    _, verdict = ground.judged(Variation(cause, native(FAULTS[cause])))
+    name = cause.format(middle=len(ground.model.model.layers) // 2)
+    assert verdict.cause is not None and verdict.cause.suspect.name == name and not verdict.partial, verdict.line
+
+
+@pytest.mark.parametrize("depth", [2, 6])
+def test_blocks_in_each_others_place_are_named(depth):
+    """One of the two must be the place that explains most, as in no random model of 40 blocks."""
+    _, verdict = grounds_of(depth).judged(Variation("neighbours", native(neighbours)))
+    pair = {f"model.layers.{depth // 2 - 1}", f"model.layers.{depth // 2}"}
+    assert {*verdict.cause.suspect.name.removesuffix(" in each other's place").split(" and ")} == pair, verdict.line
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_norms_of_queries_and_keys_that_are_left_out_are_named(depth):
+    def without(model):
+        for block in model.model.layers:
+            block.self_attn.q_norm.forward = block.self_attn.k_norm.forward = lambda x: x
+
+    _, verdict = grounds_of(depth, "olmo2").judged(Variation("no norms", native(without)))
+    assert verdict.cause.suspect.name == "no self_attn.q_norm and self_attn.k_norm of all blocks", verdict.line
+
+
+def test_blocks_sorted_by_name_are_named():
+    """A loader that sorts "10" before "2"."""
+    model = model_of("qwen2", 12)
+
+    def sort(low):
+        blocks = [*low.model.layers]
+        for at, number in enumerate(sorted(range(12), key=str)):
+            low.model.layers[at] = blocks[number]
+
+    _, verdict = Ground(model, WINDOWS, 0).judged(Variation("sorted", native(sort)))
+    assert verdict.cause.suspect.name.startswith("blocks in the order of their numbers as text"), verdict.line
+
+
+def seeing(visible, model, windows):
+    """An engine whose mask has these places ``visible`` (T, T)."""
+    low, size = narrow(model), windows.shape[1]
+    mask = torch.zeros(size, size).masked_fill(~visible(torch.arange(size)), torch.finfo(torch.bfloat16).min)
+    with torch.no_grad():
+        z = [
+            low(w[None], attention_mask=mask.bfloat16()[None, None], use_cache=False).logits[0].double()
+            for w in windows
+        ]
+    z = torch.stack(z)[:, :-1]
+    return z.gather(-1, windows[:, 1:, None])[..., 0] - z.logsumexp(-1)
+
+
+def ahead(places):
+    return places[:, None] - places >= -1
+
+
+def others(places):
+    return (places[:, None] > places) | (places == 0)
+
+
+@pytest.mark.parametrize(("name", "visible"), [("sees the next token", ahead), ("does not see its own token", others)])
+def test_a_mask_that_is_off_by_one_is_named(ground, name, visible):
+    _, verdict = ground.judged(Variation(name, partial(seeing, visible)))
+    assert verdict.cause.suspect.name == f"attention that {name}", verdict.line
+
+
+def test_masks_keep_the_window_of_a_model():
+    """What masks hide comes beside the window of a layer: with nothing more hidden, the pass is the model's own."""
+    sizes = NORMED | {"head_dim": 8, "num_hidden_layers": 2}
+    model = random_model(
+        Gemma3TextConfig(sliding_window=8, layer_types=["sliding_attention", "full_attention"], **sizes)
+    )
+    before = logprobs(model, WINDOWS[0])
+    with torch.no_grad():
+        for suspect in masks(model):
+            found = score(model, WINDOWS[0], suspect)
+            assert (found - before).abs().max() > 1e-3
+    with without_first(0, model):
+        torch.testing.assert_close(logprobs(model, WINDOWS[0]), before, rtol=0, atol=1e-5)
+
+
+def test_the_number_of_first_tokens_that_are_not_seen_is_fitted(ground):
+    for count in (8, 5):
+        _, verdict = ground.judged(Variation("dropped", native(drop=count)))
+        assert verdict.cause.suspect.name == f"the first {count} tokens not seen by later ones", verdict.line
+
+
+def half_turned(x, cos, sin, size):
+    """The first ``size`` entries of heads (..., d) turned by pairs of halves, the others as they are."""
+    turned, kept = x[..., :size], x[..., size:]
+    other = torch.cat([-turned[..., size // 2 :], turned[..., : size // 2]], -1)
+    return torch.cat([turned * cos + other * sin, kept], -1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_rope_of_the_first_half_of_each_head_is_that_of_a_partial_factor(family, monkeypatch):
+    of = {"qwen2": modeling_qwen2, "qwen3": modeling_qwen3}[family]
+    model = (
+        random_model(Qwen3Config(num_hidden_layers=2, head_dim=16, **NORMED))
+        if family == "qwen3"
+        else model_of(family, 2)
+    )
+    suspect = next(each for each in rotary(model) if each.name == "RoPE of the first half of each head alone")
+    found = score(model, WINDOWS[0], suspect)
+
+    def partly(q, k, cos, sin, unsqueeze_dim=1):
+        size = q.shape[-1] // 2
+        one, two = (torch.cat([x[..., :size:2], x[..., :size:2]], -1).unsqueeze(unsqueeze_dim) for x in (cos, sin))
+        return half_turned(q, one, two, size), half_turned(k, one, two, size)
+
+    before = logprobs(model, WINDOWS[0])
+    monkeypatch.setattr(of, "apply_rotary_pos_emb", partly)
+    torch.testing.assert_close(found, logprobs(model, WINDOWS[0]), rtol=0, atol=2e-5)
+    assert (found - before).abs().max() > 1e-2
+
+
+def test_half_of_rope_is_not_taken_for_a_scaling(ground):
+    def halved(model):
+        x = model.model.rotary_emb.inv_freq
+        model.model.rotary_emb.inv_freq = torch.cat([x[: len(x) // 2], torch.zeros_like(x[len(x) // 2 :])])
+
+    _, verdict = ground.judged(Variation("half", native(halved)))
+    assert verdict.cause.suspect.name == "RoPE of the faster half of its frequencies alone", verdict.line
+
+
+def test_a_setting_of_another_size_is_only_like_the_gap():
+    """Where the engine has the setting its size is 1; one of 0.6 that goes with 85 % of the gap is another fault."""
+    gap = grounds_of(2).gap
+    loud = given(gap, (gap.tokens.exact + 300 * gap.tokens.rounding).to_numpy())
+    for size, partial_ in ((0.6, True), (1.03, False)):
+        verdict = judge(loud, [Slope(Suspect("epsilon 0.03 of norms", "eps"), size, 0.01, 0.95, 20)])
+        assert verdict.partial is partial_, verdict.line
+    assert judge(loud, [Slope(Suspect("a scale", "", slope=True), -7.0, 0.1, 0.95, 20)]).partial is False
+
+
+def test_the_error_of_a_slope_is_that_of_what_the_emulated_pass_leaves():
+    """An engine near the emulated pass has a smaller one, but no smaller than half of both together."""
+    gap, generator = grounds_of(2).gap, np.random.default_rng(0)
+    along = generator.normal(size=len(gap.tokens)) * gap.predicted
+    near = given(gap, (gap.tokens.exact + gap.tokens.rounding * generator.normal(1, 0.1, len(along))).to_numpy())
+    alone = replace(near, tokens=near.tokens.assign(emulated=0.0))
+    suspect = Suspect("a scale", "", slope=True)
+    error, whole = (slope(each, suspect, along).error for each in (near, alone))
+    assert 0.6 * whole < error < 0.8 * whole
+
+
+def test_suspects_that_explain_alike_are_both_named():
+    gap = grounds_of(2).gap
+    loud = given(gap, (gap.tokens.exact + 2 * gap.tokens.rounding).to_numpy())
+    best, near, far = (
+        Slope(Suspect(name, "weights", slope=True), 1.0, 0.01, share, 20)
+        for name, share in (("a", 0.7), ("b", 0.69), ("c", 0.6))
+    )
+    verdict = judge(loud, [far, near, best])
+    assert verdict.cause is best and verdict.alike == "b"
+    assert "A explains 70% of it, and so does b: look at weights" in verdict.line
+    assert not judge(loud, [best, far]).alike
+
+
+@pytest.mark.parametrize("start", [20, 30])
+def test_a_change_that_begins_at_a_position_is_told(start):
+    """Tokens from there on lack those before them, as behind a block of the cache that was lost."""
+    ground = grounds_of(2)
+
+    def lost(places):
+        return (places[:, None] >= places) & ~((places[:, None] >= start) & (places < start) & (places > start - 8))
+
+    gap = given(ground.gap, seeing(lost, ground.model, WINDOWS).numpy().ravel())
+    assert begins(gap) == start + 1  # the token after the first one that sees less
+    assert any(f"up to position {start} of the sequences" in text for text in described(patterns(gap)))
+    assert begins(given(ground.gap, native()(ground.model, WINDOWS).numpy().ravel())) == 0
