@@ -11,6 +11,7 @@ from fragility_engines.suspects.numbers import Number
 from fragility_engines.suspects.suspect import Suspect
 
 STEPS, CLOSE = 8, 0.003  # passes between the two values beside the best usual one, and what is close enough to stop
+ALL = 16  # integers between these values that are all tried: the right one may leave far less than its neighbours
 HOPE = 0.1  # share of a sequence's gap that must go with one of the usual values, for others to be tried
 
 
@@ -54,6 +55,9 @@ def nearest(part: Gap, number: Number, left: Sequence[float], directed: Directio
     places = sorted(known)
     at = min(range(len(places)), key=lambda place: known[places[place]])
     low, best, high = places[max(at - 1, 0)], places[at], places[min(at + 1, len(places) - 1)]
+    between = range(max(1, round(np.exp(low))), round(np.exp(high)) + 1)
+    if number.whole and len(between) <= ALL:
+        return min(between, key=lambda value: leaving(np.log(value)))
     if known[low] > known[best] < known[high] and number.own != np.exp(best):  # beside a plateau it brackets nothing
         minimize_scalar(leaving, (low, best, high), method="brent", options={"maxiter": STEPS, "xtol": CLOSE})
     else:

@@ -226,7 +226,7 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         further += tested(gap, part, recipes(directed.model, gap.recipe), directed)
     if undecided(gap, [*found, *further]):
         further += scored(gap, directed)
-    if unexplained(gap, [*found, *further], CLEAR):
+    if judge(gap).kind == "more" and unexplained(gap, [*found, *further], CLEAR):
         further += likely(part, part, directed.places, directed)
         further += tested(gap, part, directed.around(further), directed)
     return found, ranked(further)

@@ -170,7 +170,8 @@ def test_masks_keep_the_window_of_a_model():
 
 
 def test_the_number_of_first_tokens_that_are_not_seen_is_fitted(ground):
-    for count in (8, 5):
+    """Its neighbours may leave more than numbers that are further off."""
+    for count in (8, 5) if len(ground.model.model.layers) > 2 else (2, 3, 5, 6, 7, 11):
         _, verdict = ground.judged(Variation("dropped", native(drop=count)))
         assert verdict.cause.suspect.name == f"the first {count} tokens not seen by later ones", verdict.line
 
