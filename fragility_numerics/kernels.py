@@ -15,7 +15,7 @@ EXACT = {
     "clone", "cat", "stack", "index", "index_select", "gather", "embedding", "where", "masked_fill", "neg", "abs",
     "relu", "copy_", "fill_", "zero_", "masked_fill_", "empty_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
     "new_empty", "empty", "empty_strided", "zeros", "ones", "eye", "constant_pad_nd", "repeat", "flip", "roll", "topk",
-    "amax", "tril_", "tril", "triu", "_local_scalar_dense", "equal", "argmax", "sort", "_unsafe_view",
+    "amax", "tril_", "tril", "triu", "_local_scalar_dense", "equal", "argmax", "sort", "_unsafe_view", "set_",
 }  # fmt: skip
 EXACT_FUNCTIONS = EXACT | {
     "contiguous", "reshape", "flatten", "concat", "dropout", "__getitem__", "__setitem__", "index_copy_", "detach",

@@ -676,12 +676,12 @@ def test_the_callers_model_stays_as_it_is(tiny_gpt2, tiny_tokens):
     set_attention(low.model, OBSERVED_EAGER)
     before = {name: x.clone() for name, x in low.model.state_dict().items()}
     forwards = [vars(module).get("forward") for module in low.model.modules()]
+    hooks = [(*module._forward_hooks, *module._forward_pre_hooks) for module in low.model.modules()]
     result = low_hidden(low, tiny_tokens)
     Adjoint(low, tiny_gpt2, gradients="low")(tiny_tokens)
     for name, x in low.model.state_dict().items():
         assert torch.equal(x, before[name]) and x.grad is None and not x.requires_grad
-    for module in low.model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert hooks == [(*module._forward_hooks, *module._forward_pre_hooks) for module in low.model.modules()]
     assert forwards == [vars(module).get("forward") for module in low.model.modules()]
     assert low.model.config._attn_implementation == OBSERVED_EAGER
     assert torch.equal(low_hidden(low, tiny_tokens), result)

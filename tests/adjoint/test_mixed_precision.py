@@ -601,7 +601,7 @@ def test_a_lookup_in_fp32_changes_nothing_and_promises_nothing(tiny_gpt2, tiny_t
     assert known.keep(sites=["embedding"]).predicted == known.keep().predicted
     assert known.keep(sites=["embedding", "residual"]).predicted < known.keep(sites=["residual"]).predicted
     kept, plain = apply(tiny_gpt2.transformer, known.keep(sites=["embedding"])), lower(tiny_gpt2.transformer, "bf16")
-    assert torch.equal(final_hidden(kept.model, tiny_tokens), final_hidden(plain.model, tiny_tokens))
+    assert torch.equal(low_hidden(kept, tiny_tokens), low_hidden(plain, tiny_tokens))
 
 
 def test_a_budget_of_bytes_buys_no_less_than_blocks_or_sites_that_fit(tiny_gpt2, tiny_tokens):

@@ -15,6 +15,7 @@ from fragility_core.models.paths import block_paths, branch_paths, within
 from fragility_lab.diagnosis.passes import estimator, measure, predict
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.text import select_windows
+from fragility_numerics import lowering
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import RECIPES, Operands, get_recipe
 from fragility_quantization.static_scales import calibrated
@@ -59,6 +60,12 @@ def test_what_a_plan_removes_does_not_round_in_the_planned_pass(name):
         left = planned(model, plan)
         gone = before.index[known.vanishing(plan)].intersection(left.index)
         assert (left[gone] <= 1e-12 * before.sum()).all(), (plan.label, left[gone][left[gone] > 0])
+
+
+@pytest.mark.parametrize("name", ["kv-int8", "w8a8-int8"])
+def test_what_a_plan_removes_does_not_round_on_a_device_without_bf16(name, monkeypatch):
+    monkeypatch.setattr(lowering, "has_native_kernels", lambda format, device: format.name == "fp32")
+    test_what_a_plan_removes_does_not_round_in_the_planned_pass(name)
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from drawn import two_power_steps
-from tiny import random_tokens
+from tiny import low_hidden, random_tokens
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -426,7 +426,7 @@ def test_the_model_keeps_its_attention(implementation, tiny_gpt2, tiny_tokens):
     """After construction, passes and a pass that fails. A plain pass is the library's own before and after."""
     low = lower(tiny_gpt2, "bf16")
     low.model.set_attn_implementation(implementation)
-    plain = low.model.base_model(tiny_tokens).last_hidden_state
+    plain = low_hidden(low, tiny_tokens)
     monitor = Monitor(low, power_iteration=True)
     configs = [low.model.config, low.model.base_model.config]
     assert [config._attn_implementation for config in configs] == [implementation] * 2
@@ -437,7 +437,7 @@ def test_the_model_keeps_its_attention(implementation, tiny_gpt2, tiny_tokens):
     with pytest.raises(IndexError):
         monitor(tiny_tokens + 101)  # beyond the vocabulary
     assert [config._attn_implementation for config in configs] == [implementation] * 2
-    assert torch.equal(low.model.base_model(tiny_tokens).last_hidden_state, plain)
+    assert torch.equal(low_hidden(low, tiny_tokens), plain)
 
 
 def test_monitors_on_one_model_do_not_disturb_each_other(tiny_gpt2, tiny_tokens):
@@ -453,14 +453,15 @@ def test_monitors_on_one_model_do_not_disturb_each_other(tiny_gpt2, tiny_tokens)
 
 
 def test_nothing_is_left_on_the_model(tiny_gpt2, tiny_tokens):
-    monitor = Monitor(lower(tiny_gpt2, "bf16"), power_iteration=True)
+    low = lower(tiny_gpt2, "bf16")
+    hooks = [(*module._forward_hooks, *module._forward_pre_hooks) for module in low.model.modules()]
+    monitor = Monitor(low, power_iteration=True)
     before = len(observers)
     monitor(tiny_tokens)
     with pytest.raises(IndexError):
         monitor(tiny_tokens + 101)  # beyond the vocabulary
     assert len(observers) == before
-    for module in monitor.model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert hooks == [(*module._forward_hooks, *module._forward_pre_hooks) for module in low.model.modules()]
 
 
 class NoSynchronisation(TorchDispatchMode):

@@ -155,8 +155,9 @@ def test_an_unusual_value_of_a_number_is_fitted(grounds, cause):
     before, after = cause.split("{}")
     name = verdict.cause.suspect.name
     assert name.startswith(before) and name.endswith(after), verdict.line
-    assert float(name[len(before) : len(name) - len(after)]) == pytest.approx(value, rel=0.1)
-    assert verdict.cause.share > (0.8 if depth == 2 else 0.5)  # deep random models round more
+    share, off = (0.8, 0.1) if depth == 2 else (0.5, 0.3)  # deep random models round more
+    assert float(name[len(before) : len(name) - len(after)]) == pytest.approx(value, rel=off)
+    assert verdict.cause.share > share
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
