@@ -189,7 +189,8 @@ def test_what_the_blocks_keep_is_not_more_than_stated(config, format):
             live_peak(partial(adjoint, tokens)),
             256 * kept_by_blocks(model, bool(low.recipe.linear)),
         )
-    assert 1 <= (stated[3] - stated[1]) / (kept[3] - kept[1]) < 2.2
+    least = 1 if low.execution == "native" else 0.95  # an emulated kernel keeps its last result in fp32 for a moment
+    assert least <= (stated[3] - stated[1]) / (kept[3] - kept[1]) < 2.2
 
 
 def test_memory_decides_on_the_reference(tiny_gpt2, tiny_tokens):
