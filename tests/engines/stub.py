@@ -178,7 +178,7 @@ def dripping(handler, asked):
     handler.send_response(200)
     handler.send_header("Content-Length", "100000")
     handler.end_headers()
-    for _ in range(40):
+    for _ in range(1200):
         time.sleep(0.05)
         handler.wfile.write(b" ")
         handler.wfile.flush()

@@ -29,8 +29,11 @@ def _quick(monkeypatch):
     monkeypatch.setattr("fragility_engines.logs.transport.WAITS", (0.01, 0.01))
 
 
-def asked(server, longest=5.0, most=2**20, top=3, engine="", key=""):
-    return detected(Client(stub.url(server), 20.0, longest, most, key), engine, top).score(Text(TOKENS))
+def asked(server, longest=60.0, most=2**20, top=3, engine="", key=""):
+    client = Client(stub.url(server), 300.0, 60.0, most, key)
+    found = detected(client, engine, top)
+    client.longest = longest  # for the text alone: a busy machine may be slow to say which engine it is
+    return found.score(Text(TOKENS))
 
 
 @pytest.mark.parametrize("engine", stub.SERVERS)
@@ -129,11 +132,11 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_server_that_fails_is_refused_with_what_it_gave(name):
     failing, message = WRONG[name]
-    start = time.monotonic()
+    start, longest = time.monotonic(), 0.3 if "within 0.3 s" in message else 60.0
     with stub.running("vllm", failing) as server, pytest.raises(ServerError) as refused:
-        asked(server, longest=0.3)
+        asked(server, longest)
     assert message in str(refused.value)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60, "no failure is waited for: a byte now and then would take three minutes"
     tries = sum(path == "/v1/completions" for path, _, _ in server.seen)
     again = ("500", "slow", "a byte now and then", "cut", "cut chunks", "hung up")
     assert tries == (3 if name in again else 1)

@@ -1,8 +1,9 @@
 """Steps that fail: the page comes all the same, with all other parts, and says what failed."""
 
 import re
-import time
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from tiny import TINY, random_gpt2, random_tokens
@@ -99,10 +100,22 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     assert "measuring the plan: not computed yet" in last["plan"]
 
 
-def test_reports_of_short_steps_do_not_take_longer_than_they():
-    pages = []
-    work(lambda found: (time.sleep(1), pages.append(len(found.pending))))
-    assert pages[0] > 0 == pages[-1] and len(pages) < 4
+def test_reports_wait_for_five_times_their_own_seconds(monkeypatch):
+    """By a clock on which a step takes a second and a report 0.7: the next one comes 4 steps later."""
+    now, ran = [0.0], []
+
+    def timed(step, work):
+        now[0] += 1
+        step.run(work)
+
+    def report(found):
+        now[0] += 0.7
+        ran.append(len(found.seconds))
+
+    monkeypatch.setattr(run, "STEPS", tuple(replace(step, run=partial(timed, step)) for step in run.STEPS))
+    monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    found = work(report)
+    assert ran[:-1] == [*range(1, len(found.seconds), 4)] and ran[-1] == len(found.seconds) > 5 and not found.pending
 
 
 def test_the_page_is_written_after_each_step_what_is_known_first_first(monkeypatch):
