@@ -221,6 +221,23 @@ def test_the_configuration_of_torchao(recipe):
     assert config_of_the_head("torchao", recipe) == want
 
 
+def test_layers_with_the_same_scheme_are_one_group_of_compressed_tensors():
+    """Layers of two schemes, in turns, are two groups; a recipe that kernels alone round has none."""
+    turns = tuple((f"model.layers.{block}.mlp.{name}_proj", recipe) for block in range(2) for name, recipe in (
+        ("gate", "fp8-w"), ("up", "fp8-tensor"), ("down", "fp8-w")
+    ))  # fmt: skip
+    groups = EXPORTS["compressed-tensors"](Plan("bf16", layers=turns), llama()).config["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [
+        [path for path, recipe in turns if recipe == name] for name in ("fp8-w", "fp8-tensor")
+    ]
+    assert EXPORTS["compressed-tensors"](Plan("bf16"), llama()).config["config_groups"] == {}
+
+
+@pytest.mark.parametrize(("many", "said"), [(1, "a and 2 more"), (2, "a, b and 1 more"), (3, "a, b, c")])
+def test_a_message_names_a_few_modules(many, said):
+    assert export.named("abc", many) == said
+
+
 # --- The table of recipes --------------------------------------------------------------------------------------------
 
 

@@ -104,7 +104,8 @@ def test_loss_is_the_standard_deviation_of_its_change():
     )
 
 
-# Mean of three realisations. One scatters by 4 to 5 % of the ratio with kernels in bf16, and by 1 % without.
+# Mean of three realisations with kernels in bf16, one of which scatters by 4 to 5 % of the ratio. Without, one
+# realisation scatters by 1 %.
 RATIOS = {
     "bf16": 0.18, "w8a8-int8": 0.18, "fp8-dynamic": 0.18, "kv-fp8": 0.18, "w4a16-g128@fp32": 0.1, "nvfp4-w@fp32": 0.1,
 }  # fmt: skip
@@ -122,7 +123,7 @@ def nudged(embedded):
 def test_predicted_divergence_is_the_measured_one(recipe, embedded, nudged):
     """Of models that differ in the last bits of their weights, since another CPU sums in another order."""
     windows, ratios = embedded[1], []
-    for other, exact in nudged:
+    for other, exact in nudged[: 1 if recipe.endswith("@fp32") else 3]:
         low = lower(other, recipe)
         tables = [compare(observe(low.model, w, low), seen, w)[0] for w, seen in zip(windows.split(1), exact)]
         predicted = Adjoint(low, other, probes=2, target="kl", gradients="both")(windows).windows.predicted.mean()

@@ -1,6 +1,6 @@
 """Faults of configurations, injected by other configurations, are named; a correct engine is not accused."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -90,17 +90,16 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@cache
+def ground_of(name, depth):
+    """The prediction and the suspects of a random model, which judging leaves as they are."""
+    return Ground(quieted(random_model(config_of(name, depth)), depth), WINDOWS, 0)
+
+
 @pytest.fixture(scope="module", params=DEPTHS)
 def grounds(request):
     """A ground for each configuration, made when it is asked for."""
-    made = {}
-
-    def ground(name):
-        if name not in made:
-            made[name] = Ground(quieted(random_model(config_of(name, request.param)), request.param), WINDOWS, 0)
-        return made[name], request.param
-
-    return ground
+    return lambda name: (ground_of(name, request.param), request.param)
 
 
 @pytest.mark.parametrize(("cause", "name", "run"), FAULTS, ids=[f"{cause}, {name}" for cause, name, _ in FAULTS])

@@ -6,38 +6,27 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from test_catalogue import DEPTHS
-from test_structure_suspects import SIZES, model_of
-from tiny import random_model, random_tokens
-from transformers import Gemma3TextConfig, Olmo2Config, Qwen3Config
+from test_catalogue import DEPTHS, WINDOWS
+from test_structure_suspects import SIZES, ground_of_model, model_of
+from tiny import random_model
+from transformers import Gemma3TextConfig, Qwen3Config
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from fragility_engines.comparison.slopes import Slope, slope
 from fragility_engines.comparison.verdict import begins, described, judge, patterns
-from fragility_engines.proving.ground import Ground, given
+from fragility_engines.proving.ground import given
 from fragility_engines.proving.variations import Variation, narrow, native
 from fragility_engines.suspects.rotary import rotary
 from fragility_engines.suspects.suspect import Suspect, logprobs, score
 from fragility_engines.suspects.windows import masks, without_first
 
-WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
 NORMED = SIZES | {"num_key_value_heads": 2}
-
-
-def grounds_of(depth, family="qwen2"):
-    if family == "olmo2":
-        model = random_model(Olmo2Config(num_hidden_layers=depth, **NORMED))
-        for name, parameter in model.named_parameters():
-            if name.endswith(("feedforward_layernorm.weight", "post_attention_layernorm.weight")):
-                parameter.mul_((2 / depth) ** 0.5)
-        return Ground(model, WINDOWS, 0)
-    return Ground(model_of(family, depth), WINDOWS, 0)
 
 
 @pytest.fixture(scope="module", params=DEPTHS)
 def ground(request):
-    return grounds_of(request.param)
+    return ground_of_model("qwen2", request.param)
 
 
 def traded(one, other):
@@ -99,7 +88,7 @@ def test_a_fault_of_all_blocks_or_of_one_is_named(ground, cause):
 @pytest.mark.parametrize("depth", [2, 6])
 def test_blocks_in_each_others_place_are_named(depth):
     """One of the two must be the place that explains most, as in no random model of 40 blocks."""
-    _, verdict = grounds_of(depth).judged(Variation("neighbours", native(neighbours)))
+    _, verdict = ground_of_model("qwen2", depth).judged(Variation("neighbours", native(neighbours)))
     pair = {f"model.layers.{depth // 2 - 1}", f"model.layers.{depth // 2}"}
     assert {*verdict.cause.suspect.name.removesuffix(" in each other's place").split(" and ")} == pair, verdict.line
 
@@ -110,20 +99,19 @@ def test_norms_of_queries_and_keys_that_are_left_out_are_named(depth):
         for block in model.model.layers:
             block.self_attn.q_norm.forward = block.self_attn.k_norm.forward = lambda x: x
 
-    _, verdict = grounds_of(depth, "olmo2").judged(Variation("no norms", native(without)))
+    _, verdict = ground_of_model("olmo2", depth).judged(Variation("no norms", native(without)))
     assert verdict.cause.suspect.name == "no self_attn.q_norm and self_attn.k_norm of all blocks", verdict.line
 
 
 def test_blocks_sorted_by_name_are_named():
     """A loader that sorts "10" before "2"."""
-    model = model_of("qwen2", 12)
 
     def sort(low):
         blocks = [*low.model.layers]
         for at, number in enumerate(sorted(range(12), key=str)):
             low.model.layers[at] = blocks[number]
 
-    _, verdict = Ground(model, WINDOWS, 0).judged(Variation("sorted", native(sort)))
+    _, verdict = ground_of_model("qwen2", 12).judged(Variation("sorted", native(sort)))
     assert verdict.cause.suspect.name.startswith("blocks in the order of their numbers as text"), verdict.line
 
 
@@ -216,7 +204,7 @@ def test_half_of_rope_is_not_taken_for_a_scaling(ground):
 
 def test_a_setting_of_another_size_is_only_like_the_gap():
     """Where the engine has the setting its size is 1; one of 0.6 that goes with 85 % of the gap is another fault."""
-    gap = grounds_of(2).gap
+    gap = ground_of_model("qwen2", 2).gap
     loud = given(gap, (gap.tokens.exact + 300 * gap.tokens.rounding).to_numpy())
     for size, partial_ in ((0.6, True), (1.03, False)):
         verdict = judge(loud, [Slope(Suspect("epsilon 0.03 of norms", "eps"), size, 0.01, 0.95, 20)])
@@ -226,7 +214,7 @@ def test_a_setting_of_another_size_is_only_like_the_gap():
 
 def test_the_error_of_a_slope_is_that_of_what_the_emulated_pass_leaves():
     """An engine near the emulated pass has a smaller one, but no smaller than half of both together."""
-    gap, generator = grounds_of(2).gap, np.random.default_rng(0)
+    gap, generator = ground_of_model("qwen2", 2).gap, np.random.default_rng(0)
     along = generator.normal(size=len(gap.tokens)) * gap.predicted
     near = given(gap, (gap.tokens.exact + gap.tokens.rounding * generator.normal(1, 0.1, len(along))).to_numpy())
     alone = replace(near, tokens=near.tokens.assign(emulated=0.0))
@@ -236,7 +224,7 @@ def test_the_error_of_a_slope_is_that_of_what_the_emulated_pass_leaves():
 
 
 def test_suspects_that_explain_alike_are_both_named():
-    gap = grounds_of(2).gap
+    gap = ground_of_model("qwen2", 2).gap
     loud = given(gap, (gap.tokens.exact + 2 * gap.tokens.rounding).to_numpy())
     best, near, far = (
         Slope(Suspect(name, "weights", slope=True), 1.0, 0.01, share, 20)
@@ -251,7 +239,7 @@ def test_suspects_that_explain_alike_are_both_named():
 @pytest.mark.parametrize("start", [20, 30])
 def test_a_change_that_begins_at_a_position_is_told(start):
     """Tokens from there on lack those before them, as behind a block of the cache that was lost."""
-    ground = grounds_of(2)
+    ground = ground_of_model("qwen2", 2)
 
     def lost(places):
         return (places[:, None] >= places) & ~((places[:, None] >= start) & (places < start) & (places > start - 8))

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from test_catalogue import config_of, quieted
+from test_catalogue import WINDOWS, config_of, ground_of, quieted
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from transformers import Gemma3TextConfig, MixtralConfig
 
@@ -26,7 +26,6 @@ from fragility_engines.suspects.scales import Scale, scaled, scales
 from fragility_engines.suspects.suspect import Suspect, logprobs
 from fragility_quantization.recipes import get_recipe
 
-WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101,
     "max_position_embeddings": 64, "num_hidden_layers": 3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
@@ -40,9 +39,12 @@ FAMILIES = {
 
 
 @cache
-def ground_of(depth):
-    """The prediction and the suspects of a random model, which judging leaves as they are."""
-    return Ground(quieted(random_model(config_of("plain", depth)), depth), WINDOWS, 0)
+def gemma_of(depth):
+    model = quieted(random_model(Gemma3TextConfig(head_dim=8, **SMALL | {"num_hidden_layers": depth})), depth)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.mul_(4.0)  # as large as in trained models
+    return Ground(model, random_tokens(12, 48, seed=5, smallest=3), 0)
 
 
 def times(factor, *paths):
@@ -109,7 +111,7 @@ FAULTS = {
 @pytest.mark.parametrize(("fault", "depth"), [*((fault, 2) for fault in FAULTS), ("the norms", 40)])
 def test_a_layer_with_another_scale_is_named_with_the_factor(fault, depth):
     factor, paths = FAULTS[fault]
-    ground, block = ground_of(depth), f"model.layers.{depth // 2}"
+    ground, block = ground_of("plain", depth), f"model.layers.{depth // 2}"
     _, verdict = ground.judged(Variation(fault, times(factor, *(f"{block}.{path}" for path in paths))))
     assert verdict.kind == "more" and verdict.cause is not None and not verdict.partial, verdict.line
     name = f"{fault} of {block}" if fault == "the norms" else " or ".join(f"{block}.{x}" for x in fault.split(" or "))
@@ -121,18 +123,14 @@ def test_a_layer_with_another_scale_is_named_with_the_factor(fault, depth):
 @pytest.mark.parametrize("stored", [False, True], ids=["1 + weight", "the stored weight"])
 def test_norms_that_multiply_by_one_more_than_their_weight_have_two_scales(depth, factor, stored):
     """A factor of 1 + weight is another fault than one of the weights in the file."""
-    model = quieted(random_model(Gemma3TextConfig(head_dim=8, **SMALL | {"num_hidden_layers": depth})), depth)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.mul_(4.0)  # as large as in trained models
-    windows, block = random_tokens(12, 48, seed=5, smallest=3), f"model.layers.{depth // 2}"
+    block = f"model.layers.{depth // 2}"
 
     def change(low):
         for module in low.get_submodule(block).modules():
             if is_norm(module):
                 module.weight.copy_(module.weight * factor + (0.0 if stored else factor - 1))
 
-    _, verdict = Ground(model, windows, 0).judged(Variation("norms", native(change)))
+    _, verdict = gemma_of(depth).judged(Variation("norms", native(change)))
     found = re.fullmatch(rf"the scale of (.*), ({NUMBER}) times its own", verdict.cause.suspect.name)
     assert found and float(found[2]) == pytest.approx(factor, rel=0.05), verdict.line
     assert found[1] == f"the {'stored weights of the ' if stored else ''}norms of {block}", verdict.line
@@ -140,7 +138,7 @@ def test_norms_that_multiply_by_one_more_than_their_weight_have_two_scales(depth
 
 
 def test_a_layer_of_all_blocks_is_named():
-    ground = ground_of(2)
+    ground = ground_of("plain", 2)
     paths = [f"model.layers.{block}.self_attn.q_proj" for block in range(2)]
     _, verdict = ground.judged(Variation("all", times(1.6, *paths)))
     # a scale of all queries is one of attention, which is a number of the model
@@ -165,7 +163,7 @@ def test_a_scale_below_the_size_of_rounding_is_named():
 @pytest.mark.parametrize(("depth", "engines"), [(2, 12), (40, 3)])
 def test_rounding_makes_no_scale_stand_out(depth, engines):
     """Over all scales of the model, for engines that round otherwise."""
-    ground, found = ground_of(depth), []
+    ground, found = ground_of("plain", depth), []
     for seed in range(engines):
         rows = ground.gap.tokens
         signs = np.random.default_rng(seed).choice([-1.0, 1.0], len(rows))
@@ -177,7 +175,7 @@ def test_rounding_makes_no_scale_stand_out(depth, engines):
 
 
 def test_of_two_engines_the_one_with_the_scale_is_named():
-    ground = ground_of(2)
+    ground = ground_of("plain", 2)
     path = "model.layers.1.mlp.down_proj"
     right, wrong = (run(ground.model, WINDOWS).numpy() for run in (native(), times(1.3, path)))
     logs = [
@@ -190,12 +188,17 @@ def test_of_two_engines_the_one_with_the_scale_is_named():
         assert re.search(rf"{path} or .*, 1\.(29|3\d?) times its own, in {owner} explains (9|100)", line), line
 
 
+@cache
+def long_texts():
+    model = quieted(random_model(config_of("plain", 2, max_position_embeddings=256)), 2)
+    return Ground(model, random_tokens(6, 160, seed=11, smallest=3), 0)
+
+
 @pytest.mark.parametrize(
     ("recipe", "depth"), [("kv-fp8", 2), ("w8a8-int8", 2), ("fp8-dynamic", 2), ("w4a16-g128", 2), ("w4a16-g128", 40)]
 )
 def test_a_recipe_that_the_engine_does_not_say_is_named(recipe, depth):
-    model = quieted(random_model(config_of("plain", depth, max_position_embeddings=256)), depth)
-    ground = Ground(model, random_tokens(6, 160 if depth == 2 else 48, seed=11, smallest=3), 0)
+    ground = long_texts() if depth == 2 else ground_of("plain", depth)
     _, verdict = ground.judged(Variation(recipe, emulated(recipe)))
     assert verdict.kind == "more" and verdict.cause is not None, verdict.line
     name, whole = verdict.cause.suspect.name, verdict.cause.whole
@@ -222,7 +225,7 @@ def test_recipes_are_not_tried_without_memory_for_a_copy(monkeypatch):
 
 def test_a_number_beside_values_that_do_the_same_is_fitted():
     """The best two values leave a gap alike, with worse ones at both sides: they bracket nothing."""
-    ground = ground_of(2)
+    ground = ground_of("plain", 2)
     gap = given(ground.gap, native(lambda model: None, "eager")(ground.model, WINDOWS).numpy().ravel())
     plateau = Plateau(next(each for each in ground.directed.numbers if each.name.startswith("epsilon")))
     (found,) = fitted(gap, screened(gap), plateau)

@@ -1,13 +1,13 @@
 """Faults that all blocks have in common, and those of the log's own numbers, are named."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
-from test_catalogue import DEPTHS, config_of, quieted
-from tiny import TINY, random_gpt2, random_model, random_tokens
-from transformers import GPTNeoXConfig, Phi3Config, Qwen2Config
+from test_catalogue import DEPTHS, WINDOWS, config_of, ground_of, quieted
+from tiny import TINY, random_gpt2, random_model
+from transformers import GPTNeoXConfig, Olmo2Config, Phi3Config, Qwen2Config
 
 from fragility_engines.comparison.grid import coarsest
 from fragility_engines.comparison.verdict import judge
@@ -18,7 +18,6 @@ from fragility_engines.suspects.sampling import best, capped, nucleus, present, 
 from fragility_engines.suspects.structure import structure
 from fragility_engines.suspects.suspect import logits, logprobs, score
 
-WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 101,
     "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
@@ -28,6 +27,10 @@ FAMILIES = {
     "qwen2": lambda depth: Qwen2Config(num_key_value_heads=2, num_hidden_layers=depth, **SIZES),
     "phi3": lambda depth: Phi3Config(num_key_value_heads=2, num_hidden_layers=depth, **SIZES),
     "neox": lambda depth: GPTNeoXConfig(num_hidden_layers=depth, **SIZES),
+    "olmo2": lambda depth: Olmo2Config(num_key_value_heads=2, num_hidden_layers=depth, **SIZES),
+}
+LAST = {  # what a branch adds to the stream comes from these
+    "olmo2": ("feedforward_layernorm.weight", "post_attention_layernorm.weight"),
 }
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "attention.dense.weight", "dense_4h_to_h.weight")
 
@@ -35,9 +38,15 @@ OUTPUTS = ("o_proj.weight", "down_proj.weight", "attention.dense.weight", "dense
 def model_of(family, depth):
     model = random_model(FAMILIES[family](depth))
     for name, parameter in model.named_parameters():
-        if name.endswith(OUTPUTS):
+        if name.endswith(LAST.get(family, OUTPUTS)):
             parameter.mul_((2 / depth) ** 0.5)
     return model
+
+
+@cache
+def ground_of_model(family, depth):
+    """The prediction and the suspects of a model, which judging leaves as they are."""
+    return Ground(model_of(family, depth), WINDOWS, 0)
 
 
 def without_biases(model):
@@ -93,12 +102,11 @@ FAULTS = {
 @pytest.mark.parametrize("cause", FAULTS)
 def test_a_fault_of_all_blocks_is_named(cause, depth):
     family, change = FAULTS[cause]
-    model = model_of(family, depth)
 
     def run(model, windows):
         return by_window(partial(logprobs, narrow(model, change)), windows)
 
-    _, verdict = Ground(model, WINDOWS, 0).judged(Variation(cause, run))
+    _, verdict = ground_of_model(family, depth).judged(Variation(cause, run))
     assert verdict.kind == "more" and verdict.cause is not None, verdict.line
     assert verdict.cause.suspect.name == cause and not verdict.partial, verdict.line
 
@@ -155,7 +163,7 @@ def test_a_softcap_that_the_model_does_not_have_is_named():
 
 @pytest.fixture(scope="module")
 def ground():
-    return Ground(quieted(random_model(config_of("plain", 2)), 2), WINDOWS, 0)
+    return ground_of("plain", 2)
 
 
 def top(count, model, windows):
@@ -207,9 +215,7 @@ def test_numbers_that_the_engine_rounded_are_seen_in_the_log(ground, to, name):
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_log_softmax_in_bf16_is_seen_where_the_gap_is_that_of_rounding(depth):
     """Its sums are rounded, too, so that the grid of the log explains the less of the gap."""
-    found = Ground(model_of("qwen2", depth), WINDOWS, 0).judged(Variation("log-softmax", native(dtype=torch.bfloat16)))[
-        1
-    ]
+    _, found = ground_of_model("qwen2", depth).judged(Variation("log-softmax", native(dtype=torch.bfloat16)))
     assert (found.kind, found.partial) == ("more", False), found.line
     assert found.cause.suspect.name == "rounding of the log to bf16"
 
