@@ -350,8 +350,10 @@ def test_predicted_mismatch_is_that_measured(embedded, format):
     """Each of 64 windows has one realisation of errors, with a scatter of 7 %. Means deviated by 3 % at most."""
     model, tokens = embedded
     known, exact = contributions_of(model, tokens, format), final_hidden(model, tokens)
-    plans = [known.keep(), *(known.plan(k) for k in (2, 4)), *(known.plan(k, "sites") for k in (1, 2, 3))]
-    plans += [known.keep(sites=["residual"]), known.keep(sites=["scores"]), known.plan(100_000, "bytes")]
+    plans = [known.keep(), known.plan(4), known.plan(2, "sites")]
+    if format == "bf16":  # all kinds of plans; another format rounds otherwise, and plans are made in the same way
+        plans += [known.plan(2), known.plan(1, "sites"), known.plan(3, "sites"), known.plan(100_000, "bytes")]
+        plans += [known.keep(sites=["residual"]), known.keep(sites=["scores"])]
     for chosen in {(p.modules, p.residual, p.scores): p for p in plans}.values():
         found = measured_under(model, chosen, tokens, exact=exact).mean()
         assert chosen.predicted == pytest.approx(found, rel=0.04), chosen.label

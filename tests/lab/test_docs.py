@@ -19,7 +19,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.M)
 PROTOCOL = (PROJECT / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 
-def committed(name: str) -> dict[str, pd.DataFrame]:
+def committed_tables(name: str) -> dict[str, pd.DataFrame]:
     """The tables of ``outputs/<name>`` as committed: a rerun may have written other numbers over them."""
     tables = {}
     for path in (OUTPUTS / name / "tables").glob("*.csv"):
@@ -34,7 +34,7 @@ def committed(name: str) -> dict[str, pd.DataFrame]:
     return tables
 
 
-TABLES, OTHER, SECOND = (committed(name) for name in (results.RESULTS, results.OTHER, results.SECOND))
+TABLES, OTHER, SECOND = (committed_tables(name) for name in (results.RESULTS, results.OTHER, results.SECOND))
 
 
 @cache
