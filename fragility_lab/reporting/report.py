@@ -139,10 +139,11 @@ def column(name: str, tables: Tables) -> dict[str, Any]:
 
 
 def held(columns: Sequence[dict[str, Any]], kind: str, experiments: Sequence[str]) -> tuple[int, int]:
-    """Of the claims of ``experiments`` that models of ``kind`` were tested on: how many hold, and how many there are."""
+    """How many claims of ``experiments`` hold on models of ``kind``, and how many were tested on them."""
     of_kind = [each["claims"].obj for each in columns if each["kind"] == kind]
-    verdicts = [rows.verdict[rows.experiment.str[:2].isin(experiments) & (rows.verdict != NOT_RUN)] for rows in of_kind]
-    return sum(int((found == HOLDS).sum()) for found in verdicts), sum(map(len, verdicts))
+    rows = pd.concat(of_kind or [columns[0]["claims"].obj[:0]])
+    verdicts = rows.verdict[rows.experiment.str[:2].isin(experiments) & (rows.verdict != NOT_RUN)]
+    return int((verdicts == HOLDS).sum()), len(verdicts)
 
 
 def page(
@@ -172,7 +173,7 @@ def page(
         held={
             (kind, about): held([*strip.values()], kind, of)
             for kind in ("toy", "real")
-            for about, of in {"windows": ("E2", "E3"), "training": ("E5",)}.items()
+            for about, of in (("windows", ("E2", "E3")), ("training", ("E5",)))
         },
         counts={verdict: int((claims.verdict == verdict).sum()) for verdict in VERDICTS},
         others={name: strip[name] for name in others},
