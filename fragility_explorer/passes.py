@@ -16,6 +16,7 @@ from fragility_explorer.tables import (
     claims,
     columns,
     committed,
+    rounded,
     signal_table,
     values,
 )
@@ -33,6 +34,7 @@ TERMS = {
     "risk": "the block in the paper's score", "attention_term": "attention term", "layernorm_term": "LayerNorm term",
     "remainder_term": "remainder term",
 }  # fmt: skip
+AXES |= {"kinds": {"percent": 1}}
 AXES |= {name: {"log": 1} for name in ("attention_term", "layernorm_term", "remainder_term")}
 SWEEPS: dict[str, tuple[str, str, list[str], list[str], list[str]]] = {  # title, point, choices, across, upwards
     "attention": ("Attention", "margin", ["value_scale"], ["proxy", "kappa_softmax", "margin"], ["measured", "proxy"]),
@@ -41,7 +43,9 @@ SWEEPS: dict[str, tuple[str, str, list[str], list[str], list[str]]] = {  # title
 }
 # Columns with five digits, so that few ranks are tied; the others have three, or more where values are larger.
 PRECISE = {"mismatch", "combined", "adjoint", "spearman", "pairwise_accuracy", "base_mismatch"}
-NOT_SHIPPED = "Its text is from WikiText-2, which is not part of this project."
+NOT_SHIPPED = (
+    "Its text is from WikiText-2, which is not part of this project. Its errors by token and by block were not kept."
+)
 RINGED = "Windows with a ring have their tokens and blocks, too."
 
 
@@ -176,6 +180,18 @@ def e3() -> dict[str, Any]:
     return described(models, words, **texts())
 
 
+def _by_kind(sites: pd.DataFrame, rows: pd.DataFrame) -> dict[int, Any]:
+    """By place in ``rows``: the mean shares of the kinds of sites in runs of the window's format and length."""
+    shares = sites.set_index(["precision", "length"])
+    known = {key: rounded(of) for key, of in zip(shares.index, shares.to_numpy())}
+    labels = [in_words(name) for name in shares]
+    places = enumerate(zip(rows.precision, rows.length))
+    return {
+        at: {"labels": labels, "by": "kind of kernel", "blocks": {"kinds": known[key]}}
+        for at, key in places if key in known
+    }  # fmt: skip
+
+
 def x1() -> dict[str, Any]:
     """X1: predictions by backward passes, and the score, against the mismatch of windows."""
     models, names = [], ("adjoint", "one_probe", "combined", "no_transport")
@@ -191,8 +207,9 @@ def x1() -> dict[str, Any]:
         models.append(
             {"name": NAMES[profile], "claims": {"head": head, "rows": told, "caption": caption}, "diagonal": True,
              "x": list(names), "y": ["mismatch"], "summaries": run_summaries(tables["x1_runs"], ""),
-             "details": looked_into(profile, rows, ("share", "error", "risk")),
+             "details": looked_into(profile, rows, ("share", "error", "risk")) or _by_kind(tables["x1_sites"], rows),
              **windows_of(profile, rows, ("mismatch", *names, "ratio"))}
         )  # fmt: skip
-    words = {"adjoint": "predicted by backward passes", "one_probe": "predicted by one backward pass"}
+    words = {"kinds": "share of the squared error, mean over runs of this format and length"}
+    words |= {"adjoint": "predicted by backward passes", "one_probe": "predicted by one backward pass"}
     return described(models, TERMS | words, **texts())

@@ -16,6 +16,7 @@ WORDS = {
 }  # fmt: skip
 AXES = {name: {"log": 1, "alike": "quantity"} for name in ("predicted", "measured")}
 
+NO_LAYERS = "On this model no recipe was measured layer by layer."
 BETTER = {"ours": "ours is better", "rival": "the rival's is better", "same": "the same KL", "open": "undecided"}
 PLANS = {
     "rival_kl": "KL of the rival's plan", "ours": "KL of our plan", "oracle": "KL of the oracle's plan",
@@ -38,6 +39,7 @@ def x2() -> dict[str, Any]:
         in_kl = [recipe if quantity == VALUES["kl"] else "" for recipe, quantity in zip(rows.recipe, rows.quantity)]
         details = {place: layers[recipe] for place, recipe in enumerate(in_kl) if recipe in layers}
         known = {"name": NAMES[profile], "claims": _within(rows), "names": rows.recipe.tolist(), "details": details}
+        known |= {"note": "" if layers else NO_LAYERS}
         models.append(known | {"diagonal": True, "x": ["predicted"], "y": ["measured", "ratio"]} | found)
     ringed = "Recipes with a ring were measured layer by layer, too."
     return described(models, WORDS, point="recipe", points="recipes", blocks="layer", axes=AXES, ringed=ringed)

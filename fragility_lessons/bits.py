@@ -68,7 +68,7 @@ def formats_table() -> pd.DataFrame:
     for format in map(get_format, NAMES):
         parts = widths(format)
         row = {"bits": f"1+{parts.exponent}+{parts.fraction}", "t": format.significand}
-        row |= {"unit roundoff u": f"{format.unit_roundoff:.2g}", "largest": f"{format.largest:.3g}"}
+        row |= {"unit roundoff u": f"{format.unit_roundoff:.2g}", "largest": f"{format.largest:.5g}"}
         rows.append(row | {"smallest normal": f"{format.smallest_normal:.2g}"})
     return pd.DataFrame(rows, index=list(NAMES))
 

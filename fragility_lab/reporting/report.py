@@ -4,7 +4,7 @@ The same tables and figures give the same bytes.
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,14 @@ def column(name: str, tables: Tables) -> dict[str, Any]:
     }
 
 
+def held(columns: Sequence[dict[str, Any]], kind: str, experiments: Sequence[str]) -> tuple[int, int]:
+    """How many claims of ``experiments`` hold on models of ``kind``, and how many were tested on them."""
+    of_kind = [each["claims"].obj for each in columns if each["kind"] == kind]
+    rows = pd.concat(of_kind or [columns[0]["claims"].obj[:0]])
+    verdicts = rows.verdict[rows.experiment.str[:2].isin(experiments) & (rows.verdict != NOT_RUN)]
+    return int((verdicts == HOLDS).sum()), len(verdicts)
+
+
 def page(
     profile: str, tables: dict[str, pd.DataFrame], figures: Path, others: Mapping[str, dict[str, pd.DataFrame]] = {}
 ) -> str:
@@ -162,6 +170,11 @@ def page(
         sentences=sentences(comparison),
         comparison=shown(comparison).groupby("experiment", sort=False),
         strip=[*strip.values()],
+        held={
+            (kind, about): held([*strip.values()], kind, of)
+            for kind in ("toy", "real")
+            for about, of in (("windows", ("E2", "E3")), ("training", ("E5",)))
+        },
         counts={verdict: int((claims.verdict == verdict).sum()) for verdict in VERDICTS},
         others={name: strip[name] for name in others},
         stopped=stopped(tables),

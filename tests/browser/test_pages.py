@@ -83,3 +83,15 @@ def test_the_front_page_fits_and_leads_on(page, site, width):
         link = page.get_by_role("link", name=name, exact=True)
         assert link.bounding_box()["y"] < (900 if width > 400 else 1100)
         assert (site / link.get_attribute("href")).is_file()
+
+
+def test_no_table_and_no_printed_line_of_a_lesson_is_cut_on_a_phone(page, site):
+    lessons = sorted((site / "notebooks/theory").glob("*.html"))
+    assert len(lessons) == 7
+    page.set_viewport_size({"width": 390, "height": 900})
+    for lesson in lessons:
+        page.goto(lesson.as_uri())
+        boxes = page.locator(".cell_output .text_html:has(> div > table, > table), .cell_output pre")
+        assert boxes.count(), lesson.name
+        cut = "boxes => boxes.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 60))"
+        assert boxes.evaluate_all(cut) == [], lesson.name

@@ -231,3 +231,16 @@ def test_a_smoke_run_judges_no_claim():
     assert len(judged) == 7 and judged.str.endswith(words.SMOKE).all()
     assert not words.verdicts(compared, "embedded").verdict.str.contains(words.SMOKE).any()
     assert not re.search("combined|no_transport", " ".join(shown.index))
+
+
+def test_x1_of_a_real_model_has_its_error_by_kind_of_kernel(pictures):
+    for model, profile in zip(pictures["X1"].data["models"], tables.NAMES):
+        if profile in windows.CHECKPOINTS:
+            assert all("by" not in detail for detail in model["details"].values())
+            continue
+        sites = read_tables(profile)["x1_sites"].set_index(["precision", "length"])
+        for place, row in enumerate(read_tables(profile)["x1_windows"].itertuples()):
+            if (row.precision, row.length) in sites.index:
+                shares = model["details"][place]["blocks"]["kinds"]
+                np.testing.assert_allclose(shares, sites.loc[(row.precision, row.length)], rtol=6e-3)
+                assert sum(shares) == pytest.approx(1, abs=0.01)

@@ -582,3 +582,17 @@ def test_a_verdict_comes_first_in_a_row_of_the_comparison(committed):
     rows = re.findall(r'<tr><th scope="row">[^<]*<small>.*?</tr>', committed, re.S)
     assert len(rows) == 38
     assert all('<b class="verdict' in re.findall(r"<td.*?</td>", row, re.S)[0] for row in rows)
+
+
+def test_what_holds_on_toys_and_on_real_models_is_counted_apart(committed):
+    strip = strip_of(committed)
+    texts, training = [*strip.values()][1:3], [*strip.values()][3:]
+    found = {}
+    for kind, places in (("toy", (0, 1)), ("real", (2, 3))):
+        labels = [label for cells in texts for place in places for label in cells[place]]
+        found[kind] = (sum(label.startswith("holds:") for label in labels), len(labels))
+    lead = " ".join(words_of(committed)).partition("A square is one claim")[0]
+    assert "{} of {} hold on toy models".format(*found["toy"]) in lead
+    assert "{} of {} on real ones".format(*found["real"]) in lead
+    tried = [label for cells in training for label in cells[0] if not label.startswith("not run")]
+    assert f"{sum(label.startswith('holds:') for label in tried)} of {len(tried)} hold." in lead

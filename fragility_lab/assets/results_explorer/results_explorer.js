@@ -86,7 +86,8 @@
 
     const model = () => data.models[state.model], column = (key) => model().columns[key];
     const words = (key) => data.words[key] ?? key, about = (key) => data.axes?.[key] ?? {};
-    const detail = () => model().details?.[state.point] ?? {};
+    const detail = () => model().details?.[state.point] ?? {}, by = () => detail().by ?? data.blocks;
+    const looked = (point) => model().details?.[point] && !model().details[point].by;  // those of one window alone
     function name(point) {
       const window = column("window"), run = model().choices.map((choice) => choice.values[column(choice.key)[point]]);
       return [model().names?.[point] ?? `${data.point} ${window[point]}`, ...run].join(", ");
@@ -103,7 +104,7 @@
       for (const { key, values: possible, first, whole } of choices)
         if (state.chosen[key] === undefined || state.chosen[key] >= possible.length || (state.chosen[key] === null && !whole)) state.chosen[key] = first;
       const found = known().sort((i, j) => column(state.y)[j] - column(state.y)[i]);
-      if (!found.includes(state.point)) state.point = found.find((point) => model().details?.[point]) ?? found[0] ?? null;
+      if (!found.includes(state.point)) state.point = found.find(looked) ?? found[0] ?? null;
     }
     function menu(label, options, chosen, choose) {
       const own = `${id}${label.replace(/\W/g, "")}`;
@@ -154,7 +155,7 @@
         grid.push(element("svg:polyline", { points: along.map((i) => `${at(xs[i])},${up(ys[i])}`).join(" "), class: "rx-line" }));
       }
       const dots = points.map((point, i) => element("svg:circle", { cx: at(xs[i]).toFixed(1), cy: up(ys[i]).toFixed(1), r: point === state.point ? 6 : points.length > 300 ? 2.2 : 3.6,
-        class: `rx-dot${model().details?.[point] ? " rx-looked" : ""}${point === state.point ? " rx-chosen" : ""}`, "data-point": point }));
+        class: `rx-dot${looked(point) ? " rx-looked" : ""}${point === state.point ? " rx-chosen" : ""}`, "data-point": point }));
       dots.sort((a, b) => a.classList.contains("rx-chosen") - b.classList.contains("rx-chosen"));
       const tags = [], taken = [], order = points.map((_, i) => i).sort((i, j) => (points[j] === state.point) - (points[i] === state.point));
       for (const i of model().names ? order.filter((i) => points.length < 9 || points[i] === state.point) : []) {
@@ -180,10 +181,10 @@
       if (points.length < 2) return walk.replaceChildren();
       const slider = element("input", { id: own, type: "range", min: 0, max: points.length - 1, step: 1, "aria-valuetext": name(state.point), oninput: () => { state.point = points[slider.value]; update(); root.querySelector(`#${own}`).focus(); } });
       slider.value = points.indexOf(state.point);
-      const looked = points.filter((point) => model().details?.[point]), ahead = looked.find((point) => points.indexOf(point) > points.indexOf(state.point)) ?? looked[0];
+      const ringed = points.filter(looked), ahead = ringed.find((point) => points.indexOf(point) > points.indexOf(state.point)) ?? ringed[0];
       walk.replaceChildren(element("label", { for: own }, `${data.point}, by ${words(state.y)} `, slider),
-        ...(looked.length > 1 && looked.length < points.length ? [element("button", { type: "button", onclick: () => { state.point = ahead; update(); walk.querySelector("button").focus(); } }, `next ${data.point} with a ring`)] : []),
-        ...(looked.length && looked.length < points.length ? [element("p", { class: "rx-note" }, data.ringed)] : []));
+        ...(ringed.length > 1 && ringed.length < points.length ? [element("button", { type: "button", onclick: () => { state.point = ahead; update(); walk.querySelector("button").focus(); } }, `next ${data.point} with a ring`)] : []),
+        ...(ringed.length && ringed.length < points.length ? [element("p", { class: "rx-note" }, data.ringed)] : []));
     }
     function drawValues() {
       const hidden = new Set([...model().choices.map(({ key }) => key), "window", "overflow"]);
@@ -228,7 +229,7 @@
       if (token) parts.push(element("svg:polyline", { points: token.map((v, i) => `${at(i)},${up(v)}`).join(" "), class: "rx-line" }));
       const every = Math.ceil(own.length / 14);
       if (labels.length < 50) labels.forEach((text, i) => { if (i % every === 0) parts.push(element("svg:text", { x: at(i), y: height - 4, "text-anchor": "middle" }, String(i))); });
-      const svg = element("svg:svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${words(key)} by ${data.blocks}: ${labels[state.block]}, ${told(own[state.block])}`, onclick: (event) => {
+      const svg = element("svg:svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${words(key)} by ${by()}: ${labels[state.block]}, ${told(own[state.block])}`, onclick: (event) => {
         const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) * width / box.width;
         state.block = Math.max(0, Math.min(own.length - 1, Math.floor((x - left) / step))); drawText(); drawBlocks(); blocks.querySelector("input")?.focus();
       } }, parts);
@@ -241,7 +242,7 @@
       state.block = Math.min(state.block, labels.length - 1);
       const slider = element("input", { id: own, type: "range", min: 0, max: labels.length - 1, step: 1, "aria-valuetext": labels[state.block], oninput: () => { state.block = Number(slider.value); drawText(); drawBlocks(); root.querySelector(`#${own}`).focus(); } });
       slider.value = state.block;
-      blocks.replaceChildren(element("h4", {}, `By ${data.blocks}`), element("label", { for: own }, `${labels[state.block]} `, slider), ...found.map((series) => chart(series, labels)));
+      blocks.replaceChildren(element("h4", {}, `By ${by()}`), element("label", { for: own }, `${labels[state.block]} `, slider), ...found.map((series) => chart(series, labels)));
     }
     function update() { drawChoices(); drawPlot(); drawWalk(); if (state.point !== null) { drawValues(); drawText(); drawBlocks(); } }
 
