@@ -96,11 +96,8 @@ class Slope:
         if units < 2 or not self.share > 0:
             return False
         least = float(stats.t.isf(CHANCE, units - 1)) * self.error / times**0.5
-        if (
-            self.units > 1
-            and not self.suspect.rounds
-            and abs(self.size) + float(stats.t.isf(DOUBT, self.units - 1)) * self.error < 0.5
-        ):
+        doubt = float(stats.t.isf(DOUBT, max(self.units - 1, 1))) * self.error
+        if self.units > 1 and not self.suspect.rounds and abs(self.size) + doubt < 0.5:
             return False  # the engine does not do it
         return least < (self.size + self.error if self.suspect.rounds else 1.5)
 
