@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from fragility_engines.logs.sequences import read
 from fragility_lab import paths
 from fragility_lab.inputs.names import EMBEDDED
 
@@ -21,6 +20,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("make compare: an engine's log is compared, got none: give LOG=log.jsonl (docs/engines.md)")
     try:
         paths.require_folder_name(asked.results)
+        from fragility_engines.logs.sequences import read  # as all that takes a second to import: an interrupt may come
+
         for path in filter(None, (asked.log, asked.against)):
             read(path)
         # What follows takes seconds to import.

@@ -8,6 +8,7 @@ from pathlib import Path
 from fragility_lab.paths import CHECKPOINTS
 
 EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
+TITLES = {EMBEDDED: "the embedded GPT-2", "embedded-llama": "the embedded Llama"}
 NEEDED = {
     "model": "a local copy of a decoder saved as safetensors (save_pretrained), or a GGUF file",
     "tokenizer": "a folder that holds the model's tokenizer too (tokenizer.save_pretrained)",
@@ -55,6 +56,8 @@ def is_local(name: str) -> bool:
 
 def titled(name: str) -> str:
     """The model ``name`` as a title has it: a folder or file by its own name, without the way to it."""
+    if name in TITLES:
+        return TITLES[name]
     path = Path(os.path.abspath(name))
     if path.suffix.lower() == ".gguf":
         return f"{path.stem} (GGUF file)"

@@ -28,7 +28,8 @@ def test_the_embedded_default_has_a_name():
 
 
 TITLES = {
-    "embedded-llama": "embedded-llama",
+    "embedded": "the embedded GPT-2",
+    "embedded-llama": "the embedded Llama",
     "gpt2": "gpt2",
     "owner/model-1.5": "owner/model-1.5",
     "models/mine/": "mine",
