@@ -9,8 +9,9 @@ import pandas as pd
 from fragility_engines.comparison import figures
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.remedies import Remedy
+from fragility_engines.comparison.signs import described, patterns
 from fragility_engines.comparison.slopes import Slope
-from fragility_engines.comparison.verdict import Verdict, described, patterns
+from fragility_engines.comparison.verdict import Verdict
 from fragility_lab.diagnosis.causes import SITE_NAMES
 from fragility_lab.inputs.names import titled
 from fragility_lab.reporting.figures import uri

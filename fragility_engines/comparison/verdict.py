@@ -1,4 +1,4 @@
-"""The verdict on a gap, in a line, and what its excess looks like."""
+"""The verdict on a gap, in a line, and the search for its cause."""
 
 import re
 from collections.abc import Sequence
@@ -10,16 +10,13 @@ from fragility_engines.comparison.fitting import fitted
 from fragility_engines.comparison.gap import LESS, MORE, SURE, Gap, beyond, left
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.scoring import scored
+from fragility_engines.comparison.signs import GAIN
 from fragility_engines.comparison.slopes import Directions, Slope, likely, ranked, screened, slopes, tested
 from fragility_engines.suspects.recipes import recipes
 
 SHOWN = 8  # sequences in the line
-START, END = 16, 64  # tokens at the beginning and at the end of sequences
 LARGER = 1.1  # times the predicted change: a recipe that adds half of what rounding does gives 1.12
 SAME = 1e-5  # times the predicted change: no engine that rounds is so near
-LOUD = 2.0  # times MORE: a change that begins at a position
-GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
-FEW = 0.02  # of the tokens make half of the square
 APPOSED = re.compile(r"(, \S+ times its own)\b")  # a number beside a name
 CODE = re.compile(r"\w+[_.]")  # a name in the model, which has its own case
 BETWEEN_COMMAS = r"\1,"
@@ -139,67 +136,6 @@ def as_good(cause: Slope | None, named: Sequence[Slope]) -> str:
     most = ALIKE * (1 - cause.share)
     others = [each for each in named if each.full and each is not cause and 1 - each.share < most]
     return max(others, key=lambda each: each.share).suspect.name if others else ""
-
-
-def patterns(gap: Gap) -> dict[str, float]:
-    """Numbers that tell kinds of excess apart, in units of the predicted RMS unless said otherwise.
-
-    ``start`` and ``end`` are the RMS over the first START and the last END scored tokens of the sequences; ``mean`` is
-    the mean change; ``gain`` the same in nats; ``few`` the share of tokens that make half of the square; ``largest``
-    the share of the square that one sequence makes, relative to an equal share; ``begins`` the position from which on
-    the change is more than rounding, where it is none before; 0 where it is not so.
-    """
-    tokens, unit = gap.tokens, gap.predicted
-    by = tokens.groupby("sequence")
-    squares = np.sort(tokens.change.to_numpy() ** 2)[::-1]
-    half = int(np.searchsorted(squares.cumsum(), squares.sum() / 2)) + 1
-    sums = by.change.apply(lambda x: (x**2).mean())
-
-    def rms(rows) -> float:
-        return float((rows.change**2).mean() ** 0.5 / unit)
-
-    return {
-        "start": rms(by.head(START)), "end": rms(by.tail(END)), "mean": float(tokens.change.mean() / unit),
-        "gain": float(tokens.change.mean()), "few": half / len(squares),
-        "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0, "begins": begins(gap),
-    }  # fmt: skip
-
-
-def begins(gap: Gap) -> int:
-    """The last position before which the change of ``gap`` is rounding, if it is much more from there on; or 0."""
-    tokens = gap.tokens
-    squares = tokens[["change", "rounding"]].pow(2).groupby(tokens.position).sum()
-    sums, starts = squares.cumsum(), squares.index[START:-START]
-    after = squares.sum() - sums
-    scale = gap.predicted**2 * len(tokens) / squares.rounding.sum()  # of a prediction to the emulated pass
-    calm = [at for at in starts if sums.change[at] < MORE**2 * scale * sums.rounding[at]]
-    loud = [at for at in calm if after.change[at] > LOUD**2 * MORE**2 * scale * after.rounding[at]]
-    return int(loud[-1]) + 1 if loud else 0
-
-
-def described(found: dict[str, float]) -> list[str]:
-    """What ``patterns`` point to, in words; empty where they point to nothing."""
-    texts = []
-    if found["start"] > 2 * found["end"]:
-        texts.append("The change is largest at the start of sequences: BOS, padding, or the template.")
-    if found["end"] > 1.5 * found["start"] and found["end"] > MORE:
-        texts.append("The change grows with the position: RoPE, a window of attention, or the cache.")
-    if found["begins"]:
-        text = f"The change is rounding up to position {found['begins'] - 1} of the sequences, and more after it"
-        texts.append(f"{text}: there ends a prefix or block of the cache, a chunk of the prompt, or a window.")
-    if found["gain"] > GAIN:
-        text = (
-            f"The engine finds the tokens more probable than what it is held against, by {found['gain']:.2g} nats each"
-        )
-        texts.append(f"{text}: the log has other tokens than those that were scored, or this is another model.")
-    elif abs(found["mean"]) > 0.5 and abs(found["mean"]) > 0.2 * max(found["start"], found["end"]):
-        texts.append("All log-probabilities move the same way: a temperature, scale or softcap, or worse weights.")
-    if found["few"] < FEW:
-        share = f"{found['few']:.1%} of the tokens"
-        texts.append(f"{share} make half of the square: routing, near-ties, or an attention sink.")
-    if found["largest"] > 3:
-        texts.append("One sequence has most of the change: another template, or a truncation.")
-    return texts
 
 
 def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:

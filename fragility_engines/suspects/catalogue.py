@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.models.norms import epsilon_name, known_norm
 from fragility_core.models.paths import branch_paths
 from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.outputs import multiplied
 from fragility_engines.suspects.rotary import rotary
 from fragility_engines.suspects.sampling import heated
 from fragility_engines.suspects.suspect import Suspect, assigning, change, having
@@ -164,21 +163,8 @@ def moved(by: float, weight: Tensor) -> nn.Parameter:
 def places(model: PreTrainedModel) -> list[Suspect]:
     """Suspects of one place: each branch of each block, left out for whatever is wrong in it."""
     look = "the weights of this branch, the order of its heads, and the kernel that the engine runs for it"
-    return [Suspect(f"{PLACE}{path}", look, partial(without, path), place=True) for path in branch_paths(model)]
-
-
-@contextmanager
-def without(path: str, model: PreTrainedModel) -> Iterator[None]:
-    """A context in which the branch at ``path`` adds nothing to the residual stream."""
-
-    def nothing(module: nn.Module, args: tuple, output: Any) -> Any:
-        return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
-
-    handle = model.get_submodule(path).register_forward_hook(nothing)
-    try:
-        yield
-    finally:
-        handle.remove()
+    paths = {path: [model.get_submodule(path)] for path in branch_paths(model)}
+    return [Suspect(f"{PLACE}{path}", look, partial(multiplied, found, 0), place=True) for path, found in paths.items()]
 
 
 def suspects(model: PreTrainedModel, facts: Facts) -> list[Suspect]:

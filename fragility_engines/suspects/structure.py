@@ -5,7 +5,6 @@ They are tried where no setting explains a gap: each is a mistake of the engine'
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -22,11 +21,11 @@ from fragility_core.models.paths import (
     attention_modules,
     block_paths,
     embedding_paths,
-    forward_hook,
     is_linear,
     is_norm,
     norm_paths,
 )
+from fragility_engines.suspects.outputs import again, multiplied, passing
 from fragility_engines.suspects.suspect import Suspect, assigning, change, having
 from fragility_engines.suspects.windows import masks
 
@@ -62,7 +61,11 @@ def in_one_block(model: PreTrainedModel, path: str, names: Collection[str] | Non
 
 def around(model: PreTrainedModel, path: str) -> list[Suspect]:
     """The suspects of the block at ``path`` by itself, and of the weights of its neighbours."""
-    paths, own = block_paths(model), in_one_block(model, path)
+    paths, own, block = block_paths(model), in_one_block(model, path), [model.get_submodule(path)]
+    own += [
+        Suspect(f"{path} left out", CODE, partial(passing, block)),
+        Suspect(f"{path} run twice", CODE, partial(again, block)),
+    ]
     at = paths.index(path)
     for other in (paths[beside] for beside in (at - 1, at + 1) if 0 <= beside < len(paths)):
         one, two = model.get_submodule(path), model.get_submodule(other)
@@ -212,17 +215,6 @@ def twice(groups: Mapping[str, Sequence[Any]]) -> Iterator[Suspect]:
         yield Suspect(f"{name} applied twice", CODE, partial(again, modules))
 
 
-@contextmanager
-def again(modules: Sequence[nn.Module], model: nn.Module) -> Iterator[None]:
-    """A context in which what ``modules`` give goes through them again."""
-    handles = [forward_hook(one, lambda module, args, output: module.forward(output)) for one in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def order(model: PreTrainedModel) -> Iterator[Suspect]:
     """Suspects of blocks that have the weights of others, as a loader counts or sorts them."""
     blocks: list[nn.Module] = [model.get_submodule(path) for path in block_paths(model)]
@@ -248,17 +240,6 @@ def taken(one: nn.Module, other: nn.Module) -> Values:
     theirs = dict(other.named_parameters())
     holders = [(name, *name.rpartition(".")[::2]) for name in shapes(one)]
     return [(one.get_submodule(path), last, theirs[name]) for name, path, last in holders]
-
-
-@contextmanager
-def passing(modules: Sequence[nn.Module], model: nn.Module) -> Iterator[None]:
-    """A context in which ``modules`` give back what they are given."""
-    handles = [forward_hook(module, lambda module, args, output: args[0]) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def fresh(norm: Any) -> Values:
@@ -330,15 +311,5 @@ def embedded(model: PreTrainedModel) -> Iterator[Suspect]:
         yield Suspect(
             f"embeddings {words} by the root of their width",
             "the scale of embeddings",
-            partial(scaled, embedding, factor),
+            partial(multiplied, [embedding], factor),
         )
-
-
-@contextmanager
-def scaled(module: nn.Module, factor: float, model: nn.Module) -> Iterator[None]:
-    """A context in which what ``module`` gives is multiplied by ``factor``."""
-    handle = forward_hook(module, lambda module, args, output: output * factor)
-    try:
-        yield
-    finally:
-        handle.remove()

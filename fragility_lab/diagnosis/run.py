@@ -113,9 +113,8 @@ def measure_windows(work: Work) -> None:
 
 def mend_overflows(work: Work) -> None:
     """Look for the cheapest plan that brings back the windows that overflow."""
-    work.found.remedy = remedy.find(
-        work.model, work.low, made(work.found.prediction), work.tokens, work.request.execution
-    )  # fmt: skip
+    prediction = made(work.found.prediction)
+    work.found.remedy = remedy.find(work.model, work.low, prediction, work.tokens, work.request.execution)
 
 
 def predict_mended(work: Work) -> None:
@@ -132,11 +131,6 @@ def predict_mended(work: Work) -> None:
     if found.referenced:
         measured, _ = measure(mended, work.model, tokens.split(1), "with what brings windows back")
         found.mended = found.mended.join(measured.drop(columns="window"))
-
-
-def may_be_mended(work: Work) -> bool:
-    """True if windows overflow where the project rounds: what came rounded has no other form to try."""
-    return len(work.finite_windows) < len(work.tokens) and work.loaded.rounded is None
 
 
 def choose_plan(work: Work) -> None:
@@ -246,7 +240,10 @@ class Step:
 STEPS = (
     Step("prediction", "predicting", predict_windows),
     Step("measurement", "measuring", measure_windows),
-    Step("remedy", "mending what overflows", mend_overflows, ("prediction",), may_be_mended),
+    Step(
+        "remedy", "mending what overflows", mend_overflows, ("prediction",),  # what came rounded has no other form
+        lambda work: len(work.finite_windows) < len(work.tokens) and work.loaded.rounded is None,
+    ),
     Step(
         "mended", "predicting what is mended", predict_mended, ("remedy",),
         lambda work: made(work.found.remedy).plan is not None,

@@ -6,7 +6,7 @@ passes whose errors have random signs. Measurements come from the pass that runs
 on another grid.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -115,6 +115,7 @@ def errors_by_token(
     if not windows or draws < 1:
         raise ValueError(f"errors by token need windows and draws, got {len(windows)} and {draws}")
     grids = scales(low.format, passes)[1:] if passes else []
+    stored: Callable = realisations.stored.round if realisations.stored else Tensor.float  # as the head stores logits
     predicted, measured, competitions = {}, {}, {}
     config = realisations.adjoint.model.config.get_text_config()
     largest = next(iter(windows.values())).shape[1] * config.vocab_size
@@ -128,7 +129,7 @@ def errors_by_token(
         exact = realisations.exact(run)
         moved = [realisations.draw(run) for _ in range(draws)]  # the errors of a weight are the same in all windows
         for number, window in group.items():
-            drawn = [(final, as_stored(logits, realisations)) for final, logits in (each[number] for each in moved)]
+            drawn = [(final, stored(logits).float()) for final, logits in (each[number] for each in moved)]
             predicted[number] = mean([squares(each, exact[number], window) for each in drawn])
             logits = [each[number][1] for each in moved]
             competitions[number] = competition(exact[number][1], logits, realisations.stored)
@@ -148,11 +149,6 @@ def batched(values: Iterable, size: int) -> Iterator[tuple]:
     values = iter(values)
     while some := tuple(islice(values, size)):
         yield some
-
-
-def as_stored(logits: Tensor, realisations: ErrorSamples) -> Tensor:
-    """``logits`` as the head stores them."""
-    return logits if realisations.stored is None else realisations.stored.round(logits).float()
 
 
 def mean(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:

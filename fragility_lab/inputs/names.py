@@ -56,12 +56,10 @@ def is_local(name: str) -> bool:
 
 def titled(name: str) -> str:
     """The model ``name`` as a title has it: a folder or file by its own name, without the way to it."""
-    if name in TITLES:
-        return TITLES[name]
     path = Path(os.path.abspath(name))
     if path.suffix.lower() == ".gguf":
         return f"{path.stem} (GGUF file)"
-    return path.name if is_local(name) else name
+    return TITLES.get(name, path.name if is_local(name) else name)
 
 
 def embedded_checkpoints() -> list[str]:

@@ -158,11 +158,6 @@ def recipe_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return known["measured"].astype(float).join(ratios).reset_index()
 
 
-def with_errors(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """``table`` with each of ``columns`` as text with its standard error, from the column of that error."""
-    return table.assign(**{x: [f"{a:.2f} ± {b:.2f}" for a, b in zip(table[x], table[f"{x}_error"])] for x in columns})
-
-
 def within(tables: Tables) -> dict[str, int]:
     """The number of recipes of X2 whose prediction is as close as was aimed for, by quantity, and of plans."""
     rows = pd.concat([tables["x2_recipes"], tables["x2_flips"]])
@@ -191,11 +186,14 @@ def quantization(tables: Tables, second: Tables) -> dict[str, object]:
     pairs = measured.pivot(index=["schemes", "number"], columns="chosen_by", values="measured")
     halves = tables["x2_growth"].assign(text=intervals(tables["x2_growth"]))
     grown = halves.pivot(index="recipe", columns="quantity", values="ratio")
+    signed, shares = tables["x2_coherence"], ("inside", "between", "overall")
     return {
         "recipes": beside("x2_recipes", tables, second),
         "halves": halves.pivot(index="recipe", columns="quantity", values="text").loc[grown.index].reset_index(),
         "largest_remainder": max(each["x2_coherence"].remainder.max() for each in (tables, second)),
-        "coherent": with_errors(tables["x2_coherence"], "inside", "between", "overall"),
+        "coherent": signed.assign(
+            **{x: [f"{a:.2f} ± {b:.2f}" for a, b in zip(signed[x], signed[f"{x}_error"])] for x in shares}
+        ),
         "explained": ratios.corrwith(grown, method="spearman"),
         "choices": beside("x2_flips", tables, second),
         "within": within(tables),

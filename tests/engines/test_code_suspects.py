@@ -13,8 +13,9 @@ from transformers import Gemma3TextConfig, Qwen3Config
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
+from fragility_engines.comparison.signs import begins, described, patterns
 from fragility_engines.comparison.slopes import Slope, slope
-from fragility_engines.comparison.verdict import begins, described, judge, patterns
+from fragility_engines.comparison.verdict import judge
 from fragility_engines.proving.ground import given
 from fragility_engines.proving.variations import Variation, narrow, native
 from fragility_engines.suspects.rotary import rotary
@@ -62,6 +63,16 @@ def normed_twice(model):
     norm.forward = lambda x: once(once(x))
 
 
+def without_a_block(model):
+    del model.model.layers[len(model.model.layers) // 2]
+
+
+def a_block_twice(model):
+    block = middle(model)
+    once = block.forward
+    block.forward = lambda hidden, **options: once(once(hidden, **options), **options)
+
+
 def neighbours(model):
     at = len(model.model.layers) // 2
     traded(model.model.layers[at - 1], model.model.layers[at])
@@ -75,6 +86,8 @@ FAULTS = {
     "k_proj and v_proj in each other's place in model.layers.{middle}": keys_for_values,
     "no biases of v_proj in self_attn": no_bias_of_values,
     "model.norm applied twice": normed_twice,
+    "model.layers.{middle} left out": without_a_block,
+    "model.layers.{middle} run twice": a_block_twice,
 }
 
 
@@ -248,3 +261,27 @@ def test_a_change_that_begins_at_a_position_is_told(start):
     assert begins(gap) == start + 1  # the token after the first one that sees less
     assert any(f"up to position {start} of the sequences" in text for text in described(patterns(gap)))
     assert begins(given(ground.gap, native()(ground.model, WINDOWS).numpy().ravel())) == 0
+
+
+TOKEN = 61  # in several of the windows
+
+
+def other_row(name, low):
+    """A row of the embedding, or of the head, that another token has."""
+    weight = getattr(low, name)().weight
+    weight.data[TOKEN] = weight.data[TOKEN - 1].clone()
+
+
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [
+        ("get_input_embeddings", f"rounding until token {TOKEN} is read"),
+        ("get_output_embeddings", f"is where token {TOKEN} is scored"),
+    ],
+)
+def test_a_token_whose_row_is_wrong_is_told(ground, name, sign):
+    gap, verdict = ground.judged(Variation(name, native(partial(other_row, name))))
+    assert verdict.kind == "more" and (verdict.cause is None or verdict.partial), verdict.line
+    assert any(sign in text for text in described(patterns(gap)))
+    harmless = given(ground.gap, native()(ground.model, WINDOWS).numpy().ravel())
+    assert patterns(harmless)["read"] is patterns(harmless)["scored"] is None

@@ -11,8 +11,9 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.measuring import AtPositions, measure
+from fragility_engines.comparison.signs import described, patterns
 from fragility_engines.comparison.slopes import Directions, Slope, screened, slope, slope_of, slopes
-from fragility_engines.comparison.verdict import described, judge, patterns
+from fragility_engines.comparison.verdict import judge
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import Facts, suspects
 from fragility_engines.suspects.suspect import Suspect, logprobs

@@ -1,0 +1,120 @@
+"""Signs of what makes a gap: what its excess looks like, in numbers and in words."""
+
+from typing import Any
+
+import numpy as np
+
+from fragility_engines.comparison.gap import MORE, Gap
+
+START, END = 16, 64  # tokens at the beginning and at the end of sequences
+LOUD = 2.0  # times MORE: a change that begins at a position, or with a token
+GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
+FEW = 0.02  # of the tokens make half of the square
+
+
+def patterns(gap: Gap) -> dict[str, Any]:
+    """Numbers that tell kinds of excess apart, in units of the predicted RMS unless said otherwise.
+
+    ``start`` and ``end`` are the RMS over the first START and the last END scored tokens of the sequences; ``mean`` is
+    the mean change; ``gain`` the same in nats; ``few`` the share of tokens that make half of the square; ``largest``
+    the share of the square that one sequence makes, relative to an equal share; ``begins`` the position from which on
+    the change is more than rounding, where it is none before; 0 where it is not so. ``read`` and ``scored`` are the ids
+    of a token that ``begins_with`` and ``stands_at`` find, or None.
+    """
+    tokens, unit = gap.tokens, gap.predicted
+    by = tokens.groupby("sequence")
+    squares = np.sort(tokens.change.to_numpy() ** 2)[::-1]
+    half = int(np.searchsorted(squares.cumsum(), squares.sum() / 2)) + 1
+    sums = by.change.apply(lambda x: (x**2).mean())
+
+    def rms(rows) -> float:
+        return float((rows.change**2).mean() ** 0.5 / unit)
+
+    return {
+        "start": rms(by.head(START)), "end": rms(by.tail(END)), "mean": float(tokens.change.mean() / unit),
+        "gain": float(tokens.change.mean()), "few": half / len(squares),
+        "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0, "begins": begins(gap),
+        "read": begins_with(gap), "scored": stands_at(gap),
+    }  # fmt: skip
+
+
+def begins(gap: Gap) -> int:
+    """The last position before which the change of ``gap`` is rounding, if it is much more from there on; or 0."""
+    tokens = gap.tokens
+    squares = tokens[["change", "rounding"]].pow(2).groupby(tokens.position).sum()
+    sums, starts = squares.cumsum(), squares.index[START:-START]
+    after = squares.sum() - sums
+    scale = scale_of(gap)
+    calm = [at for at in starts if sums.change[at] < MORE**2 * scale * sums.rounding[at]]
+    loud = [at for at in calm if after.change[at] > LOUD**2 * MORE**2 * scale * after.rounding[at]]
+    return int(loud[-1]) + 1 if loud else 0
+
+
+def described(found: dict[str, Any]) -> list[str]:
+    """What ``patterns`` point to, in words; empty where they point to nothing."""
+    texts = []
+    if found["start"] > 2 * found["end"]:
+        texts.append("The change is largest at the start of sequences: BOS, padding, or the template.")
+    if found["end"] > 1.5 * found["start"] and found["end"] > MORE:
+        texts.append("The change grows with the position: RoPE, a window of attention, or the cache.")
+    if found["begins"]:
+        text = f"The change is rounding up to position {found['begins'] - 1} of the sequences, and more after it"
+        texts.append(f"{text}: there ends a prefix or block of the cache, a chunk of the prompt, or a window.")
+    if found["read"] is not None:
+        text = f"The change is rounding until token {found['read']} is read, and more after it"
+        texts.append(f"{text}: look at its row of the embedding, and at added tokens whose rows were not loaded.")
+    if found["scored"] is not None:
+        text = f"Most of the square is where token {found['scored']} is scored"
+        texts.append(f"{text}: look at its row of the head, and at a bias or ban on its logit.")
+    if found["gain"] > GAIN:
+        text = (
+            f"The engine finds the tokens more probable than what it is held against, by {found['gain']:.2g} nats each"
+        )
+        texts.append(f"{text}: the log has other tokens than those that were scored, or this is another model.")
+    elif abs(found["mean"]) > 0.5 and abs(found["mean"]) > 0.2 * max(found["start"], found["end"]):
+        texts.append("All log-probabilities move the same way: a temperature, scale or softcap, or worse weights.")
+    if found["few"] < FEW and found["scored"] is None:
+        share = f"{found['few']:.1%} of the tokens"
+        texts.append(f"{share} make half of the square: routing, near-ties, or an attention sink.")
+    if found["largest"] > 3:
+        texts.append("One sequence has most of the change: another template, or a truncation.")
+    return texts
+
+
+def begins_with(gap: Gap) -> int | None:
+    """The token until which the change of ``gap`` is rounding, if it is much more once the token is read; or None.
+
+    It must have been read in several sequences. Of such tokens it is the one before which most tokens are calm.
+    """
+    squares = gap.tokens[["change", "rounding"]] ** 2
+    total, scale = squares.sum(), scale_of(gap)
+    after: dict[int, np.ndarray] = {}  # squares of change and rounding, number of tokens, and 1 a sequence
+    for _, rows in gap.tokens.sort_values("position").groupby("sequence"):
+        own = squares.loc[rows.index].to_numpy()
+        rest = own.sum(0) - own.cumsum(0)
+        for at in np.unique(rows.token, return_index=True)[1]:
+            token, behind = int(rows.token.iloc[at]), len(rows) - at - 1
+            after[token] = after.get(token, np.zeros(4)) + np.array([*rest[at], behind, 1])
+    found = {
+        token: behind
+        for token, (change, rounding, behind, sequences) in after.items()
+        if sequences > 1 and behind >= START and len(squares) - behind >= START
+        and total.change - change < MORE**2 * scale * (total.rounding - rounding)
+        and change > LOUD**2 * MORE**2 * scale * rounding
+    }  # fmt: skip
+    return min(found, key=lambda token: found[token]) if found else None
+
+
+def stands_at(gap: Gap) -> int | None:
+    """The token that has most of the square of ``gap`` where it is scored, and in most of these places; or None."""
+    squares = gap.tokens.change**2
+    by = squares.groupby(gap.tokens.token)
+    token = by.sum().idxmax()
+    own = by.get_group(token)
+    loud = own.median() > LOUD**2 * MORE**2 * gap.predicted**2
+    return int(token) if loud and len(own) > 1 and own.sum() > squares.sum() / 2 else None
+
+
+def scale_of(gap: Gap) -> float:
+    """The square of the prediction over that of the emulated pass."""
+    return gap.predicted**2 * len(gap.tokens) / float((gap.tokens.rounding**2).sum())
