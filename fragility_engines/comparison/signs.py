@@ -57,7 +57,7 @@ def described(found: dict[str, Any]) -> list[str]:
         texts.append("The change is largest at the start of sequences: BOS, padding, or the template.")
     if found["end"] > 1.5 * found["start"] and found["end"] > MORE:
         texts.append("The change grows with the position: RoPE, a window of attention, or the cache.")
-    if found["begins"]:
+    if found["begins"] and found["read"] is None:
         text = f"The change is rounding up to position {found['begins'] - 1} of the sequences, and more after it"
         texts.append(f"{text}: there ends a prefix or block of the cache, a chunk of the prompt, or a window.")
     if found["read"] is not None:
@@ -84,25 +84,18 @@ def described(found: dict[str, Any]) -> list[str]:
 def begins_with(gap: Gap) -> int | None:
     """The token until which the change of ``gap`` is rounding, if it is much more once the token is read; or None.
 
-    It must have been read in several sequences. Of such tokens it is the one before which most tokens are calm.
+    It must have been read in several sequences, and not at one position of all: the position is another sign. Of such
+    tokens it is the one before which most tokens are calm.
     """
-    squares = gap.tokens[["change", "rounding"]] ** 2
-    total, scale = squares.sum(), scale_of(gap)
-    after: dict[int, np.ndarray] = {}  # squares of change and rounding, number of tokens, and 1 a sequence
-    for _, rows in gap.tokens.sort_values("position").groupby("sequence"):
-        own = squares.loc[rows.index].to_numpy()
-        rest = own.sum(0) - own.cumsum(0)
-        for at in np.unique(rows.token, return_index=True)[1]:
-            token, behind = int(rows.token.iloc[at]), len(rows) - at - 1
-            after[token] = after.get(token, np.zeros(4)) + np.array([*rest[at], behind, 1])
-    found = {
-        token: behind
-        for token, (change, rounding, behind, sequences) in after.items()
-        if sequences > 1 and behind >= START and len(squares) - behind >= START
-        and total.change - change < MORE**2 * scale * (total.rounding - rounding)
-        and change > LOUD**2 * MORE**2 * scale * rounding
-    }  # fmt: skip
-    return min(found, key=lambda token: found[token]) if found else None
+    tokens = gap.tokens.sort_values(["sequence", "position"], ignore_index=True)
+    squares = (tokens[["change", "rounding"]] ** 2).assign(count=1)
+    own = squares.groupby(tokens.sequence)
+    first = tokens[~tokens.duplicated(["sequence", "token"])]
+    after = (own.transform("sum") - own.cumsum()).loc[first.index].groupby(first.token).sum()
+    before, limit = squares.sum() - after, MORE**2 * scale_of(gap)
+    fits = (before.change < limit * before.rounding) & (after.change > LOUD**2 * limit * after.rounding)
+    fits &= (before["count"] >= START) & (after["count"] >= START) & (first.groupby("token").position.nunique() > 1)
+    return int(after["count"][fits].idxmin()) if fits.any() else None
 
 
 def stands_at(gap: Gap) -> int | None:

@@ -21,7 +21,7 @@ from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import PLACE, places
 from fragility_engines.suspects.numbers import Number, numbers
 from fragility_engines.suspects.sampling import sampling
-from fragility_engines.suspects.structure import around, in_one_block, structure
+from fragility_engines.suspects.structure import around, in_one_block, runs, structure
 from fragility_engines.suspects.suspect import Suspect, read, score
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
@@ -147,6 +147,11 @@ class Directions:
         best = max((each for each in found if each.suspect.place), key=lambda each: each.share, default=None)
         block = None if best is None else block_of(best.suspect.name.removeprefix(PLACE))
         return around(self.model, block[0]) if block else []
+
+    @cached_property
+    def runs(self) -> list[Suspect]:
+        """The suspects of whole blocks."""
+        return [*runs(self.model)]
 
     @cached_property
     def places(self) -> list[Suspect]:

@@ -145,7 +145,7 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     those that need no pass. Of the others only the best over its ``screened`` part are, as what they do is either there
     or not. Where none explains SURE of the rest, what all blocks have in common is tried, then numbers are fitted.
     Where no cause is found, or one that explains less, recipes are tried for a gap LARGER than rounding, and the scales
-    of layers for any. Where these do not explain CLEAR of it, places are tried over the part.
+    of layers for any. Where these do not explain CLEAR of it, whole blocks are tried, then places over the part.
     """
     part = screened(gap)
     whole = [suspect for suspect in directed.tried if suspect.slope or suspect.same_pass]
@@ -162,6 +162,8 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         further += tested(gap, part, recipes(directed.model, gap.recipe), directed)
     if undecided(gap, [*found, *further]):
         further += scored(gap, directed)
+    if judge(gap).kind == "more" and unexplained(gap, [*found, *further], CLEAR):
+        further += tested(gap, part, directed.runs, directed)
     if judge(gap).kind == "more" and unexplained(gap, [*found, *further], CLEAR):
         further += likely(part, part, directed.places, directed)
         further += tested(gap, part, directed.around(further), directed)

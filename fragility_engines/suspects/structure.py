@@ -61,11 +61,7 @@ def in_one_block(model: PreTrainedModel, path: str, names: Collection[str] | Non
 
 def around(model: PreTrainedModel, path: str) -> list[Suspect]:
     """The suspects of the block at ``path`` by itself, and of the weights of its neighbours."""
-    paths, own, block = block_paths(model), in_one_block(model, path), [model.get_submodule(path)]
-    own += [
-        Suspect(f"{path} left out", CODE, partial(passing, block)),
-        Suspect(f"{path} run twice", CODE, partial(again, block)),
-    ]
+    paths, own = block_paths(model), in_one_block(model, path)
     at = paths.index(path)
     for other in (paths[beside] for beside in (at - 1, at + 1) if 0 <= beside < len(paths)):
         one, two = model.get_submodule(path), model.get_submodule(other)
@@ -74,6 +70,14 @@ def around(model: PreTrainedModel, path: str) -> list[Suspect]:
             both = [*taken(one, two), *taken(two, one)]
             own.append(Suspect(f"{path} and {other} in each other's place", LOADED, assigning(both)))
     return own
+
+
+def runs(model: PreTrainedModel) -> Iterator[Suspect]:
+    """Suspects of blocks that an engine leaves out or runs twice."""
+    for path in block_paths(model):
+        block = [model.get_submodule(path)]
+        yield Suspect(f"{path} left out", CODE, partial(passing, block))
+        yield Suspect(f"{path} run twice", CODE, partial(again, block))
 
 
 def inside(model: PreTrainedModel, blocks: Sequence[str], kind: Callable[[nn.Module], bool]) -> dict[str, list[Any]]:

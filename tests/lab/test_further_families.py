@@ -330,7 +330,7 @@ def test_every_suspect_of_a_comparison_runs(name):
     before = logprobs(model, TOKENS[0])
     directed = Directions(model, log, suspects(model, Facts.of(log, 0)))
     first = block_paths(model)[0]
-    known = [*directed.tried, *directed.structure, *in_one_block(model, first), *around(model, first)]
+    known = [*directed.tried, *directed.structure, *directed.runs, *in_one_block(model, first), *around(model, first)]
     caches = [each for each in recipes(model, get_recipe("bf16")) if each.mend == CACHE]
     for suspect in [*known, *caches, *(number.usual[0] for number in directed.numbers)]:
         score(model, TOKENS[0], suspect)
