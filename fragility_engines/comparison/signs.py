@@ -110,4 +110,4 @@ def stands_at(gap: Gap) -> int | None:
 
 def scale_of(gap: Gap) -> float:
     """The square of the prediction over that of the emulated pass."""
-    return gap.predicted**2 * len(gap.tokens) / float((gap.tokens.rounding**2).sum())
+    return gap.predicted**2 * len(gap.tokens) / (gap.tokens.rounding**2).sum()
