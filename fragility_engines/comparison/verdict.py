@@ -145,7 +145,8 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     those that need no pass. Of the others only the best over its ``screened`` part are, as what they do is either there
     or not. Where none explains SURE of the rest, what all blocks have in common is tried, then numbers are fitted.
     Where no cause is found, or one that explains less, recipes are tried for a gap LARGER than rounding, and the scales
-    of layers for any. Where these do not explain CLEAR of it, whole blocks are tried, then places over the part.
+    of layers for any. Where these do not explain CLEAR of it, whole blocks are tried; and unless one explains SURE of
+    it, places over the part: a block left out is much like its attention left out.
     """
     part = screened(gap)
     whole = [suspect for suspect in directed.tried if suspect.slope or suspect.same_pass]
@@ -164,9 +165,9 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         further += scored(gap, directed)
     if judge(gap).kind == "more" and unexplained(gap, [*found, *further], CLEAR):
         further += tested(gap, part, directed.runs, directed)
-    if judge(gap).kind == "more" and unexplained(gap, [*found, *further], CLEAR):
-        further += likely(part, part, directed.places, directed)
-        further += tested(gap, part, directed.around(further), directed)
+        if unexplained(gap, [*found, *further], SURE):
+            further += likely(part, part, directed.places, directed)
+            further += tested(gap, part, directed.around(further), directed)
     return found, ranked(further)
 
 

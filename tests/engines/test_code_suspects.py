@@ -98,6 +98,15 @@ def test_a_fault_of_all_blocks_or_of_one_is_named(ground, cause):
     assert verdict.cause is not None and verdict.cause.suspect.name == name and not verdict.partial, verdict.line
 
 
+def test_a_branch_left_out_is_not_called_its_block(ground):
+    def without(model):
+        middle(model).self_attn.o_proj.weight.zero_()
+
+    _, verdict = ground.judged(Variation("no attention", native(without)))
+    named = f"something in model.layers.{len(ground.model.model.layers) // 2}.self_attn"
+    assert verdict.cause is not None and verdict.cause.suspect.name == named, verdict.line
+
+
 @pytest.mark.parametrize("depth", [2, 6])
 def test_blocks_in_each_others_place_are_named(depth):
     """One of the two must be the place that explains most, as in no random model of 40 blocks."""
