@@ -778,7 +778,7 @@ def test_a_mismatch_beyond_the_first_order_is_said(tiny_tokens, format, beyond):
         windows = found.prediction.windows.assign(predicted=factor * found.measured.mismatch)
         off = part(replace(grown, prediction=replace(found.prediction, windows=windows)), "summary")
         assert "Here it grows with exponent 1.00, not 2:" in off
-        assert f"The prediction is {factor:.2g} times the measurement." in off
+        assert f"The prediction is {factor:#.2g} times the measurement." in off
         assert ("Do not trust the predicted size here." in off) is warned
     assert "Half of every error is emulated." in part(replace(found, execution="native"), "summary")
 
@@ -796,7 +796,7 @@ def test_a_prediction_that_misses_where_few_tokens_decide_says_so(tiny_tokens, t
     known.loc[3, column] = 100 * known[column].sum()
     told = part(replace(found, by_token=replace(found.by_token, measured=known)), "summary")
     assert "Do not trust" not in told and "a few tokens decide 1 of 3 windows" in told
-    assert "For the median token the prediction is 1 times the measurement." in told
+    assert "For the median token the prediction is 1.0 times the measurement." in told
 
 
 def test_a_model_that_does_not_know_the_text_is_said(found, found_page):
