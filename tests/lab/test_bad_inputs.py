@@ -8,7 +8,7 @@ import yaml
 from bad_inputs import KINDS
 
 from fragility_lab.inputs.names import NEEDED
-from fragility_lab.paths import PROJECT
+from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.running import execute
 from fragility_numerics.formats import FORMATS, NARROW
 from fragility_quantization.recipes import RECIPES
@@ -33,6 +33,7 @@ NAMES = {
     "notebooks": ", ".join(execute.notebook_names()),
     "parameters": ", ".join(execute.defaults(execute.notebook_path("e2_predictor"))),
     "project": str(PROJECT),
+    "results": ", ".join(sorted(found.parts[-3] for found in OUTPUTS.glob("*/tables/claims.csv"))),  # runs leave more
     "way_out_model": way_out("model", "MODEL"),
     "way_out_tokenizer": way_out("tokenizer", "MODEL"),
     "way_out_text": way_out("text", "DATA"),
