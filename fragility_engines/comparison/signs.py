@@ -84,18 +84,23 @@ def described(found: dict[str, Any]) -> list[str]:
 def begins_with(gap: Gap) -> int | None:
     """The token until which the change of ``gap`` is rounding, if it is much more once the token is read; or None.
 
-    It must have been read in several sequences, and not at one position of all: the position is another sign. Of such
-    tokens it is the one before which most tokens are calm.
+    It must be so in each of several sequences, and not at one position of all: the position is another sign. Of such
+    tokens it is the one that parts the changes best into small and large ones, as normal ones of two variances.
     """
     tokens = gap.tokens.sort_values(["sequence", "position"], ignore_index=True)
     squares = (tokens[["change", "rounding"]] ** 2).assign(count=1)
     own = squares.groupby(tokens.sequence)
     first = tokens[~tokens.duplicated(["sequence", "token"])]
-    after = (own.transform("sum") - own.cumsum()).loc[first.index].groupby(first.token).sum()
+    behind = (own.transform("sum") - own.cumsum()).loc[first.index]
+    after = behind.groupby(first.token).sum()
     before, limit = squares.sum() - after, MORE**2 * scale_of(gap)
-    fits = (before.change < limit * before.rounding) & (after.change > LOUD**2 * limit * after.rounding)
-    fits &= (before["count"] >= START) & (after["count"] >= START) & (first.groupby("token").position.nunique() > 1)
-    return int(after["count"][fits].idxmin()) if fits.any() else None
+    loud = behind.change > LOUD**2 * limit * behind.rounding
+    told = loud | (behind["count"] < START)
+    fits = told.groupby(first.token).all() & (loud.groupby(first.token).sum() > 1) & (before["count"] >= START)
+    fits &= (before.change < limit * before.rounding) & (first.groupby("token").position.nunique() > 1)
+    parts = (each[fits] for each in (before, after))
+    worth = sum(each["count"] * np.log(each.change / each.rounding) for each in parts)
+    return int(worth.idxmin()) if fits.any() else None
 
 
 def stands_at(gap: Gap) -> int | None:

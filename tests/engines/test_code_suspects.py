@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig, Qwen3Config
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
-from fragility_engines.comparison.signs import begins, described, patterns
+from fragility_engines.comparison.signs import begins, begins_with, described, patterns
 from fragility_engines.comparison.slopes import Slope, slope
 from fragility_engines.comparison.verdict import judge
 from fragility_engines.proving.ground import Ground, given
@@ -299,3 +299,15 @@ def test_a_token_whose_row_is_wrong_is_told(ground, name, sign):
     assert any(sign in text for text in described(patterns(gap)))
     harmless = given(ground.gap, native()(ground.model, WINDOWS).numpy().ravel())
     assert patterns(harmless)["read"] is patterns(harmless)["scored"] is None
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_token_is_told_only_if_it_is_so_in_every_sequence_that_has_it(sequences):
+    """One sequence that goes wrong from some token on has no other to tell which of its tokens it was."""
+    gap = ground_of_model("qwen2", 2).gap
+    tokens = gap.tokens.assign(change=gap.tokens.rounding)
+    read = tokens[tokens.token == TOKEN].groupby("sequence").position.min().sort_values()[:sequences]
+    wrong = tokens.position > tokens.sequence.map(read)
+    assert len(read) == sequences and wrong.sum() > 16
+    gap = replace(gap, tokens=tokens.assign(change=tokens.change.where(~wrong, 20 * tokens.rounding)))
+    assert begins_with(gap) == (TOKEN if sequences > 1 else None)
