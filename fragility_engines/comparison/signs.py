@@ -39,15 +39,22 @@ def patterns(gap: Gap) -> dict[str, Any]:
 
 
 def begins(gap: Gap) -> int:
-    """The last position before which the change of ``gap`` is rounding, if it is much more from there on; or 0."""
-    tokens = gap.tokens
-    squares = tokens[["change", "rounding"]].pow(2).groupby(tokens.position).sum()
-    sums, starts = squares.cumsum(), squares.index[START:-START]
-    after = squares.sum() - sums
-    scale = scale_of(gap)
-    calm = [at for at in starts if sums.change[at] < MORE**2 * scale * sums.rounding[at]]
-    loud = [at for at in calm if after.change[at] > LOUD**2 * MORE**2 * scale * after.rounding[at]]
-    return int(loud[-1]) + 1 if loud else 0
+    """The last position before which the change of ``gap`` is rounding, if it is much more from there on; or 0.
+
+    It must be more in most sequences by themselves: one that goes wrong somewhere tells nothing about positions.
+    """
+    tokens, limit = gap.tokens, MORE**2 * scale_of(gap)
+    squares = tokens[["change", "rounding"]].pow(2)
+    by = squares.groupby(tokens.position).sum()
+    sums = by.cumsum()
+    after = by.sum() - sums
+    calm = [at for at in by.index[START:-START] if sums.change[at] < limit * sums.rounding[at]]
+    loud = [at for at in calm if after.change[at] > LOUD**2 * limit * after.rounding[at]]
+    if not loud:
+        return 0
+    own = squares[tokens.position > loud[-1]].groupby(tokens.sequence).sum()
+    most = (own.change > LOUD**2 * limit * own.rounding).mean() > 0.5
+    return int(loud[-1]) + 1 if most else 0
 
 
 def described(found: dict[str, Any]) -> list[str]:

@@ -311,3 +311,4 @@ def test_a_token_is_told_only_if_it_is_so_in_every_sequence_that_has_it(sequence
     assert len(read) == sequences and wrong.sum() > 16
     gap = replace(gap, tokens=tokens.assign(change=tokens.change.where(~wrong, 20 * tokens.rounding)))
     assert begins_with(gap) == (TOKEN if sequences > 1 else None)
+    assert sequences > 1 or begins(gap) == 0
