@@ -14,6 +14,7 @@ STEPS =
 WITH =
 LOG =
 AGAINST =
+CHECKPOINT =
 RECIPE =
 PROMPT =
 URL =
@@ -33,7 +34,7 @@ $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIA
         $(eval $(if $(filter command%,$(origin $(name))),export override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
-export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER FOLDER
+export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST CHECKPOINT RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER FOLDER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
 # SCHEDULER=tcp://host:port or file.json has the workers of that Dask cluster compute (docs/clusters.md).
@@ -150,7 +151,7 @@ sentence: $(ENVIRONMENT)  ## a text (PROMPT=) written on by MODEL= in fp32, bf16
 .PHONY: compare
 compare: $(ENVIRONMENT)  ## rounding or a bug? An engine's log-probabilities (LOG=) against MODEL= by RECIPE=, or AGAINST= a log
 	@$(PYTHON) -m fragility_engines --log "$$LOG" $${MODEL:+--model "$$MODEL"} $${RECIPE:+--recipe "$$RECIPE"} \
-	    $${AGAINST:+--against "$$AGAINST"} $(if $(GIVEN_RESULTS),--results "$$RESULTS")
+	    $${AGAINST:+--against "$$AGAINST"} $${CHECKPOINT:+--checkpoint "$$CHECKPOINT"} $(if $(GIVEN_RESULTS),--results "$$RESULTS")
 
 .PHONY: score
 score: $(ENVIRONMENT)  ## have the server at URL= score text (DATA=) by the tokens of MODEL=, and write the LOG= for make compare

@@ -13,6 +13,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=EMBEDDED, help="hub name or local path of the fp32 model, or a .gguf file")
     parser.add_argument("--recipe", default="bf16", help="format or recipe that the engine is said to run")
     parser.add_argument("--against", default="", help="log of another engine, which stands in the place of fp32")
+    parser.add_argument("--checkpoint", default="", help="other weights of the model, which an engine may have")
     parser.add_argument("--results", default="engines", help="folder in outputs for the page")
     parser.add_argument("--seed", type=int, default=0, help="draws the sign vectors")
     asked = parser.parse_args(arguments)
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
         from fragility_engines.comparison.page import page
         from fragility_lab.running.files import write_whole
 
-        found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.seed)
+        found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.seed, asked.checkpoint)
         written = page(found)
         path = paths.output_folder(asked.results) / "comparison.html"
         write_whole(path, written)

@@ -20,6 +20,7 @@ from fragility_engines.comparison.slopes import Directions, Slope, owned, screen
 from fragility_engines.comparison.verdict import judge, search
 from fragility_engines.logs.sequences import Scored, read
 from fragility_engines.suspects.catalogue import Facts, suspects
+from fragility_engines.suspects.weights import Checkpoint, require_other
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import require_fitting as require_memory
 from fragility_lab.inputs.stored import weight_files
@@ -30,18 +31,24 @@ LONGEST_PREAMBLE = 256  # tokens of a chat template
 HEAD = "lm_head.weight"
 
 
-def compare(log: str, model: str, recipe: str = "bf16", against: str = "", seed: int = 0) -> Compared:
+def compare(
+    log: str, model: str, recipe: str = "bf16", against: str = "", seed: int = 0, checkpoint: str = ""
+) -> Compared:
     """The comparison of the file ``log`` with ``model``, by name, and with what ``recipe`` must give.
 
-    ``against`` is another engine's log of the same tokens, which stands in the place of the fp32 model. Raises the
-    errors of ``logs.read``, ``checkpoints.load_model`` and ``gap.measure``, most of them before the weights are read.
+    ``against`` is another engine's log of the same tokens, which stands in the place of the fp32 model. ``checkpoint``
+    names other weights of the model, which an engine may have. Raises the errors of ``logs.read``,
+    ``checkpoints.load_model``, ``gap.measure`` and ``Checkpoint.read``, most of them before the weights are read.
     """
-    get_recipe(recipe)
+    chosen = get_recipe(recipe)
     sequences, reference = read(log), read(against) if against else None
     require_fitting(checkpoints.load_config(model), sequences)
     require_memory(model)
+    if checkpoint:
+        require_other(checkpoint, model)
     loaded = checkpoints.load_model(model, auto_class=AutoModelForCausalLM)
-    directed = Directions(loaded, sequences, suspects(loaded, told(sequences, model)))
+    other = Checkpoint.read(checkpoint, loaded, chosen) if checkpoint else None
+    directed = Directions(loaded, sequences, suspects(loaded, told(sequences, model)), other)
     measured = partial(measure, loaded, sequences, recipe, seed=seed, reference=reference)
     gap = measured(seen=directed.see)
     names = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -28,6 +29,14 @@ def left(ratio: float, share: float) -> float:
     return ratio * max(1 - share, 0.0) ** 0.5
 
 
+def ratio_of(observed: pd.Series, predicted: pd.Series) -> tuple[float, float, float]:
+    """The ratio of root mean squares, given squares by sequence, and its 95 % interval: see ``Gap.ratio``."""
+    logs = np.log((observed / predicted).clip(lower=NOTHING).to_numpy()) / 2
+    mean, count = logs.mean(), len(logs)
+    half = stats.t.ppf(0.975, count - 1) * logs.std(ddof=1) / count**0.5 if count > 1 else np.nan
+    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+
+
 @dataclass(frozen=True)
 class Gap:
     """An engine's log-probabilities beside those of a reference, and beside a prediction for ``recipe``.
@@ -43,10 +52,10 @@ class Gap:
       probable tokens differ; NaN where the log does not tell. ``kl_rounding`` and ``flip_rounding`` are those of the
       emulated pass from the fp32 model.
 
-    ``sequences`` has one row for each: its number of scored ``tokens``, and the ``observed`` and ``predicted`` mean
-    squared change. ``sites`` has the share of the predicted square by kind of site. ``predictions`` are those of the
-    sequences that do not overflow. ``two`` is True if the reference is another engine. ``repeated`` sequences of the
-    log have the tokens of others, and do not count: their roundings are no other draw.
+    ``sequences`` has one row for each: its number of scored ``tokens``, and the ``observed``, the ``predicted`` and the
+    ``emulated`` mean squared change. ``sites`` has the share of the predicted square by kind of site. ``predictions``
+    are those of the sequences that do not overflow. ``two`` is True if the reference is another engine. ``repeated``
+    sequences of the log have the tokens of others, and do not count: their roundings are no other draw.
     """
 
     recipe: Recipe
@@ -57,10 +66,26 @@ class Gap:
     two: bool = False
     repeated: int = 0
 
-    @property
+    @cached_property
     def known(self) -> pd.DataFrame:
-        """The rows of ``sequences`` that have a finite prediction."""
-        return self.sequences[np.isfinite(self.sequences.predicted)]
+        """The rows of ``sequences`` that have a finite prediction, or what stands in its place if it ``fails``."""
+        table = self.sequences[np.isfinite(self.sequences.predicted)]
+        return table.assign(predicted=table.emulated) if self.fails else table
+
+    @cached_property
+    def emulated_ratio(self) -> tuple[float, float, float]:
+        """RMS of the emulated pass over the predicted one, as ``ratio`` has it."""
+        table = self.sequences[np.isfinite(self.sequences.predicted)]
+        return ratio_of(table.emulated, table.predicted)
+
+    @property
+    def fails(self) -> bool:
+        """True if an emulated pass is beyond doubt not as predicted: it then stands in the place of the prediction.
+
+        The prediction takes errors of weights for independent of each other, and some add up over all positions.
+        """
+        _, low, high = self.emulated_ratio
+        return not self.two and (low > MORE or high < LESS)
 
     def only(self, numbers: Sequence[int]) -> "Gap":
         """The gap over the tokens of the sequences with these ``numbers``; ``sequences`` stay as they are."""
@@ -78,23 +103,17 @@ class Gap:
         The interval is Student's for the logarithm of the ratio: errors have heavy tails, and one sequence may have
         most of the square.
         """
-        square = (self.known.observed / self.known.predicted).clip(lower=NOTHING)
-        logs = np.log(square.to_numpy()) / 2
-        mean, count = logs.mean(), len(logs)
-        half = stats.t.ppf(0.975, count - 1) * logs.std(ddof=1) / count**0.5 if count > 1 else np.nan
-        return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+        return ratio_of(self.known.observed, self.known.predicted)
 
     @property
     def far(self) -> list[int]:
         """The sequences whose own change is FAR beyond both their predicted and their emulated one."""
-        emulated = self.tokens.groupby("sequence").rounding.apply(lambda x: (x**2).mean())
-        table = self.known.set_index("sequence")
-        more = table.observed > FAR**2 * np.maximum(table.predicted, emulated[table.index])
-        return [int(number) for number in table.index[more & (table.tokens >= ENOUGH)]]
+        more = self.known.observed > FAR**2 * self.known[["predicted", "emulated"]].max(axis=1)
+        return [int(number) for number in self.known.sequence[more & (self.known.tokens >= ENOUGH)]]
 
     @property
     def predicted(self) -> float:
-        """The predicted RMS change, in nats."""
+        """The RMS change that rounding must give, in nats: the predicted one, or the emulated one if that ``fails``."""
         return float(np.average(self.known.predicted, weights=self.known.tokens) ** 0.5)
 
     def divergences(self, column: str = "change") -> dict[str, float]:

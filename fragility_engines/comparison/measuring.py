@@ -163,8 +163,10 @@ def measure(
         predictions.append(prediction)
         square, by_site = expected(prediction, twice=two)
         table, count = yardstick.rows(pair, seen), len(pair.known)
-        observed = (table.change**2).mean()
-        totals.append({"sequence": pair.number, "tokens": count, "observed": observed, "predicted": square})
+        observed, emulated = ((table[column] ** 2).mean() for column in ("change", "rounding"))
+        totals.append({
+            "sequence": pair.number, "tokens": count, "observed": observed, "predicted": square, "emulated": emulated,
+        })  # fmt: skip
         if np.isfinite(square):
             rows.append(table)
             shares.append(by_site * count)

@@ -23,6 +23,7 @@ from fragility_engines.suspects.numbers import Number, numbers
 from fragility_engines.suspects.sampling import sampling
 from fragility_engines.suspects.structure import around, in_one_block, runs, structure
 from fragility_engines.suspects.suspect import Suspect, read, score
+from fragility_engines.suspects.weights import Checkpoint
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 
@@ -125,11 +126,16 @@ def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> t
 class Directions:
     """What the suspects ``tried`` do in fp32 to the log-probabilities of ``sequences``; each pass is run once.
 
+    If there is an ``other`` checkpoint, an engine may have its weights.
     Those that only read the logits of the ``model`` in another way need no pass of their own, if ``see`` sees these.
     """
 
-    def __init__(self, model: PreTrainedModel, sequences: Sequence[Scored], tried: Sequence[Suspect] = ()):
-        self.model, self.sequences, self.tried = model, sequences, tried
+    def __init__(
+        self, model: PreTrainedModel, sequences: Sequence[Scored], tried: Sequence[Suspect] = (),
+        other: Checkpoint | None = None,
+    ):  # fmt: skip
+        self.model, self.sequences, self.other = model, sequences, other
+        self.tried = [*tried, *(other.suspects() if other else ())]
         self.scores: dict[tuple[Suspect, int], np.ndarray] = {}
 
     @cached_property
@@ -161,7 +167,8 @@ class Directions:
     @cached_property
     def numbers(self) -> list[Number]:
         """The numbers of the model whose value may be fitted."""
-        return [*numbers(self.model, max(len(each.tokens) for each in self.sequences))]
+        found = numbers(self.model, max(len(each.tokens) for each in self.sequences))
+        return [*([self.other.difference] if self.other else []), *found]
 
     def see(self, number: int, z: Tensor, norm: Tensor) -> None:
         """Read the logits ``z`` (T, V) of a sequence, whose ``log_sum`` is ``norm`` (T,)."""

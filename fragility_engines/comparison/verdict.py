@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,7 +38,8 @@ class Verdict:
     ``alike`` is the name of another suspect that explains as much. ``needed`` is the number of sequences of this length
     that would decide; it is known only for the kind "few". ``far`` are the sequences that are more than rounding by
     themselves, where others are not. ``fused`` is the ratio beside the prediction for fused attention, where rounding
-    explains the gap if attention is eager alone.
+    explains the gap if attention is eager alone. ``emulated`` is the ratio of an emulated pass to the prediction where
+    that fails: the other ratios are then those to the emulated pass.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Verdict:
     alike: str = ""
     far: Sequence[int] = ()
     fused: tuple[float, float, float] | None = None
+    emulated: float | None = None
 
     @property
     def partial(self) -> bool:
@@ -68,7 +70,10 @@ class Verdict:
         """The verdict in a line."""
         value, low, high = self.ratio
         interval = "one sequence, no interval" if np.isnan(low) else f"95 %: {low:.2f} to {high:.2f}"
-        text = f"{self.title}: the gap is {value:.2f} times the predicted one ({interval})"
+        beside = "the predicted one" if self.emulated is None else "that of an emulated pass"
+        text = f"{self.title}: the gap is {value:.2f} times {beside} ({interval})"
+        if self.emulated is not None:
+            text += f"; the prediction fails here, as that pass is {self.emulated:.2f} times the predicted one"
         if self.fused is not None:
             text += (
                 f"; it is {self.fused[0]:.2f} times that of fused attention, which keeps scores and probabilities wider"
@@ -110,6 +115,12 @@ def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
 
     A suspect that is certain makes a gap more than rounding, however small the gap is.
     """
+    verdict = judged(gap, found)
+    return replace(verdict, emulated=gap.emulated_ratio[0]) if gap.fails else verdict
+
+
+def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
+    """The verdict of ``judge``, which does not say what stands in the place of a prediction that fails."""
     value, low, high = ratio = gap.ratio
     rest, gains = beyond(value), gap.tokens.change.mean() > GAIN
     named = [each for each in found if each.as_tested and (each.suspect.in_log or each.share > each.needed * rest)]

@@ -18,17 +18,22 @@ from fragility_engines.comparison.verdict import Verdict, judge, search
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.proving.variations import FAULTS, HARMLESS, Variation
 from fragility_engines.suspects.catalogue import Facts, suspects
+from fragility_engines.suspects.weights import Checkpoint
 
 NOTICEABLE = 0.5  # times the RMS of rounding: a fault that moves log-probabilities more must not be missed
 
 
 @dataclass(frozen=True)
 class Ground:
-    """The fp32 ``model`` and its ``windows`` (B, T), what bf16 predicts for them, and every suspect's direction."""
+    """The fp32 ``model`` and its ``windows`` (B, T), what bf16 predicts for them, and every suspect's direction.
+
+    If there is an ``other`` checkpoint, engines may have its weights.
+    """
 
     model: PreTrainedModel
     windows: Tensor
     bos: int | None = None
+    other: Checkpoint | None = None
 
     @cached_property
     def sequences(self) -> list[Scored]:
@@ -49,7 +54,7 @@ class Ground:
     def directed(self) -> Directions:
         """Every suspect's direction; each is computed once."""
         tried = suspects(self.model, Facts.of(self.sequences, self.bos))
-        return Directions(self.model, self.sequences, tried)
+        return Directions(self.model, self.sequences, tried, self.other)
 
     def judged(self, variation: Variation) -> tuple[Gap, Verdict]:
         """The gap of the engine ``variation`` and the verdict on it."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_suspects import LLAMA
 from tiny import random_model, random_tokens
+from transformers import LlamaConfig
 
 from fragility_adjoint.predictor import Adjoint
 from fragility_engines.comparison.compare import explained
@@ -193,8 +194,8 @@ def test_logs_without_a_token_in_common_are_refused(model):
         measure(model, [first], "bf16", reference=[second])
 
 
-def made(observed, predicted, tokens=100):
-    """A gap of sequences with these mean squares."""
+def made(observed, predicted, tokens=100, emulated=None):
+    """A gap of sequences with these mean squares; that of the emulated pass is the predicted one unless given."""
     generator = np.random.default_rng(0)
     rows = [
         pd.DataFrame({
@@ -205,7 +206,7 @@ def made(observed, predicted, tokens=100):
     ]  # fmt: skip
     table = pd.DataFrame(
         {"sequence": range(len(observed)), "tokens": tokens, "observed": observed, "predicted": predicted}
-    )
+    ).assign(emulated=predicted if emulated is None else emulated)
     return Gap(get_recipe("bf16"), pd.concat(rows, ignore_index=True), table, pd.Series({"mlp": 1.0}))
 
 
@@ -239,9 +240,49 @@ def test_a_sequence_far_beyond_rounding_is_more_whatever_the_others_are():
     assert verdict.kind == "more" and verdict.far == [1] and "by itself: sequence 1 of the log" in verdict.line
     assert judge(made([400.0], [1.0])).kind == "more"
     assert judge(made([400.0], [1.0], tokens=8)).kind == "few"  # so few tokens may be rare ones
-    emulated = made([400.0], [1.0])
-    emulated.tokens["rounding"] = 20.0  # where a pass of the recipe is as far off, the prediction was too small
-    assert judge(emulated).kind == "few"
+    # Where a pass of the recipe is as far off, the prediction was too small.
+    assert judge(made([400.0], [1.0], emulated=[400.0])).kind == "few"
+
+
+@pytest.mark.parametrize(
+    ("observed", "emulated", "kind", "fails"),
+    [
+        ([5.0, 6.0, 5.0, 7.0], [5.5, 5.5, 5.5, 6.5], "rounding", True),
+        ([20.0, 24.0, 20.0, 28.0], [5.5, 5.5, 5.5, 6.5], "more", True),
+        ([0.2, 0.22, 0.19, 0.2], [0.21, 0.2, 0.2, 0.2], "rounding", True),
+        ([0.01, 0.012, 0.01, 0.01], [0.21, 0.2, 0.2, 0.2], "less", True),
+        ([5.0, 6.0, 5.0, 7.0], [1.1, 0.9, 1.0, 9.0], "more", False),  # one sequence alone: a draw from a heavy tail
+        ([5.0, 6.0, 5.0, 7.0], [1.4, 1.3, 1.4, 1.3], "more", False),  # within the prediction's own error
+    ],
+)
+def test_an_emulated_pass_is_the_yardstick_where_the_prediction_fails(observed, emulated, kind, fails):
+    verdict = judge(made(observed, [1.0] * 4, emulated=emulated))
+    assert verdict.kind == kind
+    assert ("times that of an emulated pass" in verdict.line and "the prediction fails here" in verdict.line) == fails
+
+
+@pytest.mark.parametrize("depth", [2, 40])
+def test_errors_of_weights_that_add_up_are_rounding(depth):
+    """All positions are much alike, and the weights of values lie so that all are rounded along their inputs."""
+    model = random_model(LlamaConfig(**(LLAMA.to_dict() | {"num_hidden_layers": depth})))
+    model.model.embed_tokens.weight += 20 * model.model.embed_tokens.weight[:1]
+    for block in model.model.layers:
+        signs, weight = (
+            block.input_layernorm(model.model.embed_tokens.weight).mean(0).sign(),
+            block.self_attn.v_proj.weight,
+        )
+        step = weight.abs().amax(1, keepdim=True) / 127
+        weight[:] = ((weight / step).round().clamp(-126, 126) + 0.45 * signs) * step
+        weight[:, 0] = 127 * step[:, 0]
+    low = lower(model, RECIPE := "w8a16-channel@fp32")
+    with low.running():
+        right = engine(lambda window: logprobs(low.model, window))
+    gap = measure(model, right, RECIPE)
+    verdict = judge(gap)
+    assert gap.emulated_ratio[0] > 1.5 and gap.fails and verdict.kind == "rounding", verdict.line
+    exact = engine(lambda window: logprobs(model, window))
+    far = [Scored(one.tokens, 3 * one.logprobs - 2 * other.logprobs) for one, other in zip(right, exact)]
+    assert judge(measure(model, far, RECIPE)).kind == "more"
 
 
 def test_texts_that_a_log_repeats_count_once(model, native):

@@ -23,13 +23,6 @@ MODEL = "embedded-llama"
 BOS = "A BOS token that the tokens do not show"
 
 
-@pytest.fixture
-def outputs(tmp_path, monkeypatch):
-    for name, folder in {"PROJECT": tmp_path, "OUTPUTS": tmp_path / "outputs"}.items():
-        monkeypatch.setattr(paths, name, folder)
-    return tmp_path / "outputs"
-
-
 @pytest.fixture(scope="module")
 def windows():
     return load(MODEL, "embedded", [48], 4, "cpu", AutoModelForCausalLM).windows(48, 4, 0)[1]

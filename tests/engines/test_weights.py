@@ -1,0 +1,166 @@
+"""An engine that has the weights of another checkpoint, all or some of them, at 2 and 40 blocks."""
+
+import copy
+
+import pytest
+import torch
+from test_catalogue import DEPTHS, WINDOWS
+from test_main import log
+from test_structure_suspects import SIZES, model_of
+from tiny import random_model
+from torch import nn
+from transformers import LlamaConfig
+
+from fragility_engines.__main__ import main
+from fragility_engines.proving.ground import Ground
+from fragility_engines.proving.variations import Variation, native
+from fragility_engines.suspects.suspect import logprobs
+from fragility_engines.suspects.weights import Checkpoint
+from fragility_quantization.recipes import get_recipe
+
+NAME = "step-7"
+
+
+def trained(model, size):
+    """A copy of ``model`` whose parameters are otherwise by about ``size`` of their own, as by a training."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(5)
+    for parameter in other.parameters():
+        scale = size * parameter.square().mean().sqrt()
+        parameter.data += scale * torch.randn(parameter.shape, generator=generator)
+    return other
+
+
+def ground_of(model, size):
+    """A ground on which engines may have the weights of a checkpoint, and the model of that checkpoint."""
+    other = trained(model, size)
+    return Ground(model, WINDOWS, 0, Checkpoint.of(NAME, model, other, get_recipe("bf16"))), other
+
+
+@pytest.fixture(scope="module", params=DEPTHS)
+def grounds(request):
+    return ground_of(model_of("qwen2", request.param), 0.05)
+
+
+def having(other, chosen):
+    """The engine of bf16 with the parameters of ``other`` where ``chosen`` says so of their path."""
+
+    def change(low):
+        theirs = dict(other.named_parameters())
+        for path, parameter in low.named_parameters():
+            if chosen(path):
+                parameter.data = theirs[path].to(parameter.dtype)
+
+    return Variation(NAME, native(change))
+
+
+PARTS = {
+    "the checkpoint {name}": lambda path: True,
+    "model.layers.1 from the checkpoint {name}": lambda path: "layers.1." in path,
+    "self_attn.q_proj of all blocks from the checkpoint {name}": lambda path: "q_proj" in path,
+    "lm_head from the checkpoint {name}": lambda path: "lm_head" in path,
+    "model.embed_tokens from the checkpoint {name}": lambda path: "embed_tokens" in path,
+}
+
+
+@pytest.mark.parametrize("cause", PARTS)
+def test_weights_of_another_checkpoint_are_named(grounds, cause):
+    ground, other = grounds
+    _, verdict = ground.judged(having(other, PARTS[cause]))
+    assert verdict.cause is not None and verdict.cause.suspect.name == cause.format(name=NAME), verdict.line
+    assert not verdict.partial, verdict.line
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])
+def test_a_multiple_of_the_difference_is_named(grounds, factor):
+    """An adapter that has half of its scale, that is merged twice, or three times."""
+    ground, other = grounds
+    engine = copy.deepcopy(ground.model)
+    for mine, own, theirs in zip(engine.parameters(), ground.model.parameters(), other.parameters(), strict=True):
+        mine.data = theirs + factor * (own - theirs)
+    _, verdict = ground.judged(having(engine, lambda path: True))
+    assert verdict.cause is not None, verdict.line
+    times, _, rest = verdict.cause.suspect.name.partition(" ")
+    assert rest == f"times the model's difference from the checkpoint {NAME}", verdict.line
+    assert float(times) == pytest.approx(factor, rel=0.05), verdict.line
+
+
+def test_an_engine_with_the_right_weights_is_rounding(grounds):
+    _, verdict = grounds[0].judged(Variation("bf16", native(lambda low: None)))
+    assert verdict.kind == "rounding" and verdict.cause is None, verdict.line
+
+
+@pytest.mark.parametrize(("depth", "size"), [(2, 0.002), (40, 0.006)])
+def test_weights_are_seen_whose_change_is_smaller_than_rounding(depth, size):
+    """As those of the step before may be."""
+    ground, other = ground_of(model_of("qwen2", depth), size)
+    gap, verdict = ground.judged(having(other, lambda path: True))
+    assert gap.ratio[0] < 1.6 and verdict.cause.suspect.name == f"the checkpoint {NAME}", verdict.line
+    assert not verdict.alike and not verdict.partial
+
+
+def test_a_step_below_the_rounding_of_weights_is_seen_by_what_it_rounds_to():
+    """Each weight lies in the middle of two numbers of bf16, and the step decides which of them it becomes."""
+    model = model_of("qwen2", 2)
+    for parameter in model.parameters():
+        grid = parameter.bfloat16().float()
+        parameter.data = grid + 2.0**-8 * torch.ldexp(torch.ones_like(grid), torch.frexp(grid).exponent - 1)
+    ground, other = ground_of(model, 1e-5)
+    _, verdict = ground.judged(having(other, lambda path: True))
+    assert verdict.cause is not None and verdict.cause.suspect.name == f"the checkpoint {NAME}", verdict.line
+    assert not verdict.partial, verdict.line
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_tied_head_may_be_new_where_the_embedding_is_not(both):
+    model = random_model(LlamaConfig(**SIZES | {"tie_word_embeddings": True}, num_hidden_layers=2))
+    ground, other = ground_of(model, 0.1)
+    names = {suspect.name for suspect in ground.other.suspects()}
+    assert {f"{place} from the checkpoint {NAME}" for place in ("lm_head", "model.embed_tokens")} < names
+
+    def change(low):
+        theirs = nn.Parameter(other.lm_head.weight.to(low.lm_head.weight.dtype))
+        low.lm_head.weight = theirs
+        if both:
+            low.model.embed_tokens.weight = theirs
+
+    _, verdict = ground.judged(Variation(NAME, native(change)))
+    place = "model.embed_tokens and lm_head" if both else "lm_head"
+    assert verdict.cause.suspect.name == f"{place} from the checkpoint {NAME}", verdict.line
+
+
+def saved(folder, model):
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_command_names_the_checkpoint(tmp_path, outputs, capsys):
+    model = random_model(LlamaConfig(**SIZES, num_hidden_layers=2))
+    other = trained(model, 0.1)
+    path = log(tmp_path / "log.jsonl", WINDOWS, lambda w: logprobs(copy.deepcopy(other).bfloat16(), w))
+    place, earlier = saved(tmp_path / "now", model), saved(tmp_path / NAME, other)
+    main(["--log", path, "--model", place, "--checkpoint", earlier])
+    assert f"The checkpoint {NAME} explains" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path):
+    model = random_model(LlamaConfig(**SIZES, num_hidden_layers=2))
+    now = saved(tmp_path / "now", model)
+    path = log(tmp_path / "log.jsonl", WINDOWS, lambda w: logprobs(model, w))
+    wider = random_model(LlamaConfig(**(SIZES | {"intermediate_size": 96}), num_hidden_layers=2))
+    scaled = random_model(LlamaConfig(**SIZES, num_hidden_layers=2, rms_norm_eps=1e-3))
+    for other, said in (
+        (now, "must have other weights than MODEL once bf16 has rounded both, got the same in now"),
+        (saved(tmp_path / "wider", wider), "got other settings, intermediate_size (96 and 48)"),
+        (saved(tmp_path / "scaled", scaled), "got other settings, rms_norm_eps"),
+        (str(tmp_path / "absent"), "absent"),
+    ):
+        with pytest.raises(SystemExit, match="make compare: ") as ended:
+            main(["--log", path, "--model", now, "--checkpoint", other])
+        assert said in str(ended.value)
+
+
+def test_other_parameters_are_refused():
+    model = random_model(LlamaConfig(**SIZES, num_hidden_layers=2))
+    deeper = random_model(LlamaConfig(**SIZES, num_hidden_layers=3))
+    with pytest.raises(ValueError, match="got step-7 with another model.layers.2.input_layernorm.weight"):
+        Checkpoint.of(NAME, model, deeper, get_recipe("bf16"))
