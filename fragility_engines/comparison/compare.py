@@ -20,7 +20,7 @@ from fragility_engines.comparison.slopes import Directions, Slope, owned, screen
 from fragility_engines.comparison.verdict import judge, search
 from fragility_engines.logs.sequences import Scored, read
 from fragility_engines.suspects.catalogue import Facts, suspects
-from fragility_engines.suspects.weights import Checkpoint, require_other
+from fragility_engines.suspects.stale import Checkpoint, require_other
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import require_fitting as require_memory
 from fragility_lab.inputs.stored import weight_files

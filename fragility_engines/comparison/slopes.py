@@ -21,9 +21,9 @@ from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import PLACE, places
 from fragility_engines.suspects.numbers import Number, numbers
 from fragility_engines.suspects.sampling import sampling
+from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.structure import around, in_one_block, runs, structure
-from fragility_engines.suspects.suspect import Suspect, read, score
-from fragility_engines.suspects.weights import Checkpoint
+from fragility_engines.suspects.suspect import Suspect, read, scores
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 
@@ -179,21 +179,24 @@ class Directions:
 
     def __call__(self, gap: Gap, suspect: Suspect) -> np.ndarray:
         """The change of each token of ``gap`` (N,) by ``suspect``; NaN where it scores none."""
-        found = []
-        for number, own in gap.tokens.groupby("sequence"):
-            scores = self.scored(suspect, int(number), int(own.position.max()))
-            found.append(scores[own.position.to_numpy() - 1] - own.fp32.to_numpy())
-        return np.concatenate(found)
+        positions = gap.tokens.groupby("sequence", sort=False).position
+        self.score(suspect, positions.max())
+        found = [self.scores[suspect, number][own.to_numpy() - 1] for number, own in positions]
+        return np.concatenate(found) - gap.tokens.fp32.to_numpy()
 
-    def scored(self, suspect: Suspect, number: int, last: int) -> np.ndarray:
-        """Log-probabilities of the tokens of a sequence after the first, up to that at position ``last`` or further."""
-        found = self.scores.get((suspect, number))
-        if found is None or len(found) < last:  # later tokens change nothing before them
-            each = self.sequences[number]
-            tokens = torch.from_numpy(each.tokens[: last + 1]).to(next(self.model.parameters()).device)
-            first = int(np.flatnonzero(np.isfinite(each.logprobs[1:]))[0]) + 1
-            found = self.scores[suspect, number] = score(self.model, tokens, suspect, first).cpu().numpy()
-        return found
+    def score(self, suspect: Suspect, lengths: pd.Series) -> None:
+        """Keep log-probabilities of sequences after their first token, up to these ``lengths`` by number, or further.
+
+        Later tokens change nothing before them.
+        """
+        device, windows = next(self.model.parameters()).device, {}
+        for number, last in lengths.items():
+            if len(self.scores.get((suspect, number), ())) < last:
+                each = self.sequences[number]
+                first = int(np.flatnonzero(np.isfinite(each.logprobs[1:]))[0]) + 1
+                windows[number] = torch.from_numpy(each.tokens[: last + 1]).to(device), first
+        for number, found in zip(windows, scores(self.model, [*windows.values()], suspect) if windows else ()):
+            self.scores[suspect, number] = found.cpu().numpy()
 
 
 def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:

@@ -18,7 +18,7 @@ from fragility_engines.comparison.verdict import Verdict, judge, search
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.proving.variations import FAULTS, HARMLESS, Variation
 from fragility_engines.suspects.catalogue import Facts, suspects
-from fragility_engines.suspects.weights import Checkpoint
+from fragility_engines.suspects.stale import Checkpoint
 
 NOTICEABLE = 0.5  # times the RMS of rounding: a fault that moves log-probabilities more must not be missed
 

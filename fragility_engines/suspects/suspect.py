@@ -88,18 +88,26 @@ def log_sum(z: Tensor) -> Tensor:
     return (z - largest).exp_().sum(-1, dtype=torch.float64).log() + largest[..., 0].double()
 
 
-@torch.no_grad()
 def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int = 1) -> Tensor:
-    """Log-probabilities (T - 1,) of one window (T,) under ``suspect``; NaN for tokens that are not scored then.
+    """Log-probabilities (T - 1,) of one window (T,) under ``suspect``, as ``scores`` has them."""
+    return scores(model, [(tokens, first)], suspect)[0]
 
-    ``first`` is the position of the first token that the engine scored.
+
+@torch.no_grad()
+def scores(model: PreTrainedModel, windows: Sequence[tuple[Tensor, int]], suspect: Suspect) -> list[Tensor]:
+    """Log-probabilities (T - 1,) of windows (T,) under ``suspect``; NaN for tokens that are not scored then.
+
+    Beside each window is the position of the first token that the engine scored. The model is changed once for all.
     """
-    skip = suspect.skip if suspect.kept is None else max(0, first - suspect.kept)
-    prefix = suspect.prefix if skip or suspect.kept is None else ()
-    seen = torch.cat([tokens.new_tensor(prefix), tokens[skip:]])
+    found = []
     with suspect.change(model) as other:
-        found = read(logits(model if other is None else other, seen), seen, suspect)[len(prefix) :]
-    return torch.cat([found.new_full((skip,), torch.nan), found])
+        for tokens, first in windows:
+            skip = suspect.skip if suspect.kept is None else max(0, first - suspect.kept)
+            prefix = suspect.prefix if skip or suspect.kept is None else ()
+            seen = torch.cat([tokens.new_tensor(prefix), tokens[skip:]])
+            values = read(logits(model if other is None else other, seen), seen, suspect)[len(prefix) :]
+            found.append(torch.cat([values.new_full((skip,), torch.nan), values]))
+    return found
 
 
 Setting = tuple[Any, str]  # an object, and the name of one of its attributes

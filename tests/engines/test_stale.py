@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from fragility_engines.__main__ import main
 from fragility_engines.proving.ground import Ground
 from fragility_engines.proving.variations import Variation, native
+from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.suspect import logprobs
-from fragility_engines.suspects.weights import Checkpoint
 from fragility_quantization.recipes import get_recipe
 
 NAME = "step-7"
