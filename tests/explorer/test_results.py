@@ -19,6 +19,7 @@ from fragility_lab.running.execute import notebook_path
 KEPT = {"E1": "e1_controlled_sweeps", "E2": "e2_predictor", "E3": "e3_patching", "E5": "e5_mitigation"}
 KEPT |= {"E5 course": "e5_mitigation"}
 KEPT |= {"E5 seeds": "e5_seeds", "X1": "x1_adjoint_predictor", "X2": "x2_recipes", "X2 rivals": "x2_rivals"}
+KEPT |= {"X1 plans": "x1_adjoint_predictor", "X2 plans": "x2_recipes"}
 KEPT |= {"E5 learning rates": "e5_learning_rate", "X3": "x3_engines", "X4": "x4_referees"}
 MOST = 400_000  # characters that a notebook's file may grow by
 
@@ -155,6 +156,24 @@ def test_recipes_and_seeds_are_those_of_the_tables(pictures):
     actions = read_tables("embedded")["e5_actions"]
     raised = [detail["blocks"]["raised"] for detail in pictures["E5"].data["models"][0]["details"].values()]
     assert sum(map(sum, raised)) == len(actions)
+
+
+def test_plans_are_those_of_the_tables(pictures):
+    models = dict(zip(tables.NAMES, pictures["X1 plans"].data["models"]))
+    for profile, model in models.items():
+        table, rows = read_tables(profile)["x1_plans"], rows_of(model)
+        np.testing.assert_allclose(rows.measured.astype(float), table.measured, rtol=6e-4)
+        assert model["names"] == table.label.tolist()
+        run = ["precision", "length", "seed"]
+        none = table[table.budget == 0].set_index(run).measured
+        ours = table.query("unit == 'blocks' and budget == 2 and chosen_by == 'adjoint'").set_index(run).measured
+        assert model["claims"]["rows"][0][:2] == ["2 blocks", f"{(ours / none).mean():.2f}"]
+    for model, profile in zip(pictures["X2 plans"].data["models"], tables.NAMES):
+        table, rows = read_tables(profile)["x2_plans"], rows_of(model)
+        np.testing.assert_allclose(rows.measured.astype(float), table.measured, rtol=6e-4)
+        pairs = table.iloc[::2].measured.to_numpy(), table.iloc[1::2].measured.to_numpy()
+        better = sum(int(row[1].split(" of ")[0]) for row in model["claims"]["rows"])
+        assert better == (pairs[0] < pairs[1]).sum()
 
 
 def test_cases_of_x3_are_those_of_its_table(pictures):
