@@ -133,6 +133,7 @@ def require_other(place: str, model: str) -> None:
     """Raises ValueError if the checkpoint at ``place`` has other settings than ``model``, and OSError if it is none."""
     require_fitting(place)
     if found := differing(load_config(place), load_config(model)):
+        found = {key: found[key] for key in found if key == "model_type" or "model_type" not in found}
         raise ValueError(
             f"CHECKPOINT must differ from MODEL in weights alone, got other settings, {in_words(found)}: give another "
             "step of one training"

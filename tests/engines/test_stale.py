@@ -153,6 +153,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
         (saved(tmp_path / "wider", wider), "got other settings, intermediate_size (96 and 48)"),
         (saved(tmp_path / "scaled", scaled), "got other settings, rms_norm_eps"),
         (str(tmp_path / "absent"), "absent"),
+        ("embedded", "got other settings, model_type (gpt2 and llama): give"),
     ):
         with pytest.raises(SystemExit, match="make compare: ") as ended:
             main(["--log", path, "--model", now, "--checkpoint", other])
