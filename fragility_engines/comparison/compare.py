@@ -51,12 +51,13 @@ def compare(
     directed = Directions(loaded, sequences, suspects(loaded, told(sequences, model)), other)
     measured = partial(measure, loaded, sequences, recipe, seed=seed, reference=reference)
     gap = measured(seen=directed.see)
-    names = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")
-    found, further = explained(gap, directed, names)
+    engines = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")
+    found, further = explained(gap, directed, engines)
     gap, verdict = as_eager(loaded, gap, judge(gap, [*found, *further]), measured)
     with nullcontext() if verdict.fused is None else eager(loaded):
         wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
-    return Compared(shown(log), shown(model), shown(against), gap, found, further, verdict, len(directed.tried), wider)
+    names = (shown(log), shown(model), shown(against))
+    return Compared(*names, gap, found, further, verdict, len(directed.tried), wider, shown(checkpoint))
 
 
 def explained(

@@ -19,6 +19,10 @@ from fragility_lab.reporting.html import template
 from fragility_lab.reporting.tables import number, percent
 
 SHOWN = 8  # suspects and sites in tables
+OTHER_WEIGHTS = (
+    "If the engine may have other weights (of an earlier step, or without an adapter), give them as CHECKPOINT= and "
+    "compare again."
+)
 NAMES = {
     "rms": "root mean square", "mean": "mean", "k1": "KL, estimate k1", "k3": "KL, estimate k3",
     "clipped": "tokens whose ratio leaves [1/2, 2]",
@@ -33,7 +37,7 @@ TOPS: list[tuple[str, str, Callable[[float], str]]] = [
 class Compared:
     """A comparison of the ``log`` of an engine with ``model``, or with the log ``against``, and what was found.
 
-    ``tried`` is the number of suspects.
+    ``tried`` is the number of suspects; those of another ``checkpoint`` are among them if it has a name.
     """
 
     log: str
@@ -45,12 +49,14 @@ class Compared:
     verdict: Verdict
     tried: int
     remedies: list[Remedy] = field(default_factory=list)
+    checkpoint: str = ""
 
     @property
     def signs(self) -> list[str]:
-        """What a gap beyond rounding looks like, in words, where no suspect explains it."""
-        unknown = self.verdict.kind == "more" and (self.verdict.cause is None or self.verdict.partial)
-        return described(patterns(self.gap)) if unknown else []
+        """What a gap beyond rounding looks like, in words, where no suspect explains it, and what else may be tried."""
+        if self.verdict.kind != "more" or not (self.verdict.cause is None or self.verdict.partial):
+            return []
+        return [*described(patterns(self.gap)), *([] if self.checkpoint else [OTHER_WEIGHTS])]
 
 
 def numbers(gap: Gap) -> list[list[str]]:

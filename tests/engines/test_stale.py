@@ -138,8 +138,11 @@ def test_a_command_names_the_checkpoint(tmp_path, outputs, capsys):
     other = trained(model, 0.1)
     path = log(tmp_path / "log.jsonl", WINDOWS, lambda w: logprobs(copy.deepcopy(other).bfloat16(), w))
     place, earlier = saved(tmp_path / "now", model), saved(tmp_path / NAME, other)
+    main(["--log", path, "--model", place])
+    assert "give them as CHECKPOINT= and compare again" in capsys.readouterr().out
     main(["--log", path, "--model", place, "--checkpoint", earlier])
-    assert f"The checkpoint {NAME} explains" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"The checkpoint {NAME} explains" in printed and "CHECKPOINT=" not in printed
 
 
 def test_a_checkpoint_that_is_none_is_refused(tmp_path):
