@@ -126,8 +126,8 @@ def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> t
 class Directions:
     """What the suspects ``tried`` do in fp32 to the log-probabilities of ``sequences``; each pass is run once.
 
-    If there is an ``other`` checkpoint, an engine may have its weights.
-    Those that only read the logits of the ``model`` in another way need no pass of their own, if ``see`` sees these.
+    Those that only read the logits of the ``model`` in another way need no pass of their own, if ``see`` sees these. If
+    there is an ``other`` checkpoint, an engine may have its weights.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class Directions:
     def __call__(self, gap: Gap, suspect: Suspect) -> np.ndarray:
         """The change of each token of ``gap`` (N,) by ``suspect``; NaN where it scores none."""
         positions = gap.tokens.groupby("sequence", sort=False).position
-        self.score(suspect, positions.max())
+        self.run(suspect, positions.max())
         found = [self.scores[suspect, number][own.to_numpy() - 1] for number, own in positions]
         return np.concatenate(found) - gap.tokens.fp32.to_numpy()
 
-    def score(self, suspect: Suspect, lengths: pd.Series) -> None:
+    def run(self, suspect: Suspect, lengths: pd.Series) -> None:
         """Keep log-probabilities of sequences after their first token, up to these ``lengths`` by number, or further.
 
         Later tokens change nothing before them.
