@@ -167,7 +167,8 @@ def test_plans_are_those_of_the_tables(pictures):
         run = ["precision", "length", "seed"]
         none = table[table.budget == 0].set_index(run).measured
         ours = table.query("unit == 'blocks' and budget == 2 and chosen_by == 'adjoint'").set_index(run).measured
-        assert model["claims"]["rows"][0][:2] == ["2 blocks", f"{(ours / none).mean():.2f}"]
+        assert model["claims"]["head"][1] == "2 blocks"
+        assert model["claims"]["rows"][0][:2] == ["backward passes", f"{(ours / none).mean():.2f}"]
     for model, profile in zip(pictures["X2 plans"].data["models"], tables.NAMES):
         table, rows = read_tables(profile)["x2_plans"], rows_of(model)
         np.testing.assert_allclose(rows.measured.astype(float), table.measured, rtol=6e-4)
